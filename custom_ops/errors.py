@@ -35,9 +35,10 @@ class BlockPoolExhaustedError(TorchpagedError, RuntimeError):
 
     def __init__(self, requested: int, available: int, total: int, fix: str = "") -> None:
         self.requested, self.available, self.total = requested, available, total
+        need = total - available + requested + 1  # with the null block
         super().__init__(
             f"num_blocks: {requested} requested, {available} free of {total} usable; "
-            + (fix or "free finished requests, or build the cache with more blocks")
+            + (fix or f"free finished requests, or build the cache with num_blocks={need} or more")
         )
 
 

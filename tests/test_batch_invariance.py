@@ -129,7 +129,11 @@ def test_the_function_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"ops": BACKEND_OPS["default"]}, BackendUnavailableError, "no backend that declares batch_invariant"),
+        (
+            {"ops": BACKEND_OPS["default"]},
+            BackendUnavailableError,
+            "no backend that declares batch_invariant",
+        ),
         ({"ops": get_backend("torch_sdpa").ops}, BackendUnavailableError, "batch_invariant is not declared"),
         ({"workspace": {}}, ArgumentError, "workspace: expected None with batch_invariant=True"),
     ],

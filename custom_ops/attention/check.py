@@ -22,7 +22,7 @@ from torchpaged.custom_ops.checks import (
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FLOATS, INF, check_cache_dtype, check_pools
+from torchpaged.custom_ops.pools import FLOATS, FP8, INF, check_cache_dtype, check_pools
 
 #: Query tokens of a request that the words of a tree_mask have bits for.
 MAX_TREE_TOKENS = 64
@@ -69,8 +69,12 @@ def check_paged_attention(
     chunk_size: int = 0,
     tree_mask: Tensor | None = None,
     semaphore: Tensor | None = None,
+    fp8_queries: bool = False,
 ) -> None:
-    """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written."""
+    """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written.
+
+    ``fp8_queries``: whether whoever asks takes queries of e4m3 over pools of e4m3.
+    """
     check_pools(k_cache, v_cache)
     num_kv_heads = k_cache.shape[2]
     check_dims("q", q, None, None, k_cache.shape[3])
@@ -79,7 +83,7 @@ def check_paged_attention(
             "q", f"num_heads a multiple of num_kv_heads ({num_kv_heads})", f"{q.shape[1]} heads"
         )
     check_dims("out", out, q.shape[0], q.shape[1], v_cache.shape[3])
-    check_dtype("out", out, q.dtype)
+    _check_query_dtype(q, k_cache, out, fp8_queries)
     check_dims("block_table", block_table, None, None)
     check_dims("seq_lens", seq_lens, block_table.shape[0])
     check_dims("query_start_loc", query_start_loc, block_table.shape[0] + 1)
@@ -138,6 +142,23 @@ def check_paged_attention(
         check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
         if tree_mask is not None:
             _check_tree_values(tree_mask, seq_lens, query_start_loc)
+
+
+def _check_query_dtype(q: Tensor, k_cache: Tensor, out: Tensor, fp8_queries: bool) -> None:
+    if q.dtype not in FP8:
+        check_dtype("out", out, q.dtype)
+        return
+    if not fp8_queries:
+        raise ArgumentError(
+            "q",
+            "a floating point dtype of 16, 32 or 64 bits",
+            str(q.dtype),
+            "choose a backend that declares fp8_queries (torchpaged backends), or convert them",
+        )
+    for name, tensor in (("q", q), ("k_cache", k_cache)):
+        if tensor.dtype != torch.float8_e4m3fn:
+            raise ArgumentError(name, "float8_e4m3fn, as fp8 queries and their keys are", str(tensor.dtype))
+    check_dtype("out", out, *FLOATS)
 
 
 def _check_tree_mask(tree_mask: Tensor, q: Tensor, causal: bool, max_query_len: int) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.early_launch import refuse_inductors_for
-from torchpaged.custom_ops.pools import expect_pools
+from torchpaged.custom_ops.pools import FLOATS, expect_pools
 
 
 def _paged_attention(
@@ -35,7 +35,11 @@ def _paged_attention(
         q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}"
     )
     expect_pools(k_cache, v_cache)
-    torch._check(q.dtype == out.dtype, lambda: f"out: expected {q.dtype}, got {out.dtype}")
+    if q.dtype != torch.float8_e4m3fn:
+        torch._check(q.dtype == out.dtype, lambda: f"out: expected {q.dtype}, got {out.dtype}")
+    else:
+        torch._check(out.dtype in FLOATS, lambda: f"out: expected 16, 32 or 64 bits, got {out.dtype}")
+        torch._check(k_cache.dtype == q.dtype, lambda: f"k_cache: expected {q.dtype}, got {k_cache.dtype}")
     torch._check(
         block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}"
     )

@@ -106,8 +106,10 @@ def paged_attention(
         chunk_size=chunk_size,
         tree_mask=tree_mask,
         semaphore=semaphore,
+        fp8_queries=True,
     )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    # of what fp8 queries stand for, nothing is rounded before the end
+    dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     out.zero_()

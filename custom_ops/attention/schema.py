@@ -13,6 +13,8 @@ SCHEMAS = {
     # tree_mask [T] int64: bit j of a token's word says that it sees query token j of its request, one before
     # it; itself it always sees. A query then counts positions from the context on over what it sees alone.
     # Needs causal and at most 64 query tokens per request.
+    # fp8 queries: q may be float8_e4m3fn where the pools are; out then has 16 bits or more, k_scale is the
+    # scale of the products: the queries' times the keys'. Backends say whether they take them.
     # semaphore: int32 zeros, at least B * num_kv_heads, zeros again afterwards; calls that may overlap need
     # one each. Without it a kernel that needs one makes its own, which costs a memset.
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,

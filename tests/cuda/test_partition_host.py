@@ -112,22 +112,22 @@ int main() {
     std::map<std::pair<int, int>, std::vector<Piece>> pairs;
     bool moves = false;
     int total = 0, busy = 0, cta = -1, shortest_run = 1 << 30, longest_run = 0;
-    std::vector<int> units(reqs);
+    std::vector<int> tiles(reqs);
     for (int r = 0; r < reqs; ++r) {
       Request x;
       x.load(p, r);
-      total += (units[r] = x.num_units) * LINES;
-      busy += x.num_units > 0;
+      total += (tiles[r] = x.num_tiles) * LINES;
+      busy += x.num_tiles > 0;
     }
     for (cta = 0; cta < ctas; ++cta) {
       static Found run[32];
       blockIdx.x = cta, gridDim.x = ctas;
       warp([&](int lane) { run[lane] = find(p, lane); });
       for (int i = 0; i < 32; ++i) {  // what barriers rely on
-        CHECK(run[i].works == run[0].works && run[i].busy == busy && run[i].total == total && run[i].used == starts[reqs]);
-        CHECK(run[i].teams == run[0].teams && run[i].unit == run[0].unit && run[i].unit_end == run[0].unit_end);
+        CHECK(run[i].works == run[0].works && run[i].busy == busy && run[i].cut.total == total && run[i].used == starts[reqs]);
+        CHECK(run[i].cut.teams == run[0].cut.teams && run[i].cut.border == run[0].cut.border && run[i].unit == run[0].unit && run[i].unit_end == run[0].unit_end);
         if (!run[0].works) continue;
-        CHECK(run[i].c.request == run[0].c.request && run[i].c.pair == run[0].c.pair && run[i].c.offset == run[0].c.offset);
+        CHECK(run[i].c.request == run[0].c.request && run[i].c.pair == run[0].c.pair && run[i].c.tile == run[0].c.tile);
         CHECK(run[i].moves == run[0].moves && run[i].c.r.start == run[0].c.r.start && run[i].c.r.end == run[0].c.r.end && run[i].c.r.low == run[0].c.r.low);
       }
       if (!run[0].works) continue;
@@ -140,33 +140,33 @@ int main() {
       longest_run = max(longest_run, unit_end - unit);
       shortest_run = min(shortest_run, unit_end - unit);
       while (true) {
-        CHECK(c.request < reqs && c.pair < PAIRS && c.pair % TEAM == cta % TEAM && c.offset < units[c.request] && c.r.start == starts[c.request]);
-        CHECK(c.r.query_len == starts[c.request + 1] - c.r.start && c.r.seq_len == lens[c.request] && c.r.num_units == units[c.request]);
+        CHECK(c.request < reqs && c.pair < PAIRS && c.pair % TEAM == cta % TEAM && c.tile < tiles[c.request] && c.r.start == starts[c.request]);
+        CHECK(c.r.query_len == starts[c.request + 1] - c.r.start && c.r.seq_len == lens[c.request] && c.r.num_tiles == tiles[c.request]);
         Parts parts = {};
-        parts.find(c, c.r.num_units, unit, unit_end, run[0].total, run[0].teams, NEAR > 0 && run[0].moves ? NEAR_UNITS : 0);
-        const int end = min(c.offset + unit_end - unit, c.r.num_units);
-        pairs[{c.request, c.pair}].push_back({Run::team(), c.offset, end, parts.first, parts.count, parts.whole});
-        unit += end - c.offset;
+        parts.find(c, unit, unit_end, run[0].cut, NEAR > 0 && run[0].moves ? NEAR : 0);
+        const int end = min(c.tile + unit_end - unit, c.r.num_tiles);
+        pairs[{c.request, c.pair}].push_back({Run::team(), c.tile, end, parts.first, parts.count, parts.whole});
+        unit += end - c.tile;
         if (unit == unit_end) break;
         c.next_pair(p);
         ahead.next_pair(p);  // the cursor of the copies takes the same way, a request ahead in its reads
-        CHECK(ahead.request == c.request && ahead.pair == c.pair && ahead.offset == c.offset && ahead.r.end == c.r.end && ahead.r.start == c.r.start);
+        CHECK(ahead.request == c.request && ahead.pair == c.pair && ahead.tile == c.tile && ahead.r.end == c.r.end && ahead.r.start == c.r.start);
       }
     }
     for (int r = 0; r < reqs; ++r)
       for (int pair = 0; pair < PAIRS; ++pair) {
         const auto &pieces = pairs[{r, pair}];  // in the order of teams
         int at = 0;
-        if (moves && pieces.size() > 1) CHECK(pieces[0].end > NEAR_UNITS && units[r] - pieces.back().begin > NEAR_UNITS);
+        if (moves && pieces.size() > 1) CHECK(pieces[0].end > NEAR && tiles[r] - pieces.back().begin > NEAR);
         for (size_t i = 0; i < pieces.size(); ++i) {
           const Piece &x = pieces[i];
           CHECK(x.begin == at && x.whole == (pieces.size() == 1));
           CHECK(x.whole || (x.first == pieces[0].team && x.count == (int)pieces.size() && x.team == x.first + (int)i));
           at = x.end;
         }
-        CHECK(at == units[r]);
+        CHECK(at == tiles[r]);
       }
-    if (longest_run) CHECK(longest_run - shortest_run <= 1 + (moves ? 4 * NEAR_UNITS : 0));
+    if (longest_run) CHECK(longest_run - shortest_run <= 2 + 2 * LATE_TILES + (moves ? 4 * NEAR : 0));
     moved += moves;
   }
   printf("%d %d\\n", batch, moved);
@@ -177,6 +177,7 @@ int main() {
 GROUPS = """
 #include "run.cuh"
 #include <set>
+#include <vector>
 #define CHECK(x) do { if (!(x)) { printf("%d parts: %s\\n", parts, #x); exit(1); } } while (0)
 int main() {
   for (int parts = Groups::FROM; parts <= 600; ++parts) {
@@ -191,6 +192,18 @@ int main() {
       CHECK(keeper > 0 && keeper < parts - 1 && groups.of(keeper) == group && keepers.insert(keeper).second);
     }
     CHECK(part == parts);
+    u32 number = 0;  // what counts them: parts in turns of groups, then groups
+    std::vector<int> in(groups.number);
+    for (int i = 0; i < parts; ++i) {
+      const int group = groups.of((i * 7919LL) % parts);
+      if (in[group] < groups.size(group)) ++in[group], number += groups.part(group);
+      for (int g = 0; g < groups.number; ++g) CHECK(groups.parts_in(number, g) == in[g]);
+      CHECK(groups.done(number) == 0);
+    }
+    for (int g = 0; g < groups.number; ++g)
+      for (; in[g] < groups.size(g); ++in[g]) number += groups.part(g);
+    for (int g = 0; g < groups.number; ++g) CHECK(groups.parts_in(number, g) == groups.size(g));
+    for (int g = 1; g <= groups.number; ++g) CHECK(groups.done(number += Groups::part_of_groups) == g);
   }
 }
 """

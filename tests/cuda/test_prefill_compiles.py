@@ -25,6 +25,7 @@ NVDISASM = shutil.which("nvdisasm") or shutil.which(
 )
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 
+FP8_QUERIES: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "scales": True, "fp8_queries": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"group": 4},
     "llama, lse": {"group": 4, "lse": True},
@@ -113,6 +114,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         "lse": True,
         "split": True,
         "short": 2,
+    },
+    "e4m3 queries": {**FP8_QUERIES},
+    "e4m3 queries, fp16, blocks of 128": {**FP8_QUERIES, "dtype": torch.float16, "block_size": 128},
+    "e4m3 queries, blocks of 8, for racecheck": {**FP8_QUERIES, "block_size": 8, "every_lane": True},
+    "e4m3 queries, width 64": {**FP8_QUERIES, "dim": 64},
+    "e4m3 queries, width 256, window, soft cap": {
+        **FP8_QUERIES,
+        "dim": 256,
+        "group": 2,
+        "window_left": 1023,
+        "soft_cap": True,
+    },
+    "e4m3 queries, in parts": {**FP8_QUERIES, "split": True},
+    "e4m3 queries, in parts, all of it": {
+        **FP8_QUERIES,
+        "window_left": 100,
+        "chunk": 77,
+        "soft_cap": True,
+        "alibi": True,
+        "sinks": True,
+        "lse": True,
+        "split": True,
     },
 }
 
@@ -226,7 +249,18 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 @needs_nvcc
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
 @pytest.mark.parametrize(
-    "name", ["llama", "width 64", "width 256", "window", "patience", "paired", "e4m3", "in parts, prefixes"]
+    "name",
+    [
+        "llama",
+        "width 64",
+        "width 256",
+        "window",
+        "patience",
+        "paired",
+        "e4m3",
+        "e4m3 queries",
+        "in parts, prefixes",
+    ],
 )
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in
@@ -243,6 +277,7 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
     ).stdout
     kinds = {
         "HGMMA": "P",
+        "QGMMA": "P",
         "MUFU.EX2": "E",
         "WARPGROUP.DEPBAR.LE gsb0, 0x1": "1",
         "WARPGROUP.DEPBAR.LE gsb0, 0x0": "0",
@@ -253,7 +288,7 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
         for start, kind in kinds.items()
         if re.search(rf"\*/\s+(@!?U?P\w+ )?{re.escape(start)}", line)
     )
-    products = (values["DIM"] + values["KEYS"]) // 16
+    products = (values["DIM"] + values["KEYS"]) // (32 if values["Q_FP8"] else 16)
     steps = re.findall(r"P+1[^1]*?0", order)
     assert len(steps) == 2 + (values["WINDOW_LEFT"] >= 0), order
     exponentials = values["KEYS"] // 2 + 2  # and of the two rows' factors
@@ -354,6 +389,10 @@ def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int,
     assert (shape.k_stages, shape.v_stages) == (2, 2) and 2 <= shape.raw_stages <= 8
     fp8 = config(dim=dim, dim_v=dim_v, kv_dtype=torch.float8_e4m3fn)
     assert prefill.shared_bytes(fp8) <= 226 * 1024 and prefill.shape_of(fp8) == shape
+    if (dim, dim_v) in prefill.FP8_QUERY_WIDTHS:
+        queries = config(dim=dim, dim_v=dim_v, **FP8_QUERIES)
+        assert prefill.shared_bytes(queries) <= 226 * 1024
+        assert min(prefill.shape_of(queries).k_stages, prefill.shape_of(queries).raw_stages) >= 2
     values = config(dim=dim, dim_v=dim_v)
     assert prefill.shared_bytes(values) <= 226 * 1024
 

@@ -230,10 +230,10 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
         "compiler begins",
         "decode made ready",
         "loaded",
-        *(["prefill of 132", "decode", "merge of 24, early"] if split else []),
+        *(["prefill of 132", "decode", "merge of 12, early"] if split else []),
         *(["prefill of 88", "decode", "prefill of 44, early"] if not split else []),
     ]
     events.clear()
     mixed = False
     prefill.prefill(q, cache, cache, ints.view(1, 9), ints, ints, q, None, 0.125, True, ints)
-    assert events == ["loaded", "prefill of 132, early", *["merge of 24, early"] * split], "alone"
+    assert events == ["loaded", "prefill of 132, early", *["merge of 12, early"] * split], "alone"

@@ -86,9 +86,7 @@ def test_one_graph_for_all_groups_and_lengths(model: Any, alone: list[list[int]]
     assert report.hits > 5 and plain.hits > 0 and set(passes) == {4} and free_again(generator)
 
 
-def test_what_does_not_pay_is_read_row_by_row(
-    model: Any, alone: list[list[int]], passes: list[int]
-) -> None:
+def test_what_does_not_pay_is_read_row_by_row(model: Any, alone: list[list[int]], passes: list[int]) -> None:
     """By the device's own costs such short prefixes never pay; blocks are shared all the same."""
     generator = Generator(model, block_size=4, max_batch_size=6)
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone

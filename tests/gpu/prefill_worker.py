@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention import reference as reference_ops
 from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
 
@@ -105,6 +106,30 @@ CONFIGURATIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"chunk_size": 200},
     ),
+    **{
+        f"fp8_queries_{name}": (
+            {
+                "num_heads": 8,
+                "num_kv_heads": 2,
+                "head_dim": 128,
+                "kv_dtype": torch.float8_e4m3fn,
+                "scales": "per_head",
+                **sizes,
+            },
+            options,
+        )
+        for name, sizes, options in [
+            ("plain", {"num_heads": 32, "num_kv_heads": 8}, {}),
+            ("no_mask_blocks_of_128", {"block_size": 128, "scales": "none"}, {"causal": False}),
+            ("blocks_of_8", {"num_kv_heads": 8, "block_size": 8, "dtype": torch.float16}, {}),
+            ("group_of_7", {"num_heads": 14, "block_size": 32, "scales": "one"}, {}),
+            ("window", {"heads_first": True}, {"window_left": 200}),
+            ("windows", {"sinks": True}, {"causal": False, "window_left": 40, "window_right": 130}),
+            ("chunks", {"alibi": True}, {"chunk_size": 200}),
+            ("width_64", {"head_dim": 64, "sinks": True}, {"window_left": 300}),
+            ("width_256", {"head_dim": 256}, {"logits_soft_cap": 4.0}),
+        ]
+    },
 }
 
 
@@ -122,10 +147,12 @@ def draw(rng: random.Random) -> BatchSpec:
     return BatchSpec("drawn", tuple(seq_lens), tuple(query_lens), padded_tokens=rng.choice([0, 1, 200]))
 
 
-def launch(batch: Batch, tickets: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def launch(
+    batch: Batch, tickets: Tensor, options: dict[str, Any], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """The kernel itself, whichever backend would serve the call."""
     shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
-    out = torch.full(shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
+    out = torch.full(shape, float("nan"), dtype=dtype, device=batch.q.device)
     lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)
     arguments = {**batch.extras, **options}
     reason = prefill.why_not(
@@ -152,16 +179,19 @@ def check(name: str, seed: int) -> None:
     """Results against the reference in float64, the same bits twice and from a graph, tickets given back."""
     sizes, options = CONFIGURATIONS[name]
     batch = make_batch(draw(random.Random(seed)), seed=seed, **{"dtype": torch.bfloat16, **sizes}).to("cuda")
+    dtype = batch.q.dtype
+    if name.startswith("fp8_queries"):
+        batch = replace(batch, q=batch.q.to(torch.float8_e4m3fn))
     tickets = torch.zeros(2, dtype=torch.int32, device="cuda")
-    out, lse = launch(batch, tickets, options)
+    out, lse = launch(batch, tickets, options, dtype)
     print("launched", flush=True)
     torch.cuda.synchronize()
     assert not tickets.any(), "tickets are not given back"
-    again, _ = launch(batch, tickets, options)
+    again, _ = launch(batch, tickets, options, dtype)
     assert torch.equal(out, again), "other bits the second time"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured, _ = launch(batch, tickets, options)
+        captured, _ = launch(batch, tickets, options, dtype)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, captured), "other bits from a graph"
@@ -171,9 +201,41 @@ def check(name: str, seed: int) -> None:
     wide_pools = {name: x.double() if x.itemsize > 1 else x for name, x in pools.items()}
     wide = replace(batch, q=batch.q.double(), extras=extras, **wide_pools)
     exact, exact_lse = run_paged_attention(reference, wide, **options)
+    if name.startswith("fp8_queries"):
+        check_fp8_queries(out, lse, exact, exact_lse, with_rounded_weights(wide, options))
+        return
     nearly, _ = run_paged_attention(reference, batch, **options)
     assert_within_budget("out", out, nearly, exact, batch.q.dtype)
     assert_within_budget("lse", lse, exact_lse, exact_lse, torch.float16)
+
+
+def with_rounded_weights(wide: Batch, options: dict[str, Any]) -> Tensor:
+    """Results in float64, but for weights of 8 bits: a row's largest is 256, the others are rounded to e4m3,
+    and all are divided by the sum of those that were not rounded. So does FlashAttention-3."""
+    weigh = reference_ops._weigh
+
+    def rounded(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        top = weights.amax(-1, keepdim=True).clamp(min=1e-300) / 256
+        return weigh((weights / top).to(torch.float8_e4m3fn).to(weights.dtype) * top, values, mask)
+
+    reference_ops._weigh = rounded
+    try:
+        return run_paged_attention(BACKEND_OPS["reference"], wide, **options)[0]
+    finally:
+        reference_ops._weigh = weigh
+
+
+def check_fp8_queries(out: Tensor, lse: Tensor, exact: Tensor, exact_lse: Tensor, nearly: Tensor) -> None:
+    """No more than 1.3 times the error of rounded weights, all rows together, and what rounding the result
+    adds; twice in any number. The LSE errs as scores do, whose products have 13 bits."""
+    assert not out[exact_lse == float("-inf")].any(), "rows without keys are zeros"
+    size = exact.norm().clamp(min=1e-30)
+    error, fair = (out.double() - exact).norm() / size, (nearly - exact).norm() / size
+    assert error <= 1.3 * fair + 4e-3, f"relative error {error:.4f}, of rounded weights alone {fair:.4f}"
+    assert_within_budget("out", out, nearly, exact, torch.bfloat16)
+    seen = exact_lse > float("-inf")
+    assert torch.equal(seen, lse > float("-inf"))
+    assert not ((lse - exact_lse)[seen].abs() > 1e-2).any()
 
 
 def main() -> None:

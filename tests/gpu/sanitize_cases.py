@@ -22,7 +22,7 @@ from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_att
 
 def main(backend: str) -> None:
     """Decode with and without splits, several query tokens, prompts, a tile cut into parts, mixed batches,
-    fp8; writes; all on small batches."""
+    fp8, with fp8 queries too; writes; all on small batches."""
     ops = BACKEND_OPS[backend]
     specs = [
         BATCH_SPECS["decode_edges"],
@@ -50,6 +50,9 @@ def main(backend: str) -> None:
                     c.nan_to_num(0.0).to(torch.float8_e4m3fn) for c in (batch.k_cache, batch.v_cache)
                 )
                 run_paged_attention(ops, batch)
+                if backend == "cuda":
+                    batch.q = batch.q.to(torch.float8_e4m3fn)
+                    run_paged_attention(ops, batch)
             torch.cuda.synchronize()
     k = torch.randn(5, 2, 64, device="cuda", dtype=torch.bfloat16)
     cache = torch.zeros(4, 16, 2, 64, device="cuda", dtype=torch.bfloat16)

@@ -53,7 +53,7 @@ def once_compiled(model: Any, make_cache: Any, caplog: pytest.LogCaptureFixture)
     "name",
     [
         *("bloom", "falcon", "gpt_neo", "gptj", "mpt"),
-        *("ctrl", "dbrx", "gemma3n_text", "longcat_flash", "recurrent_gemma", "xglm"),
+        *("ctrl", "dbrx", "deepseek_v32", "gemma3n_text", "longcat_flash", "recurrent_gemma", "xglm"),
     ],
 )
 def test_attached(name: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ from torchpaged import ArgumentError
 from torchpaged.cli.app import app
 from torchpaged.hf import attention
 from torchpaged.testing import coverage
-from torchpaged.testing.coverage import Row, Table, examine, markdown
+from torchpaged.testing.coverage import Row, Table, examine, markdown, vision_language
 from torchpaged.testing.coverage.architectures import LEFT_OUT, model_types
 from torchpaged.testing.coverage.table import versions
 
@@ -23,7 +23,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 COMMITTED = sorted(DOCS.glob("architectures-*.json"), reverse=True)
 #: Pages of the other kinds, by name: tables of the newest transformers first.
 OTHERS = {
-    name: sorted(DOCS.glob(f"{name}-[0-9]*.json"), reverse=True) for name in ("encoders", "encoder-decoders")
+    name: sorted(DOCS.glob(f"{name}-[0-9]*.json"), reverse=True)
+    for name in ("encoders", "encoder-decoders", "vision-language")
 }
 #: One of each kind: masks, widths, positions, states, and each way not to be paged.
 REPRESENTATIVE = (
@@ -45,6 +46,12 @@ REPRESENTATIVE = (
     *("qwen3_next", "jamba", "deepseek_v3", "diffllama", "mamba", "cpmant"),
 )
 
+#: Positions in three axes, cached states beside keys, windows, chunks, towers of each kind, spans, a refusal.
+PICTURED = (
+    *("gemma3", "gemma4", "idefics3", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "mllama"),
+    *("paligemma2", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"),
+)
+
 
 def committed_row(model_type: str, name: str = "architectures") -> Row:
     """Of this transformers; of the newest one if it has no table."""
@@ -59,6 +66,16 @@ def test_architecture(model_type: str) -> None:
     row, want = examine(model_type), committed_row(model_type)
     assert (row.mode, row.graphs, row.kind) == (want.mode, want.graphs, want.kind), row
     assert row.checks.get("compiled", "")[:5] == want.checks.get("compiled", "")[:5]
+
+
+@pytest.mark.parametrize("model_type", PICTURED)
+def test_family_of_vision_language_models(model_type: str) -> None:
+    """As the committed table says."""
+    row, want = vision_language.examine(model_type), committed_row(model_type, "vision-language")
+    assert (row.mode, row.graphs, row.kind) == (want.mode, want.graphs, want.kind), row
+    assert {name: said[:5] for name, said in row.checks.items()} == {
+        name: said[:5] for name, said in want.checks.items()
+    }
 
 
 def test_they_are_25() -> None:
@@ -214,6 +231,8 @@ def test_the_committed_tables_of_other_kinds(name: str) -> None:
         "encoders-5.17": {"varlen": 38, "dense": 5, "own attention": 7, "one graph": 50},
         "encoder-decoders-5.23": {"paged": 15, "dense": 5, "one graph": 18},
         "encoder-decoders-5.17": {"paged": 15, "dense": 5, "one graph": 17},
+        "vision-language-5.23": {"paged": 30, "refused": 1, "one graph": 30},
+        "vision-language-5.17": {"paged": 29, "refused": 1, "one graph": 28},
     }
     for path in OTHERS[name]:
         counts, text = Table.load(path).counts(), path.read_text()

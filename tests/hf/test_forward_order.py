@@ -20,6 +20,7 @@ from transformers.masking_utils import (
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
 from torchpaged.hf.masks import MaskKind, kinds_of
+from torchpaged.hf.spans import Prompt
 
 
 def test_causality_comes_from_the_mask() -> None:
@@ -105,30 +106,30 @@ def test_kinds(length: int) -> None:
         sliding_window_causal_mask_function(8),
         chunked_causal_mask_function(8, torch.tensor([0, 0])),
     )
-    assert kinds_of(causal_mask_function, None, length, [0, 1], layers) == {MaskKind()}
-    assert kinds_of(window, 8, length, [0, 1], layers) == {MaskKind(True, 8)}
-    assert kinds_of(chunk, 8, length, [0, 0], layers) == {MaskKind(True, None, 8)}
-    assert kinds_of(bidirectional_mask_function, None, length, [], layers) == {MaskKind(False)}
-    assert kinds_of(sliding_window_causal_mask_function(64), 64, length, [], layers) == {MaskKind(True, 64)}
+    two, one = Prompt(2, 0, length, [0, 1]), Prompt(1, 0, length)
+    assert set(kinds_of(causal_mask_function, None, two, layers)) == {MaskKind()}
+    assert set(kinds_of(window, 8, two, layers)) == {MaskKind(True, 8)}
+    assert set(kinds_of(chunk, 8, two._replace(padding=[0, 0]), layers)) == {MaskKind(True, None, 8)}
+    assert set(kinds_of(bidirectional_mask_function, None, one, layers)) == {MaskKind(False)}
+    assert set(kinds_of(sliding_window_causal_mask_function(64), 64, one, layers)) == {MaskKind(True, 64)}
 
 
 def test_chunks_begin_behind_the_padding() -> None:
     padding = [5, 0, 3]
     chunk = chunked_causal_mask_function(8, torch.tensor(padding))
-    assert kinds_of(chunk, 8, 30, padding, [(None, 8)]) == {MaskKind(True, None, 8)}
+    assert set(kinds_of(chunk, 8, Prompt(3, 0, 30, padding), [(None, 8)])) == {MaskKind(True, None, 8)}
     with pytest.raises(UnsupportedModelError, match="combines"):
-        kinds_of(chunk, 8, 30, [5, 0, 4], [(None, 8)])
+        kinds_of(chunk, 8, Prompt(3, 0, 30, [5, 0, 4]), [(None, 8)])
 
 
 def test_overlays_are_refused() -> None:
-    """Image tokens that see each other, a prefix, a mask over the prompt's own tokens."""
-    prefix = or_masks(causal_mask_function, lambda b, h, q, k: k < 4)
-    image = torch.tensor([[0, 1, 1, 1, 0, 0]])
-    blocks = or_masks(causal_mask_function, lambda b, h, q, k: (image[b, q] == 1) & (image[b, k] == 1))
+    """A hole, and tokens of a group that do not stand side by side."""
+    group = torch.tensor([[0, 1, 1, 0, 1, 0]])
+    blocks = or_masks(causal_mask_function, lambda b, h, q, k: (group[b, q] == 1) & (group[b, k] == 1))
     hole = and_masks(causal_mask_function, lambda b, h, q, k: k != 2)
-    for function in (prefix, blocks, hole):
+    for function in (blocks, hole):
         with pytest.raises(UnsupportedModelError, match="combines"):
-            kinds_of(function, None, 6, [], [(None, None)])
+            kinds_of(function, None, Prompt(1, 0, 6), [(None, None)])
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -18,14 +18,14 @@ from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, attach, detach, own_attention
 from torchpaged.hf.known_models import MAY_LACK_CAUSAL_MASK, OWN_ATTENTION
 from torchpaged.testing.coverage import checks, examine
-from torchpaged.testing.coverage.architectures import OPTIONS, model_of
+from torchpaged.testing.coverage.architectures import OPTIONS, model_of, model_types
 
 
 def with_options(monkeypatch: pytest.MonkeyPatch, name: str, **options: Any) -> None:
     monkeypatch.setitem(OPTIONS, name, {**OPTIONS.get(name, {}), **options})
 
 
-@pytest.mark.parametrize("name", sorted(OWN_ATTENTION))
+@pytest.mark.parametrize("name", sorted(OWN_ATTENTION & set(model_types())))
 def test_family(name: str) -> None:
     row = examine(name, compiled=False)
     assert (row.mode, row.reason) == ("paged", "")

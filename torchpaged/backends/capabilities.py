@@ -21,6 +21,7 @@ FEATURES = (
     "lse",
     "tree_mask",
     "latent",
+    "fp8_queries",
 )
 
 
@@ -49,7 +50,8 @@ class Capabilities:
     bits in any company, where its spec asks for that; `torchpaged.testing.check_batch_invariance` proves it.
     ``max_query_len``: the most query tokens of one request. ``deterministic``: equal calls give equal bits.
     ``latent``: it runs ``mla_attention``, whose widths are ``max_latent`` at most, of latents and of rotated
-    keys; ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``.
+    keys; ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``. ``fp8_queries``: queries of
+    float8_e4m3fn over pools of it.
     """
 
     device_types: tuple[str, ...]
@@ -70,6 +72,7 @@ class Capabilities:
     lse: bool = True
     tree_mask: bool = False
     latent: bool = False
+    fp8_queries: bool = False
     max_latent: tuple[int, int] | None = None
     planning: Planning = Planning.NEVER
     finite_pools: bool = False
@@ -159,6 +162,7 @@ def features_of(spec: AttentionSpec) -> list[str]:
         lse=spec.lse,
         tree_mask=spec.tree_mask,
         latent=spec.latent,
+        fp8_queries=spec.fp8_queries,
     )
 
 
@@ -173,9 +177,21 @@ def used_features(
     lse: bool,
     tree_mask: bool = False,
     latent: bool = False,
+    fp8_queries: bool = False,
 ) -> list[str]:
     """`features_of`, where sizes may be symbols and there is no spec: in a trace."""
-    used = (not causal, window, soft_cap != 0, alibi, sinks, chunk_size > 0, lse, tree_mask, latent)
+    used = (
+        not causal,
+        window,
+        soft_cap != 0,
+        alibi,
+        sinks,
+        chunk_size > 0,
+        lse,
+        tree_mask,
+        latent,
+        fp8_queries,
+    )
     return [feature for feature, is_used in zip(FEATURES, used, strict=True) if is_used]
 
 

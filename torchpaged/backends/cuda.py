@@ -9,12 +9,13 @@ TORCHPAGED_CUDA_PREFILL=0. `Choice.reason` says which kernel prompts run.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 import torch
 
 from torchpaged.backends import triton_kernels
 from torchpaged.backends.base import Backend
+from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS, variables
@@ -28,29 +29,48 @@ def _unavailable() -> str | None:
     return jit.unavailable() or triton_kernels.unavailable()
 
 
+@dataclass(frozen=True)
+class _Capabilities(Capabilities):
+    def reject(self, spec: AttentionSpec) -> list[str]:
+        """Beside what is declared: fp8 queries have one kernel, and nothing serves what it does not take."""
+        reasons = super().reject(spec)
+        if spec.fp8_queries and spec.device.type == "cuda" and torch.cuda.is_available():
+            why = _prefill_why_not(spec)
+            reasons += [f"fp8 queries: {why}"] if why else []
+            reasons += ["fp8 queries: no tree_mask"] if spec.tree_mask else []
+        return reasons
+
+
+def _prefill_why_not(spec: AttentionSpec) -> str | None:
+    from torchpaged.custom_ops.attention.cuda import prefill
+
+    if not variables.get("TORCHPAGED_CUDA_PREFILL"):
+        return "TORCHPAGED_CUDA_PREFILL=0"
+    return prefill.refuse(
+        spec.dtype,
+        spec.kv_dtype or spec.dtype,
+        spec.head_dim,
+        spec.head_dim_v or spec.head_dim,
+        spec.num_heads // spec.num_kv_heads,
+        spec.block_size or 16,
+        torch.cuda.get_device_capability(spec.device),
+        fp8_queries=spec.fp8_queries,
+    )
+
+
 def _route(spec: AttentionSpec) -> str:
     """Which kernel prompts of a spec run, as far as the spec tells: strides and scale are seen by
     each call."""
-    from torchpaged.custom_ops.attention.cuda import prefill
-
-    reason: str | None = "TORCHPAGED_CUDA_PREFILL=0"
-    if variables.get("TORCHPAGED_CUDA_PREFILL"):
-        reason = prefill.refuse(
-            spec.dtype,
-            spec.kv_dtype or spec.dtype,
-            spec.head_dim,
-            spec.head_dim_v or spec.head_dim,
-            spec.num_heads // spec.num_kv_heads,
-            spec.block_size or 16,
-            torch.cuda.get_device_capability(spec.device),
-        )
+    reason = _prefill_why_not(spec)
     return "prefill in CUDA C++" if reason is None else f"prefill by Triton: {reason}"
 
 
 BACKEND = Backend(
     name="cuda",
-    # what the kernel does not take, Triton's do
-    capabilities=dataclasses.replace(triton_kernels.CAPABILITIES, device_types=("cuda",)),
+    # what the kernel does not take, Triton's do, but for fp8 queries
+    capabilities=_Capabilities(
+        **(vars(triton_kernels.CAPABILITIES) | {"device_types": ("cuda",), "fp8_queries": True})
+    ),
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,
     session=SemaphoreSession,

@@ -21,6 +21,7 @@ BACKEND = Backend(
         batch_invariant=True,  # one request after the other, in tensors of its own
         tree_mask=True,
         latent=True,
+        fp8_queries=True,
     ),
     ops=BACKEND_OPS["reference"],
     unavailable=lambda: None,

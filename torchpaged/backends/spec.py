@@ -44,7 +44,7 @@ class AttentionSpec:
 
     Attributes:
         device: where it runs.
-        dtype: of queries and outputs.
+        dtype: of queries and outputs; of outputs alone with ``fp8_queries``.
         head_dim, head_dim_v: width of keys and of values (None = ``head_dim``).
         num_heads, num_kv_heads: query and kv heads.
         block_size: tokens per block; None = not known yet, the cache that comes says it.
@@ -63,6 +63,7 @@ class AttentionSpec:
         batch_invariant: a request must get the same bits whoever is in the batch with it.
         max_query_len: the most query tokens of a request; None = any number.
         deterministic: whether equal calls must give equal bits.
+        fp8_queries: queries are float8_e4m3fn.
     """
 
     device: torch.device
@@ -89,6 +90,7 @@ class AttentionSpec:
     max_query_len: int | None = None
     deterministic: bool = False
     latent: bool = False
+    fp8_queries: bool = False
 
     @property
     def window(self) -> bool:
@@ -129,12 +131,13 @@ def attention_spec(
     batch_invariant: bool = False,
     tree_mask: Any = None,
     latent: bool = False,
+    fp8_queries: bool = False,
 ) -> AttentionSpec:
     """The spec of a layer that attends with these arguments.
 
     Args:
         device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse,
-            latent: as in `AttentionSpec`.
+            latent, fp8_queries: as in `AttentionSpec`.
         window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
         alibi_slopes, sinks, tree_mask: None = off; anything else counts as given.
@@ -168,6 +171,7 @@ def attention_spec(
         batch_invariant=bool(batch_invariant),
         tree_mask=tree_mask is not None,
         latent=latent,
+        fp8_queries=fp8_queries,
     )
 
 

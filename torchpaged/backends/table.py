@@ -20,11 +20,12 @@ _SHORT = {
 }
 _HEADS = {
     "bidirectional": "not causal",
-    "logits_soft_cap": "softcap",
+    "logits_soft_cap": "cap",
     "alibi": "ALiBi",
     "lse": "LSE",
     "tree_mask": "tree",
     "latent": "MLA",
+    "fp8_queries": "q8",
 }
 
 
@@ -57,7 +58,7 @@ def capability_tables(names: Sequence[str] | None = None) -> str:
     """
     names = list_backends() if names is None else list(names)
     where = [("backend", "device", "dtype", "cached", "head_dim", "CUDA graphs", "plan")]
-    own = ("mods", "inv.", "dim_v")
+    own = ("mods", "inv", "dim_v")
     what = [("backend", *(_HEADS.get(feature, feature) for feature in FEATURES), *own)]
     for name in names:
         can = get_backend(name).capabilities

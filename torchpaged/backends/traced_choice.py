@@ -38,6 +38,7 @@ class TracedAttention(NamedTuple):
     sinks: bool = False
     lse: bool = False
     tree_mask: bool = False
+    fp8_queries: bool = False
 
     def spec(self, device: torch.device) -> AttentionSpec:
         """The spec; a cap that is on is 1 in it."""

@@ -324,7 +324,9 @@ def coverage(
         list[str] | None,
         typer.Option(help="a model type of transformers; may be given several times; default: all"),
     ] = None,
-    kind: Annotated[str, typer.Option(help="decoder, encoder or encoder-decoder")] = "decoder",
+    kind: Annotated[
+        str, typer.Option(help="decoder, encoder, encoder-decoder or vision-language")
+    ] = "decoder",
     output: Annotated[
         str, typer.Option(help="JSON file of the rows; a run goes on from it")
     ] = "coverage.json",

@@ -50,7 +50,7 @@ def run(
         pages: Markdown file to write at the end, of ``output`` and the tables in ``beside``.
         workers, seconds, compiled: as for `torchpaged.testing.coverage.cover`.
         as_json: print one JSON document and nothing else.
-        kind: "decoder", "encoder" or "encoder-decoder".
+        kind: "decoder", "encoder", "encoder-decoder" or "vision-language".
 
     Returns:
         1 if a row is wrong or broken, else 0.

@@ -106,10 +106,15 @@ def call_sampling(
 
 def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
     for name, value in model_kwargs.items():
-        if name not in _KNOWN_INPUTS and value is not None:
-            raise _refuse(
-                name, "None on an accelerated model, whose engine takes tokens alone", type(value).__name__
-            )
+        # generate() adds the outputs of a model's towers, of which a text has none.
+        if name in _KNOWN_INPUTS or value is None or (name == "mm_encoder_outputs" and not value):
+            continue
+        raise _refuse(
+            name,
+            "None on an accelerated model, whose engine takes tokens alone (images go through generate() "
+            "with a PagedCache)",
+            type(value).__name__,
+        )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() != 0:
         raise _refuse("past_key_values", "None on an accelerated model", type(cache).__name__)
@@ -117,6 +122,9 @@ def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) ->
     if given is not None:
         ones = torch.ones_like(input_ids) if mask is None else mask.to(torch.int64)
         real = ones != 0
+        # Of models with several axes of positions all must say the same, as they do for text.
+        if given.dim() == 3 and bool((given == given[:1]).all()):
+            given = given[0]
         if given.shape != input_ids.shape or bool(((given != ones.cumsum(-1) - 1) & real).any()):
             raise _refuse("position_ids", "the places of the tokens in their prompts", "others")
 

@@ -40,9 +40,7 @@ def find_prefixes(
     if session.plans:
         return None, f"backend {session.name!r} plans its batches, which two passes have no plan for"
     able = [
-        spec
-        for spec in session.specs
-        if reads_in_groups(spec, session.capabilities, session.workspace(spec))
+        spec for spec in session.specs if reads_in_groups(spec, session.capabilities, session.workspace(spec))
     ]
     if not able:
         return None, f"no layer's attention on backend {session.name!r} can be read in two passes"

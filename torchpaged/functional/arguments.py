@@ -5,7 +5,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from torchpaged.custom_ops.checks import check_device, check_dtype, shape_of
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.pools import FP8
 
 
 def given(**tensors: Tensor | None) -> dict[str, Tensor]:
@@ -13,8 +18,36 @@ def given(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def traced_sizes(x: Tensor, k_cache: Tensor, v: Tensor) -> tuple[Any, ...]:
-    """In a trace, the first fields of `TracedAttention` for queries like ``x``, or for the keys ``x`` that
-    are written, and values like ``v``; sizes are made constants."""
+def traced_sizes(x: Tensor, k_cache: Tensor, v: Tensor, out: Tensor | None = None) -> tuple[Any, ...]:
+    """In a trace, the first fields of `TracedAttention` for queries like ``x`` with results like ``out``, or
+    for the keys ``x`` that are written, and values like ``v``; sizes are made constants."""
     sizes = (x.shape[1], k_cache.shape[2], x.shape[2], v.shape[-1], k_cache.shape[1])
-    return (x.dtype, k_cache.dtype, *(operator.index(size) for size in sizes))
+    dtype = x.dtype if out is None else out.dtype
+    return (dtype, k_cache.dtype, *(operator.index(size) for size in sizes))
+
+
+def scale_of_products(
+    q: Tensor, q_scale: Tensor | None, num_kv_heads: int, k_scale: Tensor | None
+) -> Tensor | None:
+    """What the ops take as ``k_scale``: with a scale of fp8 queries the product of both.
+
+    Raises:
+        ArgumentError: a scale of queries that are not fp8, or a shape or dtype that ``k_scale`` can't have.
+    """
+    if q_scale is None:
+        return k_scale
+    if torch.compiler.is_compiling():
+        if q.dtype not in FP8:  # dynamo can't make an ArgumentError
+            raise ValueError(f"q_scale: expected None for queries of {q.dtype}, got a tensor")
+    else:
+        check_dtype("q_scale", q_scale, torch.float32)
+        if q.dtype not in FP8:
+            raise ArgumentError(
+                "q_scale", f"None for queries of {q.dtype}", "a tensor", "scales belong to fp8 queries"
+            )
+        if q_scale.dim() > 1 or q_scale.numel() not in (1, num_kv_heads):
+            raise ArgumentError(
+                "q_scale", f"one scale or one per kv head ({num_kv_heads})", shape_of(q_scale)
+            )
+        check_device(q.device, q_scale=q_scale)
+    return q_scale if k_scale is None else q_scale * k_scale

@@ -15,7 +15,8 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
-from torchpaged.functional.arguments import given, traced_sizes
+from torchpaged.custom_ops.pools import FP8
+from torchpaged.functional.arguments import given, scale_of_products, traced_sizes
 from torchpaged.functional.one_call import OneCall, able_backend, planned_once
 
 _DEFAULT = BACKEND_OPS["default"]
@@ -36,6 +37,7 @@ def paged_attention(
     logits_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     chunk_size: int | None = None,
@@ -52,7 +54,9 @@ def paged_attention(
     Query ``i`` of a request sees keys up to ``seq_len - query_len + i`` (bottom-right causal alignment).
 
     Args:
-        q: ``[num_tokens, num_heads, head_dim]``, requests one after the other.
+        q: ``[num_tokens, num_heads, head_dim]``, requests one after the other. Of float8_e4m3fn over pools of
+            it: both products are then of 8 bits, the weights of the values included; see docs/ops.md for
+            what that costs.
         k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
         v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.
         block_table: ``[num_reqs, max_blocks_per_req]`` int32.
@@ -65,6 +69,8 @@ def paged_attention(
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
         alibi_slopes: ``[num_heads]`` float32.
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
+        q_scale: float32 ``[1]`` or ``[num_kv_heads]``, for queries of fp8, what they were divided by. It is
+            multiplied into ``k_scale`` at every call; whoever calls often gives the product as ``k_scale``.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
         chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
         tree_mask: ``[num_tokens]`` int64: of its request's query tokens a token sees itself and those before
@@ -79,12 +85,13 @@ def paged_attention(
             `torchpaged.PagedAttention` of that option keeps its session, and may be compiled.
         return_lse: also return the log-sum-exp.
         out: ``[num_tokens, num_heads, head_dim_v]`` in q's dtype to write into, which is returned; apart from
-            q and the pools, any strides with a contiguous last dimension. None: a new one.
+            q and the pools, any strides with a contiguous last dimension. None: a new one. With queries of
+            fp8 of bfloat16 or float16; None: a new one of bfloat16.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
-        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and
-        float32 ``[num_tokens, num_heads]``.
+        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's or out's dtype; with ``return_lse`` a pair of
+        it and float32 ``[num_tokens, num_heads]``.
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides, block ids, lengths or options don't fit.
@@ -120,7 +127,8 @@ def paged_attention(
             block_table=block_table,
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
-            **given(alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, out=out),
+            **given(alibi_slopes=alibi_slopes, sinks=sinks, q_scale=q_scale, k_scale=k_scale),
+            **given(v_scale=v_scale, out=out),
             **trees,
             **kept,
         )
@@ -128,7 +136,11 @@ def paged_attention(
         for name, tensor, dims in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
             if tensor.dim() != dims:
                 raise ArgumentError(name, f"{dims} dimensions", str(list(tensor.shape)))
-    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3]) if out is None else out
+    fp8_queries = q.dtype in FP8
+    if out is None:
+        dtype = torch.bfloat16 if fp8_queries else q.dtype
+        out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3], dtype=dtype)
+    k_scale = scale_of_products(q, q_scale, k_cache.shape[2], k_scale)
     lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
@@ -157,10 +169,11 @@ def paged_attention(
             chunk_size=chunk,
             tree_mask=tree_mask,
             semaphore=kept.get("semaphore"),
+            fp8_queries=fp8_queries,
         )
         spec = attention_spec(
             device=q.device,
-            dtype=q.dtype,
+            dtype=out.dtype,
             num_heads=q.shape[1],
             num_kv_heads=k_cache.shape[2],
             head_dim=q.shape[2],
@@ -177,6 +190,7 @@ def paged_attention(
             scale=scale,
             batch_invariant=batch_invariant,
             tree_mask=tree_mask,
+            fp8_queries=fp8_queries,
         )
         if ops is None:
             ops = choose_ops(q.device, spec)
@@ -199,9 +213,21 @@ def paged_attention(
         has_soft_cap = False
         if soft_cap != 0:  # a symbol perhaps, which a branch makes a constant
             has_soft_cap = True
-        given_ones = alibi_slopes is not None, sinks is not None, return_lse, tree_mask is not None
+        given_ones = (
+            alibi_slopes is not None,
+            sinks is not None,
+            return_lse,
+            tree_mask is not None,
+            fp8_queries,
+        )
         features = (has_soft_cap, *given_ones)
-        attention = (*traced_sizes(q, k_cache, v_cache), causal, window, operator.index(chunk), *features)
+        attention = (
+            *traced_sizes(q, k_cache, v_cache, out),
+            causal,
+            window,
+            operator.index(chunk),
+            *features,
+        )
         ops = traced_ops(q.device, attention, ops, workspace is not None)
     ops.paged_attention(
         q,

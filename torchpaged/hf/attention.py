@@ -25,6 +25,8 @@ from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
+from torchpaged.hf.masks import MaskKind
+from torchpaged.hf.span_mask import attend_spans, spans_of
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import attend as attend_uncached
 from torchpaged.hf.uncached import type_of_encoder, way_of
@@ -108,7 +110,8 @@ def paged_attention_forward(
     # of a cache for cross attention.
     crosses = owner.masks.causal is None and not causal
     causal = causal if owner.masks.causal is None else owner.masks.causal
-    bias, mask = position_bias, attention_mask
+    marked = spans_of(attention_mask)
+    bias, mask = position_bias, None if marked is not None else attention_mask
     if crosses:
         # T5's cross attention has no bias, and comes with zeros for one. The mask is read below.
         bias, mask = None if getattr(module, "has_relative_attention_bias", bias) is False else bias, None
@@ -122,18 +125,28 @@ def paged_attention_forward(
         owner.masks.require_kind(layer, window)
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     if isinstance(layer, LatentLayer):
+        if marked is not None:
+            raise _spans(module, "latents")
         further = {"sliding_window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
         further["tree_mask"] = metadata.tree_mask
         return latent_attention(module, layer, query, metadata, causal, scale, further), None
+    if marked is not None and (alibi_slopes is not None or not causal):
+        raise _spans(module, "linear biases, or without causality,")
     q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
+    kind = MaskKind(True, window, layer.chunk)
+    spans = None if marked is None else marked.batch_for(kind, batch, query_len)
+    beside: dict[str, Tensor] = {}
+    if spans is not None:
+        own_window = window if spans.windowed else None
+        beside = owner.backend.hold_spans(layer, query, key, value, own_window, softcap, sinks, scaling)
     trees = {} if metadata.tree_mask is None else {"tree_mask": metadata.tree_mask}
     if trees and not owner.backend.capabilities.tree_mask:
         raise BackendUnavailableError(
             f"backend {owner.backend.choice.name!r} cannot run this attention: tree_mask is not supported"
         )
-    alike = causal and window is None and alibi_slopes is None and not trees
+    alike = causal and window is None and alibi_slopes is None and not trees and marked is None
     if metadata.prefixes is not None and layer.reads_in_groups and alike:
         pools, own = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}
         own["semaphore"] = layer.workspace.get("semaphore")
@@ -142,6 +155,12 @@ def paged_attention_forward(
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
+    options = {
+        "scale": scale,
+        "logits_soft_cap": 0.0 if softcap is None else float(softcap),
+        "sinks": sinks,
+        **layer.scales,
+    }
     attend(
         q,
         key,
@@ -150,17 +169,17 @@ def paged_attention_forward(
         out,
         None,
         max_query_len=metadata.max_query_len,
-        scale=scale,
         causal=causal,
         window_left=-1 if window is None else window - 1,
         alibi_slopes=alibi_slopes,
-        logits_soft_cap=0.0 if softcap is None else float(softcap),
-        sinks=sinks,
         chunk_size=layer.chunk or 0,
         **trees,
-        **layer.scales,
+        **options,
         **layer.workspace,
     )
+    if spans is not None:
+        left = -1 if window is None or not spans.windowed else window - 1
+        attend_spans(attend, spans, q, key, value, out, window_left=left, **options, **beside)
     return out.view(batch, query_len, num_heads, value.shape[-1]), None
 
 
@@ -174,6 +193,13 @@ def _transformed(module: nn.Module) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
         "longer the paged pools; use PagedCache(..., dense=True), which gathers them first"
+    )
+
+
+def _spans(module: nn.Module, beside: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(module).__name__} has image tokens that see each other in both directions, which attention "
+        f"with {beside} does not express; use PagedCache(..., dense=True)"
     )
 
 
@@ -252,6 +278,8 @@ def _dense(
             f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
             "runs an attention function of its own"
         )
+    if spans_of(mask) is not None:
+        raise _spans(module, "other keys than those of its PagedCache")
     indices = kwargs.pop("indices", None)
     if indices is not None:
         mask = select(mask, indices, query.dtype, name)
@@ -298,16 +326,23 @@ def paged_mask(
     (``kv_offset`` carries it).
 
     On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host,
-    outside compiled code, and every later mask is checked against it.
+    outside compiled code, and every later mask is checked against it. Where tokens see each other in both
+    directions, a placeholder carries them (`torchpaged.hf.span_mask`).
     """
     cache = cache_of(kv_offset)
     if cache is not None and not cache.dense:
-        cache.masks.observe(
-            attention_mask, batch_size, q_length, mask_function, local_size, kwargs.get("device", "cpu")
+        marked: Tensor | None = cache.masks.observe(
+            attention_mask,
+            batch_size,
+            q_length,
+            mask_function,
+            local_size,
+            kwargs.get("device", "cpu"),
+            q_offset,
         )
         if cache.name in TAKES_NO_NONE:
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=kwargs.get("device", "cpu"))
-        return None
+        return marked
     if cache is not None:
         kv_offset = 0
     # Attention of a model's own adds the mask, and takes None for no mask at all, and so does a module that

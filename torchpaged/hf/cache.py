@@ -41,7 +41,7 @@ from torchpaged.hf.cache_rows import CacheRows, incomplete
 from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.forward_order import ForwardOrder
-from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION
+from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION, loses_masks_made_ahead
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
 from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
@@ -153,6 +153,7 @@ class PagedCache(Cache):
         flags = ("is_encoder_decoder", "add_cross_attention")
         crosses = any(getattr(c, flag, False) for c in (config, text_config) for flag in flags)
         self._config, self._text_config = config, text_config
+        self._loses_masks = loses_masks_made_ahead(config)
         if self.dense and self.name in OWN_ATTENTION:
             raise UnsupportedModelError(
                 f"{self.name} masks by the lengths of its own keys, which dense=True makes max_seq_len; "
@@ -169,7 +170,8 @@ class PagedCache(Cache):
             max_batch_size, max_batch_size * max_seq_len, blocks_per_row, self.num_blocks, block_size
         )
         self.rows = CacheRows(limits, max_seq_len)
-        self.masks = CacheMasks(self.name, self.rows, self.paged)
+        # A model of several parts: tokens may stand for images, and see each other.
+        self.masks = CacheMasks(self.name, self.rows, self.paged, config is not text_config)
         self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)
         self.order = ForwardOrder(self.name, self.paged, crosses)
         self.groups = RowGroups(self.rows, self.paged, cascade if self.keys_of_queries else False)
@@ -445,7 +447,8 @@ class PagedCache(Cache):
 
         Not in dense mode where a layer has both a recurrent state and a window: there transformers makes a
         mask without the window. Not with chunked attention: transformers 5.17 cannot make that mask outside
-        the forward, and never compiles those models.
+        the forward, and never compiles those models. Not where such masks are wrong, see
+        `loses_masks_made_ahead`.
         """
         windowed = [layer for layer in self.paged if layer.window is not None]
         hybrid = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in windowed)
@@ -453,7 +456,7 @@ class PagedCache(Cache):
         # Cache's own rule, written out: torch 2.11 cannot trace a property through super(), and the decode
         # step that generate() compiles asks for it; tests/hf compares the two
         compileable = len(self.layers) > 0 and all(layer.is_compileable for layer in self.layers)
-        return compileable and not chunked and not (self.dense and hybrid)
+        return compileable and not chunked and not self._loses_masks and not (self.dense and hybrid)
 
     # ------------------------------------------------------------------------------------- between forwards
     def reset(self) -> None:

@@ -10,17 +10,21 @@ padding. `PendingPadding` keeps what was read until it is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import causal_mask_function
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.known_models import OWN_ATTENTION
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.masks import MaskKind, is_causal, kinds_of, left_padding
-from torchpaged.hf.pending_padding import PendingPadding
+from torchpaged.hf.pending_padding import PendingPadding, preparing_caller
+from torchpaged.hf.span_mask import SpanMask
+from torchpaged.hf.spans import Prompt, sees_next
 
 
 class CacheMasks:
@@ -30,6 +34,8 @@ class CacheMasks:
         name: the model's type, for messages.
         rows: the cache's rows, whose padding the masks tell.
         layers: its paged layers.
+        marks_tokens: the model marks tokens of other kinds than text, so that its masks are looked at
+            everywhere.
 
     Attributes:
         causal: whether the masks that the model asked for are causal; None if it asked for none (cross
@@ -37,8 +43,10 @@ class CacheMasks:
         pending: the padding of the first forward, until it writes.
     """
 
-    def __init__(self, name: str, rows: CacheRows, layers: Sequence[PagedLayer]) -> None:
-        self._name, self._rows, self._layers = name, rows, layers
+    def __init__(
+        self, name: str, rows: CacheRows, layers: Sequence[PagedLayer], marks_tokens: bool = False
+    ) -> None:
+        self._name, self._rows, self._layers, self._marks = name, rows, layers, marks_tokens
         self.pending = PendingPadding(name)
         # Bloom widens its mask to a fixed cache's length with zeros, unless it is attached.
         self._todo = "call torchpaged.hf.attach(model) first" if name in OWN_ATTENTION else ""
@@ -48,6 +56,7 @@ class CacheMasks:
         """Before another conversation."""
         self.causal: bool | None = None
         self._kinds: set[MaskKind] = set()  # that the model asked for, as far as they were looked at
+        self._cut: FrameType | None = None  # who prepared a forward that ended inside or behind a span
         self._mask_seen = False  # a mask came, so that decode steps on a device need not look at theirs
         self.pending.forget()
 
@@ -59,14 +68,18 @@ class CacheMasks:
         mask_function: Any,
         local_size: int | None,
         device: Any = "cpu",
-    ) -> None:
+        q_offset: Any = 0,
+    ) -> Tensor | None:
         """Learn the left padding from the first mask, check later ones; refuse masks that paging can't
         express.
 
         Args:
             mask: 2-D ``[batch, length]``, or None.
             batch, query_length: rows, and new tokens per row.
-            mask_function, local_size, device: as transformers gives them to a mask function.
+            mask_function, local_size, device, q_offset: as transformers gives them to a mask function.
+
+        Returns:
+            The mask: None, or a placeholder (`SpanMask`) where tokens see each other in both directions.
 
         Raises:
             ArgumentError: padding that rows can't have, or can't have any more.
@@ -80,15 +93,27 @@ class CacheMasks:
                 )
             if query_length > 1:
                 self.causal = is_causal(mask_function)
-            return
+                self._assert_no_spans(mask_function, batch, device)
+            return None
         ready, on_device = self._rows.ready, mask is None or mask.device.type != "cpu"
         if ready and self._mask_seen and query_length == 1 and on_device and not self._rows.cut_padding:
-            return  # a decode step of generate() appends ones; checking would synchronise
+            return None  # a decode step of generate() appends ones; checking would synchronise
         self._mask_seen = self._mask_seen or mask is not None
         padding = [] if mask is None else left_padding(mask, self._todo)
+        spans: SpanMask | None = None
         if query_length > 1:
             sizes = [(layer.window, layer.chunk) for layer in self._layers]
-            self._learn_kinds(kinds_of(mask_function, local_size, query_length, padding, sizes, device))
+            # A row may have more padding than a mask says that came behind another one.
+            known = padding or self._rows.padding or self.pending.padding or ()
+            prompt = Prompt(batch, int(q_offset), query_length, known, device)
+            if self._marks:
+                self._require_whole_spans(prompt)
+            found = kinds_of(mask_function, local_size, prompt, sizes, self._marks)
+            self._learn_kinds(set(found))
+            if any(of_kind.rows for of_kind in found.values()):
+                spans = SpanMask(self._name, found, prompt, self._rows)
+                ends = {row[-1][1] for of_kind in found.values() for row in of_kind.rows if row}
+                self._cut = preparing_caller() if prompt.end in ends else None
         if not ready:
             self.pending.learn(padding, batch, query_length, local_size)
         elif mask is not None:
@@ -96,6 +121,27 @@ class CacheMasks:
                 self._learn_padding(padding, query_length)
             # A row of nothing but padding: the next mask may say more.
             self._rows.cut_padding &= max(padding) >= mask.shape[1]
+        return None if spans is None else spans.placeholder()
+
+    def _require_whole_spans(self, prompt: Prompt) -> None:
+        """Refuse the next chunk of a prompt behind one that ends with a span: generate() gives a chunk the
+        types of its own tokens, which don't tell whether the span goes on."""
+        if self._cut is not None and prompt.first > 0 and preparing_caller() is self._cut:
+            raise UnsupportedModelError(
+                f"{self._name}: a chunk of the prompt ends inside or right behind an image whose tokens see "
+                "each other in both directions, and may not know of its rest; leave prefill_chunk_size out"
+            )
+
+    def _assert_no_spans(self, mask_function: Any, batch: int, device: Any) -> None:
+        """In a trace nobody can look at spans: they are asserted away on the device."""
+        if not self._marks or mask_function is causal_mask_function or not self.causal:
+            return
+        count = self._rows.max_seq_len - 1
+        torch._assert_async(
+            ~sees_next(mask_function, batch, 0, count, device).any(),
+            "PagedCache: a compiled prompt whose image tokens see each other in both directions; run the "
+            "prompt uncompiled, as generate() does",
+        )
 
     def _learn_padding(self, padding: list[int], query_length: int) -> None:
         rows = self._rows

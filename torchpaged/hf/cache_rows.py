@@ -233,6 +233,11 @@ class CacheRows:
         index = index.clamp_min(0)[:, :, None, None].expand_as(rows)
         return rows.gather(1, index).transpose(1, 2)
 
+    def first_position(self, query_len: int) -> int | None:
+        """Where the tokens of the forward that runs begin, padding included; None where a compiled forward
+        moved the lengths on."""
+        return None if self._counted is None else self._counted - query_len
+
     # --------------------------------------------------------------------------------------- between forwards
     def lengths(self) -> list[int]:
         """Tokens of each row without padding; reads the device."""

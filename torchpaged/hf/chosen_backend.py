@@ -184,27 +184,38 @@ class ChosenBackend:
         )
         if kind == layer.asked:
             return
-        spec = attention_spec(
-            device=query.device,
-            dtype=query.dtype,
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[2],
-            head_dim=query.shape[3],
-            head_dim_v=value.shape[3],
-            block_size=key.shape[1],
-            kv_dtype=key.dtype,
-            causal=causal,
-            window_size=(-1 if window is None else window - 1, -1),
-            logits_soft_cap=softcap,
-            sinks=sinks,
-            chunk_size=layer.chunk,
-            scale=scale,
-            alibi_slopes=alibi_slopes,
-            latent=layer.latent,
-        )
+        further = (causal, window, softcap, sinks, scale, alibi_slopes)
+        spec = _spec_of_call(layer, query, key, value, *further)
         self.require(spec)
         self.give_workspace(layer, spec)
         layer.asked = kind
+
+    def hold_spans(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        scale: float | None,
+    ) -> dict[str, Tensor]:
+        """Hold a layer's second call of a forward, over spans that are not causal, to what the backend
+        declares; what the session keeps for it. Arguments as of `hold`.
+
+        Raises:
+            BackendUnavailableError: with all reasons.
+        """
+        if self.session.plans:
+            raise BackendUnavailableError(
+                f"backend {self.session.name!r} plans every batch of queries, and image tokens that see each "
+                "other in both directions take a second one; give the PagedCache another backend"
+            )
+        spec = self._asks(_spec_of_call(layer, query, key, value, False, window, softcap, sinks, scale, None))
+        self.require(spec)
+        # There may be more spans than rows, for which a kernel makes semaphores of its own.
+        return {name: x for name, x in self.session.workspace(spec).items() if name != "semaphore"}
 
     def _hold_traced(
         self,
@@ -234,3 +245,35 @@ class ChosenBackend:
                 f"backend {self.choice.name!r} cannot run this attention: {'; '.join(reasons)}; "
                 "run a forward eagerly first"
             )
+
+
+def _spec_of_call(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    alibi_slopes: Tensor | None,
+) -> AttentionSpec:
+    return attention_spec(
+        device=query.device,
+        dtype=query.dtype,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[2],
+        head_dim=query.shape[3],
+        head_dim_v=value.shape[3],
+        block_size=key.shape[1],
+        kv_dtype=key.dtype,
+        causal=causal,
+        window_size=(-1 if window is None else window - 1, -1),
+        logits_soft_cap=softcap,
+        sinks=sinks,
+        chunk_size=layer.chunk,
+        scale=scale,
+        alibi_slopes=alibi_slopes,
+        latent=layer.latent,
+    )

@@ -18,7 +18,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.call_sizes import sizes_of_encoder_decoder_call
-from torchpaged.hf.known_models import OWN_ATTENTION
+from torchpaged.hf.known_models import OWN_ATTENTION, PAGES_CROSS_ATTENTION
 from torchpaged.hf.kv_scales import Scales
 
 
@@ -59,7 +59,7 @@ class CrossPagedCache(PagedCache):
 
     def _make(self, config: Any, max_encoder_len: int) -> None:
         PagedCache.__init__(self, config, self._rows_at_most, max_encoder_len, dense=False, **self._options)
-        if self.name in OWN_ATTENTION:
+        if self.name in OWN_ATTENTION - PAGES_CROSS_ATTENTION:
             raise UnsupportedModelError(
                 f"{self.name} attends to its encoder in modules of its own, which torchpaged does not page; "
                 "pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"

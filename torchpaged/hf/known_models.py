@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import transformers
+
 from torchpaged.custom_ops.errors import UnsupportedModelError
 
 #: Models whose attention modules ignore transformers' attention interface, and are given functions of ours by
@@ -17,6 +19,7 @@ OWN_ATTENTION = frozenset(
         "gpt_neo",
         "gpt_neox_japanese",
         "gptj",
+        "led",
         "megatron-bert",
         "mpt",
         "mvp",
@@ -26,6 +29,8 @@ OWN_ATTENTION = frozenset(
         "xglm",
     }
 )
+#: Of them, those whose cross attention is paged, too.
+PAGES_CROSS_ATTENTION = frozenset({"led", "mvp"})
 #: Of them, those whose modelling file makes no causal mask in transformers 5.17, and gets one from us.
 MAY_LACK_CAUSAL_MASK = frozenset({"big_bird", "megatron-bert", "rembert", "roformer"})
 #: Models of multi-head latent attention, whose layers a `PagedCache` keeps as latents once the model is
@@ -121,6 +126,27 @@ COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a
 #: placeholder that nothing looks at.
 TAKES_NO_NONE = frozenset({"mpt"})
+#: Text models that write to their cache what is no token of theirs, and what that is.
+CACHES_OTHERS = {
+    "mllama_text_model": "keeps the keys of its images in layers of cross attention, beside those of its text"
+}
+#: The transformers from which on generate() gives Gemma4's token types to the masks that it makes ahead.
+_TYPES_OF_GEMMA4 = (5, 23)
+
+
+def loses_masks_made_ahead(config: Any) -> bool:
+    """Whether masks that generate() makes ahead of a forward are wrong for a model, so that it must make them
+    itself: its cache is then not compileable.
+
+    PaliGemma with windows can't take masks for layers of two kinds; generate() of an older transformers makes
+    Gemma4's without its token types.
+    """
+    text = config.get_text_config(decoder=True)
+    if config.model_type == "paligemma":
+        return getattr(text, "sliding_window", None) is not None
+    by_types = getattr(text, "use_bidirectional_attention", None) == "vision"
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    return by_types and config.model_type.startswith("gemma4") and version < _TYPES_OF_GEMMA4
 
 
 def require_expressible(config: Any) -> None:

@@ -43,8 +43,9 @@ class Masks(Protocol):
         mask_function: Any,
         local_size: int | None,
         device: Any = "cpu",
-    ) -> None:
-        """transformers wants a mask: the arguments of its mask function."""
+        q_offset: Any = 0,
+    ) -> Tensor | None:
+        """transformers wants a mask: the arguments of its mask function; gives the mask."""
 
     def require_kind(self, layer: PagedLayer, window: int | None) -> None:
         """Refuse a layer whose window or chunk is in none of the masks that the model asked for."""

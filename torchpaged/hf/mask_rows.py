@@ -16,6 +16,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.pinned_batch import pin_batch
+from torchpaged.hf.spans import sees_next
 
 _QUERIES = 64  # positions at which an unknown mask function is asked for its keys, at most
 
@@ -115,7 +116,7 @@ def describe(
     if mask.dim() != 4 or any(not isinstance(x, int) or x for x in offsets):
         return
     query_len, kv_len = mask.shape[-2:]
-    kind = _kind(mask_function, local_size, query_len, kv_len)
+    kind = _kind(mask_function, local_size, (mask.shape[0], query_len, kv_len))
     if kind is None or (padding is not None and tuple(padding.shape) != (mask.shape[0], kv_len)):
         return
     present = None if padding is None else padding.bool()
@@ -127,9 +128,10 @@ def _is_traced(tensor: Tensor) -> bool:
     return torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def _kind(mask_function: Any, local_size: int | None, query_len: int, kv_len: int) -> MaskKind | None:
+def _kind(mask_function: Any, local_size: int | None, sizes: tuple[int, int, int]) -> MaskKind | None:
     """Which mask ``mask_function`` makes; None for one that is neither causal nor bidirectional within a
-    window."""
+    window. ``sizes``: rows, queries and keys."""
+    batch, query_len, kv_len = sizes
     if mask_function is bidirectional_mask_function:
         return MaskKind(False, (-1, -1))
     if mask_function is causal_mask_function:
@@ -144,13 +146,18 @@ def _kind(mask_function: Any, local_size: int | None, query_len: int, kv_len: in
     }
     count = min(query_len, _QUERIES)
     queries = torch.tensor(sorted({(query_len - 1) * i // max(count - 1, 1) for i in range(count)}))
-    keys, zero = torch.arange(kv_len), torch.tensor(0)
+    keys, zero, rows = torch.arange(kv_len), torch.tensor(0), torch.arange(batch)[:, None, None]
     try:
-        got = torch.as_tensor(mask_function(zero, zero, queries[:, None], keys[None])).expand(-1, kv_len)
+        got = torch.as_tensor(mask_function(rows, zero, queries[None, :, None], keys[None, None])).cpu()
+        # Between the positions that are looked at, tokens may see each other in both directions.
+        after = sees_next(mask_function, batch, 0, kv_len - 1, "cpu").cpu()
     except Exception:  # it looks into tensors elsewhere, or takes single positions
         return None
+    shape = (batch, len(queries), kv_len)
     for kind in wanted:
-        if torch.equal(got.bool(), visible_keys(queries, kv_len, kind.causal, *kind.window, 0)):
+        want = visible_keys(queries, kv_len, kind.causal, *kind.window, 0).expand(shape)
+        sees = not kind.causal and kind.window[1] > 0
+        if torch.equal(got.expand(shape).bool(), want) and bool((after == sees).all()):
             return kind
     return None
 

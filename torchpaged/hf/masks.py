@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import bidirectional_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.spans import Prompt, Rows, Size, Spans, agreeing, cuts_a_span, find_spans, sees_next
 
 _PROBE = 96  # query and key positions looked at, at most, on each axis
 
@@ -59,51 +60,99 @@ def left_padding(mask: Tensor, todo: str = "") -> list[int]:
 def kinds_of(
     mask_function: Any,
     local_size: int | None,
-    query_length: int,
-    padding: Sequence[int],
-    layers: Iterable[tuple[int | None, int | None]],
-    device: torch.device | str = "cpu",
-) -> set[MaskKind]:
-    """The kinds of mask that ``mask_function`` may be: one, or several that a prompt this short can't
-    tell apart.
+    prompt: Prompt,
+    layers: Iterable[Size],
+    exact: bool = False,
+) -> dict[MaskKind, Spans]:
+    """The kinds of mask that ``mask_function`` may be, one or several that a prompt this short can't tell
+    apart, and the spans beside each.
 
     The function is opaque (a causal one, or one with an overlay: bidirectional image tokens, a prefix, packed
     sequences), so it is asked: on a grid of positions of every row it must agree with a mask that paged
-    attention can apply.
+    attention can apply, and where a query sees the key behind it, everywhere.
 
     Args:
         mask_function: transformers' ``(batch, head, query, key) -> bool`` over positions, padding included;
             None = causal.
         local_size: the window or chunk that transformers gives beside it, in tokens.
-        query_length: tokens per row of this forward.
-        padding: left padding of each row; its tokens are not looked at.
+        prompt: the forward; padding tokens are not looked at.
         layers: window and chunk of every layer.
-        device: where the tensors lie that the function may look into.
+        exact: look everywhere in any case, for models that mark tokens of other kinds than text.
 
     Raises:
-        UnsupportedModelError: it agrees with none.
+        UnsupportedModelError: it agrees with none, or a span of it goes on behind the prompt.
     """
     local = [] if local_size is None else [(local_size, None), (None, local_size or None)]
-    pairs = [(None, None), *local, *layers]
-    candidates = {MaskKind(True, window, chunk) for window, chunk in pairs} | {MaskKind(False)}
-    if mask_function is None:
-        return {MaskKind()}
-    # Further than the prompt, so that a window shows that is longer than it; a mask over the prompt's own
-    # tokens can't be asked there.
-    reach = max([query_length, *(2 * (size or 0) + 2 for pair in pairs for size in pair)])
-    for length in dict.fromkeys((reach, query_length)):
-        try:
-            kinds = _agreeing(mask_function, length, padding, candidates, device)
-        except Exception:
-            if length == query_length:
-                raise
-            continue
-        if kinds:
-            return kinds
+    pairs = list(dict.fromkeys([(None, None), *local, *layers]))
+    if mask_function is None or mask_function is causal_mask_function:
+        return {MaskKind(): Spans()}
+    rows: Rows = ()
+    if exact and is_causal(mask_function):
+        _require_first_forward(mask_function, prompt)
+    if is_causal(mask_function):
+        rows = find_spans(mask_function, prompt)
+        if exact and cuts_a_span(mask_function, prompt):
+            raise UnsupportedModelError(
+                f"the prompt ends at position {prompt.end}, inside an image or another span of tokens that "
+                "see each other in both directions, so that its tokens would not see the rest of it; give "
+                "the whole span to one forward (prefill_chunk_size=None, or chunks that end between spans)"
+            )
+    if rows:
+        found = _everywhere(mask_function, prompt, rows, pairs)
+    elif exact and is_causal(mask_function):
+        found = _everywhere(mask_function, prompt, rows, pairs)
+        if prompt.first == 0:  # else the grid would show what was before
+            found = dict.fromkeys(found.keys() & _on_a_grid(mask_function, prompt, pairs), Spans())
+    else:
+        found = dict.fromkeys(_on_a_grid(mask_function, prompt, pairs), Spans())
+    if found:
+        return found
     raise UnsupportedModelError(
         "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), "
         f"which paged attention does not express (local_size={local_size}); use PagedCache(..., dense=True)"
     )
+
+
+def _require_first_forward(mask_function: Any, prompt: Prompt) -> None:
+    """Refuse spans in a later forward of a cache, wherever they are: transformers reads the types of tokens
+    by their positions, and generate() gives it those of the new tokens alone."""
+    if prompt.first == 0:
+        return
+    if bool(sees_next(mask_function, prompt.rows, 0, prompt.end - 1, prompt.device).any()):
+        raise UnsupportedModelError(
+            "tokens that see each other in both directions (images, by their types) behind others in the "
+            "cache: transformers reads the types by position, and may have those of the new tokens alone; "
+            "call cache.reset() and give all to one forward, or new text without types"
+        )
+
+
+def _everywhere(mask_function: Any, prompt: Prompt, rows: Rows, sizes: list[Size]) -> dict[MaskKind, Spans]:
+    sizes = [size for size in sizes if size[0] != 0]
+    candidates = [Spans(rows, windowed=False), Spans(rows)] if rows else [Spans()]
+    found: dict[MaskKind, Spans] = {}
+    for spans, agrees in zip(candidates, agreeing(mask_function, prompt, candidates, sizes), strict=True):
+        for size, agreed in zip(sizes, agrees, strict=True):
+            if agreed:
+                found[MaskKind(True, *size)] = spans
+    return found
+
+
+def _on_a_grid(mask_function: Any, prompt: Prompt, sizes: list[Size]) -> set[MaskKind]:
+    """The kinds that agree at some positions of every row."""
+    candidates = {MaskKind(True, *size) for size in sizes} | {MaskKind(False)}
+    # Further than the prompt, so that a window shows that is longer than it; a mask over the prompt's own
+    # tokens can't be asked there.
+    reach = max([prompt.length, *(2 * (size or 0) + 2 for pair in sizes for size in pair)])
+    for length in dict.fromkeys((reach, prompt.length)):
+        try:
+            kinds = _agreeing(mask_function, length, prompt.padding, candidates, prompt.device)
+        except Exception:
+            if length == prompt.length:
+                raise
+            continue
+        if kinds:
+            return kinds
+    return set()
 
 
 def _agreeing(

@@ -111,12 +111,16 @@ def _roformer(module: Any, hidden_states: Tensor, given: dict[str, Any]) -> Head
     return (*module.apply_rotary_position_embeddings(positions, query, key), value)
 
 
-def _bart(module: Any, hidden_states: Tensor, given: dict[str, Any]) -> Heads:
+def _require_no_prompt(module: Any, given: dict[str, Any]) -> None:
     if given.get("attn_prompt") is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} puts a trained prompt before its cached keys, which the paged pools "
             "don't hold"
         )
+
+
+def _bart(module: Any, hidden_states: Tensor, given: dict[str, Any]) -> Heads:
+    _require_no_prompt(module, given)
     width = module.head_dim
     return tuple(
         _split(project(hidden_states), width) for project in (module.q_proj, module.k_proj, module.v_proj)
@@ -202,8 +206,12 @@ def _forward(family: _Family) -> Callable[..., Any]:
 
         def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **options}
+            if family.crosses and given.get(family.crosses) is not None:
+                if self.training or not _pages_cross(self, given):
+                    return plain(hidden_states, *args, **options)
+                return _cross_attention(self, hidden_states, given, scaling)
             cache = None if self.training else _paged_cache(given.get(family.cache), self.layer_idx)
-            if cache is None or (family.crosses and given.get(family.crosses) is not None):
+            if cache is None:
                 return plain(hidden_states, *args, **options)
             query, key, value = family.heads(self, hidden_states, given)
             key, value = cache.update(key, value, self.layer_idx)
@@ -216,6 +224,33 @@ def _forward(family: _Family) -> Callable[..., Any]:
         return "forward", forward
 
     return make
+
+
+def _pages_cross(module: Any, given: dict[str, Any]) -> bool:
+    """Whether a module of Bart's kind attends to an encoder whose keys are in pools."""
+    cross = getattr(given.get("past_key_values"), "cross_attention_cache", None)
+    layers = getattr(cross, "layers", ())
+    return module.layer_idx < len(layers) and isinstance(layers[module.layer_idx], PagedLayer)
+
+
+def _cross_attention(module: Any, hidden_states: Tensor, given: dict[str, Any], scaling: float) -> Any:
+    """The encoder's keys are written by the first step and read by all."""
+    _require_no_prompt(module, given)
+    both, index = given["past_key_values"], module.layer_idx
+    if both.is_updated.get(index):
+        layer = both.cross_attention_cache.layers[index]
+        key, value = layer.keys, layer.values
+    else:
+        states = given["key_value_states"]
+        key, value = (_split(project(states), module.head_dim) for project in (module.k_proj, module.v_proj))
+        key, value = both.cross_attention_cache.update(key, value, index)
+        both.is_updated[index] = True
+    query = _split(module.q_proj(hidden_states), module.head_dim)
+    mask = given.get("attention_mask")
+    out, weights = paged_attention_forward(
+        module, query, key, value, mask, scaling=scaling, is_causal=False, masks_itself=True
+    )
+    return module.out_proj(out.flatten(2)), weights
 
 
 def _root(head_dim: str) -> Callable[[Any], float]:
@@ -240,6 +275,19 @@ _BART = _forward(
         crosses="key_value_states",
     )
 )
+
+
+def _led(module: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """As Bart's, and gives its cache back as a third."""
+    name, attend = _BART(module)
+
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+        out = attend(self, hidden_states, *args, **options)
+        return out if len(out) == 3 else (*out, options.get("past_key_values"))
+
+    return name, forward
+
+
 _NONE: Callable[[Any], None] = lambda module: None  # noqa: E731
 
 #: Class of an attention module -> what makes its function.
@@ -259,6 +307,7 @@ MAKERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]]]] = {
             crosses="encoder_hidden_states",
         )
     ),
+    "LEDDecoderAttention": _led,
     "MvpAttention": _BART,
     "TrOCRAttention": _BART,
     "XGLMAttention": _BART,
@@ -304,6 +353,19 @@ def _positions(module: nn.Module) -> tuple[str, Callable[..., Any]]:
             length = (ids.shape if isinstance(ids, Tensor) else ids)[1]
             position_ids = past_key_values_length + torch.arange(length, device=past_key_values_length.device)
         return plain(ids, past_key_values_length, position_ids)
+
+    return "forward", forward
+
+
+def _places_from(module: Any) -> tuple[str, Callable[..., Any]]:
+    """The same, of LED, which takes no positions."""
+    plain = module.forward
+
+    def forward(self: Any, input_ids_shape: Any, past_key_values_length: Any = 0) -> Tensor:
+        if not isinstance(past_key_values_length, Tensor):
+            return plain(input_ids_shape, past_key_values_length)
+        places = torch.arange(input_ids_shape[1], device=self.weight.device) + past_key_values_length
+        return nn.functional.embedding(places, self.weight)
 
     return "forward", forward
 
@@ -366,6 +428,7 @@ def _sinusoids(module: Any) -> tuple[str, Callable[..., Any]]:
 HELPERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]] | None]] = {
     "BigBirdModel": _causal,
     "BloomForCausalLM": _masks_of_bloom,
+    "LEDLearnedPositionalEmbedding": _places_from,
     "MegatronBertModel": _causal,
     "MvpLearnedPositionalEmbedding": _positions,
     "RemBertModel": _causal,

@@ -67,7 +67,10 @@ class RowGroups:
             return
         if shared is not self._shared or self._own is None:
             with torch.inference_mode(False):
-                self._own = torch.zeros_like(rows.block_table[:count]), torch.zeros_like(rows.seq_lens[:count])
+                self._own = (
+                    torch.zeros_like(rows.block_table[:count]),
+                    torch.zeros_like(rows.seq_lens[:count]),
+                )
             for tensor in (*shared.tensors().values(), *self._own):
                 torch._dynamo.mark_static_address(tensor, guard=False)
             self._shared = shared

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.known_models import ADDS_BIAS, OWN_ATTENTION, require_expressible
+from torchpaged.hf.known_models import ADDS_BIAS, CACHES_OTHERS, OWN_ATTENTION, require_expressible
 
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -54,7 +54,10 @@ def require_supported(model: PreTrainedModel) -> None:
             f"{type(model).__name__} ignores transformers' attention interface: it runs with a PagedCache "
             "behind torchpaged.hf.attach(model), and not as packed tokens"
         )
-    if not uses_attention_interface(type(model)):
+    # Of a model of several parts the decoder attends through a cache; others may attend by themselves.
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    part = type(decoder) if isinstance(decoder, PreTrainedModel) else type(model)
+    if not (uses_attention_interface(type(model)) or uses_attention_interface(part)):
         raise UnsupportedModelError(f"{type(model).__name__} cannot run through torchpaged: {_REASON}")
 
 
@@ -118,9 +121,17 @@ def require_supported_config(config: Any) -> None:
     `_supports_default_dynamic_cache` is private too; ``tests/hf/test_typed_refusals.py`` notices if it
     changes.
     """
+    text = str(config.get_text_config(decoder=True).model_type)
+    if text in CACHES_OTHERS:
+        raise UnsupportedModelError(
+            f"{text} cannot run with a PagedCache: it {CACHES_OTHERS[text]}, in rows of other lengths; call "
+            "generate() without past_key_values"
+        )
     model_class = _class_of(type(config))
     if model_class is None:
         return
+    if not uses_attention_interface(model_class):  # of a model of several parts the text part counts
+        model_class = _class_of(type(config.get_text_config(decoder=True))) or model_class
     if config.model_type in OWN_ATTENTION:
         require_expressible(config)
     elif not uses_attention_interface(model_class):

@@ -28,9 +28,11 @@ from torchpaged.testing.trees import TREE_SPECS, make_tree_batch
 
 
 def run_paged_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
-    """Call one backend's op on ``batch``; outputs start as NaN. Returns ``(out, lse)``."""
+    """Call one backend's op on ``batch``; outputs start as NaN. Returns ``(out, lse)``; ``out`` has the
+    dtype of q, bfloat16 where that is fp8."""
     shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
-    out = torch.full(shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
+    dtype = torch.bfloat16 if batch.q.dtype in FP8_DTYPES else batch.q.dtype
+    out = torch.full(shape, float("nan"), dtype=dtype, device=batch.q.device)
     lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)
     ops.paged_attention(
         batch.q,

@@ -10,18 +10,16 @@ constexpr int BATCH = 32 / IDS;
 static_assert(IDS <= 32, "a lane holds one block id: at most 32 blocks per warp's keys");
 constexpr int IN_BLOCK = BLOCK_SIZE >= KEYS ? KEYS : BLOCK_SIZE;
 
-// Tiles are counted from a pair's first unit; where a run begins between two of them, from there.
-__device__ __forceinline__ int tile_in_batch(const Cursor &c) { return c.offset / STEP % BATCH; }
-
 __device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int warp, int lane) {
-  const int key = c.key(warp) + (lane / IDS - tile_in_batch(c)) * TILE + lane % IDS * IN_BLOCK;
-  return key < c.r.stop() && key + IN_BLOCK > c.r.low ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
+  const int key =
+      ((c.r.first_tile + c.tile / BATCH * BATCH + lane / IDS) * WARPS + warp) * KEYS + lane % IDS * IN_BLOCK;
+  return key < c.r.end && key + IN_BLOCK > c.r.low ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
 }
 
 // Whether the warp's keys in the cursor's tile, if any, all lie before the query tokens.
 __device__ __forceinline__ bool is_context(const Cursor &c, int warp) {
-  const int key = c.key(warp);
-  return key >= c.r.stop() || min(key + KEYS, c.r.stop()) <= c.r.seq_len - c.r.query_len;
+  const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
+  return key >= c.r.end || min(key + KEYS, c.r.end) <= c.r.seq_len - c.r.query_len;
 }
 
 template <int CHUNKS, int PADDED, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
@@ -60,17 +58,18 @@ __device__ __forceinline__ void prefetch_rows(const char *from, int ids, int bat
   }
 }
 
-// The warp's keys and values of the next PREFETCH_L2 tiles of the pair, as far as their block ids are here.
-// Nothing is read: they may still be written.
-__device__ __forceinline__ void prefetch_tiles(const Params &p, const Cursor &c, int ids, int warp, int lane) {
-  const int batch_tile = tile_in_batch(c);
-  const int tiles = min(min(PREFETCH_L2, BATCH - batch_tile), (c.r.num_units - c.offset + STEP - 1) / STEP);
+// The warp's keys and values of the next PREFETCH_L2 tiles, as far as their block ids are here. Nothing is
+// read: they may still be written.
+__device__ __forceinline__ void prefetch_tiles(const Params &p, const Cursor &c, int ids, int to_load,
+                                               int warp, int lane) {
+  const int end = min(min(c.tile + min(PREFETCH_L2, to_load), c.r.num_tiles), (c.tile / BATCH + 1) * BATCH);
 #pragma unroll 1
-  for (int i = 0; i < tiles; ++i) {
-    const int key = c.key(warp) + i * TILE, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
-    if (key >= c.r.stop() || key + KEYS <= c.r.low) continue;
-    prefetch_rows<K_CHUNKS, K_BLOCK, K_SLOT>(keys_of(p, c), ids, batch_tile + i, first_slot, lane);
-    prefetch_rows<V_CHUNKS, V_BLOCK, V_SLOT>(values_of(p, c), ids, batch_tile + i, first_slot, lane);
+  for (int tile = c.tile; tile < end; ++tile) {
+    const int key = ((c.r.first_tile + tile) * WARPS + warp) * KEYS,
+              first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+    if (key >= c.r.end || key + KEYS <= c.r.low) continue;
+    prefetch_rows<K_CHUNKS, K_BLOCK, K_SLOT>(keys_of(p, c), ids, tile % BATCH, first_slot, lane);
+    prefetch_rows<V_CHUNKS, V_BLOCK, V_SLOT>(values_of(p, c), ids, tile % BATCH, first_slot, lane);
   }
 }
 
@@ -162,7 +161,6 @@ struct Queries {
           visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
         } else if constexpr (!SAME_MASK) {
           visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
-          end[n][i] = min(end[n][i], c.r.stop());  // what is behind is another run's
           if (query_of(mine) >= c.r.query_len || mine >= ROWS) end[n][i] = low[n][i];
         }
         if constexpr (ALIBI)
@@ -248,8 +246,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         if (!SHARED) s[m][n][j] += other[n][j];
         else if (kv_head_of(0, lane % 4 * 2 + j % 2)) s[m][n][j] = other[n][j];
   }
-  const int stop = c.r.stop();
-  const bool whole = SAME_MASK && key + KEYS <= stop && key >= c.r.low;  // no key of these is masked
+  const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
   constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // rows may not see the first keys
   [[maybe_unused]] const Branches branches(c.r.seq_len - c.r.query_len, key + lane / 4);
   bool moved = false;
@@ -276,7 +273,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
             const bool sees = branches.seen(word) >> (m * 16 + h * 8) & 1;
             x = sees && (!LOW || branches.position(word, m * 16 + h * 8) >= queries.low[n][i]) ? x : -INF;
           } else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
-          else if (!whole) x = at < stop && at >= c.r.low ? x : -INF;
+          else if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
           s[m][n][2 * h + i] = x;
           most = fmaxf(most, x);
         }

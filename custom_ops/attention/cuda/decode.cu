@@ -1,7 +1,7 @@
 // Decode attention over a paged cache: stream-K on a fixed grid, one launch, merged by the last arriver.
 //
 // A pair is a request and one kv head, or two narrow ones side by side (PAIR_HEADS). The keys of all requests
-// are cut into units of a warp's KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
+// are cut into tiles of WARPS * KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
 // line, whatever the lengths are, each CTA for a pair of its own: device memory answers faster when the heads
 // of a block are read at about one time. Inside a CTA each warp owns KEYS keys of a tile: it copies them to
 // shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no barrier stands in the
@@ -18,6 +18,9 @@
 
 #include "attend.cuh"
 
+// Whether a CTA looks for the parts of others before it stores its own: where registers are plenty.
+constexpr bool LOOKS = CTAS_PER_SM <= 2;
+
 // Normalise four columns of a row and store them; the first thread of a row stores the LSE.
 __device__ __forceinline__ void store_output(const Params &p, const Request &r, int pair, int row, int column,
                                              float top, float total, float4 x) {
@@ -26,7 +29,7 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
   const int head = kv_head_of(pair, row), q_head = head * GROUP + row % GROUP;
   // `total` does not tell: it is NaN where a score was NaN or +inf, and 0 where all were -inf, which makes 0
   // / 0.
-  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no units
+  bool sees = true;  // SAME_MASK: a request whose query sees nothing has no tiles
   if constexpr (!SAME_MASK) {
     int low, end;
     visible(r.seq_len - r.query_len + query, r.seq_len, low, end);
@@ -50,48 +53,56 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
     p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 }
 
-// Combine `parts` parts of a pair, from `slot(0)` on in this order, and hand each row's maximum, sum and
-// columns to `use`. AHEAD: parts asked for at once; a trip to L2 takes longer than everything else here.
-template <int AHEAD, class Slot, class Use>
-__device__ __forceinline__ void merge_parts(const Params &p, Slot slot, int parts, int thread, Use use) {
-  for (int e = thread; e < ROWS * V_VECTORS; e += THREADS) {
-    const int row = e / V_VECTORS, column = e % V_VECTORS;
-    float top = FLOOR, total = 0.f;
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int begin = 0; begin < parts; begin += AHEAD) {
-      float part_top[AHEAD], part_total[AHEAD];
-      float4 x[AHEAD];
+// Four columns of a row: maximum, sum, weighted values.
+struct Partial {
+  float top, total;
+  float4 sum;
+};
+
+// Combine `parts` parts of a pair, from `slot(0)` on in this order, in element `e` of theirs. The `mine`-th
+// was not stored, it is `own`; -1: all were. AHEAD: parts asked for at once; a trip to L2 takes longer than
+// everything else here.
+template <int AHEAD, class Slot>
+__device__ __forceinline__ Partial merge_parts(const Params &p, Slot slot, int parts, int e, int mine,
+                                               const Partial &own) {
+  const int row = e / V_VECTORS;
+  float top = FLOOR, total = 0.f;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int begin = 0; begin < parts; begin += AHEAD) {
+    float part_top[AHEAD], part_total[AHEAD];
+    float4 x[AHEAD];
 #pragma unroll
-      for (int j = 0; j < AHEAD; ++j) {
-        // past the end: the last one again, with no weight; no branch between loads
-        const int part = min(begin + j, parts - 1);
-        const i64 at = slot(part);
-        part_top[j] = load_l2(p.part_state + at * 2 * ROWS + row);
-        part_total[j] = load_l2(p.part_state + at * 2 * ROWS + ROWS + row);
-        x[j] = load_l2((const float4 *)p.part_acc + at * ROWS * V_VECTORS + e);
-      }
-#pragma unroll
-      for (int j = 0; j < AHEAD; ++j)
-        if (begin + j >= parts) part_top[j] = -INF;
-      float most = top;
-#pragma unroll
-      for (int j = 0; j < AHEAD; ++j) most = fmaxf(most, part_top[j]);
-      const float shrink = exp2_(top - most);
-      top = most;
-      total *= shrink;
-      sum.x *= shrink; sum.y *= shrink; sum.z *= shrink; sum.w *= shrink;
-#pragma unroll
-      for (int j = 0; j < AHEAD; ++j) {
-        const float weight = exp2_(part_top[j] - most);
-        total += part_total[j] * weight;
-        sum.x += x[j].x * weight;
-        sum.y += x[j].y * weight;
-        sum.z += x[j].z * weight;
-        sum.w += x[j].w * weight;
-      }
+    for (int j = 0; j < AHEAD; ++j) {
+      // past the end: the last one again, with no weight; no branch between loads
+      const i64 at = slot(min(begin + j, parts - 1));
+      part_top[j] = load_l2(p.part_state + at * 2 * ROWS + row);
+      part_total[j] = load_l2(p.part_state + at * 2 * ROWS + ROWS + row);
+      x[j] = load_l2((const float4 *)p.part_acc + at * ROWS * V_VECTORS + e);
     }
-    use(row, column, top, total, sum);
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j) {
+      if (LOOKS && min(begin + j, parts - 1) == mine)
+        part_top[j] = own.top, part_total[j] = own.total, x[j] = own.sum;
+      if (begin + j >= parts) part_top[j] = -INF;
+    }
+    float most = top;
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j) most = fmaxf(most, part_top[j]);
+    const float shrink = exp2_(top - most);
+    top = most;
+    total *= shrink;
+    sum.x *= shrink; sum.y *= shrink; sum.z *= shrink; sum.w *= shrink;
+#pragma unroll
+    for (int j = 0; j < AHEAD; ++j) {
+      const float weight = exp2_(part_top[j] - most);
+      total += part_total[j] * weight;
+      sum.x += x[j].x * weight;
+      sum.y += x[j].y * weight;
+      sum.z += x[j].z * weight;
+      sum.w += x[j].w * weight;
+    }
   }
+  return {top, total, sum};
 }
 
 // Where a pair's parts are, and where they go when merged. Its CTAs are in teams first ...: slot 1 of the
@@ -110,24 +121,17 @@ struct GroupSlots {
     return (i64)((first + groups.keeper(group)) * TEAM + blockIdx.x % TEAM) * 2 + 1;
   }
 };
-struct StoreOutput {
-  const Params &p;
-  const Cursor &c;
-  __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
-    store_output(p, c.r, c.pair, row, column, top, total, x);
+
+__device__ __forceinline__ void store_part(const Params &p, i64 slot, int e, const Partial &part) {
+  ((float4 *)p.part_acc)[slot * ROWS * V_VECTORS + e] = part.sum;
+  if (e % V_VECTORS == 0) {
+    p.part_state[slot * 2 * ROWS + e / V_VECTORS] = part.top;
+    p.part_state[slot * 2 * ROWS + ROWS + e / V_VECTORS] = part.total;
   }
-};
-struct StorePart {
-  const Params &p;
-  i64 slot;
-  __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
-    ((float4 *)p.part_acc)[slot * ROWS * V_VECTORS + row * V_VECTORS + column] = x;
-    if (column == 0) {
-      p.part_state[slot * 2 * ROWS + row] = top;
-      p.part_state[slot * 2 * ROWS + ROWS + row] = total;
-    }
-  }
-};
+}
+__device__ __forceinline__ void store_result(const Params &p, const Cursor &c, int e, const Partial &x) {
+  store_output(p, c.r, c.pair, e / V_VECTORS, e % V_VECTORS, x.top, x.total, x.sum);
+}
 
 // Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last
 // request's.
@@ -139,7 +143,7 @@ __device__ __noinline__ void store_empty(const Params &p) {
     if (request < p.num_reqs) {
       Request r;
       r.load(p, request);
-      if (r.num_units || r.is_others()) continue;
+      if (r.num_tiles || r.is_others()) continue;
       first = r.start;
       last = r.start + r.query_len;
     }
@@ -181,7 +185,8 @@ struct Shared {
   // [WARPS][STAGES]; where a warp's keys were, its state is left
   char *stages;
   float (*all_tops)[ROWS], (*all_totals)[ROWS];  // [WARPS], of these states
-  int *is_last;                                  // whether this CTA is the last of a pair's to arrive
+  u32 *old;                                      // what a pair's number was when this CTA arrived
+  bool *is_last;                                 // whether all parts of a pair but this CTA's were there
   u32 *arrived_parts;                            // CLUSTER > 1: parts of others that are in the inbox
   float *inbox, *inbox_states;                   // CLUSTER > 1: [CLUSTER - 1][PART], [CLUSTER - 1][2][ROWS]
 };
@@ -189,23 +194,16 @@ struct Shared {
 // The producer's side of a warp's pipeline: it runs ahead of the warp over the same tiles.
 struct Producer {
   LoadCursor &at;
-  int left;    // units of the run from its tile on
+  int to_load, ids;
   u32 stages;  // the warp's
-  int ids;     // block ids of its tile's batch
-
-  __device__ __forceinline__ Producer(const Params &p, LoadCursor &at, int left, u32 stages, int warp, int lane)
-      : at(at), left(left), stages(stages) {
-    at.r.clip(at.offset + left);
-    ids = load_ids(p, at, warp, lane);
-  }
 
   // The next tile's keys and values on their way to a stage; an empty group of copies if there is none, which
   // keeps the count.
   __device__ __forceinline__ void load(const Params &p, int stage, int warp, int lane) {
-    if (left > 0) {
-      const int key = at.key(warp), skip = at.r.low - key, real = at.r.stop() - key;
-      const int first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
-      const int batch_tile = tile_in_batch(at);
+    if (to_load > 0) {
+      const int key = ((at.r.first_tile + at.tile) * WARPS + warp) * KEYS;
+      const int skip = at.r.low - key, real = at.r.end - key;
+      const int batch_tile = at.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
       const u32 to = stages + stage * STAGE_BYTES;
       if (real > 0 && skip < KEYS) {
         const char *k = keys_of(p, at), *v = values_of(p, at);
@@ -213,19 +211,11 @@ struct Producer {
         copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW_BYTES, v, ids, batch_tile,
                                                        first_slot, skip, real, lane);
       }
-      left -= min(STEP, at.r.num_units - at.offset);
-      if (left > 0) {
+      if (--to_load > 0) {
         const int old = at.request;
-        // the blocks of a pair that begins at its own first unit, all of them: those of the next head, too
-        const bool all = at.offset % STEP == 0 && at.r.num_units <= BATCH * STEP;
-        at.offset += STEP;
-        if (at.offset >= at.r.num_units) {
-          at.next_pair(p);
-          at.r.clip(left);
-          if (!all || at.request != old) ids = load_ids(p, at, warp, lane);
-        } else if (tile_in_batch(at) == 0) {
+        if (++at.tile == at.r.num_tiles) at.next_pair(p);
+        if (at.tile % BATCH == 0 && (at.r.num_tiles > BATCH || at.request != old))
           ids = load_ids(p, at, warp, lane);
-        }
       }
     }
     cp_async_commit();
@@ -240,8 +230,7 @@ __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Produ
   if constexpr (PDL && PREFETCH > 0 && LONGEST == 0) {
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(producer.at, warp); ++filled) producer.load(p, filled, warp, lane);
-    if (filled == PREFETCH && producer.left > 0)
-      prefetch_tiles(p, producer.at, producer.ids, warp, lane);
+    if (filled == PREFETCH) prefetch_tiles(p, producer.at, producer.ids, producer.to_load, warp, lane);
   }
   wait_and_launch_next();
   queries.load(p, c, lane);
@@ -249,90 +238,105 @@ __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Produ
   for (; filled < STAGES - 1; ++filled) producer.load(p, filled, warp, lane);
 }
 
-// The warps' states of a pair, which lie in the stages they have used last, become one part: it is stored as
-// output if the pair has no others or the others' have come in, else it is sent or stored for whoever
-// finishes the pair. `sender`: this CTA's place among those that send to the pair's first CTA; -1: that is
-// this one.
+// The warps' states of a pair, which lie in the stages they have used last, as one part.
+__device__ __forceinline__ Partial own_part(const Shared &shared, int used_stage, int e) {
+  const int row = e / V_VECTORS, column = e % V_VECTORS;
+  float tops[WARPS], top = FLOOR, sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w] = shared.all_tops[w][row]);
+  float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int w = 0; w < WARPS; ++w) {
+    const float *from = (float *)(shared.stages + (w * STAGES + used_stage) * STAGE_BYTES);
+    const float weight = exp2_(tops[w] - top);
+    const float4 y = *(const float4 *)(from + row * STATE_ROW + column * 4);
+    sum += shared.all_totals[w][row] * weight;
+    x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
+  }
+  return {top, sum, x};
+}
+
+// This CTA's part of a pair is stored as output if the pair has no others or the others' have come in, else
+// it is sent or stored for whoever finishes the pair. `sender`: this CTA's place among those that send to
+// the pair's first CTA; -1: that is this one.
 __device__ __forceinline__ void hand_over(const Params &p, const Cursor &c, const Parts &parts,
                                           const Shared &shared, int used_stage, i64 part,
                                           [[maybe_unused]] int sender) {
   for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS) {
-    const int row = e / V_VECTORS, column = e % V_VECTORS;
-    float tops[WARPS], top = FLOOR, sum = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w] = shared.all_tops[w][row]);
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const float *from = (float *)(shared.stages + (w * STAGES + used_stage) * STAGE_BYTES);
-      const float weight = exp2_(tops[w] - top);
-      const float4 y = *(const float4 *)(from + row * STATE_ROW + column * 4);
-      sum += shared.all_totals[w][row] * weight;
-      x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
-    }
+    Partial own = own_part(shared, used_stage, e);
 #if CLUSTER > 1
+    const int row = e / V_VECTORS, column = e % V_VECTORS;
     if (parts.near && sender < 0) {  // fold in the others, always in this order
-      const float mine = top;
-      for (int i = 0; i < parts.count - 1; ++i) top = fmaxf(top, shared.inbox_states[i * 2 * ROWS + row]);
-      const float shrink = exp2_(mine - top);
-      sum *= shrink;
-      x.x *= shrink; x.y *= shrink; x.z *= shrink; x.w *= shrink;
+      const float mine = own.top;
+      for (int i = 0; i < parts.count - 1; ++i)
+        own.top = fmaxf(own.top, shared.inbox_states[i * 2 * ROWS + row]);
+      const float shrink = exp2_(mine - own.top);
+      own.total *= shrink;
+      own.sum.x *= shrink; own.sum.y *= shrink; own.sum.z *= shrink; own.sum.w *= shrink;
 #pragma unroll 4
       for (int i = 0; i < parts.count - 1; ++i) {
-        const float weight = exp2_(shared.inbox_states[i * 2 * ROWS + row] - top);
+        const float weight = exp2_(shared.inbox_states[i * 2 * ROWS + row] - own.top);
         const float4 y = ((const float4 *)shared.inbox)[i * (PART / 4) + e];
-        sum += shared.inbox_states[i * 2 * ROWS + ROWS + row] * weight;
-        x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
+        own.total += shared.inbox_states[i * 2 * ROWS + ROWS + row] * weight;
+        own.sum.x += y.x * weight; own.sum.y += y.y * weight;
+        own.sum.z += y.z * weight; own.sum.w += y.w * weight;
       }
     }
     if (parts.near && sender >= 0) {
-      st_cluster(mapa((float4 *)shared.inbox + sender * (PART / 4) + e, parts.first % CLUSTER), x);
+      st_cluster(mapa((float4 *)shared.inbox + sender * (PART / 4) + e, parts.first % CLUSTER), own.sum);
       if (column == 0) {
-        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + row, parts.first % CLUSTER), top);
-        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + ROWS + row, parts.first % CLUSTER), sum);
+        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + row, parts.first % CLUSTER), own.top);
+        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + ROWS + row, parts.first % CLUSTER),
+                   own.total);
       }
     } else
 #endif
-    if (parts.whole || parts.near) {
-      store_output(p, c.r, c.pair, row, column, top, sum, x);
-    } else {
-      ((float4 *)p.part_acc)[part * ROWS * V_VECTORS + e] = x;
-      if (column == 0) {
-        p.part_state[part * 2 * ROWS + row] = top;
-        p.part_state[part * 2 * ROWS + ROWS + row] = sum;
-      }
-    }
+    if (parts.whole || parts.near) store_result(p, c, e, own);
+    else store_part(p, part, e, own);
   }
 }
 
-// merge_if_last in two steps (Groups): by a counter of the parts of this CTA's group, and one of
-// groups. Whoever comes last to the second one puts both back to zero.
-__device__ __forceinline__ void merge_groups(const Params &p, const Cursor &c, const Parts &parts, int team,
-                                             int *is_last) {
-  const Groups groups(parts.count);
-  const int group = groups.of(team - parts.first), begin = groups.begin(group), size = groups.size(group);
-  int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
-#pragma unroll 1
-  for (int step = 0; step < 2; ++step) {
-    __syncthreads();  // what all threads stored stands before one thread says so
-    if (threadIdx.x == 0) {
-      const int bit = step == 0 ? group * groups.bits : Groups::DONE;
-      const u32 most = step == 0 ? (1u << groups.bits) - 1 : 15u;
-      u32 old;
-      asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;"
-                   : "=r"(old)
-                   : "l"(semaphore), "r"(1u << bit)
-                   : "memory");
-      *is_last = (int)(old >> bit & most) == (step == 0 ? size : groups.number) - 1;
-      if (step == 1 && *is_last) *semaphore = 0;  // as in merge_if_last
+// The number that the CTAs of a pair count their parts with.
+__device__ __forceinline__ int *semaphore_of(const Params &p, const Cursor &c) {
+  return p.semaphore + c.request * PAIRS + c.pair;
+}
+
+// Whether all parts of a pair but this CTA's are stored. Whoever finds that need not store its own: it ends
+// the pair. If two look before either has said that its part is there, neither does.
+__device__ __forceinline__ bool others_are_in(const Params &p, const Cursor &c, const Parts &parts,
+                                              int team) {
+  u32 seen;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(semaphore_of(p, c)) : "memory");
+  if constexpr (GROUPED) {
+    if (parts.count >= Groups::FROM) {
+      const Groups groups(parts.count);
+      const int group = groups.of(team - parts.first);
+      return groups.parts_in(seen, group) == groups.size(group) - 1 && groups.done(seen) == groups.number - 1;
     }
-    __syncthreads();
-    if (!*is_last) return;
-    if (step == 0)
-      merge_parts<16>(p, PartSlots{parts.first, begin}, size, threadIdx.x,
-                      StorePart{p, GroupSlots{parts.first, groups}(group)});
-    else
-      merge_parts<8>(p, GroupSlots{parts.first, groups}, groups.number, threadIdx.x, StoreOutput{p, c});
+  }
+  return (int)seen == parts.count - 1;
+}
+
+// All threads together add `step` to a pair's number, behind what they have stored: what it was.
+__device__ __forceinline__ u32 arrive(const Params &p, const Cursor &c, u32 step, u32 *old) {
+  __syncthreads();
+  if (threadIdx.x == 0)
+    asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;"
+                 : "=r"(*old)
+                 : "l"(semaphore_of(p, c)), "r"(step)
+                 : "memory");
+  __syncthreads();
+  return *old;
+}
+
+// All parts of a pair, in one step; the `mine`-th is still in the stages.
+template <int AHEAD>
+__device__ __forceinline__ void merge_all(const Params &p, const Cursor &c, const Parts &parts,
+                                          const Shared &shared, int used_stage, int mine) {
+  for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS) {
+    Partial x = {};
+    if (mine >= 0) x = own_part(shared, used_stage, e);
+    store_result(p, c, e, merge_parts<AHEAD>(p, PartSlots{parts.first, 0}, parts.count, e, mine, x));
   }
 }
 
@@ -340,30 +344,37 @@ __device__ __forceinline__ void merge_groups(const Params &p, const Cursor &c, c
 // whether the others run at the same time or have ended. It needs a 0 at the start. A number left by a launch
 // that was cut short, or two launches on two streams that share it, make a merge come early or never, not
 // hang.
-__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts, int team,
-                                              int *is_last) {
-  if constexpr (GROUPED) {
-    if (parts.count >= Groups::FROM) {
-      merge_groups(p, c, parts, team, is_last);
-      return;
+//
+// `last`: the others' are stored and its own is not. Pairs of many parts are merged in two steps (Groups), by
+// counters of a group's parts and one of groups.
+__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts,
+                                              const Shared &shared, int used_stage, int team, bool last) {
+  int mine = last ? team - parts.first : -1;
+  if (GROUPED && parts.count >= Groups::FROM) {
+    const Groups groups(parts.count);
+    const int group = groups.of(team - parts.first), begin = groups.begin(group), size = groups.size(group);
+    const GroupSlots of_groups = {parts.first, groups};
+    if (!last && groups.parts_in(arrive(p, c, groups.part(group), shared.old), group) != size - 1) return;
+    for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS) {
+      Partial x = {};
+      if (last) x = own_part(shared, used_stage, e);
+      x = merge_parts<16>(p, PartSlots{parts.first, begin}, size, e, mine - begin, x);
+      if (last) store_result(p, c, e, merge_parts<8>(p, of_groups, groups.number, e, group, x));
+      else store_part(p, of_groups(group), e, x);
     }
+    if (!last) {
+      if (groups.done(arrive(p, c, Groups::part_of_groups, shared.old)) != groups.number - 1) return;
+      for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS)
+        store_result(p, c, e, merge_parts<8>(p, of_groups, groups.number, e, -1, Partial{}));
+    }
+  } else {
+    if (!last && (int)arrive(p, c, 1, shared.old) != parts.count - 1) return;
+    if (parts.count <= 8) merge_all<8>(p, c, parts, shared, used_stage, mine);
+    else merge_all<16>(p, c, parts, shared, used_stage, mine);
   }
-  __syncthreads();  // all threads' parts are stored before one thread says so
-  if (threadIdx.x == 0) {
-    int old;
-    int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
-    asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(old) : "l"(semaphore) : "memory");
-    *is_last = old == parts.count - 1;
-    // A plain store: each CTA of the pair arrives once, and this is the last of them, so that nobody looks at
-    // the number any more but the next launch, which counts only when this one has ended.
-    if (*is_last) *semaphore = 0;
-  }
-  __syncthreads();
-  if (*is_last) {
-    const PartSlots slots = {parts.first, 0};
-    if (parts.count <= 8) merge_parts<8>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
-    else merge_parts<16>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
-  }
+  // A plain store: each CTA of the pair arrives once, and this is the last of them, so that nobody looks at
+  // the number any more but the next launch, which counts only when this one has ended.
+  if (threadIdx.x == 0) *semaphore_of(p, c) = 0;
 }
 
 // All tiles of a run that is not empty: the loop, and what comes at the end of each pair. `met`: whether this
@@ -371,33 +382,38 @@ __device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, 
 __device__ __forceinline__ void attend_run(const Params &p, const Run &run, const Shared &shared,
                                            [[maybe_unused]] bool &met, int warp, int lane) {
   Cursor c = run.cursor();
-  int left = run.unit_end - run.unit;  // units of the run that are not behind the cursor's pair
-  const int team = Run::team();
-  const int near = NEAR > 0 && run.moves ? NEAR_UNITS : 0;
+  int unit = run.unit;
+  const int unit_end = run.unit_end, team = Run::team();
+  const int near = NEAR > 0 && run.moves ? NEAR : 0;
   const u32 stages = shared_address(shared.stages) + warp * STAGES * STAGE_BYTES;
   LoadCursor ahead(p, c);
-  Producer producer(p, ahead, left, stages, warp, lane);
-  int stage = 0, pair_units = c.r.num_units;
-  c.r.clip(c.offset + left);
+  Producer producer = {ahead, unit_end - unit, 0, stages};
+  producer.ids = load_ids(p, producer.at, warp, lane);
+  int stage = 0;
   Queries queries;
   prologue(p, c, producer, queries, warp, lane);
   State state;
   state.clear();
+  int pair_begin = c.tile;  // first tile of this run in the pair
   Parts parts;
-  parts.find(c, pair_units, run.unit_end - left, run.unit_end, run.total, run.teams, near);
-  left -= c.r.num_units - c.offset;
+  parts.find(c, unit, unit_end, run.cut, near);
 
   while (true) {
+    const bool ends = c.tile + 1 == c.r.num_tiles || unit + 1 == unit_end;
+    // asked while the keys come
+    if (LOOKS && ends && !parts.whole && !parts.near && threadIdx.x == 0)
+      *shared.is_last = others_are_in(p, c, parts, team);
     cp_async_wait<STAGES - 2>();
     __syncwarp();
-    const int key = c.key(warp);
+    const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
     producer.load(p, stage == 0 ? STAGES - 1 : stage - 1, warp, lane);  // into what the last round used up
-    if (key < c.r.stop() && key + KEYS > c.r.low)
+    if (key < c.r.end && key + KEYS > c.r.low)
       attend(state, queries, p, c, stages + stage * STAGE_BYTES, key, lane);
     const int used_stage = stage;
     stage = stage == STAGES - 1 ? 0 : stage + 1;
-    c.offset += STEP;
-    if (c.offset < c.r.num_units) {
+    ++c.tile;
+    ++unit;
+    if (!ends) {
       __syncwarp();
       continue;
     }
@@ -406,10 +422,8 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     [[maybe_unused]] Cursor next;
     if constexpr (ASK_EARLY) {
       next = c;
-      if (left > 0) {  // the next queries come while the states meet
+      if (unit < unit_end) {  // the next queries come while the states meet
         next.next_pair(p);
-        pair_units = next.r.num_units;
-        next.r.clip(left);
         queries.load(p, next, lane);
       }
     }
@@ -417,9 +431,9 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     leave_state(state, (float *)(shared.stages + (warp * STAGES + used_stage) * STAGE_BYTES),
                 shared.all_tops[warp], shared.all_totals[warp], lane);
     __syncthreads();
+    const i64 part = (i64)blockIdx.x * 2 + (pair_begin == 0);
     // -1: the pair begins here, the others' parts come to this CTA
-    const int sender = team - parts.first - 1;
-    const i64 part = (i64)blockIdx.x * 2 + (sender < 0);
+    [[maybe_unused]] const int sender = team - parts.first - 1;
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
@@ -432,7 +446,8 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
       __syncthreads();
     }
 #endif
-    hand_over(p, c, parts, shared, used_stage, part, sender);
+    const bool last = LOOKS && !parts.whole && !parts.near && *shared.is_last;
+    if (!last) hand_over(p, c, parts, shared, used_stage, part, sender);
 #if CLUSTER > 1
     if (parts.near && sender >= 0) {
       __syncthreads();  // all threads' parts are sent before one thread says so
@@ -440,19 +455,17 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
       if (threadIdx.x == 0) red_release_cluster(mapa(shared.arrived_parts, parts.first % CLUSTER));
     }
 #endif
-    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, team, shared.is_last);
-    if (left == 0) break;
+    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, shared, used_stage, team, last);
+    if (unit == unit_end) break;
     __syncthreads();  // the stage is free again
     if constexpr (ASK_EARLY) {
       c = next;
     } else {
       c.next_pair(p);
-      pair_units = c.r.num_units;
-      c.r.clip(left);
-      queries.load(p, c, lane);
     }
-    parts.find(c, pair_units, run.unit_end - left, run.unit_end, run.total, run.teams, near);
-    left -= c.r.num_units;
+    pair_begin = 0;
+    if constexpr (!ASK_EARLY) queries.load(p, c, lane);
+    parts.find(c, unit, unit_end, run.cut, near);
     state.clear();
   }
 }
@@ -469,10 +482,11 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
 #endif
 extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
-  __shared__ int is_last;
+  __shared__ u32 old;
+  __shared__ bool is_last;
   __shared__ float all_tops[WARPS][ROWS], all_totals[WARPS][ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Shared shared = {stages, all_tops, all_totals, &is_last};
+  Shared shared = {stages, all_tops, all_totals, &old, &is_last};
   bool met = false;
 #if CLUSTER > 1
   __shared__ u32 arrived_parts;
@@ -487,13 +501,12 @@ extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant_
 #endif
   // The stages are free until all warps know the run.
   static_assert(Planner::NUMBERS * 4 <= WARPS * STAGES * STAGE_BYTES);
-  __shared__ Run found;
+  __shared__ Run run;
   if (warp == 0) {
-    const Run run = Planner(p, lane, (int *)stages).run;
-    if (lane == 0) found = run;
+    const Run found = Planner(p, lane, (int *)stages).run;
+    if (lane == 0) run = found;
   }
   __syncthreads();
-  const Run &run = found;
   if (run.unit < run.unit_end) {
     attend_run(p, run, shared, met, warp, lane);
   } else {

@@ -24,7 +24,8 @@ from torchpaged.custom_ops.attention.triton.config import (
     decode_len_in_mixed,
 )
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.custom_ops.pools import FP8
 
 _PARAMS = struct.Struct("15Q7q2f4iQ")  # struct Params of shapes.cuh
 
@@ -81,13 +82,16 @@ def paged_attention(
         chunk_size=chunk_size,
         tree_mask=tree_mask,
         semaphore=semaphore,
+        fp8_queries=True,
     )
     if max_query_len == 1:  # a query token that is alone in its request sees itself, whatever its word says
         tree_mask = None
     num_reqs = block_table.shape[0]
     capacity = block_table.shape[1] * k_cache.shape[1]
     window_left, window_right, chunk_size = bounded_masks(window_left, window_right, chunk_size, capacity)
-    kernel, short, _ = route(q, k_cache, v_cache, out, num_reqs, max_query_len, scale, sinks, capacity)
+    kernel, short, reason = route(q, k_cache, v_cache, out, num_reqs, max_query_len, scale, sinks, capacity)
+    if q.dtype in FP8:
+        _refuse_fp8_queries(kernel, reason, tree_mask)
     if kernel == "triton":
         _triton()(
             q,
@@ -201,6 +205,13 @@ def route(
     """The route of a call, from shapes, dtypes, strides and addresses alone. ``capacity``: tokens that a row
     of the block table holds."""
     num_tokens = q.shape[0]
+    if q.dtype in FP8:  # one kernel takes them, however short they are
+        reason = (
+            prefill.why_not(q, k_cache, v_cache, out, scale=scale, sinks=sinks)
+            if _prefill_is_on()
+            else "TORCHPAGED_CUDA_PREFILL=0"
+        )
+        return Route("prefill") if reason is None else Route("triton", reason=f"prefill: {reason}")
     if not num_reqs or not num_tokens:
         return Route("triton", reason="no requests or no tokens")
     if max_query_len <= MAX_DECODE_QUERY_LEN:
@@ -228,6 +239,14 @@ def route(
         if reason is None
         else Route("triton", reason=f"decode beside prefill: {reason}")
     )
+
+
+def _refuse_fp8_queries(kernel: str, reason: str, tree_mask: Tensor | None) -> None:
+    """Triton's kernels take no queries of fp8: what prefill's can't take, nothing here can."""
+    if tree_mask is not None:
+        raise ArgumentError("tree_mask", "None with fp8 queries", "a tensor", "give queries of 16 bits")
+    if kernel != "prefill":
+        raise BackendUnavailableError(f"backend 'cuda': fp8 queries need the prefill kernel: {reason}")
 
 
 def _prefill_is_on() -> bool:

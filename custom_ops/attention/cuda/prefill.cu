@@ -71,9 +71,7 @@ __device__ __forceinline__ void wait_for_kernels_ahead() {
   if constexpr (SHORT == 0 && !SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// The same number in all lanes, known as such to the compiler: products in a branch that might part a warp
-// are put one behind the other.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
+// Products in a branch that might part a warp are put one behind the other.
 __device__ __forceinline__ Job uniform(const Job &x) {
   return {uniform(x.steps),     uniform(x.last),    uniform(x.tile), uniform(x.start),
           uniform(x.query_len), uniform(x.seq_len), uniform(x.head), uniform(x.unit)};
@@ -103,7 +101,7 @@ struct Loader {
   }
 
   // `ring`: the place in it; `kind`: what the stage is said to hold, of those that are converted.
-  template <int BYTES, int STAGE, class Ring>
+  template <bool RAW, int COUNT, int STAGE, class Ring>
   __device__ __forceinline__ void load(Ring &ring, u32 stages, u32 full, u32 empty, const Map *map,
                                        const Where &at, int head, int block, [[maybe_unused]] int kind) {
     const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
@@ -111,33 +109,37 @@ struct Loader {
     // converter, a round ago
     wait_or_give_up(empty + ring.slot * 8, ring.round ^ 1);
     if (lane == 0) {
-      if constexpr (FP8) kinds[ring.slot] = kind;
-      mbarrier_arrive_expect_tx(filled, BYTES);
+      if constexpr (RAW) kinds[ring.slot] = kind;
+      mbarrier_arrive_expect_tx(filled, COUNT);
     }
     __syncwarp();  // expected before anything can arrive
     if constexpr (PAIRED) {
       // The other CTA's stage is empty too: its math warps are among those waited for. Its barrier may be
       // told before it expects anything; its phase does not end before that.
       if (lane < MY_PAGES)
-        tma_load_4d_shared(to + (first_page() + lane) * (BYTES / PAGES), map, 0, 0, head * at.head_square,
+        tma_load_4d_shared(to + (first_page() + lane) * (COUNT / PAGES), map, 0, 0, head * at.head_square,
                            head * at.head_group + block * at.block_group, filled, 3);
     } else if (lane < PAGES) {
-      tma_load_4d(to + lane * (BYTES / PAGES), map, 0, 0, head * at.head_square,
+      tma_load_4d(to + lane * (COUNT / PAGES), map, 0, 0, head * at.head_square,
                   head * at.head_group + block * at.block_group, filled);
     }
     ring.advance();
   }
   __device__ __forceinline__ void load_keys(int head, int block) {
-    if constexpr (FP8)
-      load<KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head, block,
-                                  KEYS_COME);
-    else load<K_STAGE, K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block, KEYS_COME);
+    if constexpr (FP8 && !Q_FP8)
+      load<true, KEYS * DIM, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.k, p.k_at, head,
+                                        block, KEYS_COME);
+    else
+      load<false, K_STAGE, K_STAGE>(k, plan.k, plan.k_full, plan.k_empty, &p.k, p.k_at, head, block,
+                                    KEYS_COME);
   }
   __device__ __forceinline__ void load_values(int head, int block) {
     if constexpr (FP8)
-      load<KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head, block,
+      load<true, KEYS * DIM_V, RAW_STAGE>(raw, plan.raw, plan.raw_full, plan.raw_empty, &p.v, p.v_at, head,
+                                          block, VALUES_COME);
+    else
+      load<false, V_STAGE, V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block,
                                     VALUES_COME);
-    else load<V_STAGE, V_STAGE>(v, plan.v, plan.v_full, plan.v_empty, &p.v, p.v_at, head, block, VALUES_COME);
   }
   __device__ __forceinline__ void end_conversion() {
     // arrive: Converter::convert of every converter, a round ago
@@ -372,7 +374,7 @@ struct Branch {
 // + lane % 4 * 2 + {0, 1}. Element i of a product: n = i / 4, row i / 2 % 2, column i % 2.
 struct Softmax {
   float s[KEYS / 2];        // scores, then weights
-  u32 weights[KEYS / 4];    // in 16 bits, as the second product reads them
+  u32 weights[KEYS * BYTES / 8];  // as the second product reads them
   float acc[DIM_V / 2];
   float top[2], total[2];   // in base 2 with the scale applied; this thread's columns only
 
@@ -430,7 +432,7 @@ struct Softmax {
       float x = fmaxf(fmaxf(most[r][0], most[r][1]), fmaxf(most[r][2], most[r][3]));
       x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
       x = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
-      const float raised = fmaxf(top[r], x * scale);
+      const float raised = fmaxf(top[r], Q_FP8 ? fmaf(x, scale, -WEIGHT_BITS) : x * scale);
       shrink[r] = exp2_(top[r] - raised);
       top[r] = raised;
     }
@@ -448,7 +450,14 @@ struct Softmax {
 
   __device__ __forceinline__ void convert() {
 #pragma unroll
-    for (int i = 0; i < KEYS / 2; i += 2) weights[i / 2] = pack<HALF>(s[i], s[i + 1]);
+    for (int i = 0; i < KEYS / 2; i += Q_FP8 ? 8 : 2) {
+      if constexpr (Q_FP8) {  // two rows of 16 keys, in the order that turned values have
+        weights[i / 4] = pack_e4m3(s[i], s[i + 1], s[i + 4], s[i + 5]);
+        weights[i / 4 + 1] = pack_e4m3(s[i + 2], s[i + 3], s[i + 6], s[i + 7]);
+      } else {
+        weights[i / 2] = pack<HALF>(s[i], s[i + 1]);
+      }
+    }
   }
 
   __device__ __forceinline__ void rescale(const float (&shrink)[2]) {
@@ -500,36 +509,53 @@ struct Math {
   }
 
   __device__ __forceinline__ void ask_scores(Softmax &x, u32 queries, int slot) {
-    const u64 a = matrix<K_WIDTH>(queries + group * 64 * K_WIDTH * 2, 16, K_SQUARE);
-    const u64 b = matrix<K_WIDTH>(plan.k + slot * K_STAGE, 16, K_SQUARES * K_SQUARE);
-    constexpr int IN_SQUARE = K_WIDTH / 16;
-    scores16<0>(x.s, a, b);
+    const u64 a = matrix<K_LINE>(queries + group * 64 * K_LINE, 16, K_SQUARE);
+    const u64 b = matrix<K_LINE>(plan.k + slot * K_STAGE, 16, K_SQUARES * K_SQUARE);
+    constexpr int IN_SQUARE = K_LINE / 32;
+    scores<0>(x.s, a, b);
 #pragma unroll
-    for (int i = 1; i < DIM / 16; ++i)
-      scores16<1>(x.s, a + (i / IN_SQUARE * (Q_TILE / K_SQUARES) + i % IN_SQUARE * 32) / 16,
-                  b + (i / IN_SQUARE * K_SQUARE + i % IN_SQUARE * 32) / 16);
+    for (int i = 1; i < DIM * BYTES / 32; ++i) {
+      const u64 ai = a + (i / IN_SQUARE * (Q_TILE / K_SQUARES) + i % IN_SQUARE * 32) / 16,
+                bi = b + (i / IN_SQUARE * K_SQUARE + i % IN_SQUARE * 32) / 16;
+      scores<1>(x.s, ai, bi);
+    }
     wgmma_commit();
   }
 
   __device__ __forceinline__ void ask_values(Softmax &x, int slot) {
-    const u64 b = matrix<V_WIDTH>(plan.v + slot * V_STAGE, V_SQUARE, V_SQUARES * V_SQUARE);
+    if constexpr (Q_FP8) {
+      constexpr int IN_LINE = TURNED_LINE / 32;
+      const u64 b = matrix<TURNED_LINE>(plan.v + slot * V_STAGE, 16, 8 * TURNED_LINE);
 #pragma unroll
-    for (int i = 0; i < KEYS / 16; ++i)
-      values16(x.acc, x.weights + i * 4, b + i * 2 * V_SQUARES * V_SQUARE / 16);
+      for (int i = 0; i < KEYS / 32; ++i)
+        values32(x.acc, x.weights + i * 4,
+                 b + (i / IN_LINE * DIM_V * TURNED_LINE + i % IN_LINE * 32) / 16);
+    } else {
+      const u64 b = matrix<V_LINE>(plan.v + slot * V_STAGE, V_SQUARE, V_SQUARES * V_SQUARE);
+#pragma unroll
+      for (int i = 0; i < KEYS / 16; ++i)
+        values16(x.acc, x.weights + i * 4, b + i * 2 * V_SQUARES * V_SQUARE / 16);
+    }
     wgmma_commit();
   }
 
   // A value that nobody sees may be NaN, and 0 * NaN is NaN: zeros for `count` slots from `first` on. All
   // warpgroups write them, each before its own products.
   __device__ __forceinline__ void clear_values(int slot, int first, int count) {
-    // of 16 bytes; their order within a token's line of a square is of no account
-    constexpr int CHUNKS = DIM_V / 8, IN_SQUARE = V_WIDTH / 8;
     const u32 values = plan.v + slot * V_STAGE;
-    for (int e = threadIdx.x % 128; e < count * CHUNKS; e += 128) {
-      const int token = first + e / CHUNKS, chunk = e % CHUNKS;
-      const u32 at = values + (token / 8 * V_SQUARES + chunk / IN_SQUARE) * V_SQUARE +
-                     token % 8 * (V_WIDTH * 2) + chunk % IN_SQUARE * 16;
-      asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+    if constexpr (Q_FP8) {
+      for (int e = threadIdx.x % 128; e < count * DIM_V; e += 128)
+        asm volatile("st.shared.b8 [%0], %1;" ::"r"(values + turned_at(e % DIM_V, first + e / DIM_V)), "r"(0)
+                     : "memory");
+    } else {
+      // of 16 bytes; their order within a token's line of a square is of no account
+      constexpr int CHUNKS = DIM_V / 8, IN_SQUARE = V_WIDTH / 8;
+      for (int e = threadIdx.x % 128; e < count * CHUNKS; e += 128) {
+        const int token = first + e / CHUNKS, chunk = e % CHUNKS;
+        const u32 at = values + (token / 8 * V_SQUARES + chunk / IN_SQUARE) * V_SQUARE + token % 8 * V_LINE +
+                       chunk % IN_SQUARE * 16;
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at), "r"(0) : "memory");
+      }
     }
     // the tensor cores read what ordinary stores wrote
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -786,7 +812,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     const int count[4] = {K_STAGES, V_STAGES, Q_BUFFERS, RAW_STAGES};
     for (int kind = 0; kind < 4; ++kind)
       for (int i = 0; i < count[kind]; ++i) {
-        mbarrier_init(full[kind] + i * 8, FP8 && kind < 2 ? CONVERTERS * ARRIVING : 1);
+        mbarrier_init(full[kind] + i * 8,
+                      FP8 && (kind == 1 || (kind == 0 && !Q_FP8)) ? CONVERTERS * ARRIVING : 1);
         mbarrier_init(empty[kind] + i * 8,
                       (kind == 3 ? CONVERTERS : MATH_WARPS * (kind < 2 ? SHARERS : 1)) * ARRIVING);
       }

@@ -25,6 +25,8 @@ from torchpaged.custom_ops.pools import FP8
 
 PARAMS = struct.Struct("12Q5q2f15i4x3Q24x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
+#: Widths of keys and values that fp8 queries go with.
+FP8_QUERY_WIDTHS = ((64, 64), (128, 128), (256, 256))
 _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
 _MOST_RAW_STAGES = 8
@@ -114,6 +116,16 @@ def prefill_shape_fp8(dim: int, dim_v: int) -> PrefillShape:
     raise AssertionError("the last cut is taken")
 
 
+@functools.cache
+def prefill_shape_fp8_queries(dim: int, dim_v: int) -> PrefillShape:
+    """The same with fp8 queries: keys are read as they come, values are turned on their way. ``raw_stages``
+    are of values alone."""
+    groups, keys = 2, 128 if max(dim, dim_v) <= 128 else 64
+    left = _SHARED_BYTES - 2 * groups * 64 * dim
+    stages = min(left // (keys * (dim + 2 * dim_v)), 4)
+    return PrefillShape(groups, keys, stages, stages, 2, stages)
+
+
 def refuse(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -125,18 +137,24 @@ def refuse(
     *,
     scale: float = 1.0,
     sinks_dtype: torch.dtype | None = None,
+    fp8_queries: bool = False,
 ) -> str | None:
-    """Why the kernel can't take these numbers, or None. ``compute``: the device's compute capability."""
+    """Why the kernel can't take these numbers, or None. ``dtype``: of results, and of queries but for
+    ``fp8_queries``; ``compute``: the device's compute capability."""
     if compute != (9, 0):
         return f"compute capability {compute[0]}.{compute[1]}: the kernel is written for 9.0"
     if dtype not in (torch.bfloat16, torch.float16) or kv_dtype not in (dtype, *FP8):
         return f"dtypes {dtype} and {kv_dtype}"
+    if fp8_queries and kv_dtype != torch.float8_e4m3fn:
+        return f"fp8 queries over a cache of {kv_dtype}: both are e4m3"
+    if fp8_queries and (dim, dim_v) not in FP8_QUERY_WIDTHS:
+        return f"fp8 queries of head_dim {dim}/{dim_v}"
     if (
         any(width % 32 or not 32 <= width <= MAX_DIM or (width % 64 and width > 96) for width in (dim, dim_v))
         or dim_v == 160
     ):
         return f"head_dim {dim}/{dim_v}"
-    keys = shape_for(dim, dim_v, kv_dtype, plain=True).keys
+    keys = shape_for(dim, dim_v, kv_dtype, plain=True, fp8_queries=fp8_queries).keys
     if block_size % 8 or keys % block_size:
         return f"block_size {block_size}: not a divisor of {keys} that is a multiple of 8"
     if not 1 <= group <= prefill_shape(dim, dim_v, wide=False).rows:
@@ -158,7 +176,7 @@ def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> s
                 f"{name} with strides {tuple(cache.stride())}: slots that begin at multiples of 16 bytes "
                 "are needed"
             )
-        box = pool_box(tuple(cache.shape), cache.stride())
+        box = pool_box(tuple(cache.shape), cache.stride(), 1 if q.dtype in FP8 else 2)
         if box is None:
             return (
                 f"{name} with strides {tuple(cache.stride())}: heads side by side, or one behind the other "
@@ -167,7 +185,8 @@ def refuse_layout(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> s
         if max(box.sizes) > _MAX_COORDINATE or cache.shape[0] * box.where[2] > _MAX_COORDINATE:
             return f"{name} with {cache.shape[0]} blocks"
     for name, rows in (("q", q), ("out", out)):
-        if rows.data_ptr() % 16 or rows.stride(0) % 8 or rows.stride(1) % 8 or rows.stride(2) != 1:
+        unaligned = any(stride * rows.element_size() % 16 for stride in rows.stride()[:2])
+        if rows.data_ptr() % 16 or unaligned or rows.stride(2) != 1:
             return (
                 f"{name} with strides {tuple(rows.stride())}: heads that begin at multiples of 16 bytes "
                 "are needed"
@@ -182,7 +201,7 @@ def why_not(
     dtypes, strides and addresses only."""
     block_size, num_kv_heads, dim = k_cache.shape[1:]
     return refuse(
-        q.dtype,
+        out.dtype,
         k_cache.dtype,
         dim,
         v_cache.shape[3],
@@ -191,6 +210,7 @@ def why_not(
         gpu.capability(q.device.index or 0),
         scale=scale,
         sinks_dtype=None if sinks is None else sinks.dtype,
+        fp8_queries=q.dtype in FP8,
     ) or refuse_layout(q, k_cache, v_cache, out)
 
 
@@ -298,10 +318,12 @@ def prefill_config(
     split: bool = False,
     paired: bool = False,
     every_lane: bool = False,
+    fp8_queries: bool = False,
     cascade: bool = False,
 ) -> Config:
     """The constants of ``prefill.cu``.
 
+    ``dtype``: of results, and of queries but for ``fp8_queries``, with which these are e4m3 as the cache is;
     ``dim_v``: width of values, 0: as keys; ``kv_dtype``: of the cache, None: ``dtype``; ``scales``: of fp8
     keys and values; ``short``: requests of up to so many query tokens are left to a decode launch behind this
     one; ``split``: few tiles may be cut into parts, for `paged_prefill_merge` behind this one; ``paired``:
@@ -313,7 +335,7 @@ def prefill_config(
     """
     half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
     plain = window_left < 0 and not (chunk or soft_cap or alibi)
-    shape = shape_for(dim, dim_v, kv_dtype, plain=plain)
+    shape = shape_for(dim, dim_v, kv_dtype, plain=plain, fp8_queries=fp8_queries)
     values = {
         "DIM": dim,
         "DIM_V": dim_v,
@@ -324,6 +346,7 @@ def prefill_config(
         "KV_BYTES": kv_dtype.itemsize,
         "E5M2": kv_dtype == torch.float8_e5m2,
         "SCALES": scales,
+        "Q_FP8": fp8_queries,
         "GROUPS": shape.groups,
         "KEYS": shape.keys,
         "K_STAGES": shape.k_stages,
@@ -351,8 +374,12 @@ def prefill_config(
     return PREFILL.config(values, exact=True)
 
 
-def shape_for(dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool) -> PrefillShape:
+def shape_for(
+    dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool, fp8_queries: bool = False
+) -> PrefillShape:
     """The cut of a specialisation; not ``plain``: with masks or scores that cost registers."""
+    if fp8_queries:
+        return prefill_shape_fp8_queries(dim, dim_v)
     if kv_dtype in FP8:
         return prefill_shape_fp8(dim, dim_v)
     return prefill_shape(dim, dim_v, wide=plain)
@@ -361,8 +388,10 @@ def shape_for(dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool) -> Pr
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a CTA: the stages, the tiles of queries and what waits to be converted."""
     stages = config["KEYS"] * (config["K_STAGES"] * config["DIM"] + config["V_STAGES"] * config["DIM_V"])
-    raw = config["RAW_STAGES"] * config["KEYS"] * max(config["DIM"], config["DIM_V"])
-    return (stages + config["Q_BUFFERS"] * config["GROUPS"] * 64 * config["DIM"]) * 2 + raw
+    widest = config["DIM_V"] if config["Q_FP8"] else max(config["DIM"], config["DIM_V"])
+    raw = config["RAW_STAGES"] * config["KEYS"] * widest
+    multiplied = stages + config["Q_BUFFERS"] * config["GROUPS"] * 64 * config["DIM"]
+    return multiplied * (1 if config["Q_FP8"] else 2) + raw
 
 
 def prefill(
@@ -421,7 +450,8 @@ def prefill(
     programs = gpu.num_sms(index)
     tree = tree_mask is not None
     plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
-    cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain)
+    fp8_queries = q.dtype in FP8
+    cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain, fp8_queries=fp8_queries)
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, dtype=torch.float32, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
@@ -440,7 +470,7 @@ def prefill(
         paired = suffixes.paired
     specialisation = (
         index,
-        q.dtype,
+        out.dtype,
         k_cache.dtype,
         dim,
         dim_v,
@@ -464,6 +494,7 @@ def prefill(
         split,
         paired,
         every_lane,
+        fp8_queries,
         suffixes is not None,
     )
     decodes, ticket_row = None, 0
@@ -483,7 +514,7 @@ def prefill(
     maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
-        encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride())
+        encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride(), fp8_queries)
         maps, where = maps + encoded, where + at
     parts = (
         torch.empty(
@@ -533,7 +564,7 @@ def prefill(
     if late:
         kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
-        merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 128, arguments, early=early)
+        merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 256, arguments, early=early)
 
 
 def head_stride(scale: Tensor | None) -> int:
@@ -576,7 +607,7 @@ def part_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0)
 
 def merge_items(shape: PrefillShape, dim_v: int) -> int:
     """CTAs of the merge launch that a tile in parts keeps busy: ITEMS of prefill_merge.cu."""
-    return shape.groups * 2 * (dim_v // 32)
+    return shape.groups * dim_v // 32
 
 
 def late_ctas(programs: int, short: int, split: bool) -> int:
@@ -613,6 +644,7 @@ def _config(
     split: bool,
     paired: bool,
     every_lane: bool,
+    fp8_queries: bool,
     cascade: bool,
 ) -> Config:
     return prefill_config(
@@ -640,6 +672,7 @@ def _config(
         split=split,
         paired=paired,
         every_lane=every_lane,
+        fp8_queries=fp8_queries,
         cascade=cascade,
     )
 
@@ -674,9 +707,10 @@ def shape_of(config: Config) -> PrefillShape:
     return PrefillShape(*(config[name] for name in names))
 
 
-def square_width(dim: int) -> int:
-    """Columns of a square, which is 8 tokens high; the copy engine swizzles its lines."""
-    return 32 if dim % 64 else 64
+def square_width(dim: int, itemsize: int = 2) -> int:
+    """Columns of a square, which is 8 tokens high; the copy engine swizzles its lines of 128 or 64 bytes.
+    ``itemsize``: bytes of a number that is multiplied."""
+    return (64 if dim * itemsize % 128 else 128) // itemsize
 
 
 @dataclass(frozen=True)
@@ -695,15 +729,16 @@ class Box:
 
 
 def queries_box(
-    shape: tuple[int, int, int], token_stride: int, head_stride: int, group: int, rows: int
+    shape: tuple[int, int, int], token_stride: int, head_stride: int, group: int, rows: int, itemsize: int = 2
 ) -> Box:
     """Queries ``[T, num_heads, head_dim]``: a square's columns of the heads of a group of the tokens of a
     tile of ``rows``."""
     tokens, heads, dim = shape
-    return Box([dim, heads, tokens], [head_stride, token_stride], [square_width(dim), group, rows // group])
+    box = [square_width(dim, itemsize), group, rows // group]
+    return Box([dim, heads, tokens], [head_stride, token_stride], box)
 
 
-def pool_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> Box | None:
+def pool_box(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 2) -> Box | None:
     """A cache ``[num_blocks, block_size, num_kv_heads, width]``, of which a box is one head of one block;
     None: not to be seen like this.
 
@@ -712,7 +747,7 @@ def pool_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> Box | None:
     slot, further groups if they lie one behind the other in a block.
     """
     (blocks, block_size, heads, dim), (block_stride, slot_stride, head_stride, _) = shape, strides
-    width, groups = square_width(dim), block_size // 8
+    width, groups = square_width(dim, itemsize), block_size // 8
     group_stride = 8 * slot_stride
     if heads == 1 or (
         head_stride >= dim and head_stride % width == 0 and slot_stride >= head_stride * (heads - 1) + dim
@@ -748,25 +783,30 @@ def queries_map(
     rows: int,
 ) -> bytes:
     """The tensor map of queries."""
-    return _map(address, dtype, queries_box(shape, token_stride, head_stride, group, rows))
+    box = queries_box(shape, token_stride, head_stride, group, rows, dtype.itemsize)
+    return _map(address, dtype, box, swizzled=True)
 
 
 @functools.lru_cache(maxsize=4096)
 def pool_map(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    fp8_queries: bool = False,
 ) -> tuple[bytes, tuple[int, int, int]]:
     """The tensor map of one cache of one layer, and ``Box.where``."""
-    box = pool_box(shape, strides)
+    box = pool_box(shape, strides, 1 if fp8_queries else 2)
     if box is None:
         raise ValueError(
             f"a pool of shape {shape} with strides {strides} has no box for a block: refuse_layout says so"
         )
-    return _map(address, dtype, box), box.where
+    return _map(address, dtype, box, swizzled=fp8_queries or dtype.itemsize > 1), box.where
 
 
-def _map(address: int, dtype: torch.dtype, box: Box) -> bytes:
-    """128 bytes for the copy engine: zeros outside, swizzled as wgmma reads it; of an fp8 cache in order,
-    since it is read to be converted."""
+def _map(address: int, dtype: torch.dtype, box: Box, *, swizzled: bool) -> bytes:
+    """128 bytes for the copy engine: zeros outside, swizzled as wgmma reads it; not of an fp8 cache that is
+    read to be converted."""
     from cuda.bindings import driver
 
     kinds = driver.CUtensorMapDataType
@@ -776,8 +816,9 @@ def _map(address: int, dtype: torch.dtype, box: Box) -> bytes:
     }.get(dtype, kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8)
     long, short = driver.cuuint64_t, driver.cuuint32_t
     swizzles = driver.CUtensorMapSwizzle
-    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if box.box[0] == 64 else swizzles.CU_TENSOR_MAP_SWIZZLE_64B
-    if dtype.itemsize == 1:
+    wide = box.box[0] * dtype.itemsize == 128
+    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if wide else swizzles.CU_TENSOR_MAP_SWIZZLE_64B
+    if not swizzled:
         swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
     result: Any = driver.cuTensorMapEncodeTiled(
         kind,

@@ -12,6 +12,7 @@ inline constexpr bool HALF = false;            // q, out and what is multiplied 
 inline constexpr int KV_BYTES = 2;             // of a cached number; 1: fp8, which is converted
 inline constexpr bool E5M2 = false;            // fp8 is e5m2, else e4m3
 inline constexpr bool SCALES = false;          // keys and values of fp8 have scales
+inline constexpr bool Q_FP8 = false;           // queries are e4m3 too, and multiplied as they are
 inline constexpr int GROUPS = 2;               // warpgroups that multiply, 64 query rows each
 inline constexpr int KEYS = 128;               // keys of a step
 inline constexpr int K_STAGES = 3;             // steps' keys on their way or in use

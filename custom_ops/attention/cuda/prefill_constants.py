@@ -18,6 +18,7 @@ PREFILL = Table(
         Constant("KV_BYTES", "int", "of a cached number; 1: fp8, which is converted"),
         Constant("E5M2", "bool", "fp8 is e5m2, else e4m3"),
         Constant("SCALES", "bool", "keys and values of fp8 have scales"),
+        Constant("Q_FP8", "bool", "queries are e4m3 too, and multiplied as they are"),
         Constant("GROUPS", "int", "warpgroups that multiply, 64 query rows each"),
         Constant("KEYS", "int", "keys of a step"),
         Constant("K_STAGES", "int", "steps' keys on their way or in use"),

@@ -3,7 +3,10 @@
 // of bf16 and of fp16, so that nothing is rounded; NaN and inf stay what they are.
 #pragma once
 
-#include "prefill_shapes.cuh"
+#include "prefill_fp8.cuh"
+
+// The same number in all lanes, known as such to the compiler.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(ALL, x, 0); }
 
 enum Kind { KEYS_COME, VALUES_COME, NOTHING_COMES };
 
@@ -56,7 +59,9 @@ struct Converter {
   __device__ __forceinline__ void convert(Ring &place, u32 stages, int stage, u32 full, u32 empty) {
     // arrive: Math::release of every math warp, a round ago
     mbarrier_wait(empty + place.slot * 8, place.round ^ 1);
-    convert_step<WIDTH_ALL, WIDTH>(plan.raw + raw.slot * RAW_STAGE, stages + place.slot * stage, thread);
+    const u32 from = plan.raw + raw.slot * RAW_STAGE, to = stages + place.slot * stage;
+    if constexpr (Q_FP8) turn_values(from, to, uniform(thread / 32), thread % 32);
+    else convert_step<WIDTH_ALL, WIDTH>(from, to, thread);
     // the tensor cores read what ordinary stores wrote
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
@@ -75,7 +80,7 @@ struct Converter {
       mbarrier_wait(plan.raw_full + raw.slot * 8, raw.round);
       const int kind = kinds[raw.slot];
       if (kind == NOTHING_COMES) return;
-      if (kind == KEYS_COME) convert<DIM, K_WIDTH>(k, plan.k, K_STAGE, plan.k_full, plan.k_empty);
+      if (!Q_FP8 && kind == KEYS_COME) convert<DIM, K_WIDTH>(k, plan.k, K_STAGE, plan.k_full, plan.k_empty);
       else convert<DIM_V, V_WIDTH>(v, plan.v, V_STAGE, plan.v_full, plan.v_empty);
     }
   }

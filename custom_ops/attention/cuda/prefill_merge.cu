@@ -1,6 +1,6 @@
 // Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32
-// columns of 32 rows of a tile. Half of its threads take the first parts, half the others: 16 parts are then
-// one trip to L2 instead of two.
+// columns of a warpgroup's 64 rows of a tile. Where there are more parts than a thread asks for at once, half of
+// the threads take the later ones: 16 parts are then one trip to L2 instead of two.
 //
 // A thread reads what the thread of the same place stored in each part, always in the same order, so that
 // results are the same bits every time. Launched early, it waits for the prefill launch, or for the decode
@@ -14,8 +14,7 @@
 #include "prefill_suffixes.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
-constexpr int HALVES = 2;                             // of a warpgroup's rows
-constexpr int ITEMS = SLICES * HALVES * GROUPS;       // of a tile, one for a CTA; prefill.py counts them
+constexpr int ITEMS = SLICES * GROUPS;                // of a tile, one for a CTA; prefill.py counts them
 // parts asked for at once: a trip to L2 takes longer than all else here
 constexpr int AHEAD = GROUPS == 2 ? 8 : 4;
 
@@ -64,8 +63,8 @@ struct Sum {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __grid_constant__ Params p) {
-  __shared__ float4 others[(SLICE + 1) * 64];
+extern "C" __global__ void __launch_bounds__(256) paged_prefill_merge(const __grid_constant__ Params p) {
+  __shared__ float4 others[(SLICE + 1) * 128];
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this
   // one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -79,14 +78,14 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
   if constexpr (CASCADE) shares = load_shares(&cut->shares);
   else if (alike == 1) return;
   for (; item < items; item += gridDim.x) {
-    const int tile = item / ITEMS, half = item / SLICES % (GROUPS * HALVES), block = item % SLICES * SLICE;
+    const int tile = item / ITEMS, group = item / SLICES % GROUPS, block = item % SLICES * SLICE;
     if (item != blockIdx.x) job = load_job(cut->jobs + tile);
-    // No row of these stands for a query. A warpgroup without such rows left no part (Math::is_idle).
-    if (job.tile * TOKENS + half * 32 / GROUP >= job.query_len) continue;
-    const bool late = threadIdx.x >= 64;  // of the later parts
-    const int thread = half * 64 + threadIdx.x % 64, lane = thread % 32;
+    // no row of the warpgroup stands for a query: it left no part (Math::is_idle)
+    if (job.tile * TOKENS + group * 64 / GROUP >= job.query_len) continue;
+    const bool late = threadIdx.x >= 128;  // of the later parts
+    const int thread = group * 128 + threadIdx.x % 128, lane = thread % 32;
     const int parts = CASCADE ? shares.count(tile / SHARERS) : alike;
-    const int middle = (parts + 1) / 2, end = late ? parts : middle;
+    const int middle = parts > AHEAD ? (parts + 1) / 2 : parts, end = late ? parts : middle;
     Sum sum;
     for (int begin = late ? middle : 0; begin < end; begin += AHEAD) {
       float4 state[AHEAD], x[AHEAD][SLICE];
@@ -106,17 +105,21 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
         sum.add(state[j], x[j]);
       }
     }
-    if (late) {
-      others[threadIdx.x % 64] = sum.state();
+    if (middle < parts) {
+      if (late) {
+        others[threadIdx.x - 128] = sum.state();
 #pragma unroll
-      for (int n = 0; n < SLICE; ++n) others[(n + 1) * 64 + threadIdx.x % 64] = sum.vector(n);
+        for (int n = 0; n < SLICE; ++n) others[(n + 1) * 128 + threadIdx.x - 128] = sum.vector(n);
+      }
+      __syncthreads();
     }
-    __syncthreads();
     if (!late) {
-      float4 x[SLICE];
+      if (middle < parts) {
+        float4 x[SLICE];
 #pragma unroll
-      for (int n = 0; n < SLICE; ++n) x[n] = others[(n + 1) * 64 + threadIdx.x];
-      sum.add(others[threadIdx.x], x);
+        for (int n = 0; n < SLICE; ++n) x[n] = others[(n + 1) * 128 + threadIdx.x];
+        sum.add(others[threadIdx.x], x);
+      }
       const int row = thread / 32 * 16 + lane / 4;
       if constexpr (CASCADE) store_with_suffixes<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);
       else store_rows<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);

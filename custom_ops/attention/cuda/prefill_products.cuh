@@ -13,10 +13,10 @@
 
 // `groups`: bytes from one group of 8 tokens (or query rows) to the next; `columns`: from one square of
 // columns to the next, which only the second product uses: the first one's 16 columns lie in one square.
-template <int WIDTH> __device__ __forceinline__ u64 matrix(u32 at, int columns, int groups) {
-  static_assert(WIDTH == 64 || WIDTH == 32, "swizzles of 128 and of 64 bytes");
+template <int LINE> __device__ __forceinline__ u64 matrix(u32 at, int columns, int groups) {
+  static_assert(LINE == 128 || LINE == 64, "swizzles of so many bytes");
   return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 |
-         (u64)(WIDTH == 64 ? 1 : 2) << 62;
+         (u64)(LINE == 128 ? 1 : 2) << 62;
 }
 
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
@@ -27,6 +27,7 @@ template <int WIDTH> __device__ __forceinline__ u64 matrix(u32 at, int columns, 
 #define R32 R16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define R48 R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define R64 R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define R80 R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
 #define R96 R64 \
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
   ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"

@@ -1,6 +1,7 @@
 // Sizes that follow from prefill's configuration, the kernel's parameters, and the plan of its shared memory.
 #pragma once
 #include "../../cuda/bulk.cuh"
+#include "prefill_lines.cuh"
 #include "prefill_products.cuh"
 #include "prefill_tiles.cuh"
 
@@ -9,17 +10,13 @@ constexpr int LOADER_REGISTERS = GROUPS == 3 ? 32 : PAIRED ? 56 : 40;
 constexpr int MATH_REGISTERS = GROUPS == 3 ? 160 : PAIRED ? 224 : 232;
 constexpr int MATH_WARPS = GROUPS * 4, MATH_THREADS = GROUPS * 128;
 constexpr int PAGES = KEYS / BLOCK_SIZE;        // blocks of a step
-// columns of a square, 8 tokens high
-constexpr int K_WIDTH = DIM % 64 ? 32 : 64, V_WIDTH = DIM_V % 64 ? 32 : 64;
-constexpr int K_SQUARES = DIM / K_WIDTH, V_SQUARES = DIM_V / V_WIDTH;    // of a token's keys and values
-constexpr int K_SQUARE = K_WIDTH * 16, V_SQUARE = V_WIDTH * 16;          // bytes
 // bytes of a step's keys, and of its values
-constexpr int K_STAGE = KEYS * DIM * 2, V_STAGE = KEYS * DIM_V * 2;
-constexpr int Q_TILE = ROWS * DIM * 2;
-constexpr int Q_BYTES = TOKENS * GROUP * DIM * 2;  // what the copy engine brings of it
+constexpr int K_STAGE = KEYS * DIM * BYTES, V_STAGE = KEYS * DIM_V * BYTES;
+constexpr int Q_TILE = ROWS * DIM * BYTES;
+constexpr int Q_BYTES = TOKENS * GROUP * DIM * BYTES;  // what the copy engine brings of it
 constexpr bool FP8 = KV_BYTES == 1;
-// fp8: bytes of a step's keys, or of its values, as they come
-constexpr int RAW_STAGE = KEYS * (DIM > DIM_V ? DIM : DIM_V);
+// fp8: bytes of a step's keys, or of its values, as they come; with fp8 queries keys come as they are read
+constexpr int RAW_STAGE = KEYS * (DIM > DIM_V && !Q_FP8 ? DIM : DIM_V);
 // fp8: warps that convert them, those beside the loader's
 constexpr int CONVERTERS = 3;
 // lanes of a warp that arrive at a barrier: one, behind what all have read or written; compute-sanitizer's
@@ -37,14 +34,14 @@ static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !TREE
               "each CTA brings half of the blocks; registers; what was thought through");
 static_assert(!PAIRED || !EVERY_LANE, "counts");
 static_assert(!CASCADE || (SPLIT && !CAUSAL && !LOW && WINDOW_RIGHT < 0 && !TREE && !ALIBI && !SINKS &&
-                           SHORT == 0),
+                           SHORT == 0 && !Q_FP8),
               "all rows of a group see the same keys; sinks count once");
 static_assert(!CASCADE || GROUP * K_WIDTH * 2 % 128 == 0, "where a token's box may lie in shared memory");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
 static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <=
                   226 * 1024,
               "shared memory");
-static_assert(KV_BYTES == 2 ? RAW_STAGES == 0 : RAW_STAGES >= 2 && GROUPS == 2,
+static_assert(KV_BYTES == 2 ? RAW_STAGES == 0 : RAW_STAGES >= 2 && (GROUPS == 2 || Q_FP8),
               "one that is read, one that is filled; registers of the converters");
 
 // what of a cache's map is where: coordinates of head 0 and block 0 plus these for each head and block

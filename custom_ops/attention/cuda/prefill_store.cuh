@@ -58,17 +58,32 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
     if (LSE && block == 0 && token[r] < job.query_len && lane % 4 == 0)
       p.lse[line * p.l_token + head * p.l_head] = sees[r] ? (top + log2_(total)) * LN2 : -INF;
   }
+  if constexpr (Q_FP8) {  // four columns side by side of two blocks (prefill_fp8.cuh)
 #pragma unroll
-  for (int n = 0; n < N; n += 4)
+    for (int n = 0; n < N; n += 2)
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      u32 w[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float *pair = acc + (n + i) * 4 + r * 2;
-        w[i] = sees[r] ? pack<HALF>(pair[0] * weight[r], pair[1] * weight[r]) : 0;
+      for (int r = 0; r < 2; ++r) {
+        const float *a = acc + n * 4 + r * 2, *b = a + 4;
+        const float w = weight[r];
+        const u32 low = sees[r] ? pack<HALF>(a[0] * w, b[0] * w) : 0,
+                  high = sees[r] ? pack<HALF>(a[1] * w, b[1] * w) : 0;
+        if (token[r] < job.query_len)
+          *(uint2 *)(at[r] + (block + n) * 16 - lane % 4 * 8) = make_uint2(low, high);
       }
-      transpose_quad(w, lane);
-      if (token[r] < job.query_len) *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);
-    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; n += 4)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        u32 w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float *pair = acc + (n + i) * 4 + r * 2;
+          w[i] = sees[r] ? pack<HALF>(pair[0] * weight[r], pair[1] * weight[r]) : 0;
+        }
+        transpose_quad(w, lane);
+        if (token[r] < job.query_len)
+          *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);
+      }
+  }
 }

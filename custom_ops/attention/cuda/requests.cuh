@@ -1,4 +1,4 @@
-// The line of work: requests as runs of units of keys, a CTA's place in it, the CTAs that share a pair.
+// The line of work: requests as runs of key tiles, a CTA's place in it, the CTAs that share a pair.
 #pragma once
 #include "shapes.cuh"
 
@@ -18,12 +18,12 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
   end = max(end, low);
 }
 
-// A request as a run of units: what any of its queries sees. LONGEST > 0: requests with more query tokens
+// A request as a run of key tiles: what any of its queries sees. LONGEST > 0: requests with more query tokens
 // have none, they are the prefill launch's.
 struct Request {
-  int start, query_len, seq_len, first_unit, num_units, low, end;
+  int start, query_len, seq_len, first_tile, num_tiles, low, end;
 
-  // Behind its warp's load_and_forget_l1.
+  // Behind its CTA's load_and_forget_l1.
   __device__ __forceinline__ void load(const Params &p, int r) {
     start = p.starts[r];
     query_len = p.starts[r + 1] - start;
@@ -39,32 +39,22 @@ struct Request {
     visible(seq_len - 1, seq_len, unused, end);
     end = min(end, seq_len);
     if (query_len <= 0 || seq_len <= 0 || end <= low || is_others()) low = end = 0;
-    first_unit = low / UNIT;
-    num_units = (end + UNIT - 1) / UNIT - first_unit;
-  }
-
-  // Leave out what lies behind the first `units`: it is another run's.
-  __device__ __forceinline__ void clip(int units) { num_units = min(num_units, units); }
-  // Where the keys that are left end.
-  __device__ __forceinline__ int stop() const {
-    return UNIT == TILE ? end : min(end, (first_unit + num_units) * UNIT);
+    first_tile = low / TILE;
+    num_tiles = (end + TILE - 1) / TILE - first_tile;
   }
 };
 
-// Where a CTA stands in its run: request, pair of the request, units of the pair before its tile.
+// Where a CTA stands in its run: request, pair of the request, tile of the pair.
 struct Cursor {
-  int request, pair, offset;
+  int request, pair, tile;
   Request r;
 
-  // The first of a warp's keys in the tile.
-  __device__ __forceinline__ int key(int warp) const { return (r.first_unit + offset) * UNIT + warp * KEYS; }
-
   __device__ __forceinline__ void next_pair(const Params &p) {
-    offset = 0;
+    tile = 0;
     if (LINES == 1 || (pair += TEAM) >= PAIRS) {
       if (LINES > 1) pair -= PAIRS;
       do r.load(p, ++request);  // a run ends before the requests do
-      while (r.num_units == 0);
+      while (r.num_tiles == 0);
     }
   }
 };
@@ -84,7 +74,7 @@ struct LoadCursor : Cursor {
   }
 
   __device__ __forceinline__ void next_pair(const Params &p) {
-    offset = 0;
+    tile = 0;
     if (LINES == 1 || (pair += TEAM) >= PAIRS) {
       if (LINES > 1) pair -= PAIRS;
       ++request;
@@ -92,7 +82,7 @@ struct LoadCursor : Cursor {
       r.query_len = next_end - next_start;
       r.seq_len = next_len;
       r.cut();
-      while (r.num_units == 0) r.load(p, ++request);
+      while (r.num_tiles == 0) r.load(p, ++request);
       ask(p);
     }
   }
@@ -120,34 +110,57 @@ struct Groups {
   __device__ __forceinline__ int begin(int group) const { return (group * count + number - 1) / number; }
   __device__ __forceinline__ int size(int group) const { return begin(group + 1) - begin(group); }
   __device__ __forceinline__ int of(int part) const { return part * number / count; }
+  // The number that counts: what a part adds, a group; and what it says.
+  static constexpr u32 part_of_groups = 1u << DONE;
+  __device__ __forceinline__ u32 part(int group) const { return 1u << group * bits; }
+  __device__ __forceinline__ int parts_in(u32 number, int group) const {
+    return number >> group * bits & ((1u << bits) - 1);
+  }
+  static __device__ __forceinline__ int done(u32 number) { return number >> DONE; }
   // The part whose CTA has room for what a group made: neither the pair's first nor its last, so that it
   // begins no pair.
   __device__ __forceinline__ int keeper(int group) const { return max(begin(group), 1); }
 };
 
+// How the line of work is cut: equally for the first `early` teams, and what is behind `border` for the others.
+struct Cut {
+  int total, teams;  // units, and teams that have runs
+  int border, early;
+
+  // The unit at which a team's run begins.
+  __device__ __forceinline__ int begin(int team) const {
+    return team <= early ? part(team, border, early) : border + part(team - early, total - border, teams - early);
+  }
+  // The team whose run holds `unit`.
+  __device__ __forceinline__ int owner(int unit) const {
+    return unit < border ? holder(unit, border, early)
+                         : early + holder(unit - border, total - border, teams - early);
+  }
+
+  static __device__ __forceinline__ int part(int team, int units, int teams) {
+    return team * (units / teams) + team * (units % teams) / teams;
+  }
+  static __device__ __forceinline__ int holder(int unit, int units, int teams) {
+    if (__umulhi(units, teams) == 0) return ((u32)(unit + 1) * teams - 1) / (u32)units;
+    return (int)(((u64)(unit + 1) * teams - 1) / units);
+  }
+};
+
 // The teams that share the pair a cursor has reached; found while its first keys are on their way.
 struct Parts {
-  int first = 0, count = 0;
+  int first, count;
   bool whole;  // this run holds the whole pair
   bool near;   // all of them are in one cluster
 
-  // The team whose run [t * total / teams, (t + 1) * total / teams) holds `unit`.
-  static __device__ __forceinline__ int owner(int unit, int total, int teams) {
-    if (__umulhi(total, teams) == 0) return ((u32)(unit + 1) * teams - 1) / (u32)total;
-    return (int)(((u64)(unit + 1) * teams - 1) / total);
-  }
-
-  // `units`: of the pair, in whichever run. `near`: how far borders move to ends of pairs. One that comes to
-  // `begin` was at begin + near or before it; one that comes to the end was not before last + 1 - near; a
-  // shared pair has one that stays between.
-  __device__ __forceinline__ void find(const Cursor &c, int units, int unit, int unit_end, int total,
-                                       int teams, int near) {
-    const int begin = unit - c.offset, last = begin + units - 1;
-    whole = c.offset == 0 && last < unit_end;
+  // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before
+  // it; one that comes to the end was not before last + 1 - near; a shared pair has one that stays between.
+  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, const Cut &cut, int near) {
+    const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
+    whole = c.tile == 0 && last < unit_end;
     this->near = false;
     if (!whole) {
-      first = owner(begin + near, total, teams);
-      count = owner(last - near, total, teams) - first + 1;
+      first = cut.owner(begin + near);
+      count = cut.owner(last - near) - first + 1;
       this->near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
     }
   }

@@ -1,28 +1,30 @@
-// The run of a CTA: which units of the line of work are its own. Compiles for the host, too, where a test
+// The run of a CTA: which tiles of the line of work are its own. Compiles for the host, too, where a test
 // walks them.
 #pragma once
 #include "requests.cuh"
 
-// The line of work is cut into runs of equal length, one for each team. A unit of it is UNIT keys of a line of
-// TEAM pairs: those of one pair for each CTA of the team. With NEAR, a border that is so near an end of a pair
-// moves there, which leaves fewer pairs to share.
+// The line of work is cut into runs of equal length, one for each team. A unit of it is a tile of a line of
+// TEAM pairs: one tile for each CTA of the team. With NEAR, a border that is so near an end of a pair moves
+// there, which leaves fewer pairs to share.
 struct Run {
-  int total, teams;              // units in all; teams that have runs
+  Cut cut;
   int unit, unit_end;            // this CTA's units; unit == unit_end: none
-  int busy, used;                // requests with units; token rows of requests, behind which there is padding
+  int busy, used;                // requests with tiles; token rows of requests, behind which there is padding
   int moves;                     // whether borders move to ends of pairs
-  int request, pair, offset;     // where the first unit is, if there is one,
+  int request, pair, tile;       // where the first unit is, if there is one,
   int start, query_len, seq_len; // and its request
 
   static __device__ __forceinline__ int team() { return (int)blockIdx.x / TEAM; }
 
   __device__ __forceinline__ Cursor cursor() const {
-    Cursor c = {request, pair, offset, {start, query_len, seq_len}};
+    Cursor c = {request, pair, tile, {start, query_len, seq_len}};
     c.r.cut();
     return c;
   }
 };
 
+constexpr int LATE_PART = 4, LATE_TILES = 0;
+constexpr bool LATE_ALL = false;
 // Requests whose lengths are read in one trip to memory, and kept in shared memory.
 constexpr int KEPT = 32 * ASKED;
 
@@ -35,9 +37,9 @@ struct Planner {
   const Params &p;
   int lane, share;       // requests of a lane
   int first;             // of a lane: its first request,
-  int units, upto;       // its requests' units, and with those of the lanes before it
+  int tiles, upto;       // its requests' tiles, and with those of the lanes before it
   int *starts, *lens;    // [KEPT + 1], [KEPT]
-  int *ends;             // [KEPT]: units of a lane's requests up to this one
+  int *ends;             // [KEPT]: tiles of a lane's requests up to this one
   Run run;
 
   __device__ __forceinline__ Planner(const Params &p, int lane, int *numbers)
@@ -48,7 +50,7 @@ struct Planner {
     count();
     const int total = __shfl_sync(ALL, upto, 31) * LINES;
     const int lines = max(run.busy * LINES, 1);
-    const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_UNITS), 1);
+    const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_TILES), 1);
     int teams = wanted;
     // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
     if (lines <= wanted) {
@@ -57,12 +59,15 @@ struct Planner {
       if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
       else if (each * lines * 4 >= wanted * 3) teams = each * lines;
     }
-    const int team = Run::team(), base = total / teams, extra = total % teams;
-    run.total = total;
-    run.teams = teams;
-    run.unit = team * base + team * extra / teams;
-    run.unit_end = team < teams ? (team + 1) * base + (team + 1) * extra / teams : run.unit;
-    run.moves = NEAR > 0 && base >= 4 * NEAR_UNITS;
+    // The last CTAs of a grid begin last. The last teams get runs that are LATE_TILES shorter, if that is little.
+    const int late = lines > wanted || LATE_ALL ? teams / LATE_PART : 0, early = teams - late;
+    const int shorter = late > 0 ? (total - LATE_TILES * early) / teams : 0;
+    const bool tapers = late > 0 && shorter >= 2 * LATE_TILES;
+    run.cut = {total, teams, tapers ? total - late * shorter : total, tapers ? early : teams};
+    const int team = Run::team();
+    run.unit = run.cut.begin(min(team, teams));
+    run.unit_end = run.cut.begin(min(team + 1, teams));
+    run.moves = NEAR > 0 && (tapers ? shorter : total / teams) >= 4 * NEAR;
     if (run.unit < run.unit_end) begin();
   }
 
@@ -100,15 +105,15 @@ struct Planner {
 
   __device__ __forceinline__ void count() {
     int busy = 0;
-    units = 0;
+    tiles = 0;
     for (int r = first; r < min(first + share, p.num_reqs); ++r) {
-      const int mine = look_at(r).num_units;
-      units += mine;
+      const int mine = look_at(r).num_tiles;
+      tiles += mine;
       busy += mine > 0;
-      if (r < KEPT) ends[r] = units;
+      if (r < KEPT) ends[r] = tiles;
     }
     run.busy = __reduce_add_sync(ALL, busy);
-    upto = units;
+    upto = tiles;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int below = __shfl_up_sync(ALL, upto, step);
@@ -121,15 +126,16 @@ struct Planner {
   __device__ __forceinline__ int find(int unit, int &request) const {
     const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
     const int begin = home * share;
-    int before = __shfl_sync(ALL, upto - units, home) * LINES;
+    int before = __shfl_sync(ALL, upto - tiles, home) * LINES;
     if (p.num_reqs <= KEPT) {  // a share has at most as many requests as there are lanes
-      const bool behind = lane < share && begin + lane < p.num_reqs && before + ends[begin + lane] * LINES > unit;
+      const bool mine = lane < share && begin + lane < p.num_reqs;
+      const bool behind = mine && before + ends[begin + lane] * LINES > unit;
       const int place = __ffs(__ballot_sync(ALL, behind)) - 1;
       request = begin + place;
       if (place > 0) before += ends[request - 1] * LINES;
     } else {
       for (request = begin;; ++request) {
-        const int mine = look_at(request).num_units * LINES;
+        const int mine = look_at(request).num_tiles * LINES;
         if (before + mine > unit) break;
         before += mine;
       }
@@ -137,33 +143,33 @@ struct Planner {
     return before;
   }
 
-  // How far a border at `offset` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
-  // exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR tiles.
-  static __device__ __forceinline__ int shift(int offset, int num_units) {
-    const int left = num_units - offset;
-    return offset <= left ? (offset <= NEAR_UNITS ? -offset : 0) : left <= NEAR_UNITS ? left : 0;
+  // How far a border at `tile` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
+  // exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR.
+  static __device__ __forceinline__ int shift(int tile, int num_tiles) {
+    const int left = num_tiles - tile;
+    return tile <= left ? (tile <= NEAR ? -tile : 0) : left <= NEAR ? left : 0;
   }
 
   // The place of the first unit; borders come to where they stay.
   __device__ __forceinline__ void begin() {
     int request;
-    if (NEAR > 0 && run.moves && run.unit_end < run.total) {
-      const int before = find(run.unit_end, request), units = look_at(request).num_units;
-      run.unit_end += shift((run.unit_end - before) % units, units);
+    if (NEAR > 0 && run.moves && run.unit_end < run.cut.total) {
+      const int before = find(run.unit_end, request), tiles = look_at(request).num_tiles;
+      run.unit_end += shift((run.unit_end - before) % tiles, tiles);
     }
     Cursor c;
     const int before = find(run.unit, c.request);
     c.r = look_at(c.request);
-    const int line = LINES == 1 ? 0 : (run.unit - before) / c.r.num_units;
+    const int line = LINES == 1 ? 0 : (run.unit - before) / c.r.num_tiles;
     c.pair = line * TEAM + (int)blockIdx.x % TEAM;
-    c.offset = run.unit - before - line * c.r.num_units;
+    c.tile = run.unit - before - line * c.r.num_tiles;
     if (NEAR > 0 && run.moves) {
-      const int far = shift(c.offset, c.r.num_units);
+      const int far = shift(c.tile, c.r.num_tiles);
       run.unit += far;
       if (far > 0) c.next_pair(p);
-      else c.offset += far;
+      else c.tile += far;
     }
-    run.request = c.request, run.pair = c.pair, run.offset = c.offset;
+    run.request = c.request, run.pair = c.pair, run.tile = c.tile;
     run.start = c.r.start, run.query_len = c.r.query_len, run.seq_len = c.r.seq_len;
   }
 };

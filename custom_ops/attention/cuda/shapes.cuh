@@ -10,12 +10,7 @@ constexpr int HEAD_ROWS = GROUP * QUERY_LEN;        // query rows of a kv head
 constexpr int ROWS = PAIR_HEADS * HEAD_ROWS;        // query rows of a pair
 constexpr int COLS = (ROWS + 7) / 8;                // n-tiles of 8 rows
 constexpr bool SHARED = PAIR_HEADS > 1 && HEAD_ROWS % 8;  // an n-tile holds rows of both heads
-constexpr int TILE = WARPS * KEYS;                  // keys that a CTA goes through at a time
-// Keys of a unit of work: those of one warp, so that runs are equally long to a warp's keys, not to a tile.
-// Whole tiles with trees, whose rows see keys by bits, and on Ampere, where registers are short.
-constexpr int UNIT = TREE || !PDL ? TILE : KEYS;
-constexpr int STEP = TILE / UNIT;                   // units of a tile
-constexpr int MIN_UNITS = MIN_TILES * STEP, NEAR_UNITS = NEAR * STEP;
+constexpr int TILE = WARPS * KEYS;                  // keys of one unit of work
 constexpr int SUBS = KEYS / 16;                     // m-tiles of keys per warp
 constexpr int K_CHUNKS = PAIR_HEADS * DIM * KV_BYTES / 16;  // 16-byte chunks of a key, of all heads of a pair
 constexpr int V_CHUNKS = PAIR_HEADS * DIM_V * KV_BYTES / 16;

@@ -4,8 +4,9 @@ own eager attention.
     rows = {row.model_type: row for row in cover(["llama", "bloom"], workers=2)}
 
 ``architectures`` builds the models, ``checks`` runs one, ``encoders`` and ``encoder_decoders`` do both for
-theirs, ``kinds`` lists the three, ``sweep`` runs many in processes of their own,
-``table`` keeps what came out and writes it down. ``torchpaged coverage`` is the command.
+theirs, ``vision_models`` and ``vision_language`` for those with images, ``kinds`` lists the four, ``sweep``
+runs many in processes of their own, ``table`` keeps what came out and writes it down. ``torchpaged coverage``
+is the command.
 """
 
 from torchpaged.testing.coverage.checks import Row, examine

@@ -322,7 +322,12 @@ def model_types() -> list[str]:
 
 def config_of(model_type: str, options: dict[str, Any] | None = None) -> PretrainedConfig:
     """The tiny config of an architecture; ``options`` in the place of its `OPTIONS`."""
-    config_class = CONFIG_MAPPING[model_type]
+    found = OPTIONS.get(model_type, {}) if options is None else options
+    return config_of_class(CONFIG_MAPPING[model_type], found)
+
+
+def config_of_class(config_class: Any, options: dict[str, Any]) -> PretrainedConfig:
+    """The tiny config of a class; ``options`` over `SIZES`."""
     fields = (
         {field.name for field in dataclasses.fields(config_class)}
         if dataclasses.is_dataclass(config_class)
@@ -334,7 +339,7 @@ def config_of(model_type: str, options: dict[str, Any] | None = None) -> Pretrai
         own = name if name in fields else aliases.get(name)
         if own in fields and (own == name or own not in given):
             given[own] = size
-    for name, value in (OPTIONS.get(model_type, {}) if options is None else options).items():
+    for name, value in options.items():
         given.pop(name, None)
         if value is not None:
             given[name] = value

@@ -7,7 +7,14 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torchpaged.testing.coverage import architectures, checks, encoder_decoders, encoders
+from torchpaged.testing.coverage import (
+    architectures,
+    checks,
+    encoder_decoders,
+    encoders,
+    vision_language,
+    vision_models,
+)
 from torchpaged.testing.coverage.checks import TOLERANCE, Beat, Row
 
 _DECODERS = """# Architectures
@@ -52,6 +59,23 @@ page; `torchpaged/testing/coverage/encoder_decoders.py` says what each check doe
 - **graphs**: that a compiled decode takes, under `fullgraph=True`; a dash where it is not compiled, for the
   reason given.
 """
+_VISION_LANGUAGE = """# Vision-language models
+
+Families of vision-language models, tiny and random, with pictures through `torchpaged.hf.PagedCache` without
+further arguments, against transformers' own eager attention in float32: logits within {tolerance} of their
+scale, and the same greedy tokens. Batches have rows with one picture, two and none, padded on the left.
+`torchpaged coverage --kind vision-language` made this page;
+`torchpaged/testing/coverage/vision_language.py` says what each check does.
+
+- **paged**: the text model's attention reads the block pools; pictures whose tokens see each other in both
+  directions (gemma3, gemma4, paligemma) too. **latent**, **dense**: as for [decoders](architectures.md).
+- **layers**: of the text model; behind the semicolon what the tower's attention runs on: **varlen**, the
+  paged kernels, or **SDPA**.
+- **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
+  **broken**: another error. A reason that begins with **turns** or **uncached** is a refusal beside the mode:
+  of a second call on the same cache with pictures of its own, or of a forward without a cache.
+- **graphs**: that a compiled decode takes, under `fullgraph=True`.
+"""
 
 
 class Kind(NamedTuple):
@@ -89,6 +113,13 @@ KINDS: dict[str, Kind] = {
         _ENCODER_DECODERS.format(tolerance=TOLERANCE),
         encoder_decoders.model_types,
         encoder_decoders.examine,
+    ),
+    "vision-language": Kind(
+        vision_language.MODES,
+        _VISION_LANGUAGE.format(tolerance=TOLERANCE),
+        vision_models.model_types,
+        vision_language.examine,
+        vision_models.LEFT_OUT,
     ),
 }
 

@@ -18,6 +18,7 @@ LIMITS = {
     "prompt": 120.0,
     "even": 120.0,
     "right": 120.0,
+    "uncached": 120.0,
     "left": 120.0,
     "compiling": 400.0,
 }

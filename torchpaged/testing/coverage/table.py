@@ -119,7 +119,7 @@ def markdown(tables: Sequence[Table]) -> str:
         lines.append(_line([name, len(table.rows), *table.counts().values()]))
     short = [table.versions["transformers"].rsplit(".", 1)[0] for table in tables]
     heads = [f"{head} {version}" for version in short for head in ("mode", "graphs")]
-    second = "layers" if tables[0].kind == "decoder" else "input"
+    second = "layers" if tables[0].kind in ("decoder", "vision-language") else "input"
     lines += ["", _line(["architecture", second, *heads]), _line(["---"] * (2 + 2 * len(tables)))]
     for model_type in sorted({name for table in tables for name in table.rows}):
         rows = [table.rows.get(model_type) for table in tables]

@@ -1,0 +1,86 @@
+// Prefill with fp8 queries: products of e4m3 numbers, and what has to be done to values for that.
+//
+// These products take their second operand with contiguous k alone: a column's keys side by side. Values come
+// with a token's columns side by side, so that the warps beside the loader's turn those of every step
+// (prefill_lines.cuh).
+//
+// Sources: FlashAttention-3 (arXiv:2407.08608, 3.3) for turning values beside the products, in an order that
+// suits the weights; PTX ISA, "asynchronous warpgroup level matrix", register fragments of 8-bit types.
+#pragma once
+
+#include "prefill_shapes.cuh"
+
+// Weights of a row are at most 2 to this power, not 1: the sum grows alike, and e4m3, whose largest number is
+// 448, has its steps where the weights are.
+constexpr float WEIGHT_BITS = Q_FP8 ? 8.f : 0.f;
+
+// Four numbers as e4m3, the first in the lowest byte; none is above 448.
+__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
+  u32 r;
+  asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; "
+      "mov.b32 %0, {l, h};}"
+      : "=r"(r)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+
+#define WGMMA8(shape, ...) \
+  asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 " __VA_ARGS__)
+
+// d (+)= a @ b.T for 32 columns: 64 query rows, as many keys as d is twice long. ADD: 0 starts from zeros.
+template <int ADD> __device__ __forceinline__ void scores32(float (&d)[32], u64 a, u64 b) {
+  WGMMA8("m64n64k32", "{" R32 "}, %32, %33, %34, 1, 1;" : F32(0) : "l"(a), "l"(b), "n"(ADD));
+}
+template <int ADD> __device__ __forceinline__ void scores32(float (&d)[64], u64 a, u64 b) {
+  WGMMA8("m64n128k32", "{" R64 "}, %64, %65, %66, 1, 1;" : F64(0) : "l"(a), "l"(b), "n"(ADD));
+}
+template <int ADD> __device__ __forceinline__ void scores32(float (&d)[80], u64 a, u64 b) {
+  WGMMA8("m64n160k32", "{" R80 "}, %80, %81, %82, 1, 1;" : F64(0), F16(64) : "l"(a), "l"(b), "n"(ADD));
+}
+template <int ADD> __device__ __forceinline__ void scores32(float (&d)[96], u64 a, u64 b) {
+  WGMMA8("m64n192k32", "{" R96 "}, %96, %97, %98, 1, 1;" : F64(0), F32(64) : "l"(a), "l"(b), "n"(ADD));
+}
+template <int ADD> __device__ __forceinline__ void scores32(float (&d)[128], u64 a, u64 b) {
+  WGMMA8("m64n256k32", "{" R128 "}, %128, %129, %130, 1, 1;" : F64(0), F64(64) : "l"(a), "l"(b), "n"(ADD));
+}
+// d += a @ b.T for 32 keys: weights of 64 query rows; turned values, twice as many rows as d is long.
+__device__ __forceinline__ void values32(float (&d)[32], const u32 *a, u64 b) {
+  WGMMA8("m64n64k32", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1;"
+         : F32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void values32(float (&d)[64], const u32 *a, u64 b) {
+  WGMMA8("m64n128k32", "{" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1;"
+         : F64(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void values32(float (&d)[128], const u32 *a, u64 b) {
+  WGMMA8("m64n256k32", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1;"
+         : F64(0), F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The first product of either kind: for 32 bytes of each row and each key.
+template <int ADD, int N> __device__ __forceinline__ void scores(float (&d)[N], u64 a, u64 b) {
+  if constexpr (Q_FP8) scores32<ADD>(d, a, b);
+  else scores16<ADD>(d, a, b);
+}
+
+// A step's values, from the squares in which they come; `warp`: of CONVERTERS, each with groups of 16 keys of
+// its own. Several matrices are on their way at once.
+__device__ __forceinline__ void turn_values(u32 from, u32 to, int warp, int lane) {
+  constexpr int AHEAD = TURN_WIDE < 4 ? TURN_WIDE : 4;
+#pragma unroll 1
+  for (int group = warp; group < KEYS / 16; group += CONVERTERS) {
+    const u32 source = from + turn_from(group, 0, lane), target = to + turn_to(group, 0, lane);
+#pragma unroll
+    for (int begin = 0; begin < TURN_WIDE; begin += AHEAD) {
+      u32 x[AHEAD][4];  // two columns of two keys, of each matrix
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) ldmatrix_x4_trans(x[i], turn_from_next(source, begin + i));
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const u32 y[4] = {__byte_perm(x[i][0], x[i][1], 0x6420), __byte_perm(x[i][0], x[i][1], 0x7531),
+                          __byte_perm(x[i][2], x[i][3], 0x6420), __byte_perm(x[i][2], x[i][3], 0x7531)};
+        stmatrix_x4(target + (begin + i) * 32 * TURNED_LINE, y);
+      }
+    }
+  }
+}

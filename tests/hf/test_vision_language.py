@@ -1,0 +1,207 @@
+"""Vision-language models behind a `PagedCache`: pictures whose tokens see each other in both directions, what
+else a call may bring, and what is refused. Whole families: test_coverage.py and the committed tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
+
+from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
+from torchpaged.hf import PagedCache, accelerate, attach, attention, paged, unaccelerate
+from torchpaged.hf.span_mask import SpanMask, spans_of
+from torchpaged.testing.coverage.vision_language import examine, generate
+from torchpaged.testing.coverage.vision_models import batch_of, model_of, tokens_per_picture
+
+ROWS = ("tit", "titit", "ttt")
+
+
+def case(
+    name: str, rows: tuple[str, ...] = ROWS, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    model = model_of(name)
+    return model, batch_of(model, name, rows, tokens_per_picture(model, name), **options)
+
+
+def cache_of(model: PreTrainedModel, **options: Any) -> PagedCache:
+    return PagedCache(model.config, 4, 64, block_size=4, **options)
+
+
+def same_logits(got: Any, want: Any) -> None:
+    torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-4)
+
+
+def test_without_spans_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "attend_spans", lambda *_, **__: None)
+    row = examine("gemma3", compiled=False)
+    assert row.mode == "wrong" and "off by" in row.checks["generate"] and "off by" in row.checks["forward"]
+    assert row.checks["uncached"] == "right"
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("gemma3", {"dense": True}), ("gemma3", {"backend": "reference"}), ("llava", {})]
+)
+def test_other_caches(name: str, options: dict[str, Any]) -> None:
+    model, call = case(name)
+    want = generate(model, call)
+    with paged(model):
+        same_logits(generate(model, call, cache_of(model, **options)), want)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "idefics3"])
+def test_beams(name: str) -> None:
+    model, call = case(name, ("tit", "t"))
+    options = {"max_new_tokens": 5, "num_beams": 2, "do_sample": False, "eos_token_id": None}
+    want = model.generate(**call, **options)
+    with paged(model):
+        cache = PagedCache.for_inputs(model, **call, **options)
+        assert torch.equal(model.generate(**call, **options, past_key_values=cache), want)
+
+
+def test_one_cache_for_several_batches() -> None:
+    """Spans of an earlier prompt do not stay; text behind pictures goes on in the same cache."""
+    model, call = case("gemma3")
+    text = {name: call[name] for name in ("input_ids", "attention_mask")}
+    text["input_ids"] = text["input_ids"] % 99
+    wants = [generate(model, call), generate(model, text)]
+    with paged(model):
+        cache = cache_of(model)
+        for given, want in zip((call, text, call), (wants[0], wants[1], wants[0]), strict=True):
+            same_logits(generate(model, given, cache), want)
+            cache.reset()
+    told = {"input_ids": torch.cat([wants[0].sequences % 99, text["input_ids"]], 1)}
+    ones = torch.ones(3, told["input_ids"].shape[1] - call["attention_mask"].shape[1], dtype=torch.int64)
+    told["attention_mask"] = torch.cat([call["attention_mask"], ones], 1)
+    want = generate(model, told, wants[0].past_key_values)
+    with paged(model):
+        cache = cache_of(model)
+        generate(model, call, cache)
+        same_logits(generate(model, told, cache), want)
+
+
+def test_pictures_behind_others_in_the_cache_are_refused() -> None:
+    model, call = case("gemma3")
+    with paged(model), torch.no_grad():
+        cache = cache_of(model)
+        model(call["input_ids"][:, :4] % 99, past_key_values=cache)
+        with pytest.raises(UnsupportedModelError, match="behind others in the cache"):
+            model(**{**call, "attention_mask": None}, past_key_values=cache)
+
+
+@pytest.mark.skipif(
+    transformers.__version__.startswith("5.17."), reason="it leaves the pictures of a prompt in chunks out"
+)
+@pytest.mark.parametrize("size", [4, 5, 6, 7, 20])
+def test_chunks_of_a_prompt(size: int) -> None:
+    """A picture at positions 3 to 6: behind the last one no chunk but the first can know that it ended."""
+    model, call = case("gemma3", ("titt",))
+    with paged(model):
+        if size < 20:
+            with pytest.raises(UnsupportedModelError, match="image"):
+                generate(model, call, cache_of(model), prefill_chunk_size=size)
+            return
+        got = generate(model, call, cache_of(model), prefill_chunk_size=size)
+    same_logits(got, generate(model, call))
+
+
+def test_a_forward_does_not_end_in_a_picture() -> None:
+    model, call = case("gemma3", ("titt",))
+    part = {"input_ids": call["input_ids"][:, :5] % 99, "token_type_ids": call["token_type_ids"]}
+    with paged(model), torch.no_grad(), pytest.raises(UnsupportedModelError, match="inside an image"):
+        model(**part, past_key_values=cache_of(model))
+
+
+def test_a_compiled_prompt() -> None:
+    """In a trace nobody can look at spans, so that an assertion on the device fires; text runs."""
+    model, _ = case("gemma3")
+    attach(model)
+    cache = cache_of(model)
+    cache.early_initialization(3, 2, 16, torch.float32, torch.device("cpu"))
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def masks(groups: Tensor, x: Tensor) -> Tensor:
+        both = or_masks(causal_mask_function, blockwise_overlay(groups))
+        assert cache.masks.observe(None, 3, 8, both, None, groups.device, x) is None
+        return x + 1
+
+    groups = torch.full((3, 64), -1)
+    assert int(masks(groups, torch.zeros((), dtype=torch.int64))) == 1
+    groups[2, 4:6] = 0
+    with pytest.raises(RuntimeError, match="see each other in both directions"):
+        masks(groups, torch.zeros((), dtype=torch.int64))
+    torch._dynamo.reset()
+
+
+def test_a_backend_that_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, call = case("gemma3")
+    with paged(model), torch.no_grad():
+        cache = cache_of(model)
+        model(call["input_ids"] % 99, past_key_values=cache)
+        cache.reset()
+        monkeypatch.setattr(type(cache.session), "plans", property(lambda self: True))
+        with pytest.raises(BackendUnavailableError, match=r"plans every batch.*another backend"):
+            model(**call, past_key_values=cache)
+
+
+def placeholder() -> tuple[Tensor, SpanMask]:
+    model, call = case("gemma3")
+    found: list[Tensor] = []
+
+    def mask(*args: Any, **given: Any) -> Any:
+        found.append(attention.paged_mask(*args, **given))
+        return found[-1]
+
+    attach(model)
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setitem(attention.AttentionMaskInterface._global_mapping, attention.NAME, mask)
+        model(**call, past_key_values=cache_of(model))
+    carried = spans_of(found[0])
+    assert carried is not None
+    return found[0], carried
+
+
+def test_what_a_placeholder_gives_its_spans_to() -> None:
+    """To its own last queries (gemma4 leaves out the others in layers that share keys) and to copies."""
+    mask, carried = placeholder()
+    length = mask.shape[2]
+    kept: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x[:, :, -3:, :],
+        lambda x: x.contiguous(),
+        lambda x: x.to("cpu"),
+        lambda x: x.clone(),
+    ]
+    lost: list[Callable[[Tensor], Tensor]] = [
+        lambda x: x[:, :, :3, :],
+        lambda x: x[:, :, -3:-1, :],
+        lambda x: x[:1],
+        lambda x: x & True,
+        lambda x: x.float(),
+        lambda x: ~x,
+    ]
+    assert all(spans_of(change(mask)) is carried for change in kept) and length == 17
+    assert all(spans_of(change(mask)) is None for change in lost)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "llava"])
+def test_the_engine_takes_text_alone(name: str) -> None:
+    model, call = case(name, ("tit", "t"))
+    text = {"input_ids": call["input_ids"] % 99, "attention_mask": call["attention_mask"]}
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    model.generate(**call, **options)  # leaves positions of pictures behind
+    want = model.generate(**text, **options)
+    accelerate(model, max_batch_size=2, max_seq_len=64)
+    assert torch.equal(model.generate(**text, **options), want)
+    with pytest.raises(ArgumentError, match="takes tokens alone"):
+        model.generate(**call, **options)
+    unaccelerate(model)
+
+
+def test_cross_attention_in_one_cache_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="mllama_text_model cannot run .* keys of its images"):
+        cache_of(model_of("mllama"))

@@ -308,7 +308,8 @@ struct Loader {
       __syncwarp();
       if constexpr (CASCADE)
         if (steps > 0)
-          gather_queries(tile, tile.index * SHARERS + blockIdx.x % SHARERS, plan.q + buffer * Q_TILE, q_full);
+          gather_queries(tile, tile.index * SHARERS + blockIdx.x % SHARERS, plan.q + buffer * Q_TILE,
+                         q_full);
       int block_ahead = 0;
       if (steps > 0) {
         load_keys(tile.head, block);

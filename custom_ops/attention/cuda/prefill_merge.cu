@@ -121,7 +121,8 @@ extern "C" __global__ void __launch_bounds__(256) paged_prefill_merge(const __gr
         sum.add(others[threadIdx.x], x);
       }
       const int row = thread / 32 * 16 + lane / 4;
-      if constexpr (CASCADE) store_with_suffixes<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);
+      if constexpr (CASCADE)
+        store_with_suffixes<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);
       else store_rows<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);
     }
     __syncthreads();  // the next item's may come

@@ -16,11 +16,10 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import result_tables as tables
 import suite_tables as suites
-from result_tables import RESULTS, geomean, load, prefill_rows, ratio, step_times, table
+from result_tables import RESULTS, geomean, latest, load, prefill_rows, ratio, step_times, table
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/stream_order.md")
@@ -30,21 +29,24 @@ WIDTH = 110
 def summary() -> list[str]:
     """The README's table: one row per question, wins and losses."""
     peers = "FA3, FlashInfer"
-    decodes, prompts = (load(f"h200_suite_{name}")["rows"] for name in ("decode", "prefill"))
-    batches = [row for row in load("h200_suite_mixed")["rows"] if " + " in row["case"]]
+    decodes, prompts = (latest(f"h200_suite_{name}")["rows"] for name in ("decode", "prefill"))
+    fp8 = [row for row in load("h200_suite_fp8")["rows"] if row["suite"] == "decode-fp8"]
+    batches = [row for row in latest("h200_suite_mixed")["rows"] if " + " in row["case"]]
     lines = [
         [f"decode attention, {len(decodes)} cases", peers, *suites.spread(decodes)],
-        ["decode attention, fp8 cache, 3 cases", "FlashInfer", *spread(load("h200_attention_fp8")["rows"])],
+        [f"decode attention, fp8 cache, {len(fp8)} cases", "FlashInfer", *suites.spread(fp8)],
         [f"prefill attention, CUDA C++ kernel, {len(prompts)} cases", peers, *suites.spread(prompts)],
         [f"mixed batches, {len(batches)} cases", peers, *suites.spread(batches)],
-        ["decode and prefill, peer on contiguous keys", "SDPA", *suites.spread([*decodes, *prompts], 1)],
     ]
     rates = [row["tflops"] for row in prefill_rows()]
     triton = [of["triton"] / of["fa3"] for of in rates]
     dense = [of["native"] / of["fa3 one block"] for of in rates]
-    for name, found in (("Triton kernel", triton), ("peer on contiguous keys", dense)):
-        text = f"prefill attention, {name}, {len(found)} cases"
-        lines.append([text, "FA3", ratio(geomean(found)), ratio(min(found))])
+    dense += [x for row in (*decodes, *prompts) if (x := suites.ratios(row)[1]) is not None]
+    for name, who, found in (
+        (f"prefill attention, Triton kernel, {len(triton)} cases", "FA3", triton),
+        (f"decode and prefill, peers on contiguous keys, {len(dense)} cases", "FA3, SDPA", dense),
+    ):
+        lines.append([name, who, ratio(geomean(found)), ratio(min(found))])
     for shape, file in (("1B", "h200_step_peers_1b"), ("8B", "h200_step_peers_8b")):
         rows, found = step_times(file), []
         for batch in sorted({key[1] for key in rows}):
@@ -59,11 +61,6 @@ def summary() -> list[str]:
             ]
         )
     return table(["one H200, bf16", "against the best of", "× faster, geometric mean", "worst case"], lines)
-
-
-def spread(rows: Sequence[dict[str, Any]]) -> list[str]:
-    ratios = [row["ratio"] for row in rows if row.get("ratio")]
-    return [ratio(geomean(ratios)), ratio(min(ratios))]
 
 
 def runs() -> list[str]:
@@ -145,13 +142,15 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         suites.suite_decode,
         suites.suite_prefill,
         suites.suite_mixed,
+        suites.suite_fp8_decode,
+        suites.suite_fp8_prefill,
         suites.h100_decode,
         suites.h100_prefill,
         suites.h100_mixed,
         suites.h100_step,
+        suites.choice,
         suites.cascade_peers,
         suites.batched,
-        tables.decode_others,
         tables.decode_since,
         tables.prefill_kernel,
         tables.prefill_parts,

@@ -25,6 +25,12 @@ def load(name: str) -> dict[str, Any]:
     return document
 
 
+def latest(name: str) -> dict[str, Any]:
+    """The document of that name, or of its last repetition: ``name_2``, ``name_3``."""
+    again = sorted(RESULTS.glob(f"{name}_[2-9].json"))
+    return load(again[-1].stem if again else name)
+
+
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     line = lambda cells: f"| {' | '.join(cells)} |"  # noqa: E731
     return [line(header), "|" + "---|" * len(header), *(line(row) for row in rows)]
@@ -70,28 +76,6 @@ def short(case: str) -> str:
 
 
 # -------------------------------------------------------------------------------------------------- attention
-def attention(files: Sequence[str], contenders: Sequence[str]) -> list[str]:
-    """One row per case: microseconds."""
-    lines = []
-    for row in (row for file in files for row in load(file)["rows"]):
-        us = times(row)
-        lines.append(
-            [
-                row["case"],
-                figure(row["ideal_us"]),
-                *best_bold([us.get(name) for name in contenders]),
-                ratio(row["ratio"]),
-            ]
-        )
-    return table(["case", "ideal", *(NAMES[name] for name in contenders), "×"], lines)
-
-
-def decode_others() -> list[str]:
-    return attention(
-        ["h200_attention_fp8", "h200_attention_speculative"], ["cuda", "triton", "fa3", "flashinfer"]
-    )
-
-
 def decode_since() -> list[str]:
     rows = load("h200_decode_before_after_2")["decode"]
     return table(
@@ -194,7 +178,7 @@ def routing() -> list[str]:
 def plans() -> list[str]:
     """Host microseconds of one plan, which all layers of a step share; beside it the step of 32 layers."""
     lines = []
-    for row in load("h200_plans")["rows"]:
+    for row in load("h200_plans_prompts")["rows"]:
         case = f"{row['requests']} requests, {row['query_tokens']} on {row['keys']:,}"
         step = "–" if "replay" not in row else f"{row['replay']:,.0f}"
         lines.append(

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from result_tables import best_bold, figure, geomean, load, ratio, short, table
+from result_tables import RESULTS, best_bold, figure, geomean, latest, load, ratio, short, table
 
 PAGED = {"fa3": ("fa3",), "flashinfer": ("flashinfer", "flashinfer-no-graph", "flashinfer-fa3")}
 COLUMNS = {
@@ -79,9 +79,9 @@ def mean(rows: Iterable[dict[str, Any]]) -> list[str]:
     return textwrap.wrap(" ".join(parts), 110, break_long_words=False, break_on_hyphens=False)
 
 
-def suite(name: str) -> list[str]:
-    """One row per case: microseconds, and both ratios."""
-    rows, lines = load(name)["rows"], []
+def suite(name: str, *suites: str) -> list[str]:
+    """One row per case, of some suites of the run: microseconds, and both ratios."""
+    rows, lines = [row for row in latest(name)["rows"] if not suites or row["suite"] in suites], []
     for row in rows:
         us, (paged, dense) = fastest(row), ratios(row)
         cells = best_bold([us.get(column) for column in COLUMNS])
@@ -93,7 +93,7 @@ def suite(name: str) -> list[str]:
 
 def mixed(name: str) -> list[str]:
     """Batches of decodes and chunks: microseconds, and of our kernels in two calls, one after the other."""
-    rows = [row for row in load(name)["rows"] if " + " in row["case"]]
+    rows = [row for row in latest(name)["rows"] if " + " in row["case"]]
     columns, lines = [column for column in COLUMNS if column != "sdpa"], []
     for row in rows:
         us, turns = fastest(row), row["contenders"]["cuda-in-parts"].get("us")
@@ -110,6 +110,15 @@ def suite_decode() -> list[str]:
 
 def suite_prefill() -> list[str]:
     return suite("h200_suite_prefill")
+
+
+def suite_fp8_decode() -> list[str]:
+    """fp8 caches, and 4 query tokens per request."""
+    return suite("h200_suite_fp8", "decode-fp8", "speculative")
+
+
+def suite_fp8_prefill() -> list[str]:
+    return suite("h200_suite_fp8", "prefill-fp8")
 
 
 def suite_mixed() -> list[str]:
@@ -142,10 +151,29 @@ def _share(row: dict[str, Any]) -> str:
     return f"{row['roofline_ms'] / row['ms']:.0%}"
 
 
+def choice() -> list[str]:
+    """By how much what runs by itself, `cuda`, is slower than the fastest paged contender."""
+    lines = []
+    for name in ("decode", "mixed", "prefill"):
+        rows = [
+            row for row in latest(f"h200_suite_{name}")["rows"] if name != "mixed" or " + " in row["case"]
+        ]
+        found = []
+        for row in rows:
+            us = fastest(row)
+            best = min((x, who) for who, x in us.items() if who != "sdpa")
+            found.append((us["cuda"] / best[0], short(row["case"]), COLUMNS[best[1]]))
+        loss, case, who = max(found)
+        slower = sum(round(x, 3) > 1 for x, _, _ in found)
+        worst = f"{loss - 1:.1%}: {case}, to {who}" if slower else "–"
+        lines.append([name, str(len(found)), str(slower), worst])
+    return table(["suite", "cases", "slower in", "most"], lines)
+
+
 def cascade_peers() -> list[str]:
     """Ours beside FlashInfer's cascade, over the same blocks."""
     lines = []
-    for row in load("h200_cascade_flashinfer")["rows"]:
+    for row in latest("h200_cascade_flashinfer")["rows"]:
         us = row["us"]
         names = ("plain", "cascade", "flashinfer", "flashinfer by hand")
         peers = [us[name] for name in names[2:] if name in us]
@@ -162,8 +190,11 @@ def cascade_peers() -> list[str]:
 
 
 def batched() -> list[str]:
-    """Steps of generate_batch by attention."""
-    rows = load("h200_generate_batch")["rows"]
+    """Steps of generate_batch by attention, of the newest of the documents."""
+    names = ("h200_generate_batch", "h200_generate_batch_busy")
+    name = next(name for name in names if (RESULTS / f"{name}.json").exists())
+    document = load(name)
+    rows = document["rows"]
     batches = sorted({row["batch"] for row in rows})
     ms = {(row["way"], row["batch"]): row.get("ms") for row in rows}
     peer = "flash_attention_3"
@@ -175,4 +206,6 @@ def batched() -> list[str]:
             yield ratio(theirs / own) if own and theirs and way != peer else "–"
 
     header = ["`paged\\|…`", *(text for n in batches for text in (f"batch {n}, ms", "×"))]
-    return table(header, [[way, *cells(way)] for way in dict.fromkeys(row["way"] for row in rows)])
+    lines = [[way, *cells(way)] for way in dict.fromkeys(row["way"] for row in rows)]
+    source = f"From [the document](../benchmarks/results/{name}.json): {document['note']}."
+    return [*table(header, lines), "", *textwrap.wrap(source, 110, break_long_words=False)]

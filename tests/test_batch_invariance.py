@@ -106,7 +106,7 @@ def test_what_splits_by_the_batch_is_not_called_invariant() -> None:
         check_batch_invariance(get_backend("torch_sdpa"), declared=False, dtypes=(torch.float32,), **FEW)
 
 
-# ------------------------------------------------------------------------------------------- through the doors
+# ----------------------------------------------------------------------------------------- through the doors
 def call(rows: int, **options: Any) -> Any:
     """The output of a request of 37 keys, beside ``rows - 1`` longer ones."""
     generator = torch.Generator().manual_seed(0)

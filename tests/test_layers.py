@@ -333,6 +333,11 @@ def test_requests_are_copied_with_their_cache_alone() -> None:
         assert twin.pool is other.pool is not cache.pool
         twin.append([4])
         assert (twin.seq_lens, rows.seq_lens) == ([9], [5]) and cache.pool.num_used == 2
+    alone = pickle.loads(pickle.dumps(rows))
+    for use in (lambda: alone.append([1]), lambda: alone.truncate([1]), alone.free, lambda: alone.cross([1])):
+        with pytest.raises(ArgumentError, match="requests: expected unpickled together with their cache"):
+            use()
+    assert alone.seq_lens == [5] and rows.append([1]).seq_lens.tolist() == [6]
 
 
 @pytest.mark.parametrize("lens", [[1], [1, -1], [1, 1.0], [True, 1]])

@@ -184,6 +184,43 @@ def test_groups_of_an_earlier_step_are_refused(change: str) -> None:
         layer(torch.randn(4, HEADS, DIM), None, None, pools, together)
 
 
+def test_what_the_host_knows_is_refused_at_once() -> None:
+    """Lengths and query lengths that do not fit the groups: before anything is written, without a look at
+    the device."""
+    shared = automatic().buffers(3, 4)
+    group = [PrefixGroup((0, 1, 2), 3)]
+    with pytest.raises(ArgumentError, match="groups: expected .*row 2 has 11 tokens there, got one of 12"):
+        shared.set(group, ROWS, QUERIES, [17, 20, 12])
+    assert not shared.lens.any() and shared.query_lens is None
+    shared.set(group, ROWS, QUERIES, LENS)
+    for lens, ok in ((QUERIES, True), ([1, 1, 2], False), ([1, 2], False)):
+        tables = ROWS[: len(lens)]
+        metadata = AttentionMetadata.from_lists(
+            lens, LENS[: len(lens)], tables, block_size=BLOCK, max_blocks_per_req=WIDTH
+        )
+        if ok:
+            assert shared.of(metadata).prefixes is not None
+            continue
+        with pytest.raises(ArgumentError, match=r"metadata: expected a batch of query lengths \[1, 2, 1\]"):
+            shared.of(metadata)
+
+
+def test_who_has_ended_is_in_no_group() -> None:
+    """A row that ended on the device is padding there, before the host knows: its group's others go on."""
+    layer = PagedAttention(HEADS, DIM, KV_HEADS)
+    pools = torch.randn(20, BLOCK, KV_HEADS, DIM), torch.randn(20, BLOCK, KV_HEADS, DIM)
+    metadata = AttentionMetadata.from_lists([1] * 3, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
+    q = torch.randn(3, HEADS, DIM)
+    prefixes = automatic()
+    shared = prefixes.update(3, 3, ROWS, [1] * 3, LENS)
+    assert shared is not None
+    metadata.seq_lens[1] = 0
+    with torch.no_grad():
+        want = layer(q, None, None, pools, metadata)
+        got = layer(q, None, None, pools, shared.of(metadata))
+    torch.testing.assert_close(got[[0, 2]], want[[0, 2]])
+
+
 def test_nothing_pays_and_nothing_is_touched() -> None:
     metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
     assert automatic(costs=HOPPER).attach(metadata, ROWS) is metadata

@@ -159,6 +159,9 @@ def test_metadata(backend: Any) -> None:
     common.causal = torch.tensor([True, False])
     with pytest.raises(NotImplementedError, match="causality"):
         builder.build(0, common)
+    common.causal, common.rswa_prefix_lens = True, torch.ones(2)
+    with pytest.raises(NotImplementedError, match="a batch with rswa_prefix_lens"):
+        builder.build(0, common)
 
 
 def test_a_profiling_run(backend: Any) -> None:
@@ -188,7 +191,9 @@ def test_what_vllm_is_told(backend: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     """By the selector's own words."""
     assert backend.get_name() == "CUSTOM"
     assert backend.get_kv_cache_shape(7, 16, 2, 64) == (7, 2, 16, 2, 64)
-    assert [size.base for size in backend.get_supported_kernel_block_sizes()] == [16]
+    for spec in ((), (None,)):  # newer vLLM gives one
+        assert [size.base for size in backend.get_supported_kernel_block_sizes(*spec)] == [16]
+    assert backend.supports_sliding_window()
     assert reasons(backend) == [] and reasons(backend, has_sink=True, kv_cache_dtype="fp8") == []
     assert "dtype not supported" in reasons(backend, dtype=torch.float64)
     assert "kv_cache_dtype not supported" in reasons(backend, kv_cache_dtype="nvfp4")

@@ -264,7 +264,7 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 )
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in
-    the source alone holds them there."""
+    the source alone holds them there. With fp8 queries one wait for all, in front of the exponentials."""
     assert NVDISASM
     values = config(**SHAPES[name])
     compile_with_nvcc(tmp_path, values, "cubin")
@@ -288,10 +288,14 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
         for start, kind in kinds.items()
         if re.search(rf"\*/\s+(@!?U?P\w+ )?{re.escape(start)}", line)
     )
-    products = (values["DIM"] + values["KEYS"]) // (32 if values["Q_FP8"] else 16)
+    exponentials = values["KEYS"] // 2 + 2  # and of the two rows' factors
+    if values["Q_FP8"]:  # scores, wait for them and for the values before, exponentials, values
+        scores, weighted = "P" * (values["DIM"] // 32), "P" * (values["KEYS"] // 32)
+        assert order.count(scores + "0" + "E" * exponentials + weighted) == 2, order
+        return
+    products = (values["DIM"] + values["KEYS"]) // 16
     steps = re.findall(r"P+1[^1]*?0", order)
     assert len(steps) == 2 + (values["WINDOW_LEFT"] >= 0), order
-    exponentials = values["KEYS"] // 2 + 2  # and of the two rows' factors
     assert steps == ["P" * products + "1" + "E" * exponentials + "0"] * len(steps), order
 
 

@@ -1,4 +1,5 @@
-"""Generator(batch_invariant=True): a request's logits have the same bits, whoever runs, joins or ends beside it."""
+"""Generator(batch_invariant=True): a request's logits have the same bits, whoever runs, joins or ends beside
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Requests of an engine that begin alike: they share blocks, decode steps read these once where that pays, and
-their tokens are those of each alone."""
+"""Requests of an engine that begin alike: they share blocks, decode steps read these once where that pays,
+and their tokens are those of each alone."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def free_again(generator: Generator) -> bool:
     return generator.pool.num_free == generator.pool.num_usable
 
 
-# ------------------------------------------------------------------------------------------- through the engine
+# ----------------------------------------------------------------------------------------- through the engine
 @pytest.mark.parametrize(
     "options",
     [{}, {"graphs": False}, {"steps_per_launch": 3}, {"max_batch_size": 2}, {"prefill_chunk_size": 5}],
@@ -108,6 +108,16 @@ def test_it_can_be_switched_off(
     assert bool(generator.stats.shared_tokens) == ("cascade" in options and len(options) == 1)
 
 
+def test_keys_that_depend_on_the_longest_text_are_not_shared(make_llama: Callable[..., Any]) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = make_llama(vocab_size=99, hidden_size=64, max_position_embeddings=64, rope_parameters=rope)
+    generator = Generator(model, max_batch_size=2, max_seq_len=64, cascade=FREE)
+    assert generator.scheduler._shared is None and "rotation by length" in generator.cascade_reason
+    for option in ("share_prefixes", "batch_invariant"):
+        with pytest.raises(ArgumentError, match="with 'dynamic'"):
+            Generator(model, max_batch_size=2, max_seq_len=64, **{option: True})
+
+
 def test_wrong_options_are_refused(model: Any) -> None:
     with pytest.raises(ArgumentError, match="cascade: expected True, False or CascadeCosts"):
         Generator(model, cascade="auto")  # type: ignore[arg-type]
@@ -116,7 +126,7 @@ def test_wrong_options_are_refused(model: Any) -> None:
 
 
 def test_samples_of_one_prompt(model: Any, passes: list[int]) -> None:
-    """As with num_return_sequences: the prompt is computed once, and each sample has the seed's own tokens."""
+    """As with num_return_sequences: the prompt is computed once, and each sample has its seed's tokens."""
     each = [SamplingParams(max_new_tokens=8, temperature=1.0, seed=seed) for seed in range(4)]
     plain = Generator(model, block_size=4, max_batch_size=4, share_prefixes=False, cascade=False)
     want = [output.token_ids for output in plain.generate([SYSTEM] * 4, each)]
@@ -150,6 +160,22 @@ def test_who_is_put_back_computes_again(model: Any, alone: list[list[int]]) -> N
     generator = Generator(model, block_size=4, max_batch_size=6, num_blocks=17, cascade=FREE)
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
     assert generator.stats.preemptions and generator.stats.shared_tokens and free_again(generator)
+
+
+def test_more_requests_fit_a_pool_that_they_share(model: Any, alone: list[list[int]]) -> None:
+    """Each alone would need 9 blocks of the 20 that there are."""
+    prompts, want = [PROMPTS[i] for i in (0, 1, 3, 5)], [alone[i] for i in (0, 1, 3, 5)]
+    generator = Generator(model, block_size=4, max_batch_size=4, num_blocks=21)
+    ids = [generator.submit(prompt, TEN) for prompt in prompts]
+    most = 0
+    tokens: dict[int, list[int]] = {}
+    while generator.has_unfinished:
+        for event in generator.step():
+            if event.token_id is not None:
+                tokens.setdefault(event.request_id, []).append(event.token_id)
+        most = max(most, len(generator.scheduler.running))
+    assert [tokens[i] for i in ids] == want and most == 4 and generator.stats.preemptions == 0
+    assert free_again(generator)
 
 
 def test_a_graph_that_can_not_be_captured(
@@ -212,6 +238,7 @@ def test_only_full_blocks_before_the_last_token(numbers: Iterator[int]) -> None:
     assert shared.find(sequence(next(numbers), [0, 1, 2, 4, 4])) == []
     waits = sequence(next(numbers), [*range(8), 50])
     assert shared.find(waits) is None, "its second block is being computed"
+    assert shared.count(waits) == 2 and shared.count(first) == 0
     first.num_computed = 12
     shared.computed(first)
     assert shared.find(waits) == [7, 8] and not shared._waiting

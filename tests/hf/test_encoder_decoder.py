@@ -231,6 +231,32 @@ def test_a_source_padded_on_the_left() -> None:
         logits_of(model, given, PagedEncoderDecoderCache(model.config, 2, 32))
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_source_that_is_all_padding(compiled: bool) -> None:
+    """Eager attention averages such a row, SDPA and the kernels do otherwise: there is nothing to be right
+    about."""
+    model, given = build("Bart", HEAD, "torchpaged"), inputs()
+    cache = PagedEncoderDecoderCache(model.config, 2, 32, block_size=4)
+    with torch.no_grad():
+        encoded = model.get_encoder()(given["input_ids"])
+    if not compiled:
+        given["attention_mask"][1] = 0
+        with pytest.raises(ArgumentError, match="at least one token in every row.*a row that is all padding"):
+            logits_of(model, given, cache)
+        return
+    torch._dynamo.reset()
+    given["attention_mask"][1, 5:] = 0
+    step = {"encoder_outputs": encoded, "past_key_values": cache}
+    with torch.no_grad():
+        model(**step, decoder_input_ids=given["decoder_input_ids"], attention_mask=given["attention_mask"])
+        run = torch.compile(model, fullgraph=True, backend="eager")
+        more = {"decoder_input_ids": torch.full((2, 1), 5)}
+        run(**step, **more, attention_mask=given["attention_mask"])
+        given["attention_mask"][1] = 0
+        with pytest.raises(RuntimeError, match="of at least one token in every row"):
+            run(**step, **more, attention_mask=given["attention_mask"])
+
+
 def test_a_mask_of_ones_own() -> None:
     model, given = build("Bart", HEAD, "torchpaged"), inputs()
     own = torch.ones(2, 1, 9, 12, dtype=torch.bool)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
-from torchpaged import ArgumentError
+from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.cascade import CascadeCosts
 from torchpaged.cascade import attention as cascade_module
 from torchpaged.hf import PagedCache
@@ -120,3 +120,58 @@ def test_tokens_taken_back(passes: list[int]) -> None:
 def test_what_cascade_takes() -> None:
     with pytest.raises(ArgumentError, match="cascade: expected True, False or CascadeCosts"):
         PagedCache(tiny("Llama").config, 2, 32, cascade="auto")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- the same bits in any company
+def test_batch_invariant_attention(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attention gives a row is what it gives that row alone, bit by bit; no row is read in a group."""
+    model = tiny("Llama")
+    model.set_attn_implementation("torchpaged")
+    cache = PagedCache(model.config, 3, 40, block_size=4, cascade=FREE, batch_invariant=True)
+    ids, compared = torch.randint(3, 99, (1, 14)), 0
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        assert cache.choice.name == "reference" and all(spec.batch_invariant for spec in cache.backend.specs)
+        cache.batch_repeat_interleave(3)
+        ops = cache.backend.ops
+
+        def both(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            table: Tensor,
+            lens: Tensor,
+            starts: Tensor,
+            out: Tensor,
+            *rest: Any,
+            **o: Any,
+        ) -> None:
+            nonlocal compared
+            ops.paged_attention(q, k, v, table, lens, starts, out, *rest, **o)
+            for row in range(3):
+                one, alone = slice(row, row + 1), torch.empty_like(out[row : row + 1])
+                ops.paged_attention(q[one], k, v, table[one], lens[one], starts[:2], alone, *rest, **o)
+                assert torch.equal(alone, out[one])
+                compared += 1
+
+        monkeypatch.setattr(cache.backend, "ops", ops._replace(paged_attention=both))
+        for _ in range(3):
+            model(torch.randint(3, 99, (3, 1)), past_key_values=cache)
+    assert compared == 3 * 3 * 3 and not passes and not cache.groups.active
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"backend": "cpu"}, BackendUnavailableError, "batch_invariant is not declared"),
+        ({"dense": True}, UnsupportedModelError, "batch_invariant is not held where keys are gathered"),
+        ({"kv_dtype": "fp8_e4m3"}, ArgumentError, "kv_scales: expected scales, with batch_invariant=True"),
+    ],
+    ids=["backend", "dense", "scales"],
+)
+def test_where_it_is_not_held(options: dict[str, Any], error: Any, message: str) -> None:
+    model = tiny("Llama")
+    model.set_attn_implementation("torchpaged")
+    with pytest.raises(error, match=message), torch.no_grad():
+        cache = PagedCache(model.config, 2, 32, batch_invariant=True, **options)
+        model(torch.tensor([[5, 6]]), past_key_values=cache)

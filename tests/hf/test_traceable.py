@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from torchpaged.hf import attach, detach, paged, traceable
+from torchpaged.hf import PagedCache, attach, detach, paged, traceable
 from torchpaged.hf.own_attention import put_in
 from torchpaged.hf.traceable import TRACEABLE
 from torchpaged.testing.coverage import encoder_decoders, examine
@@ -78,6 +78,22 @@ def test_ctrl_with_what_a_trace_of_ours_does_not_give() -> None:
     with paged(model), torch.no_grad():
         out = model(ids, output_hidden_states=True)
     assert len(out.hidden_states) == model.config.n_layer + 1
+
+
+def test_recurrent_states_stay_where_they_are() -> None:
+    """From one step to the next and from one prompt to the next; the first is in inference mode."""
+    model, ids = model_of("recurrent_gemma", "eager"), torch.randint(3, 99, (2, 6))
+    call = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    want = model.generate(ids, **call)
+    with paged(model):
+        [block, *_] = named(model, "RecurrentGemmaRecurrentBlock")
+        places = []
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                got = model.generate(ids, **call, past_key_values=PagedCache(model.config, 2, 16))
+            assert torch.equal(got, want)
+            places.append([state.data_ptr() for state in (block.conv1d_state, block.rg_lru.recurrent_states)])
+        assert places[0] == places[1] and block.conv1d_state.is_contiguous()
 
 
 def test_they_come_and_go() -> None:

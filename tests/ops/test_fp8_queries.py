@@ -13,6 +13,7 @@ import torchpaged
 from torchpaged.backends import attention_spec, get_backend, list_backends
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.check import check_paged_attention
+from torchpaged.custom_ops.attention.cuda import paged_attention as cuda_op
 from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.testing import Batch, BatchSpec, make_batch, run_paged_attention
@@ -207,3 +208,29 @@ def test_in_a_trace() -> None:
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     with torchpaged.use_backend("reference"):
         assert torch.equal(compiled(batch, q_scale=Q_SCALE), expected)
+
+
+@pytest.mark.parametrize("max_query_len", [1, 20])
+def test_the_cuda_backend_has_one_kernel_for_them(
+    max_query_len: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However short they are; nothing else serves what it does not take."""
+    monkeypatch.setattr(prefill.gpu, "capability", lambda index: (9, 0))
+    batch = drawn()
+    out = torch.empty(batch.q.shape, dtype=torch.bfloat16)
+
+    def routed(q: Tensor) -> cuda_op.Route:
+        tensors = (q, batch.k_cache, batch.v_cache, out)
+        return cuda_op.route(*tensors, 4, max_query_len, batch.scale, None, 64)
+
+    assert routed(batch.q) == cuda_op.Route("prefill")
+    odd = torch.empty(*batch.q.shape[:2], 72, dtype=E4M3)[..., :64]
+    monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "0")
+    assert routed(batch.q) == cuda_op.Route("triton", reason="prefill: TORCHPAGED_CUDA_PREFILL=0")
+    monkeypatch.delenv("TORCHPAGED_CUDA_PREFILL")
+    kernel, _, reason = routed(odd)
+    assert "multiples of 16 bytes" in reason
+    with pytest.raises(BackendUnavailableError, match="multiples of 16 bytes"):
+        cuda_op._refuse_fp8_queries(kernel, reason, None)
+    with pytest.raises(ArgumentError, match="None with fp8 queries"):
+        cuda_op._refuse_fp8_queries("prefill", "", torch.zeros(26, dtype=torch.int64))

@@ -12,6 +12,7 @@ Allocating and freeing a block cost O(1). A call that fails changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 
@@ -24,6 +25,11 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in the pool's tensors, the null block included; at least 2.
+
+    Attributes:
+        peak_used: blocks held at once at most.
+        is_alone: a copy or an unpickled one, whose blocks' tensors were not copied with it: so far as nobody
+            who holds them has set it to False.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -34,6 +40,10 @@ class BlockPool:
         self._ref_counts[NULL_BLOCK] = 1
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
         self.peak_used = 0
+        self.is_alone = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"is_alone": True}
 
     @property
     def num_usable(self) -> int:

@@ -114,6 +114,8 @@ class PagedKVCache:
             for pools, of_layer in zip(state["_pools"], dtypes, strict=True)
         ]
         self.device = next(iter(self.tensors().values())).device  # torch.load may have moved it
+        if self._pool is not None:
+            self._pool.is_alone = False
         self._mark_static()
 
     @classmethod

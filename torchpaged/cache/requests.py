@@ -39,7 +39,8 @@ class CacheRequests:
         block_tables: blocks of each request.
 
     Copies and pickles are made together with the cache, ``copy.deepcopy((cache, rows))``: it holds the blocks
-    and says which are free.
+    and says which are free. A pickle can't know what else is in it: one without the cache is refused when it
+    is used.
     """
 
     _ALONE = (
@@ -84,8 +85,18 @@ class CacheRequests:
         """Width of the block tables; None: the longest request's."""
         return None if self.max_seq_len is None else -(-self.max_seq_len // self.block_size)
 
+    def _require_cache(self) -> None:
+        if self.pool.is_alone:
+            raise ArgumentError(
+                "requests",
+                "unpickled together with their cache, which holds the blocks",
+                "requests that were pickled alone",
+                "pickle.dumps((cache, requests)); for rows of the same cache, cache.allocate",
+            )
+
     def _lens(self, name: str, lens: Sequence[int]) -> list[int]:
-        """``lens`` as ints, one for each request."""
+        """``lens`` as ints, one for each request; first of all that a step or a change asks."""
+        self._require_cache()
         numbers = list(lens)
         if len(numbers) != len(self) or not all(is_int(n) and n >= 0 for n in numbers):
             raise ArgumentError(name, f"an int of at least 0 for each of {len(self)} requests", str(numbers))

@@ -208,7 +208,9 @@ def _check_group(
 def _check_lens(
     group: PrefixGroup, query_lens: Sequence[int], seq_lens: Sequence[int] | None, block_size: int
 ) -> None:
-    for row in group.rows if seq_lens is not None else ():
+    if seq_lens is None:
+        return
+    for row in group.rows:
         context = seq_lens[row] - query_lens[row]
         if context < group.num_blocks * block_size:
             raise ArgumentError(

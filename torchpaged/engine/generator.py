@@ -37,12 +37,14 @@ from torchpaged.engine.options import (
     decide_compile,
     decide_graphs,
     decide_prefill_buckets,
+    decide_sharing,
     paged_model,
     require_invariant,
+    rotation_by_length,
     tokens_per_request,
 )
-from torchpaged.engine.prefix_groups import check_cascade, find_prefixes
 from torchpaged.engine.prefill_graphs import PrefillGraphs
+from torchpaged.engine.prefix_groups import check_cascade, find_prefixes
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
@@ -100,7 +102,7 @@ class Generator:
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
-            they share, unless ``batch_invariant``.
+            they share, unless ``batch_invariant``, or keys are rotated by the length of the text.
         cascade: decode steps read blocks that several requests share once, where that pays
             (`torchpaged.cascade`): with graphs by a second graph per bucket, captured when it is first
             needed. True: by the device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False:
@@ -213,6 +215,7 @@ class Generator:
             self.graph_reason,
             self.choice.backend.capabilities.graph_support,
         )
+        rotation = rotation_by_length(self.model)
         if batch_invariant:
             require_invariant(
                 use_graphs=use_graphs,
@@ -224,9 +227,10 @@ class Generator:
                 num_blocks=cache.num_blocks,
                 block_size=cache.block_size,
                 needs_scales=getattr(self.model, "needs_scales", False),
+                rotation=rotation,
             )
             buckets = [max_batch_size]
-        shares = not batch_invariant if share_prefixes == "auto" else bool(share_prefixes)
+        shares = decide_sharing(share_prefixes, batch_invariant, rotation)
         columns = -(-self.max_seq_len // cache.block_size)
         prefixes, self.cascade_reason = find_prefixes(self.model, cascade, shares, columns)
         self.pool = BlockPool(cache.num_blocks)

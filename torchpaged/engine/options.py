@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from torchpaged.backends import Choice, GraphSupport, Limits
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
@@ -172,6 +173,38 @@ def paged_model(
     )
 
 
+def rotation_by_length(model: Any) -> str:
+    """The kind of a model's rotary embedding whose angles follow from the longest text of a step; empty if it
+    has none. A key then depends on who else is in the batch."""
+    inner = getattr(model, "model", model)
+    for module in inner.modules() if isinstance(inner, nn.Module) else ():
+        kinds = getattr(module, "rope_type", "")
+        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+            if isinstance(kind, str) and any(word in kind for word in ("dynamic", "longrope")):
+                return kind
+    return ""
+
+
+def decide_sharing(share_prefixes: bool | str, batch_invariant: bool, rotation: str) -> bool:
+    """Whether requests share blocks.
+
+    Args:
+        share_prefixes: as for the engine; "auto": unless something speaks against it.
+        batch_invariant: likewise.
+        rotation: of `rotation_by_length`.
+
+    Raises:
+        ArgumentError: they shall, and the keys of one are not those of another.
+    """
+    if share_prefixes is True and rotation:
+        raise ArgumentError(
+            "share_prefixes",
+            f"'auto' or False: with {rotation!r} a key's rotation depends on the length of the text",
+            "True",
+        )
+    return not (batch_invariant or rotation) if share_prefixes == "auto" else bool(share_prefixes)
+
+
 def require_invariant(
     *,
     use_graphs: bool,
@@ -183,13 +216,14 @@ def require_invariant(
     num_blocks: int,
     block_size: int,
     needs_scales: bool,
+    rotation: str,
 ) -> None:
     """Refuse what would let a request's bits depend on the others of an engine.
 
     Raises:
         ArgumentError: no graphs, whose decode steps are of one size; buckets of several; shared prefixes,
-            which others compute; so few blocks that a request may be put back and computed otherwise; or
-            scales of fp8 pools that the first prompt would give all others.
+            which others compute; so few blocks that a request may be put back and computed otherwise; scales
+            of fp8 pools that the first prompt would give all others; or a rotation by the longest text.
     """
     wants = "with batch_invariant=True"
     if not use_graphs:
@@ -205,6 +239,10 @@ def require_invariant(
             f"at least {need} {wants}: {max_batch_size} requests of {max_seq_len} tokens and the null block, "
             "so that none is put back and computed again in other steps",
             str(num_blocks),
+        )
+    if rotation:
+        raise ArgumentError(
+            "batch_invariant", f"False: with {rotation!r} the longest text of a step rotates all", "True"
         )
     if needs_scales:
         raise ArgumentError("kv_scales", f"scales {wants}: those found are of the first prompt", "none")

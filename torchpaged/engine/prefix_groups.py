@@ -36,7 +36,10 @@ def find_prefixes(
     if cascade is False:
         return None, "switched off by cascade=False"
     if not share_prefixes:
-        return None, "no requests share blocks: share_prefixes=False, or batch_invariant=True"
+        return (
+            None,
+            "no requests share blocks: share_prefixes=False, batch_invariant=True, or a rotation by length",
+        )
     if session.plans:
         return None, f"backend {session.name!r} plans its batches, which two passes have no plan for"
     able = [

@@ -171,9 +171,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more."""
-        promised = sum(self.blocks_for(len(s) + 1) - len(s.blocks) for s in self.running if not _decodes(s))
+        promised = sum(self._need(s) for s in self.running if not _decodes(s))
         while self.waiting and len(self.running) < self.max_batch_size:
-            need = self.blocks_for(len(self.waiting[0]) + 1)
+            need = self._need(self.waiting[0])
             if self.running and need + promised > self.pool.num_free:
                 self._trim()
                 if need + promised > self.pool.num_free:
@@ -182,6 +182,11 @@ class Scheduler:
             sequence = self.waiting.popleft()
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.request_id)
+
+    def _need(self, sequence: Sequence) -> int:
+        """Blocks that a request lacks for all its tokens and one more, those left out that others share."""
+        shared = 0 if self._shared is None else self._shared.count(sequence)
+        return self.blocks_for(len(sequence) + 1) - len(sequence.blocks) - shared
 
     def _begin(self, sequence: Sequence) -> bool:
         """Give a request that begins the blocks that it shares with others; False: one of them is computing

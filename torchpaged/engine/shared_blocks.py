@@ -48,6 +48,7 @@ class SharedBlocks:
         self._root = _Node()
         self._paths: dict[Sequence, list[_Node]] = {}  # of those that compute their tokens, or have them
         self._waiting: dict[Sequence, list[_Node]] = {}  # what those that wait for others have seen of them
+        self._counts: dict[Sequence, int] = {}  # by `count`, as long as nobody comes or goes
 
     def __contains__(self, sequence: Sequence) -> bool:
         """Whether it promised its tokens, and was not forgotten since."""
@@ -77,6 +78,19 @@ class SharedBlocks:
             node = child
         return [node.block for node in seen if node.block is not None]
 
+    def count(self, sequence: Sequence) -> int:
+        """How many of its blocks others have, or are computing; 0 once it has begun itself."""
+        if sequence in self._paths:
+            return 0
+        if sequence not in self._counts:
+            node, count = self._root, 0
+            for key in self._keys(sequence, 0):
+                if key not in node.children:
+                    break
+                node, count = node.children[key], count + 1
+            self._counts[sequence] = count
+        return self._counts[sequence]
+
     def promise(self, sequence: Sequence) -> None:
         """``sequence`` is about to compute its tokens, but for those that `find` gave."""
         node, path = self._root, []
@@ -85,6 +99,7 @@ class SharedBlocks:
             node.holders.add(sequence)
             path.append(node)
         self._paths[sequence] = path
+        self._counts.clear()
 
     def computed(self, sequence: Sequence) -> None:
         """As many of its tokens as ``num_computed`` says have their keys and values in its blocks."""
@@ -97,6 +112,7 @@ class SharedBlocks:
         """``sequence`` gives its blocks up, or waits no longer."""
         self._waiting.pop(sequence, None)
         path = self._paths.pop(sequence, [])
+        self._counts.clear()
         for node in path:
             node.holders.discard(sequence)
         parent = self._root
@@ -108,4 +124,4 @@ class SharedBlocks:
 
     def clear(self) -> None:
         """Nobody holds anything."""
-        self._root, self._paths, self._waiting = _Node(), {}, {}
+        self._root, self._paths, self._waiting, self._counts = _Node(), {}, {}, {}

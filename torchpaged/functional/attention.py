@@ -199,8 +199,8 @@ def paged_attention(
             backend = able_backend(ops, spec)
             if batch_invariant and backend is None:
                 raise BackendUnavailableError(
-                    "ops: handles of no backend that declares batch_invariant: a request's bits may depend on "
-                    "the others; leave ops out, or give those of one that does"
+                    "ops: handles of no backend that declares batch_invariant: a request's bits may depend "
+                    "on the others; leave ops out, or give those of one that does"
                 )
             needs_session = batch_invariant or (backend is not None and backend.capabilities.planning)
             if backend is not None and workspace is None and needs_session:

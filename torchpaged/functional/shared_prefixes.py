@@ -82,5 +82,6 @@ def attend_with_prefixes(
     ``custom_ops/attention/schema.py``."""
     if not torch.compiler.is_compiling():
         refuse_grad(q=tensors[0], sinks=options.get("sinks"))
-        check_cascade_attention(*tensors, out, lse, **options)
+        check: Any = check_cascade_attention
+        check(*tensors, out, lse, **options)
     ops.cascade_attention(*tensors, out, lse, **options)

@@ -283,8 +283,8 @@ def _dense(
     indices = kwargs.pop("indices", None)
     if indices is not None:
         mask = select(mask, indices, query.dtype, name)
-    is_eager = sinks is not None and softcap is None and not (dropout and module.training)
-    if is_eager and mask is not None and mask.dim() == 4 and (indices is not None or bias is not None):
+    plain = softcap is None and not (dropout and module.training) and mask is not None and mask.dim() == 4
+    if sinks is not None and mask is not None and plain and (indices is not None or bias is not None):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend_with_sinks(query, key, value, mask, scale, sinks, bias), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

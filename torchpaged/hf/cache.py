@@ -12,9 +12,9 @@ A forward begins with the first layer that writes and is complete with the last 
 between leaves rows of which some layers hold more tokens than others: the cache refuses to go on until
 ``reset()``.
 
-What it is made of: its rows (cache_rows.py, row_changes.py for what generate() does to them between forwards, and
-row_groups.py for those that share blocks), what the masks told (cache_masks.py), the backend (chosen_backend.py) and the order of the layers
-(forward_order.py).
+What it is made of: its rows (cache_rows.py, row_changes.py for what generate() does to them between
+forwards, and row_groups.py for those that share blocks), what the masks told (cache_masks.py), the backend
+(chosen_backend.py) and the order of the layers (forward_order.py).
 """
 
 from __future__ import annotations

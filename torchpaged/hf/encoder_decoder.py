@@ -58,7 +58,8 @@ class CrossPagedCache(PagedCache):
         self._make(config, 1 if max_encoder_len is None else max_encoder_len)
 
     def _make(self, config: Any, max_encoder_len: int) -> None:
-        PagedCache.__init__(self, config, self._rows_at_most, max_encoder_len, dense=False, **self._options)
+        options = {**self._options, "dense": False, "cascade": False}
+        PagedCache.__init__(self, config, self._rows_at_most, max_encoder_len, **options)
         if self.name in OWN_ATTENTION - PAGES_CROSS_ATTENTION:
             raise UnsupportedModelError(
                 f"{self.name} attends to its encoder in modules of its own, which torchpaged does not page; "

@@ -45,6 +45,7 @@ class MaskRows:
             was asked; None where no row has padding.
         all_at_zero: likewise, whether every row's keys start at 0; None where nobody could look, as in a
             trace.
+        some_empty: likewise, whether a row has no keys; False where nobody could look.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class MaskRows:
         self.starts: Tensor | None = None
         self.lens: Tensor | None = None
         self.all_at_zero: bool | None = True
+        self.some_empty = False
         self._pinned: Tensor | None = None
         self._are_spans: bool | None = True if present is None else None
 
@@ -80,7 +82,8 @@ class MaskRows:
                     "run the model uncompiled, where such masks go another way",
                 )
             else:
-                self._are_spans, self.all_at_zero = bool(spans), not bool(self.starts.any())
+                self._are_spans, self.some_empty = bool(spans), not bool(self.lens.all())
+                self.all_at_zero = not bool(self.starts.any())
         return bool(self._are_spans)
 
     def pinned_lens(self) -> Tensor:
@@ -189,6 +192,13 @@ def encoder_rows(mask: Tensor | None, batch: int) -> MaskRows | None:
         )
     if rows.starts is None:
         return None
+    if rows.some_empty:
+        raise ArgumentError(
+            "attention_mask",
+            "an encoder's input of at least one token in every row",
+            "a row that is all padding, for which attention has nothing to average",
+            "leave such rows out",
+        )
     if rows.all_at_zero is False:
         raise ArgumentError(
             "attention_mask",
@@ -197,8 +207,11 @@ def encoder_rows(mask: Tensor | None, batch: int) -> MaskRows | None:
             f"pad the encoder's input on the right, or {otherwise}",
         )
     if rows.all_at_zero is None:
+        assert rows.lens is not None
         torch._assert_async(
-            (rows.starts == 0).all(), "attention_mask: expected an encoder that is padded on the right"
+            ((rows.starts == 0) & (rows.lens > 0)).all(),
+            "attention_mask: expected an encoder's input that is padded on the right, of at least one token "
+            "in every row",
         )
         rows.all_at_zero = True  # asserted once for all layers
     return rows

@@ -392,18 +392,17 @@ def _causal(module: Any) -> tuple[str, Callable[..., Any]] | None:
         *args: Any,
         **given: Any,
     ) -> Any:
-        embeds = given.get("inputs_embeds")
-        shape, device = (
-            (input_ids.shape, input_ids.device) if embeds is None else (embeds.shape[:2], embeds.device)
-        )  # type: ignore[union-attr]
+        states: Tensor | None = input_ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
+        if states is None:
+            return plain(input_ids, attention_mask, *args, **given)
         mask = create_causal_mask(
             config=self.config,
-            inputs_embeds=torch.empty(*shape, 0, dtype=self.dtype, device=device),
+            inputs_embeds=torch.empty(*states.shape[:2], 0, dtype=self.dtype, device=states.device),
             attention_mask=attention_mask,
             past_key_values=given.get("past_key_values"),
         )
         if mask is None:  # nothing looks at it, and the module makes one of its own where none comes
-            mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=device)
+            mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=states.device)
         return plain(input_ids, mask, *args, **given)
 
     return "forward", forward

@@ -239,15 +239,33 @@ def _recurrent_gemma(module: Any) -> Function | None:
     return "forward", forward
 
 
+def _kept(place: Tensor | None, state: Tensor | None) -> Tensor | None:
+    """``state`` in the place that it has for good: captured graphs read and write it there. The first one of
+    its shape gets its place outside of compiled code."""
+    if state is None:
+        return None
+    known = place is not None and getattr(place, "_torchpaged_kept", False)
+    if place is not None and known and (place.shape, place.dtype) == (state.shape, state.dtype):
+        return place.copy_(state)
+    if torch.compiler.is_compiling():
+        return state.contiguous()
+    with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later
+        made = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    made._torchpaged_kept = True  # type: ignore[attr-defined]
+    torch._dynamo.mark_static_address(made, guard=False)
+    return made.copy_(state)
+
+
 def _recurrent_block(module: Any) -> Function:
-    """Keeps a part of a longer tensor as its state: laid out differently behind a prompt and behind a token,
-    and so compiled twice."""
+    """Keeps what a step gives as its state: another layout behind a prompt than behind a token, and so
+    compiled twice, and the next step's input in memory that a captured graph owns."""
     plain = module.forward
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
+        conv, recurrent = self.conv1d_state, self.rg_lru.recurrent_states
         out = plain(*args, **options)
-        if self.conv1d_state is not None:
-            self.conv1d_state = self.conv1d_state.contiguous()
+        self.conv1d_state = _kept(conv, self.conv1d_state)
+        self.rg_lru.recurrent_states = _kept(recurrent, self.rg_lru.recurrent_states)
         return out
 
     return "forward", forward

@@ -56,19 +56,22 @@ def cascade_attention(
         (block_table, seq_lens, query_start_loc),
         (prefix_block_table, prefix_lens, prefix_query_start_loc),
     )
-    options: dict[str, Any] = {"scale": scale, "logits_soft_cap": logits_soft_cap}
-    options |= {"k_scale": k_scale, "v_scale": v_scale}
-    further: dict[str, Any] = {"max_query_len": max_query_len, "sinks": sinks, "semaphore": semaphore}
-    check_cascade_attention(
-        q, k_cache, v_cache, *own, *prefixes, order, inverse, out, lse, **options, **further
-    )
+    options: dict[str, Any] = {
+        "max_query_len": max_query_len,
+        "scale": scale,
+        "logits_soft_cap": logits_soft_cap,
+        "sinks": sinks,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "semaphore": semaphore,
+    }
+    check_cascade_attention(q, k_cache, v_cache, *own, *prefixes, order, inverse, out, lse, **options)
     if refuse(q, k_cache, v_cache, block_table, prefix_block_table, out, max_query_len, scale, sinks) is None:
-        attend(q, k_cache, v_cache, *own, *prefixes, order, out, lse, **options, **further)
+        attend(q, k_cache, v_cache, *own, *prefixes, order, out, lse, **options)
         return
     ops = torch.ops.torchpaged
     handles = ops.paged_attention.cuda, ops.merge_attn_states.triton
-    places = order, inverse
-    compose(*handles, q, (k_cache, v_cache), own, prefixes, places, out, lse, **options, **further)
+    compose(*handles, q, (k_cache, v_cache), own, prefixes, (order, inverse), out, lse, **options)
 
 
 def refuse(

@@ -18,9 +18,6 @@
 
 #include "attend.cuh"
 
-// Whether a CTA looks for the parts of others before it stores its own: where registers are plenty.
-constexpr bool LOOKS = CTAS_PER_SM <= 2;
-
 // Normalise four columns of a row and store them; the first thread of a row stores the LSE.
 __device__ __forceinline__ void store_output(const Params &p, const Request &r, int pair, int row, int column,
                                              float top, float total, float4 x) {
@@ -53,56 +50,48 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
     p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 }
 
-// Four columns of a row: maximum, sum, weighted values.
-struct Partial {
-  float top, total;
-  float4 sum;
-};
-
-// Combine `parts` parts of a pair, from `slot(0)` on in this order, in element `e` of theirs. The `mine`-th
-// was not stored, it is `own`; -1: all were. AHEAD: parts asked for at once; a trip to L2 takes longer than
-// everything else here.
-template <int AHEAD, class Slot>
-__device__ __forceinline__ Partial merge_parts(const Params &p, Slot slot, int parts, int e, int mine,
-                                               const Partial &own) {
-  const int row = e / V_VECTORS;
-  float top = FLOOR, total = 0.f;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int begin = 0; begin < parts; begin += AHEAD) {
-    float part_top[AHEAD], part_total[AHEAD];
-    float4 x[AHEAD];
+// Combine `parts` parts of a pair, from `slot(0)` on in this order, and hand each row's maximum, sum and
+// columns to `use`. AHEAD: parts asked for at once; a trip to L2 takes longer than everything else here.
+template <int AHEAD, class Slot, class Use>
+__device__ __forceinline__ void merge_parts(const Params &p, Slot slot, int parts, int thread, Use use) {
+  for (int e = thread; e < ROWS * V_VECTORS; e += THREADS) {
+    const int row = e / V_VECTORS, column = e % V_VECTORS;
+    float top = FLOOR, total = 0.f;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int begin = 0; begin < parts; begin += AHEAD) {
+      float part_top[AHEAD], part_total[AHEAD];
+      float4 x[AHEAD];
 #pragma unroll
-    for (int j = 0; j < AHEAD; ++j) {
-      // past the end: the last one again, with no weight; no branch between loads
-      const i64 at = slot(min(begin + j, parts - 1));
-      part_top[j] = load_l2(p.part_state + at * 2 * ROWS + row);
-      part_total[j] = load_l2(p.part_state + at * 2 * ROWS + ROWS + row);
-      x[j] = load_l2((const float4 *)p.part_acc + at * ROWS * V_VECTORS + e);
+      for (int j = 0; j < AHEAD; ++j) {
+        // past the end: the last one again, with no weight; no branch between loads
+        const int part = min(begin + j, parts - 1);
+        const i64 at = slot(part);
+        part_top[j] = load_l2(p.part_state + at * 2 * ROWS + row);
+        part_total[j] = load_l2(p.part_state + at * 2 * ROWS + ROWS + row);
+        x[j] = load_l2((const float4 *)p.part_acc + at * ROWS * V_VECTORS + e);
+      }
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j)
+        if (begin + j >= parts) part_top[j] = -INF;
+      float most = top;
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) most = fmaxf(most, part_top[j]);
+      const float shrink = exp2_(top - most);
+      top = most;
+      total *= shrink;
+      sum.x *= shrink; sum.y *= shrink; sum.z *= shrink; sum.w *= shrink;
+#pragma unroll
+      for (int j = 0; j < AHEAD; ++j) {
+        const float weight = exp2_(part_top[j] - most);
+        total += part_total[j] * weight;
+        sum.x += x[j].x * weight;
+        sum.y += x[j].y * weight;
+        sum.z += x[j].z * weight;
+        sum.w += x[j].w * weight;
+      }
     }
-#pragma unroll
-    for (int j = 0; j < AHEAD; ++j) {
-      if (LOOKS && min(begin + j, parts - 1) == mine)
-        part_top[j] = own.top, part_total[j] = own.total, x[j] = own.sum;
-      if (begin + j >= parts) part_top[j] = -INF;
-    }
-    float most = top;
-#pragma unroll
-    for (int j = 0; j < AHEAD; ++j) most = fmaxf(most, part_top[j]);
-    const float shrink = exp2_(top - most);
-    top = most;
-    total *= shrink;
-    sum.x *= shrink; sum.y *= shrink; sum.z *= shrink; sum.w *= shrink;
-#pragma unroll
-    for (int j = 0; j < AHEAD; ++j) {
-      const float weight = exp2_(part_top[j] - most);
-      total += part_total[j] * weight;
-      sum.x += x[j].x * weight;
-      sum.y += x[j].y * weight;
-      sum.z += x[j].z * weight;
-      sum.w += x[j].w * weight;
-    }
+    use(row, column, top, total, sum);
   }
-  return {top, total, sum};
 }
 
 // Where a pair's parts are, and where they go when merged. Its CTAs are in teams first ...: slot 1 of the
@@ -121,17 +110,24 @@ struct GroupSlots {
     return (i64)((first + groups.keeper(group)) * TEAM + blockIdx.x % TEAM) * 2 + 1;
   }
 };
-
-__device__ __forceinline__ void store_part(const Params &p, i64 slot, int e, const Partial &part) {
-  ((float4 *)p.part_acc)[slot * ROWS * V_VECTORS + e] = part.sum;
-  if (e % V_VECTORS == 0) {
-    p.part_state[slot * 2 * ROWS + e / V_VECTORS] = part.top;
-    p.part_state[slot * 2 * ROWS + ROWS + e / V_VECTORS] = part.total;
+struct StoreOutput {
+  const Params &p;
+  const Cursor &c;
+  __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
+    store_output(p, c.r, c.pair, row, column, top, total, x);
   }
-}
-__device__ __forceinline__ void store_result(const Params &p, const Cursor &c, int e, const Partial &x) {
-  store_output(p, c.r, c.pair, e / V_VECTORS, e % V_VECTORS, x.top, x.total, x.sum);
-}
+};
+struct StorePart {
+  const Params &p;
+  i64 slot;
+  __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
+    ((float4 *)p.part_acc)[slot * ROWS * V_VECTORS + row * V_VECTORS + column] = x;
+    if (column == 0) {
+      p.part_state[slot * 2 * ROWS + row] = top;
+      p.part_state[slot * 2 * ROWS + ROWS + row] = total;
+    }
+  }
+};
 
 // Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the last
 // request's.
@@ -185,8 +181,7 @@ struct Shared {
   // [WARPS][STAGES]; where a warp's keys were, its state is left
   char *stages;
   float (*all_tops)[ROWS], (*all_totals)[ROWS];  // [WARPS], of these states
-  u32 *old;                                      // what a pair's number was when this CTA arrived
-  bool *is_last;                                 // whether all parts of a pair but this CTA's were there
+  int *is_last;                                  // whether this CTA is the last of a pair's to arrive
   u32 *arrived_parts;                            // CLUSTER > 1: parts of others that are in the inbox
   float *inbox, *inbox_states;                   // CLUSTER > 1: [CLUSTER - 1][PART], [CLUSTER - 1][2][ROWS]
 };
@@ -238,105 +233,90 @@ __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Produ
   for (; filled < STAGES - 1; ++filled) producer.load(p, filled, warp, lane);
 }
 
-// The warps' states of a pair, which lie in the stages they have used last, as one part.
-__device__ __forceinline__ Partial own_part(const Shared &shared, int used_stage, int e) {
-  const int row = e / V_VECTORS, column = e % V_VECTORS;
-  float tops[WARPS], top = FLOOR, sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w] = shared.all_tops[w][row]);
-  float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-  for (int w = 0; w < WARPS; ++w) {
-    const float *from = (float *)(shared.stages + (w * STAGES + used_stage) * STAGE_BYTES);
-    const float weight = exp2_(tops[w] - top);
-    const float4 y = *(const float4 *)(from + row * STATE_ROW + column * 4);
-    sum += shared.all_totals[w][row] * weight;
-    x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
-  }
-  return {top, sum, x};
-}
-
-// This CTA's part of a pair is stored as output if the pair has no others or the others' have come in, else
-// it is sent or stored for whoever finishes the pair. `sender`: this CTA's place among those that send to
-// the pair's first CTA; -1: that is this one.
+// The warps' states of a pair, which lie in the stages they have used last, become one part: it is stored as
+// output if the pair has no others or the others' have come in, else it is sent or stored for whoever
+// finishes the pair. `sender`: this CTA's place among those that send to the pair's first CTA; -1: that is
+// this one.
 __device__ __forceinline__ void hand_over(const Params &p, const Cursor &c, const Parts &parts,
                                           const Shared &shared, int used_stage, i64 part,
                                           [[maybe_unused]] int sender) {
   for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS) {
-    Partial own = own_part(shared, used_stage, e);
-#if CLUSTER > 1
     const int row = e / V_VECTORS, column = e % V_VECTORS;
+    float tops[WARPS], top = FLOOR, sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) top = fmaxf(top, tops[w] = shared.all_tops[w][row]);
+    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float *from = (float *)(shared.stages + (w * STAGES + used_stage) * STAGE_BYTES);
+      const float weight = exp2_(tops[w] - top);
+      const float4 y = *(const float4 *)(from + row * STATE_ROW + column * 4);
+      sum += shared.all_totals[w][row] * weight;
+      x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
+    }
+#if CLUSTER > 1
     if (parts.near && sender < 0) {  // fold in the others, always in this order
-      const float mine = own.top;
-      for (int i = 0; i < parts.count - 1; ++i)
-        own.top = fmaxf(own.top, shared.inbox_states[i * 2 * ROWS + row]);
-      const float shrink = exp2_(mine - own.top);
-      own.total *= shrink;
-      own.sum.x *= shrink; own.sum.y *= shrink; own.sum.z *= shrink; own.sum.w *= shrink;
+      const float mine = top;
+      for (int i = 0; i < parts.count - 1; ++i) top = fmaxf(top, shared.inbox_states[i * 2 * ROWS + row]);
+      const float shrink = exp2_(mine - top);
+      sum *= shrink;
+      x.x *= shrink; x.y *= shrink; x.z *= shrink; x.w *= shrink;
 #pragma unroll 4
       for (int i = 0; i < parts.count - 1; ++i) {
-        const float weight = exp2_(shared.inbox_states[i * 2 * ROWS + row] - own.top);
+        const float weight = exp2_(shared.inbox_states[i * 2 * ROWS + row] - top);
         const float4 y = ((const float4 *)shared.inbox)[i * (PART / 4) + e];
-        own.total += shared.inbox_states[i * 2 * ROWS + ROWS + row] * weight;
-        own.sum.x += y.x * weight; own.sum.y += y.y * weight;
-        own.sum.z += y.z * weight; own.sum.w += y.w * weight;
+        sum += shared.inbox_states[i * 2 * ROWS + ROWS + row] * weight;
+        x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
       }
     }
     if (parts.near && sender >= 0) {
-      st_cluster(mapa((float4 *)shared.inbox + sender * (PART / 4) + e, parts.first % CLUSTER), own.sum);
+      st_cluster(mapa((float4 *)shared.inbox + sender * (PART / 4) + e, parts.first % CLUSTER), x);
       if (column == 0) {
-        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + row, parts.first % CLUSTER), own.top);
-        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + ROWS + row, parts.first % CLUSTER),
-                   own.total);
+        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + row, parts.first % CLUSTER), top);
+        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + ROWS + row, parts.first % CLUSTER), sum);
       }
     } else
 #endif
-    if (parts.whole || parts.near) store_result(p, c, e, own);
-    else store_part(p, part, e, own);
-  }
-}
-
-// The number that the CTAs of a pair count their parts with.
-__device__ __forceinline__ int *semaphore_of(const Params &p, const Cursor &c) {
-  return p.semaphore + c.request * PAIRS + c.pair;
-}
-
-// Whether all parts of a pair but this CTA's are stored. Whoever finds that need not store its own: it ends
-// the pair. If two look before either has said that its part is there, neither does.
-__device__ __forceinline__ bool others_are_in(const Params &p, const Cursor &c, const Parts &parts,
-                                              int team) {
-  u32 seen;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(semaphore_of(p, c)) : "memory");
-  if constexpr (GROUPED) {
-    if (parts.count >= Groups::FROM) {
-      const Groups groups(parts.count);
-      const int group = groups.of(team - parts.first);
-      return groups.parts_in(seen, group) == groups.size(group) - 1 && groups.done(seen) == groups.number - 1;
+    if (parts.whole || parts.near) {
+      store_output(p, c.r, c.pair, row, column, top, sum, x);
+    } else {
+      ((float4 *)p.part_acc)[part * ROWS * V_VECTORS + e] = x;
+      if (column == 0) {
+        p.part_state[part * 2 * ROWS + row] = top;
+        p.part_state[part * 2 * ROWS + ROWS + row] = sum;
+      }
     }
   }
-  return (int)seen == parts.count - 1;
 }
 
-// All threads together add `step` to a pair's number, behind what they have stored: what it was.
-__device__ __forceinline__ u32 arrive(const Params &p, const Cursor &c, u32 step, u32 *old) {
-  __syncthreads();
-  if (threadIdx.x == 0)
-    asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;"
-                 : "=r"(*old)
-                 : "l"(semaphore_of(p, c)), "r"(step)
-                 : "memory");
-  __syncthreads();
-  return *old;
-}
-
-// All parts of a pair, in one step; the `mine`-th is still in the stages.
-template <int AHEAD>
-__device__ __forceinline__ void merge_all(const Params &p, const Cursor &c, const Parts &parts,
-                                          const Shared &shared, int used_stage, int mine) {
-  for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS) {
-    Partial x = {};
-    if (mine >= 0) x = own_part(shared, used_stage, e);
-    store_result(p, c, e, merge_parts<AHEAD>(p, PartSlots{parts.first, 0}, parts.count, e, mine, x));
+// merge_if_last in two steps (Groups): by a counter of the parts of this CTA's group, and one of
+// groups. Whoever comes last to the second one puts both back to zero.
+__device__ __forceinline__ void merge_groups(const Params &p, const Cursor &c, const Parts &parts, int team,
+                                             int *is_last) {
+  const Groups groups(parts.count);
+  const int group = groups.of(team - parts.first), begin = groups.begin(group), size = groups.size(group);
+  int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
+#pragma unroll 1
+  for (int step = 0; step < 2; ++step) {
+    __syncthreads();  // what all threads stored stands before one thread says so
+    if (threadIdx.x == 0) {
+      const int bit = step == 0 ? group * groups.bits : Groups::DONE;
+      const u32 most = step == 0 ? (1u << groups.bits) - 1 : 15u;
+      u32 old;
+      asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;"
+                   : "=r"(old)
+                   : "l"(semaphore), "r"(1u << bit)
+                   : "memory");
+      *is_last = (int)(old >> bit & most) == (step == 0 ? size : groups.number) - 1;
+      if (step == 1 && *is_last) *semaphore = 0;  // as in merge_if_last
+    }
+    __syncthreads();
+    if (!*is_last) return;
+    if (step == 0)
+      merge_parts<16>(p, PartSlots{parts.first, begin}, size, threadIdx.x,
+                      StorePart{p, GroupSlots{parts.first, groups}(group)});
+    else
+      merge_parts<8>(p, GroupSlots{parts.first, groups}, groups.number, threadIdx.x, StoreOutput{p, c});
   }
 }
 
@@ -344,37 +324,30 @@ __device__ __forceinline__ void merge_all(const Params &p, const Cursor &c, cons
 // whether the others run at the same time or have ended. It needs a 0 at the start. A number left by a launch
 // that was cut short, or two launches on two streams that share it, make a merge come early or never, not
 // hang.
-//
-// `last`: the others' are stored and its own is not. Pairs of many parts are merged in two steps (Groups), by
-// counters of a group's parts and one of groups.
-__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts,
-                                              const Shared &shared, int used_stage, int team, bool last) {
-  int mine = last ? team - parts.first : -1;
-  if (GROUPED && parts.count >= Groups::FROM) {
-    const Groups groups(parts.count);
-    const int group = groups.of(team - parts.first), begin = groups.begin(group), size = groups.size(group);
-    const GroupSlots of_groups = {parts.first, groups};
-    if (!last && groups.parts_in(arrive(p, c, groups.part(group), shared.old), group) != size - 1) return;
-    for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS) {
-      Partial x = {};
-      if (last) x = own_part(shared, used_stage, e);
-      x = merge_parts<16>(p, PartSlots{parts.first, begin}, size, e, mine - begin, x);
-      if (last) store_result(p, c, e, merge_parts<8>(p, of_groups, groups.number, e, group, x));
-      else store_part(p, of_groups(group), e, x);
+__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts, int team,
+                                              int *is_last) {
+  if constexpr (GROUPED) {
+    if (parts.count >= Groups::FROM) {
+      merge_groups(p, c, parts, team, is_last);
+      return;
     }
-    if (!last) {
-      if (groups.done(arrive(p, c, Groups::part_of_groups, shared.old)) != groups.number - 1) return;
-      for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS)
-        store_result(p, c, e, merge_parts<8>(p, of_groups, groups.number, e, -1, Partial{}));
-    }
-  } else {
-    if (!last && (int)arrive(p, c, 1, shared.old) != parts.count - 1) return;
-    if (parts.count <= 8) merge_all<8>(p, c, parts, shared, used_stage, mine);
-    else merge_all<16>(p, c, parts, shared, used_stage, mine);
   }
-  // A plain store: each CTA of the pair arrives once, and this is the last of them, so that nobody looks at
-  // the number any more but the next launch, which counts only when this one has ended.
-  if (threadIdx.x == 0) *semaphore_of(p, c) = 0;
+  __syncthreads();  // all threads' parts are stored before one thread says so
+  if (threadIdx.x == 0) {
+    int old;
+    int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
+    asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(old) : "l"(semaphore) : "memory");
+    *is_last = old == parts.count - 1;
+    // A plain store: each CTA of the pair arrives once, and this is the last of them, so that nobody looks at
+    // the number any more but the next launch, which counts only when this one has ended.
+    if (*is_last) *semaphore = 0;
+  }
+  __syncthreads();
+  if (*is_last) {
+    const PartSlots slots = {parts.first, 0};
+    if (parts.count <= 8) merge_parts<8>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
+    else merge_parts<16>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
+  }
 }
 
 // All tiles of a run that is not empty: the loop, and what comes at the end of each pair. `met`: whether this
@@ -399,10 +372,6 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
   parts.find(c, unit, unit_end, run.cut, near);
 
   while (true) {
-    const bool ends = c.tile + 1 == c.r.num_tiles || unit + 1 == unit_end;
-    // asked while the keys come
-    if (LOOKS && ends && !parts.whole && !parts.near && threadIdx.x == 0)
-      *shared.is_last = others_are_in(p, c, parts, team);
     cp_async_wait<STAGES - 2>();
     __syncwarp();
     const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
@@ -413,7 +382,7 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     stage = stage == STAGES - 1 ? 0 : stage + 1;
     ++c.tile;
     ++unit;
-    if (!ends) {
+    if (c.tile < c.r.num_tiles && unit < unit_end) {
       __syncwarp();
       continue;
     }
@@ -446,8 +415,7 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
       __syncthreads();
     }
 #endif
-    const bool last = LOOKS && !parts.whole && !parts.near && *shared.is_last;
-    if (!last) hand_over(p, c, parts, shared, used_stage, part, sender);
+    hand_over(p, c, parts, shared, used_stage, part, sender);
 #if CLUSTER > 1
     if (parts.near && sender >= 0) {
       __syncthreads();  // all threads' parts are sent before one thread says so
@@ -455,7 +423,7 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
       if (threadIdx.x == 0) red_release_cluster(mapa(shared.arrived_parts, parts.first % CLUSTER));
     }
 #endif
-    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, shared, used_stage, team, last);
+    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, team, shared.is_last);
     if (unit == unit_end) break;
     __syncthreads();  // the stage is free again
     if constexpr (ASK_EARLY) {
@@ -482,11 +450,10 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
 #endif
 extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
-  __shared__ u32 old;
-  __shared__ bool is_last;
+  __shared__ int is_last;
   __shared__ float all_tops[WARPS][ROWS], all_totals[WARPS][ROWS];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Shared shared = {stages, all_tops, all_totals, &old, &is_last};
+  Shared shared = {stages, all_tops, all_totals, &is_last};
   bool met = false;
 #if CLUSTER > 1
   __shared__ u32 arrived_parts;
@@ -499,14 +466,18 @@ extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant_
   // that could wait stands between the start and this line.
   cluster_arrive();
 #endif
+#if ONE_PLANS
   // The stages are free until all warps know the run.
-  static_assert(Planner::NUMBERS * 4 <= WARPS * STAGES * STAGE_BYTES);
+  static_assert(Requests::NUMBERS * 4 <= WARPS * STAGES * STAGE_BYTES);
   __shared__ Run run;
   if (warp == 0) {
-    const Run found = Planner(p, lane, (int *)stages).run;
+    const Run found = plan(p, lane, (int *)stages);
     if (lane == 0) run = found;
   }
   __syncthreads();
+#else
+  const Run run = plan(p, lane, nullptr);
+#endif
   if (run.unit < run.unit_end) {
     attend_run(p, run, shared, met, warp, lane);
   } else {

@@ -40,7 +40,8 @@ inline constexpr int KEYS = 16;                // of one warp in a tile, a multi
 inline constexpr int STAGES = 3;               // tiles on their way or in use, per warp
 inline constexpr int CTAS_PER_SM = 1;          // that registers must suffice for
 inline constexpr int MIN_TILES = 1;            // least tiles of a CTA's run
-// requests of a lane whose lengths are read in one trip to memory
+#define ONE_PLANS 0                            // one warp finds the run for its CTA; chooses its way
+// requests of a lane whose lengths are then read in one trip to memory
 inline constexpr int ASKED = 2;
 inline constexpr int TEAM = 1;                 // CTAs that read neighbouring pairs of a request side by side
 // tiles that a border of runs may move to an end of a pair; 0: none moves

@@ -18,7 +18,10 @@
 // A warpgroup that waits for its turn holds no stage. Those before it in the round have all that they need or
 // get it by (1), issue their products and pass the turn on. (3) All warpgroups take the same turns: steps - 1
 // of every tile. (4) A tile of queries is waited for in the order in which the loader sends them, and
-// released by its last scores, for which (1) holds. Every wait names its arrival beside it.
+// released by its last scores, for which (1) holds. Every wait names its arrival beside it. With fp8 queries
+// (short_step) turns are one for every step; whoever has the turn waits for its own products alone; and who
+// waits for it, or for keys, may hold the values of the step before. Those keys are loaded in front of the
+// values that would go into that stage, so that (1) holds with two stages of values or more.
 //
 // Compiled by NVRTC for sm_90a; its constants: prefill_config.cuh. Sources: FlashAttention-3
 // (arXiv:2407.08608, 3.1 and 3.2).
@@ -627,6 +630,50 @@ struct Math {
     x.rescale(shrink);
   }
 
+  // A step with fp8 queries, whose products take half as long: the scores of `key`, behind the products with
+  // the values before, which nobody has waited for; then the weights; then the products with the values are
+  // asked for and left to run. The turn is kept until both products are done, so that they stand beside the
+  // other warpgroup's exponentials and not beside its products.
+  template <bool MASKED>
+  __device__ __forceinline__ void short_step(Softmax &x, const Rows &rows, int key, int begin, float scale,
+                                             u32 queries, u32 q_empty, const Job &job) {
+    float shrink[2];
+    const bool is_first = key == job.last * KEYS;
+    mbarrier_wait(plan.k_full + k.slot * 8, k.round);  // arrive: Loader::load's expect and its copies' bytes
+    await_turn(group);  // arrive: give_turn of the warpgroup before this one, or at the start of the kernel
+    wgmma_fence();
+    ask_scores(x, queries, k.slot);
+    wgmma_wait<0>();
+    give_turn(group);
+    give_back(plan.k_empty + k.slot * 8);
+    if (!is_first) give_back_values();
+    k.advance();
+    if (key == begin) release(q_empty);
+    finish_scores<MASKED>(x, rows, key);
+    x.raise(scale, shrink);
+    x.exponentiate(scale, shrink);
+    x.convert();
+    x.rescale(shrink);
+    mbarrier_wait(plan.v_full + v.slot * 8, v.round);  // arrive: Converter::convert of every converter
+    if (MASKED && is_first && key + KEYS > job.seq_len && job.seq_len % BLOCK_SIZE)
+      clear_values(v.slot, job.seq_len - key, BLOCK_SIZE - job.seq_len % BLOCK_SIZE);
+    if (LOW && key == begin) clear_unseen_values(job, begin);
+    wgmma_fence();
+    ask_values(x, v.slot);
+    v.advance();
+  }
+  // The stage whose products were asked for last.
+  __device__ __forceinline__ void give_back_values() {
+    give_back(plan.v_empty + (v.slot == 0 ? V_STAGES - 1 : v.slot - 1) * 8);
+  }
+  // The tile's first block holds keys that none of its rows sees; blocks before it came as zeros.
+  __device__ __forceinline__ void clear_unseen_values(const Job &job, int begin) {
+    const int before = job.seq_len - job.query_len;
+    const int skipped = first_key(max(before + (TREE ? 0 : job.tile * TOKENS), 0)) - begin;
+    if (skipped > 0 && skipped % BLOCK_SIZE)
+      clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
+  }
+
   // One tile; `queries`: where they lie, `q_empty`: the barrier that gives them back.
   __device__ __forceinline__ void attend(Softmax &x, const Job &job, u32 queries, u32 q_empty) {
     Rows rows;
@@ -660,6 +707,18 @@ struct Math {
     float shrink[2];
     int key = job.last * KEYS;
     const int begin = key - (job.steps - 1) * KEYS;
+    if constexpr (Q_FP8) {
+#pragma unroll 1
+      for (; key >= begin; key -= KEYS) {
+        if (key + KEYS > all_end || (LOW && key < all_low))
+          short_step<true>(x, rows, key, begin, scale, queries, q_empty, job);
+        else
+          short_step<false>(x, rows, key, begin, scale, queries, q_empty, job);
+      }
+      wgmma_wait<0>();
+      give_back_values();
+      return;
+    }
     begin_clock();
     // arrive: Loader::load's expect and the bytes of its copies
     mbarrier_wait(plan.k_full + k.slot * 8, k.round);
@@ -689,12 +748,7 @@ struct Math {
       step<false>(x, rows, key, begin, scale, queries, q_empty);
 #pragma unroll 1
     while (LOW && key > begin) step<true>(x, rows, key, begin, scale, queries, q_empty);
-    // the tile's first block holds keys that none of its rows sees; blocks before it came as zeros
-    if (LOW) {
-      const int skipped = first_key(max(before + (TREE ? 0 : job.tile * TOKENS), 0)) - begin;
-      if (skipped > 0 && skipped % BLOCK_SIZE)
-        clear_values(v.slot, skipped / BLOCK_SIZE * BLOCK_SIZE, skipped % BLOCK_SIZE);
-    }
+    if (LOW) clear_unseen_values(job, begin);
     wgmma_fence();
     ask_values(x, v.slot);
     wgmma_wait<0>();
@@ -711,6 +765,21 @@ struct Math {
   // A tile without rows for this warpgroup: the waits, turns and releases of `attend` in its order, without
   // its products. So what holds for `attend` holds here.
   __device__ __forceinline__ void pass(int steps, u32 q_empty) {
+    if constexpr (Q_FP8) {  // of `short_step`
+#pragma unroll 1
+      for (int left = steps; left > 0; --left) {
+        mbarrier_wait(plan.k_full + k.slot * 8, k.round);
+        await_turn(group);  // arrive: as there
+        give_turn(group);
+        give_back(plan.k_empty + k.slot * 8);
+        k.advance();
+        if (left == 1) release(q_empty);
+        mbarrier_wait(plan.v_full + v.slot * 8, v.round);
+        give_back(plan.v_empty + v.slot * 8);
+        v.advance();
+      }
+      return;
+    }
     // arrive, here and below: Loader::load's expect and the bytes of its copies
     mbarrier_wait(plan.k_full + k.slot * 8, k.round);
     give_back(plan.k_empty + k.slot * 8);

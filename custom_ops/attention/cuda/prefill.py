@@ -117,9 +117,11 @@ def prefill_shape_fp8(dim: int, dim_v: int) -> PrefillShape:
 
 
 @functools.cache
-def prefill_shape_fp8_queries(dim: int, dim_v: int) -> PrefillShape:
+def prefill_shape_fp8_queries(dim: int, dim_v: int, wide: bool) -> PrefillShape:
     """The same with fp8 queries: keys are read as they come, values are turned on their way. ``raw_stages``
-    are of values alone."""
+    are of values alone; ``wide``: steps of 192 keys where a head is 128 wide."""
+    if wide and dim == dim_v == 128:
+        return PrefillShape(2, 192, 3, 2, 2, 2)
     groups, keys = 2, 128 if max(dim, dim_v) <= 128 else 64
     left = _SHARED_BYTES - 2 * groups * 64 * dim
     stages = min(left // (keys * (dim + 2 * dim_v)), 4)
@@ -154,7 +156,7 @@ def refuse(
         or dim_v == 160
     ):
         return f"head_dim {dim}/{dim_v}"
-    keys = shape_for(dim, dim_v, kv_dtype, plain=True, fp8_queries=fp8_queries).keys
+    keys = shape_for(dim, dim_v, kv_dtype, block_size, plain=True, fp8_queries=fp8_queries).keys
     if block_size % 8 or keys % block_size:
         return f"block_size {block_size}: not a divisor of {keys} that is a multiple of 8"
     if not 1 <= group <= prefill_shape(dim, dim_v, wide=False).rows:
@@ -335,7 +337,7 @@ def prefill_config(
     """
     half, dim_v, kv_dtype = dtype == torch.float16, dim_v or dim, kv_dtype or dtype
     plain = window_left < 0 and not (chunk or soft_cap or alibi)
-    shape = shape_for(dim, dim_v, kv_dtype, plain=plain, fp8_queries=fp8_queries)
+    shape = shape_for(dim, dim_v, kv_dtype, block_size, plain=plain, fp8_queries=fp8_queries)
     values = {
         "DIM": dim,
         "DIM_V": dim_v,
@@ -375,11 +377,18 @@ def prefill_config(
 
 
 def shape_for(
-    dim: int, dim_v: int, kv_dtype: torch.dtype, *, plain: bool, fp8_queries: bool = False
+    dim: int,
+    dim_v: int,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    *,
+    plain: bool,
+    fp8_queries: bool = False,
 ) -> PrefillShape:
     """The cut of a specialisation; not ``plain``: with masks or scores that cost registers."""
     if fp8_queries:
-        return prefill_shape_fp8_queries(dim, dim_v)
+        # blocks are whole in the steps of either cut, and at most one for each of 16 lanes
+        return prefill_shape_fp8_queries(dim, dim_v, plain and block_size in (16, 32, 64))
     if kv_dtype in FP8:
         return prefill_shape_fp8(dim, dim_v)
     return prefill_shape(dim, dim_v, wide=plain)
@@ -451,7 +460,7 @@ def prefill(
     tree = tree_mask is not None
     plain = window_left < 0 and not (chunk or soft_cap > 0 or alibi_slopes is not None)
     fp8_queries = q.dtype in FP8
-    cut = shape_for(dim, dim_v, k_cache.dtype, plain=plain, fp8_queries=fp8_queries)
+    cut = shape_for(dim, dim_v, k_cache.dtype, block_size, plain=plain, fp8_queries=fp8_queries)
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, dtype=torch.float32, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
@@ -564,7 +573,7 @@ def prefill(
     if late:
         kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
-        merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 256, arguments, early=early)
+        merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 128, arguments, early=early)
 
 
 def head_stride(scale: Tensor | None) -> int:

@@ -1,6 +1,5 @@
 // Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32
-// columns of a warpgroup's 64 rows of a tile. Where there are more parts than a thread asks for at once, half of
-// the threads take the later ones: 16 parts are then one trip to L2 instead of two.
+// columns of a warpgroup's 64 rows of a tile.
 //
 // A thread reads what the thread of the same place stored in each part, always in the same order, so that
 // results are the same bits every time. Launched early, it waits for the prefill launch, or for the decode
@@ -33,38 +32,7 @@ __device__ __forceinline__ Shares load_shares(const Shares *from) {
   return x;
 }
 
-// A thread's two rows of SLICE blocks, of the parts so far: maxima, sums, two columns of each row of a block.
-struct Sum {
-  float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
-
-  __device__ __forceinline__ float4 state() const { return {top[0], top[1], total[0], total[1]}; }
-  __device__ __forceinline__ float4 vector(int n) const {
-    return {acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]};
-  }
-
-  __device__ __forceinline__ void add(float4 state, const float4 (&x)[SLICE]) {
-    const float tops[2] = {state.x, state.y}, totals[2] = {state.z, state.w};
-    float keep[2], weight[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float raised = fmaxf(top[r], tops[r]);
-      keep[r] = exp2_(top[r] - raised);
-      weight[r] = exp2_(tops[r] - raised);
-      total[r] = total[r] * keep[r] + totals[r] * weight[r];
-      top[r] = raised;
-    }
-#pragma unroll
-    for (int n = 0; n < SLICE; ++n) {
-      acc[n * 4] = acc[n * 4] * keep[0] + x[n].x * weight[0];
-      acc[n * 4 + 1] = acc[n * 4 + 1] * keep[0] + x[n].y * weight[0];
-      acc[n * 4 + 2] = acc[n * 4 + 2] * keep[1] + x[n].z * weight[1];
-      acc[n * 4 + 3] = acc[n * 4 + 3] * keep[1] + x[n].w * weight[1];
-    }
-  }
-};
-
-extern "C" __global__ void __launch_bounds__(256) paged_prefill_merge(const __grid_constant__ Params p) {
-  __shared__ float4 others[(SLICE + 1) * 128];
+extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __grid_constant__ Params p) {
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this
   // one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -82,16 +50,14 @@ extern "C" __global__ void __launch_bounds__(256) paged_prefill_merge(const __gr
     if (item != blockIdx.x) job = load_job(cut->jobs + tile);
     // no row of the warpgroup stands for a query: it left no part (Math::is_idle)
     if (job.tile * TOKENS + group * 64 / GROUP >= job.query_len) continue;
-    const bool late = threadIdx.x >= 128;  // of the later parts
-    const int thread = group * 128 + threadIdx.x % 128, lane = thread % 32;
+    const int thread = group * 128 + threadIdx.x, lane = thread % 32;
     const int parts = CASCADE ? shares.count(tile / SHARERS) : alike;
-    const int middle = parts > AHEAD ? (parts + 1) / 2 : parts, end = late ? parts : middle;
-    Sum sum;
-    for (int begin = late ? middle : 0; begin < end; begin += AHEAD) {
+    float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
+    for (int begin = 0; begin < parts; begin += AHEAD) {
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        if (begin + j >= end) break;
+        if (begin + j >= parts) break;
         const int unit = CASCADE ? shares.unit(tile / SHARERS, begin + j) * SHARERS + tile % SHARERS
                                  : tile * parts + begin + j;
         const float4 *at = part_of(p, unit) + thread;
@@ -101,30 +67,28 @@ extern "C" __global__ void __launch_bounds__(256) paged_prefill_merge(const __gr
       }
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        if (begin + j >= end) break;
-        sum.add(state[j], x[j]);
-      }
-    }
-    if (middle < parts) {
-      if (late) {
-        others[threadIdx.x - 128] = sum.state();
+        if (begin + j >= parts) break;
+        const float tops[2] = {state[j].x, state[j].y}, totals[2] = {state[j].z, state[j].w};
+        float keep[2], add[2];
 #pragma unroll
-        for (int n = 0; n < SLICE; ++n) others[(n + 1) * 128 + threadIdx.x - 128] = sum.vector(n);
-      }
-      __syncthreads();
-    }
-    if (!late) {
-      if (middle < parts) {
-        float4 x[SLICE];
+        for (int r = 0; r < 2; ++r) {
+          const float raised = fmaxf(top[r], tops[r]);
+          keep[r] = exp2_(top[r] - raised);
+          add[r] = exp2_(tops[r] - raised);
+          total[r] = total[r] * keep[r] + totals[r] * add[r];
+          top[r] = raised;
+        }
 #pragma unroll
-        for (int n = 0; n < SLICE; ++n) x[n] = others[(n + 1) * 128 + threadIdx.x];
-        sum.add(others[threadIdx.x], x);
+        for (int n = 0; n < SLICE; ++n) {
+          acc[n * 4] = acc[n * 4] * keep[0] + x[j][n].x * add[0];
+          acc[n * 4 + 1] = acc[n * 4 + 1] * keep[0] + x[j][n].y * add[0];
+          acc[n * 4 + 2] = acc[n * 4 + 2] * keep[1] + x[j][n].z * add[1];
+          acc[n * 4 + 3] = acc[n * 4 + 3] * keep[1] + x[j][n].w * add[1];
+        }
       }
-      const int row = thread / 32 * 16 + lane / 4;
-      if constexpr (CASCADE)
-        store_with_suffixes<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);
-      else store_rows<SLICE>(p, job, row, lane, sum.top, sum.total, sum.acc, block);
     }
-    __syncthreads();  // the next item's may come
+    const int row = thread / 32 * 16 + lane / 4;
+    if constexpr (CASCADE) store_with_suffixes<SLICE>(p, job, row, lane, top, total, acc, block);
+    else store_rows<SLICE>(p, job, row, lane, top, total, acc, block);
   }
 }

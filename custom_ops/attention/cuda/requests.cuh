@@ -23,6 +23,21 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
 struct Request {
   int start, query_len, seq_len, first_tile, num_tiles, low, end;
 
+  // Before this thread's load_and_forget_l1.
+  __device__ __forceinline__ void load_first(const Params &p, int r) {
+    start = load_l2(p.starts + r);
+    query_len = load_l2(p.starts + r + 1) - start;
+    seq_len = load_l2(p.seq_lens + r);
+  }
+
+  // The same request as lane `home` has.
+  __device__ __forceinline__ void take(int home) {
+    start = __shfl_sync(ALL, start, home);
+    query_len = __shfl_sync(ALL, query_len, home);
+    seq_len = __shfl_sync(ALL, seq_len, home);
+    cut();
+  }
+
   // Behind its CTA's load_and_forget_l1.
   __device__ __forceinline__ void load(const Params &p, int r) {
     start = p.starts[r];
@@ -110,31 +125,25 @@ struct Groups {
   __device__ __forceinline__ int begin(int group) const { return (group * count + number - 1) / number; }
   __device__ __forceinline__ int size(int group) const { return begin(group + 1) - begin(group); }
   __device__ __forceinline__ int of(int part) const { return part * number / count; }
-  // The number that counts: what a part adds, a group; and what it says.
-  static constexpr u32 part_of_groups = 1u << DONE;
-  __device__ __forceinline__ u32 part(int group) const { return 1u << group * bits; }
-  __device__ __forceinline__ int parts_in(u32 number, int group) const {
-    return number >> group * bits & ((1u << bits) - 1);
-  }
-  static __device__ __forceinline__ int done(u32 number) { return number >> DONE; }
   // The part whose CTA has room for what a group made: neither the pair's first nor its last, so that it
   // begins no pair.
   __device__ __forceinline__ int keeper(int group) const { return max(begin(group), 1); }
 };
 
-// How the line of work is cut: equally for the first `early` teams, and what is behind `border` for the others.
+// How the line of work is cut: equally for the first `early` teams, and what is behind `border` for the rest.
 struct Cut {
   int total, teams;  // units, and teams that have runs
   int border, early;
 
   // The unit at which a team's run begins.
   __device__ __forceinline__ int begin(int team) const {
-    return team <= early ? part(team, border, early) : border + part(team - early, total - border, teams - early);
+    if (NEAR == 0 || team <= early) return part(team, border, early);
+    return border + part(team - early, total - border, teams - early);
   }
   // The team whose run holds `unit`.
   __device__ __forceinline__ int owner(int unit) const {
-    return unit < border ? holder(unit, border, early)
-                         : early + holder(unit - border, total - border, teams - early);
+    if (NEAR == 0 || unit < border) return holder(unit, border, early);
+    return early + holder(unit - border, total - border, teams - early);
   }
 
   static __device__ __forceinline__ int part(int team, int units, int teams) {

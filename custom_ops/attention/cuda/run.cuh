@@ -23,52 +23,85 @@ struct Run {
   }
 };
 
-constexpr int LATE_PART = 4, LATE_TILES = 0;
-constexpr bool LATE_ALL = false;
+// The last CTAs of a grid begin last, where others of this kernel or of the one ahead end. Where runs hold
+// several pairs, the last quarter of the teams get runs that are a tile shorter.
+constexpr int LATE_PART = 4, LATE_TILES = NEAR > 0 ? 1 : 0;
+
+// What a warp knows of the requests, 32 shares of them in 32 lanes.
+struct Shares {
+  const Params &p;
+  int lane, share;  // requests of a lane
+  int first;        // of a lane: its first request,
+  int tiles, upto;  // its requests' tiles, and with those of the lanes before it
+  int busy, used;   // as in Run
+
+  __device__ __forceinline__ Shares(const Params &p, int lane)
+      : p(p), lane(lane), share((p.num_reqs + 31) / 32), first(lane * share), tiles(0), busy(0) {}
+
+  __device__ __forceinline__ void sum_up() {
+    busy = __reduce_add_sync(ALL, busy);
+    upto = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int below = __shfl_up_sync(ALL, upto, step);
+      if (lane >= step) upto += below;
+    }
+  }
+};
+
+// Up to 64 requests: each lane holds its own, each warp finds the run by itself.
+struct HeldRequests : Shares {
+  static constexpr int NUMBERS = 0;
+  Request one, two;
+
+  __device__ __forceinline__ HeldRequests(const Params &p, int lane, int *) : Shares(p, lane) {
+    one.load_first(p, min(first, p.num_reqs - 1));
+    two.load_first(p, min(first + 1, p.num_reqs - 1));
+    used = load_and_forget_l1(p.starts + p.num_reqs);
+    one.cut();
+    two.cut();
+    for (int r = first; r < min(first + share, p.num_reqs); ++r) {
+      const int mine = r == first ? one.num_tiles : two.num_tiles;
+      tiles += mine;
+      busy += mine > 0;
+    }
+    sum_up();
+  }
+
+  // The request that has `unit`, and the units before it.
+  __device__ __forceinline__ int find(int unit, int &request, Request &r) const {
+    const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
+    int before = (upto - tiles) * LINES;
+    const bool second = share > 1 && before + one.num_tiles * LINES <= unit;
+    if (second) before += one.num_tiles * LINES;
+    request = __shfl_sync(ALL, first + second, home);
+    r = second ? two : one;
+    r.take(home);
+    return __shfl_sync(ALL, before, home);
+  }
+};
+
 // Requests whose lengths are read in one trip to memory, and kept in shared memory.
 constexpr int KEPT = 32 * ASKED;
 
-// One warp works the run out for its CTA: with all warps of all CTAs asking for the same few lines, L2 took
-// microseconds to answer. Lane i counts the i-th share of the requests. The counts of parts rely on the CTAs
-// agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel
-// runs.
-struct Planner {
+// Many requests: one warp finds the run for its CTA. With all warps of all CTAs asking for the same few
+// lines, L2 took microseconds to answer.
+struct KeptRequests : Shares {
   static constexpr int NUMBERS = 3 * KEPT + 1;  // of shared memory
-  const Params &p;
-  int lane, share;       // requests of a lane
-  int first;             // of a lane: its first request,
-  int tiles, upto;       // its requests' tiles, and with those of the lanes before it
-  int *starts, *lens;    // [KEPT + 1], [KEPT]
-  int *ends;             // [KEPT]: tiles of a lane's requests up to this one
-  Run run;
+  int *starts, *lens;  // [KEPT + 1], [KEPT]
+  int *ends;           // [KEPT]: tiles of a lane's requests up to this one
 
-  __device__ __forceinline__ Planner(const Params &p, int lane, int *numbers)
-      : p(p), lane(lane), starts(numbers), lens(numbers + KEPT + 1), ends(numbers + 2 * KEPT + 1) {
-    share = (p.num_reqs + 31) / 32;
-    first = lane * share;
+  __device__ __forceinline__ KeptRequests(const Params &p, int lane, int *numbers)
+      : Shares(p, lane), starts(numbers), lens(numbers + KEPT + 1), ends(numbers + 2 * KEPT + 1) {
     read();
-    count();
-    const int total = __shfl_sync(ALL, upto, 31) * LINES;
-    const int lines = max(run.busy * LINES, 1);
-    const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_TILES), 1);
-    int teams = wanted;
-    // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
-    if (lines <= wanted) {
-      // a power of two keeps a pair's CTAs in one cluster
-      const int each = wanted / lines, even = 1 << (31 - __clz(each));
-      if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
-      else if (each * lines * 4 >= wanted * 3) teams = each * lines;
+    for (int r = first; r < min(first + share, p.num_reqs); ++r) {
+      const int mine = look_at(r).num_tiles;
+      tiles += mine;
+      busy += mine > 0;
+      if (r < KEPT) ends[r] = tiles;
     }
-    // The last CTAs of a grid begin last. The last teams get runs that are LATE_TILES shorter, if that is little.
-    const int late = lines > wanted || LATE_ALL ? teams / LATE_PART : 0, early = teams - late;
-    const int shorter = late > 0 ? (total - LATE_TILES * early) / teams : 0;
-    const bool tapers = late > 0 && shorter >= 2 * LATE_TILES;
-    run.cut = {total, teams, tapers ? total - late * shorter : total, tapers ? early : teams};
-    const int team = Run::team();
-    run.unit = run.cut.begin(min(team, teams));
-    run.unit_end = run.cut.begin(min(team + 1, teams));
-    run.moves = NEAR > 0 && (tapers ? shorter : total / teams) >= 4 * NEAR;
-    if (run.unit < run.unit_end) begin();
+    sum_up();
+    __syncwarp();
   }
 
   // Only lengths and query starts are read.
@@ -80,7 +113,7 @@ struct Planner {
       len[i] = load_l2(p.seq_lens + min(i * 32 + lane, p.num_reqs - 1));
     }
     const int end = load_l2(p.starts + min(KEPT, p.num_reqs));
-    run.used = load_and_forget_l1(p.starts + p.num_reqs);
+    used = load_and_forget_l1(p.starts + p.num_reqs);
 #pragma unroll
     for (int i = 0; i < ASKED; ++i) {
       starts[i * 32 + lane] = start[i];
@@ -103,27 +136,8 @@ struct Planner {
     return request;
   }
 
-  __device__ __forceinline__ void count() {
-    int busy = 0;
-    tiles = 0;
-    for (int r = first; r < min(first + share, p.num_reqs); ++r) {
-      const int mine = look_at(r).num_tiles;
-      tiles += mine;
-      busy += mine > 0;
-      if (r < KEPT) ends[r] = tiles;
-    }
-    run.busy = __reduce_add_sync(ALL, busy);
-    upto = tiles;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int below = __shfl_up_sync(ALL, upto, step);
-      if (lane >= step) upto += below;
-    }
-    __syncwarp();
-  }
-
   // The request that has `unit`, and the units before it.
-  __device__ __forceinline__ int find(int unit, int &request) const {
+  __device__ __forceinline__ int find(int unit, int &request, Request &r) const {
     const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
     const int begin = home * share;
     int before = __shfl_sync(ALL, upto - tiles, home) * LINES;
@@ -140,36 +154,75 @@ struct Planner {
         before += mine;
       }
     }
+    r = look_at(request);
     return before;
   }
+};
 
-  // How far a border at `tile` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
-  // exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR.
-  static __device__ __forceinline__ int shift(int tile, int num_tiles) {
-    const int left = num_tiles - tile;
-    return tile <= left ? (tile <= NEAR ? -tile : 0) : left <= NEAR ? left : 0;
+#if ONE_PLANS
+using Requests = KeptRequests;
+#else
+using Requests = HeldRequests;
+#endif
+
+// How far a border at `tile` of a pair moves, to an end that is NEAR: what a run saves by such a tile, the
+// exchange of a shared pair costs. Runs stay longer than 4 * NEAR - 2 * NEAR.
+__device__ __forceinline__ int shift(int tile, int num_tiles) {
+  const int left = num_tiles - tile;
+  return tile <= left ? (tile <= NEAR ? -tile : 0) : left <= NEAR ? left : 0;
+}
+
+// The run of this CTA. All barriers rely on the warps agreeing, and the counts of parts on the CTAs agreeing:
+// what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel runs.
+// `numbers`: Requests::NUMBERS of shared memory.
+__device__ __forceinline__ Run plan(const Params &p, int lane, int *numbers) {
+  const Requests requests(p, lane, numbers);
+  Run run;
+  run.busy = requests.busy;
+  run.used = requests.used;
+  const int total = __shfl_sync(ALL, requests.upto, 31) * LINES;
+  const int lines = max(run.busy * LINES, 1);
+  const int wanted = max(min((int)gridDim.x / TEAM, total / MIN_TILES), 1);
+  int teams = wanted;
+  // equal lengths: let runs end where pairs end, unless that idles a quarter of the CTAs
+  if (lines <= wanted) {
+    // a power of two keeps a pair's CTAs in one cluster
+    const int each = wanted / lines, even = 1 << (31 - __clz(each));
+    if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
+    else if (each * lines * 4 >= wanted * 3) teams = each * lines;
   }
+  run.cut = {total, teams, total, teams};
+  int shortest = total / teams;
+  if (LATE_TILES > 0 && lines > wanted) {
+    const int late = teams / LATE_PART, shorter = (total - LATE_TILES * (teams - late)) / teams;
+    if (late > 0 && shorter >= 2 * LATE_TILES) {
+      shortest = shorter;
+      run.cut = {total, teams, total - late * shorter, teams - late};
+    }
+  }
+  const int team = Run::team();
+  run.unit = run.cut.begin(min(team, teams));
+  run.unit_end = run.cut.begin(min(team + 1, teams));
+  run.moves = NEAR > 0 && shortest >= 4 * NEAR;
+  if (run.unit >= run.unit_end) return run;
 
   // The place of the first unit; borders come to where they stay.
-  __device__ __forceinline__ void begin() {
-    int request;
-    if (NEAR > 0 && run.moves && run.unit_end < run.cut.total) {
-      const int before = find(run.unit_end, request), tiles = look_at(request).num_tiles;
-      run.unit_end += shift((run.unit_end - before) % tiles, tiles);
-    }
-    Cursor c;
-    const int before = find(run.unit, c.request);
-    c.r = look_at(c.request);
-    const int line = LINES == 1 ? 0 : (run.unit - before) / c.r.num_tiles;
-    c.pair = line * TEAM + (int)blockIdx.x % TEAM;
-    c.tile = run.unit - before - line * c.r.num_tiles;
-    if (NEAR > 0 && run.moves) {
-      const int far = shift(c.tile, c.r.num_tiles);
-      run.unit += far;
-      if (far > 0) c.next_pair(p);
-      else c.tile += far;
-    }
-    run.request = c.request, run.pair = c.pair, run.tile = c.tile;
-    run.start = c.r.start, run.query_len = c.r.query_len, run.seq_len = c.r.seq_len;
+  Cursor c;
+  if (NEAR > 0 && run.moves && run.unit_end < total) {
+    const int before = requests.find(run.unit_end, c.request, c.r);
+    run.unit_end += shift((run.unit_end - before) % c.r.num_tiles, c.r.num_tiles);
   }
-};
+  const int before = requests.find(run.unit, c.request, c.r);
+  const int line = LINES == 1 ? 0 : (run.unit - before) / c.r.num_tiles;
+  c.pair = line * TEAM + (int)blockIdx.x % TEAM;
+  c.tile = run.unit - before - line * c.r.num_tiles;
+  if (NEAR > 0 && run.moves) {
+    const int far = shift(c.tile, c.r.num_tiles);
+    run.unit += far;
+    if (far > 0) c.next_pair(p);
+    else c.tile += far;
+  }
+  run.request = c.request, run.pair = c.pair, run.tile = c.tile;
+  run.start = c.r.start, run.query_len = c.r.query_len, run.seq_len = c.r.seq_len;
+  return run;
+}

@@ -76,6 +76,9 @@ class DecodeShape:
 #: Parts of a pair from which they are merged in two steps; as ``Groups::FROM`` in requests.cuh.
 _GROUPED_FROM = 17
 
+#: Query rows of a pair times bytes of a key from which they are: parts that take one CTA long to read. 8
+#: rows of 128 in 16 bits gained, 3 rows of 64 lost.
+_GROUPED_BYTES = 2048
 #: What a CTA needs beside its stages (the warps' states), and what the hardware keeps per CTA.
 _OTHER_SHARED = 2304 + 1024
 
@@ -106,7 +109,7 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
             min_tiles=1,
             cluster=cluster,
             max_registers=beside,
-            grouped=pairs * _GROUPED_FROM <= sms,
+            grouped=pairs * _GROUPED_FROM <= sms and rows * width >= _GROUPED_BYTES,
         )
     if width <= 128:
         return DecodeShape(warps=3, keys=32, stages=2, ctas_per_sm=4, min_tiles=1)
@@ -187,6 +190,12 @@ def team(pairs: int, ctas: int) -> int:
     return max(
         size for size in range(1, pairs + 1) if pairs % size == 0 and ctas // size * size * 20 >= ctas * 19
     )
+
+
+def one_plans(num_reqs: int, ctas_per_sm: int) -> bool:
+    """Whether one warp finds the run for its CTA, instead of each for itself: where so many ask for the same
+    lengths that L2 is slow to answer. Up to 64 requests a warp can do it by itself."""
+    return num_reqs > 64 or ctas_per_sm >= 3
 
 
 def asked(num_reqs: int) -> int:
@@ -345,6 +354,7 @@ def decode_config(
         "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles,
         "CLUSTER": shape.cluster,
+        "ONE_PLANS": int(one_plans(pairs // num_kv_heads, shape.ctas_per_sm)),
         "ASKED": asked(pairs // num_kv_heads),
         "NEAR": shape.near,
         "ASK_EARLY": shape.ask_early,

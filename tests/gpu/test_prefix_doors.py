@@ -1,0 +1,93 @@
+"""Shared prefixes behind the engine and PagedCache on a GPU: captured and compiled steps in groups give the
+tokens of steps that read row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def model(make_llama: Callable[..., Any]) -> Any:
+    return make_llama(vocab_size=99, hidden_size=256, intermediate_size=384, max_position_embeddings=1024).to(
+        "cuda"
+    )
+
+
+def free() -> Any:
+    from torchpaged.cascade import CascadeCosts
+
+    return CascadeCosts(0.0, 0.0, 1.0, 1e12, "whatever is shared pays")
+
+
+@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"steps_per_launch": 4}], ids=str)
+def test_an_engine(model: Any, options: dict[str, Any]) -> None:
+    """In float32; requests join and end, groups change, the graphs stay."""
+    from torchpaged.engine import Generator, SamplingParams
+
+    torch.manual_seed(0)
+    system = torch.randint(3, 99, (333,)).tolist()
+    prompts = [[*system, 5 + i, *range(20 + i)] for i in range(5)] + [system[:50], [7, 8, 9]]
+    each = [SamplingParams(max_new_tokens=12 + 3 * i, ignore_eos=True) for i in range(len(prompts))]
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 512, "buckets": [4]}
+    plain = Generator(model, **sizes, share_prefixes=False, **options)
+    want = [output.token_ids for output in plain.generate(prompts, each)]
+    generator = Generator(model, **sizes, cascade=free(), **options)
+    assert [output.token_ids for output in generator.generate(prompts, each)] == want
+    (report,) = generator.loop.runner.in_groups.report()  # type: ignore[union-attr]
+    assert report.hits > 5 and generator.stats.shared_tokens > 1000
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_paged_cache(model: Any, compiled: bool) -> None:
+    """One prompt that eight rows continue: eagerly, and compiled with CUDA graphs."""
+    from torchpaged.hf import PagedCache
+
+    torch._dynamo.reset()
+    ids = torch.randint(3, 99, (8, 24), device="cuda")
+    ids[:, :16] = ids[:1, :16]
+    prompt = torch.cat([torch.randint(3, 99, (1, 250), device="cuda"), ids[:1, :6]], 1)
+    model.set_attn_implementation("torchpaged")
+    found = []
+    for cascade in (free(), False):
+        run = torch.compile(model, fullgraph=True, mode="reduce-overhead") if compiled else model
+        cache = PagedCache(model.config, 8, 512, cascade=cascade)
+        logits = []
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+            cache.batch_repeat_interleave(8)
+            assert cache.groups.active == (cascade is not False)
+            for step in range(24):
+                at = torch.full((8, 1), 256 + step, device="cuda")
+                torch.compiler.cudagraph_mark_step_begin()
+                out = run(input_ids=ids[:, step : step + 1], position_ids=at, past_key_values=cache)
+                logits.append(out.logits.clone())
+        found.append(torch.stack(logits))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-3)
+
+
+def test_batch_invariant_engine(model: Any) -> None:
+    """By the first backend with graphs that declares it; refused where none does."""
+    from torchpaged import ArgumentError, BackendUnavailableError
+    from torchpaged.engine import Generator, SamplingParams
+
+    model = model.to(torch.bfloat16)
+    options: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 128, "batch_invariant": True}
+    try:
+        generator = Generator(model, **options)
+    except (ArgumentError, BackendUnavailableError) as error:
+        assert "batch_invariant" in str(error)
+        pytest.skip(f"no backend here: {error}")
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, temperature=1.0, seed=5)
+    watched = list(range(3, 40))
+    (alone,) = generator.generate([watched], params)
+    others = [[5 + i] * (9 + 17 * i) for i in range(6)]
+    for order in ([watched, *others], [*others[:3], watched, *others[3:]]):
+        outputs = generator.generate(order, params)
+        assert outputs[order.index(watched)].token_ids == alone.token_ids

@@ -111,3 +111,32 @@ def test_work_is_shared_out_evenly(program: Path, tiles: int, ctas: int, steps: 
     for _, cta, _, begin, end, of in shares:
         busy[cta] += steps * end // of - steps * begin // of + 3
     assert max(busy) <= most
+
+
+def test_which_calls_take_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shapes, dtypes and room for parts."""
+    from torchpaged.custom_ops.attention.cuda import cascade_attention, paged_attention
+    from torchpaged.custom_ops.cuda import gpu
+
+    def route(*given: object) -> paged_attention.Route:  # the decode kernel takes tensors on a GPU alone
+        short = given[5] == 1 or given[5] == 2
+        return paged_attention.Route("decode" if short else "prefill")
+
+    monkeypatch.setattr(paged_attention, "route", route)
+    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
+
+    def reason(
+        tokens: int = 256, dim: int = 128, group: int = 4, groups: int = 8, longest: int = 1
+    ) -> str | None:
+        q, out = (torch.empty(tokens, 8 * group, dim, dtype=torch.bfloat16) for _ in range(2))
+        pool = torch.empty(4, 16, 8, dim, dtype=torch.bfloat16)
+        table = torch.empty(tokens // longest, 2048, dtype=torch.int32)
+        given = (q, pool, pool, table, torch.empty(groups, 2048, dtype=torch.int32), out)
+        return cascade_attention.refuse(*given, longest, 0.1, None)
+
+    assert reason() is None and reason(dim=64) is None and reason(tokens=512, longest=2) is None
+    assert "tiles" in str(reason(tokens=4096)) and "suffixes" in str(reason(longest=128))
+    assert "no tokens" in str(reason(groups=0)) and "width 96" in str(reason(dim=96, group=3))
+    assert reason(dim=96) is None
+    assert [cascade_attention.prefix_ctas(n) for n in (1, 16, 114, 132)] == [1, 13, 93, 108]

@@ -104,7 +104,8 @@ def refuse(
     if group * prefill.square_width(q.shape[2]) % 64:
         return f"prefixes: {group} query heads per kv head of width {q.shape[2]}"
     # as cut with a soft cap: tiles of at most as many rows; not in pairs
-    rows = prefill.shape_for(k_cache.shape[3], v_cache.shape[3], k_cache.dtype, plain=False).rows
+    dim, dim_v = k_cache.shape[3], v_cache.shape[3]
+    rows = prefill.shape_for(dim, dim_v, k_cache.dtype, k_cache.shape[1], plain=False).rows
     tiles = prefill.most_tiles(num_tokens, num_groups, rows // group) * num_kv_heads
     most = MOST_TILES_PER_CTA * prefix_ctas(gpu.num_sms(q.device.index or 0))
     return None if tiles <= most else f"prefixes: at most {tiles} tiles by shapes, {most} have room"

@@ -18,13 +18,20 @@ def check_batch_values(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     max_query_len: int,
+    window_left: int = -1,
+    chunk_size: int = 0,
 ) -> None:
     """Lengths and block ids of one call of attention over pools shaped like ``cache [num_blocks, block_size,
-    ...]``; raises `ArgumentError`. Reads the values."""
+    ...]``; raises `ArgumentError`. Reads the values.
+
+    A request has a block once among those that a query sees. Columns behind the window or the chunk of its
+    first query may repeat them: a ring of blocks takes the place of what nobody sees any more.
+    """
     num_blocks, block_size = cache.shape[:2]
     if block_table.numel() <= pools.FEW and block_table.shape[0] and block_table.device.type == "cpu":
         batch = block_table.tolist(), seq_lens.tolist(), query_start_loc.tolist()
-        if _is_good_batch(*batch, num_tokens, num_blocks, block_size, max_query_len):
+        reach = window_left, chunk_size
+        if _is_good_batch(*batch, num_tokens, num_blocks, block_size, max_query_len, *reach):
             return
     query_lens = query_start_loc.diff()
     if int(query_start_loc[0]) != 0 or bool((query_lens < 0).any()) or int(query_start_loc[-1]) > num_tokens:
@@ -47,9 +54,8 @@ def check_batch_values(
             str(int(seq_lens.max())),
             "give block_table more columns",
         )
-    used = (seq_lens.clamp_min(0)[:, None] + block_size - 1) // block_size > torch.arange(
-        block_table.shape[1], device=seq_lens.device
-    )
+    columns = torch.arange(block_table.shape[1], device=seq_lens.device)
+    used = (seq_lens.clamp_min(0)[:, None] + block_size - 1) // block_size > columns
     bad = used & ((block_table < 0) | (block_table >= num_blocks))
     if bool(bad.any()):
         row, column = (int(x) for x in bad.nonzero()[0])
@@ -58,7 +64,12 @@ def check_batch_values(
             f"block ids in [0, {num_blocks})",
             f"{int(block_table[row, column])} in row {row}, column {column}",
         )
-    shown = torch.where(used, block_table, 0).sort(-1).values
+    first = (seq_lens - query_lens).clamp_min(0)
+    oldest = (first - window_left).clamp_min(0) if window_left >= 0 else torch.zeros_like(first)
+    if chunk_size > 0:
+        oldest = torch.maximum(oldest, first // chunk_size * chunk_size)
+    seen = used & (columns >= oldest[:, None] // block_size)
+    shown = torch.where(seen, block_table, 0).sort(-1).values
     twice = (shown[:, 1:] == shown[:, :-1]) & (shown[:, 1:] > 0)
     if bool(twice.any()):
         row, column = (int(x) for x in twice.nonzero()[0])
@@ -77,20 +88,27 @@ def _is_good_batch(
     num_blocks: int,
     block_size: int,
     max_query_len: int,
+    window_left: int,
+    chunk_size: int,
 ) -> bool:
-    """Whether all is right; if not, the ops of torch in `_check_batch_values` say what is wrong."""
+    """Whether all is right; if not, the ops of torch in `check_batch_values` say what is wrong."""
     if query_start_loc[0] != 0 or query_start_loc[-1] > num_tokens:
         return False
     for begin, end in itertools.pairwise(query_start_loc):
         if not 0 <= end - begin <= max_query_len:
             return False
-    for row, seq_len in zip(block_table, seq_lens, strict=True):
+    query_lens = [end - begin for begin, end in itertools.pairwise(query_start_loc)]
+    for row, seq_len, query_len in zip(block_table, seq_lens, query_lens, strict=True):
         if seq_len <= 0:
             continue
         used = row[: -(-seq_len // block_size)]
         if seq_len > len(row) * block_size or (used and (min(used) < 0 or max(used) >= num_blocks)):
             return False
+        first = max(seq_len - query_len, 0)
+        oldest = max(first - window_left, 0) if window_left >= 0 else 0
+        oldest = max(oldest, first // chunk_size * chunk_size) if chunk_size > 0 else oldest
+        seen = used[oldest // block_size :]
         # block 0 may stand there several times
-        if len(set(used)) != len(used) and len(set(used)) - 1 + used.count(0) != len(used):
+        if len(set(seen)) != len(seen) and len(set(seen)) - 1 + seen.count(0) != len(seen):
             return False
     return True

@@ -139,7 +139,16 @@ def check_paged_attention(
     if tree_mask is not None:
         _check_tree_mask(tree_mask, q, causal, max_query_len)
     if reads_values(q.device):
-        check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, max_query_len)
+        check_batch_values(
+            q.shape[0],
+            k_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            max_query_len,
+            window_left,
+            chunk_size,
+        )
         if tree_mask is not None:
             _check_tree_values(tree_mask, seq_lens, query_start_loc)
 

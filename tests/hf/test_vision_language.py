@@ -64,6 +64,20 @@ def test_beams(name: str) -> None:
         assert torch.equal(model.generate(**call, **options, past_key_values=cache), want)
 
 
+def test_layers_with_a_window_keep_every_token() -> None:
+    """A picture is seen ahead of its tokens: rings would have lost, or not written yet, what it sees. A cache
+    that was told of the text alone refuses pictures."""
+    model, call = case("gemma3")
+    want = generate(model, call)
+    with paged(model):
+        cache = cache_of(model, sliding_step=2)
+        same_logits(generate(model, call, cache), want)
+        assert any(layer.window for layer in cache.paged) and not any(layer.rolls for layer in cache.paged)
+        text = PagedCache(model.config.get_text_config(), 4, 64, block_size=2, sliding_step=2)
+        with pytest.raises(UnsupportedModelError, match="ahead of its tokens.*sliding_step=max_seq_len"):
+            generate(model, call, text)
+
+
 def test_one_cache_for_several_batches() -> None:
     """Spans of an earlier prompt do not stay; text behind pictures goes on in the same cache."""
     model, call = case("gemma3")

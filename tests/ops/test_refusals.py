@@ -279,6 +279,27 @@ def test_the_null_block_may_repeat_in_a_table(ops: Any) -> None:
     assert torchpaged.paged_attention(**arguments, ops=ops).isfinite().all()
 
 
+@pytest.mark.parametrize("reach", [{"window_size": (3, -1)}, {"chunk_size": 8}], ids=["window", "chunk"])
+def test_a_block_may_repeat_behind_what_is_seen(ops: Any, reach: dict[str, Any]) -> None:
+    """A ring of blocks: columns behind the first query's window name blocks that newer tokens lie in. What
+    stands behind is not read, and a block that is seen twice is refused as ever."""
+    arguments = attention_arguments() | reach | {"q": torch.randn(3, 4, DIM), "max_query_len": 2}
+    for pool in (arguments["k_cache"], arguments["v_cache"]):
+        pool[1:5].normal_()
+        pool[5] = NAN
+    arguments |= {"seq_lens": torch.tensor([14, 2], dtype=torch.int32)}
+    arguments |= {"query_start_loc": torch.tensor([0, 2, 3], dtype=torch.int32)}
+
+    def attend(*row: int) -> Tensor:
+        table = torch.tensor([row, [4, 0, 0, 0]], dtype=torch.int32)
+        return torchpaged.paged_attention(**arguments | {"block_table": table}, ops=ops)
+
+    ring, other = attend(3, 2, 2, 3), attend(5, 5, 2, 3)
+    assert ring.isfinite().all() and torch.equal(ring, other)
+    with pytest.raises((ArgumentError, RuntimeError), match="once per request"):
+        attend(1, 2, 3, 3)
+
+
 NOT_TENSORS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "write_kv": (torchpaged.write_kv, write_arguments, ("k", "v", "k_cache", "v_cache", "slot_mapping")),
     "paged_attention": (

@@ -8,6 +8,7 @@ kv_cache.py    the pools of a model, of layers of any kind
 block_pool.py  free blocks and holders, host data only
 requests.py    requests that grow, and the metadata of their steps
 row_blocks.py  the blocks of a batch's rows, and what they share
+rolling.py     rings of blocks, for layers with a sliding window
 """
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
@@ -16,6 +17,7 @@ from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.latent import LatentLayerSpec, LayerLatentCache
 from torchpaged.cache.requests import CacheRequests
+from torchpaged.cache.rolling import RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "LayerLatentCache",
     "LayerSpec",
     "PagedKVCache",
+    "RollingBlocks",
     "RowBlocks",
     "layer_kinds",
     "register_layer_kind",

@@ -12,7 +12,7 @@ under plain ``no_grad``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class PagedKVCache:
         memory_budget: bytes that all pools together may take.
         dtype: of the pools; an fp8 dtype makes the pools carry scales of 1.0 unless given.
         device: where the pools live.
+        blocks_of: blocks of layers that have a number of their own, by layer; ids of their blocks are theirs
+            alone (`RollingBlocks`).
         mark_static: tell torch.compile that the addresses never move, so that its CUDA graphs need no copies.
 
     Raises:
@@ -52,6 +54,7 @@ class PagedKVCache:
         memory_budget: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        blocks_of: Mapping[int, int] | None = None,
         mark_static: bool = True,
     ) -> None:
         if not layers:
@@ -74,20 +77,25 @@ class PagedKVCache:
             dtype,
             torch.device(device),
         )
+        self.blocks_of = dict(blocks_of or {})
         if num_blocks is None:
             assert memory_budget is not None
-            num_blocks = memory_budget // self.bytes_per_block
+            if not self.bytes_per_block:
+                raise ArgumentError(
+                    "num_blocks", "given where every layer has blocks of its own", "a memory_budget"
+                )
+            num_blocks = (memory_budget - self._bytes_apart) // self.bytes_per_block
             if num_blocks < 2:
                 raise ArgumentError(
                     "memory_budget",
-                    f"at least {2 * self.bytes_per_block} bytes (2 blocks)",
+                    f"at least {2 * self.bytes_per_block + self._bytes_apart} bytes (2 blocks)",
                     str(memory_budget),
                 )
         if num_blocks < 2:
             raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
         self.num_blocks, self._marked = num_blocks, mark_static
         self._pool: BlockPool | None = None
-        self._pools = [self._make_layer(spec) for spec in self.layers]
+        self._pools = [self._make_layer(layer) for layer in range(len(self.layers))]
         self._mark_static()
 
     def _mark_static(self) -> None:
@@ -143,9 +151,10 @@ class PagedKVCache:
             device=device,
         )
 
-    def _make_layer(self, spec: LayerSpec) -> Any:
+    def _make_layer(self, layer: int) -> Any:
+        num_blocks = self.blocks_of.get(layer, self.num_blocks)
         with torch.inference_mode(False):
-            return spec.make_pools(self.num_blocks, self.block_size, self.dtype, self.device)
+            return self.layers[layer].make_pools(num_blocks, self.block_size, self.dtype, self.device)
 
     @property
     def pool(self) -> BlockPool:
@@ -192,14 +201,22 @@ class PagedKVCache:
         }
 
     def copy_blocks(self, block_mapping: Tensor, ops: BlockOps) -> None:
-        """Copy whole blocks in every layer; arguments as in `LayerSpec.copy_blocks`."""
-        for spec, pools in zip(self.layers, self._pools, strict=True):
-            spec.copy_blocks(pools, block_mapping, ops)
+        """Copy whole blocks in every layer that has no blocks of its own; arguments as in
+        `LayerSpec.copy_blocks`."""
+        for layer, spec in enumerate(self.layers):
+            if layer not in self.blocks_of:
+                spec.copy_blocks(self._pools[layer], block_mapping, ops)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes one block takes in all layers together."""
-        return sum(spec.bytes_per_block(self.block_size, self.dtype) for spec in self.layers)
+        """Bytes one block takes in all layers together, those with blocks of their own left out."""
+        specs = [spec for layer, spec in enumerate(self.layers) if layer not in self.blocks_of]
+        return sum(spec.bytes_per_block(self.block_size, self.dtype) for spec in specs)
+
+    @property
+    def _bytes_apart(self) -> int:
+        sizes = {n: self.layers[n].bytes_per_block(self.block_size, self.dtype) for n in self.blocks_of}
+        return sum(count * sizes[layer] for layer, count in self.blocks_of.items())
 
     @property
     def bytes_per_token(self) -> int:
@@ -210,7 +227,7 @@ class PagedKVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes all pools take."""
-        return self.num_blocks * self.bytes_per_block
+        return self.num_blocks * self.bytes_per_block + self._bytes_apart
 
     @property
     def num_tokens(self) -> int:

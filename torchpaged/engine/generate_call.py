@@ -188,8 +188,8 @@ def accelerate(
     stopping criteria, scores and caches of the caller are refused.
 
     Args:
-        model: a causal LM of transformers, in eval mode from now on; its attention implementation becomes
-            "torchpaged".
+        model: a causal LM of transformers, or a ``PeftModel`` of one, in eval mode from now on; its attention
+            implementation becomes "torchpaged".
         max_batch_size: rows that run at once; a larger batch runs in turns.
         max_seq_len: tokens of prompt and output per row; default: the model's, at most 2048.
         fuse: `torchpaged.hf.fuse` the model, which stays so afterwards; "auto": on a GPU.
@@ -202,6 +202,9 @@ def accelerate(
         ArgumentError: it is accelerated already, or an option of `Generator` is refused.
         BackendUnavailableError, UnsupportedModelError: the engine can't run it.
     """
+    from torchpaged.hf.wrapped import unwrapped  # transformers is optional
+
+    given, model = model, unwrapped(model)
     if isinstance(getattr(model, "generate", None), _Generate):
         raise ArgumentError(
             "model",
@@ -226,7 +229,7 @@ def accelerate(
         model, max_batch_size=max_batch_size, max_seq_len=max_seq_len, fuse=fuses, **options
     )
     model.generate = _Generate(model, generator)
-    return model
+    return given
 
 
 def unaccelerate(model: Any) -> None:
@@ -236,6 +239,9 @@ def unaccelerate(model: Any) -> None:
     Raises:
         ArgumentError: the model is not accelerated.
     """
+    from torchpaged.hf.wrapped import unwrapped  # transformers is optional
+
+    model = unwrapped(model)
     generate = getattr(model, "generate", None)
     if not isinstance(generate, _Generate):
         raise ArgumentError(

@@ -30,6 +30,7 @@ from torchpaged.engine.calls import Calls, HandOut, Inbox
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.model_state import ModelState
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import (
     check_flags,
@@ -37,6 +38,7 @@ from torchpaged.engine.options import (
     decide_compile,
     decide_graphs,
     decide_prefill_buckets,
+    decide_rolling,
     decide_sharing,
     paged_model,
     require_invariant,
@@ -77,6 +79,11 @@ class Generator:
         kv_dtype, kv_scales: of the pool, as for `torchpaged.hf.PagedCache`: "fp8_e4m3" or "fp8_e5m2" for
             half the memory, with scales given, or found in the first prompt by a forward of its own
             (``generator.model.kv_scales`` has them). Refused, too, with a model that is paged already.
+        rolling: layers with a sliding window or attention chunks keep the blocks of their window and of
+            ``prefill_chunk_size`` tokens beside it, used over and over, however long a request is; where that
+            takes fewer, and not over backends that plan on the host. Requests share no blocks then: what
+            those layers saw of a prefix is gone. False: every token is kept; "auto": they roll, unless
+            ``share_prefixes`` is True.
         prefill_chunk_size: prompt tokens per step.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
             is fused already is taken as it is; the model stays fused afterwards,
@@ -102,7 +109,8 @@ class Generator:
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
-            they share, unless ``batch_invariant``, or keys are rotated by the length of the text.
+            they share, unless ``batch_invariant``, layers roll (``rolling``), or keys are rotated by the
+            length of the text.
         cascade: decode steps read blocks that several requests share once, where that pays
             (`torchpaged.cascade`): with graphs by a second graph per bucket, captured when it is first
             needed. True: by the device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False:
@@ -125,6 +133,8 @@ class Generator:
     Raises:
         ArgumentError, BackendUnavailableError, UnsupportedModelError: what was asked can't be had; nothing
             stays allocated then.
+        ArgumentError: of `submit` and `generate`, with graphs: the model's modules, weights or adapters are
+            others than those that the graphs were made with.
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """
@@ -142,6 +152,7 @@ class Generator:
         backend: str = "auto",
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: Any = "head",
+        rolling: bool | str = "auto",
         prefill_chunk_size: int = 512,
         fuse: bool = False,
         compile: bool | str = "auto",
@@ -188,12 +199,14 @@ class Generator:
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             batch_invariant=batch_invariant,
+            rolling=decide_rolling(rolling, share_prefixes),
         )
         self.tokenizer = tokenizer
         self.choice, self.device = self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         cache, on_gpu = self.model.kv_cache, self.device.type == "cuda"
         use_graphs, self.graph_reason = decide_graphs(graphs, self.choice, on_gpu)
+        self._state = ModelState(getattr(self.model, "model", self.model)) if use_graphs else None
         use_compile, self.compile_reason = decide_compile(
             compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report
         )
@@ -230,7 +243,8 @@ class Generator:
                 rotation=rotation,
             )
             buckets = [max_batch_size]
-        shares = decide_sharing(share_prefixes, batch_invariant, rotation)
+        rings = getattr(self.model, "rings", None)
+        shares = decide_sharing(share_prefixes, batch_invariant or rings is not None, rotation)
         columns = -(-self.max_seq_len // cache.block_size)
         prefixes, self.cascade_reason = find_prefixes(self.model, cascade, shares, columns)
         self.pool = BlockPool(cache.num_blocks)
@@ -263,6 +277,7 @@ class Generator:
             lookahead,
             share_prefixes=shares,
             one_prompt_per_step=batch_invariant,
+            rings=rings,
         )
         self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs, prefixes)
         self._requests, self._next_id = self._stepper.requests, 0
@@ -285,6 +300,7 @@ class Generator:
         sequence = None
         try:
             with self._calls.entered():
+                self._require_unchanged()
                 sequence = self._sequence(prompt, sampling, self._calls.inbox)
                 self._stepper.add(sequence)
             return sequence.request_id
@@ -341,6 +357,7 @@ class Generator:
         each = list_sampling(sampling, len(texts))
         inbox = Inbox()
         with self._calls.entered():
+            self._require_unchanged()
             sequences = [
                 self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)
             ]
@@ -381,6 +398,11 @@ class Generator:
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._requests or self._calls.inbox.ready)
+
+    def _require_unchanged(self) -> None:
+        """Refuse to replay graphs over a model that changed."""
+        if self._state is not None:
+            self._state.require_unchanged()
 
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""

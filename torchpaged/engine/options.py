@@ -79,6 +79,7 @@ def paged_model(
     kv_dtype: str | torch.dtype | None = None,
     kv_scales: Any = "head",
     batch_invariant: bool = False,
+    rolling: bool = True,
 ) -> PagedModelProtocol:
     """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
 
@@ -151,7 +152,9 @@ def paged_model(
         return model
     from torchpaged.fuse import fuse as fuse_model
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
+    from torchpaged.hf.wrapped import unwrapped
 
+    model = unwrapped(model)
     require_supported(model)
     if fuse and fusion_of(model) is None:
         fuse_model(model)
@@ -170,6 +173,7 @@ def paged_model(
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
         batch_invariant=batch_invariant,
+        sliding_step=prefill_chunk_size if rolling else None,
     )
 
 
@@ -246,6 +250,25 @@ def require_invariant(
         )
     if needs_scales:
         raise ArgumentError("kv_scales", f"scales {wants}: those found are of the first prompt", "none")
+
+
+def decide_rolling(rolling: bool | str, share_prefixes: bool | str) -> bool:
+    """Whether layers with a window may keep rings of blocks.
+
+    Raises:
+        ArgumentError: no switch, or requests shall share blocks, too.
+    """
+    if rolling not in (True, False, "auto"):
+        raise ArgumentError("rolling", "True, False or 'auto'", repr(rolling))
+    if rolling is True and share_prefixes is True:
+        raise ArgumentError(
+            "share_prefixes",
+            "False or 'auto' with rolling=True",
+            "True",
+            "layers with a window keep nothing of a prefix that another request could take; give "
+            "rolling=False to share",
+        )
+    return share_prefixes is not True if rolling == "auto" else bool(rolling)
 
 
 def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:

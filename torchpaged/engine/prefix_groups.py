@@ -36,9 +36,9 @@ def find_prefixes(
     if cascade is False:
         return None, "switched off by cascade=False"
     if not share_prefixes:
-        return (
-            None,
-            "no requests share blocks: share_prefixes=False, batch_invariant=True, or a rotation by length",
+        return None, (
+            "no requests share blocks: share_prefixes=False, batch_invariant=True, rolling layers, or a "
+            "rotation by length"
         )
     if session.plans:
         return None, f"backend {session.name!r} plans its batches, which two passes have no plan for"

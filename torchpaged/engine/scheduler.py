@@ -17,10 +17,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torchpaged.cache import BlockPool
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.shared_blocks import SharedBlocks
+
+
+class Rings(Protocol):
+    """Rings of blocks that requests have beside their own: `torchpaged.hf.step_rings.StepRings`."""
+
+    def take(self, block: int) -> None:
+        """A request begins, with this as its first block."""
+
+    def give(self, block: int) -> None:
+        """The request that began with this block has ended."""
+
+    def reset(self) -> None:
+        """No request has one."""
 
 
 @dataclass
@@ -49,6 +63,7 @@ class Scheduler:
             and nobody waits, so that block tables change rarely.
         share_prefixes: let requests share blocks.
         one_prompt_per_step: a step prefills one request at most, so that its chunks are those it has alone.
+        rings: told of each request's first block; None: no layer keeps rings.
 
     Attributes:
         shared_tokens: tokens that requests did not compute, since others had.
@@ -65,7 +80,9 @@ class Scheduler:
         *,
         share_prefixes: bool = True,
         one_prompt_per_step: bool = False,
+        rings: Rings | None = None,
     ) -> None:
+        self._rings = rings
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
@@ -95,6 +112,8 @@ class Scheduler:
         """Start over with ``sequences``, whatever was half done: all of them wait, and nobody
         holds blocks."""
         self.pool.reset()
+        if self._rings is not None:
+            self._rings.reset()
         if self._shared is not None:
             self._shared.clear()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
@@ -219,6 +238,10 @@ class Scheduler:
             if youngest is sequence:
                 return False
         if missing > 0:
+            if not sequence.blocks and self._rings is not None:
+                sequence.blocks += self.pool.allocate(1)
+                self._rings.take(sequence.blocks[0])
+                missing -= 1
             sequence.blocks += self.pool.allocate(missing)
             step.blocks_added = True
         return True
@@ -231,6 +254,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
+        if sequence.blocks and self._rings is not None:
+            self._rings.give(sequence.blocks[0])
         if self._shared is not None:
             self._shared.forget(sequence)
         self.pool.free(sequence.blocks)

@@ -107,8 +107,9 @@ def why_unknown(layer: Any) -> str | None:
 
 def _why_changed(layer: Any, architecture: Architecture, linears: Sequence[str]) -> str | None:
     for path in linears:
-        if type(layer.get_submodule(path)) is not nn.Linear:
-            return f"{path} is a {type(layer.get_submodule(path)).__name__}, expected a plain Linear"
+        kind = type(layer.get_submodule(path))
+        if kind is not nn.Linear:  # its module, too: adapter libraries have a Linear of their own
+            return f"{path} is a {kind.__module__}.{kind.__name__}, expected a plain Linear"
     for path, module in layer.named_modules():
         where = path or "the layer"
         if path and (module._forward_hooks or module._forward_pre_hooks):

@@ -203,7 +203,7 @@ class LayerPlan:
     ) -> Tensor:
         """Attention's output ``[T, num_heads * head_dim]``, before o_proj; writes the new keys and values."""
         q, k, v = self.project(ops, x)
-        if self.rope is None:
+        if self.rope is None or not cached.owner.takes_at_once(cached, shape[1]):
             q, keys, values = self._rotate_as_the_model(cached, q, k, v, rotary, shape)
         else:
             q = self._rotate(ops, cached, q, k, v, position_ids, shape)

@@ -27,6 +27,7 @@ from torchpaged.fuse.launch_count import count_launches
 from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward
 from torchpaged.fuse.report import FusionReport
 from torchpaged.fuse.rope_table import RopeTable, lazy_forward
+from torchpaged.hf.wrapped import unwrapped
 
 
 class _Fusion:
@@ -120,7 +121,8 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     as before.
 
     Args:
-        model: a causal LM of transformers (or its base model), loaded and on its device.
+        model: a causal LM of transformers (or its base model, or a ``PeftModel`` of it), loaded and on its
+            device.
         passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one
             kernel), "norm" (RMSNorm and residual adds inside the products), "gate_up" (gate, up and
             activation in one product), "lm_head" (the final norm inside lm_head), "embedding" (a kernel that
@@ -139,6 +141,7 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     unknown = [each for each in chosen if each not in PASSES]
     if unknown or isinstance(passes, str):
         raise ArgumentError("passes", f"a sequence of {', '.join(PASSES)}", repr(passes))
+    model = unwrapped(model)
     base: Any = model.get_decoder()
     if not isinstance(getattr(base, "layers", None), nn.ModuleList):
         raise UnsupportedModelError(f"{type(model).__name__} has no decoder layers that fuse() could find")
@@ -175,7 +178,7 @@ def unfuse(model: PreTrainedModel) -> None:
     Raises:
         ArgumentError: the model is not fused, or something else changed its forwards since.
     """
-    base: Any = model.get_decoder()
+    base: Any = unwrapped(model).get_decoder()
     fusion: _Fusion | None = getattr(base, "_torchpaged_fusion", None)
     if fusion is None:
         raise ArgumentError("model", "a fused model", "one that is not fused")

@@ -26,6 +26,7 @@ from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
 from torchpaged.hf.masks import MaskKind
+from torchpaged.hf.rolling_attention import attend_in_steps, require_kept
 from torchpaged.hf.span_mask import attend_spans, spans_of
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import attend as attend_uncached
@@ -116,7 +117,7 @@ def paged_attention_forward(
         # T5's cross attention has no bias, and comes with zeros for one. The mask is read below.
         bias, mask = None if getattr(module, "has_relative_attention_bias", bias) is False else bias, None
     _refuse(module, layer, query, mask, dropout, bias, kwargs)
-    metadata = owner.metadata_of(batch, 1 if crosses else query_len)
+    metadata = owner.metadata_of(layer, batch, 1 if crosses else query_len)
     requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
     if crosses:
         require_no_plan(owner.backend.session)
@@ -132,8 +133,8 @@ def paged_attention_forward(
         return latent_attention(module, layer, query, metadata, causal, scale, further), None
     if marked is not None and (alibi_slopes is not None or not causal):
         raise _spans(module, "linear biases, or without causality,")
-    q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
-    out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
+    if layer.rolls:
+        require_kept(module, layer, window, causal and marked is None)
     owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
     kind = MaskKind(True, window, layer.chunk)
     spans = None if marked is None else marked.batch_for(kind, batch, query_len)
@@ -147,11 +148,6 @@ def paged_attention_forward(
             f"backend {owner.backend.choice.name!r} cannot run this attention: tree_mask is not supported"
         )
     alike = causal and window is None and alibi_slopes is None and not trees and marked is None
-    if metadata.prefixes is not None and layer.reads_in_groups and alike:
-        pools, own = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}
-        own["semaphore"] = layer.workspace.get("semaphore")
-        attend_in_groups(q, pools, metadata, out, owner.backend.ops, sinks, **own)
-        return out.view(batch, query_len, num_heads, value.shape[-1]), None
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
@@ -161,22 +157,25 @@ def paged_attention_forward(
         "sinks": sinks,
         **layer.scales,
     }
-    attend(
-        q,
-        key,
-        value,
-        *requests,
-        out,
-        None,
-        max_query_len=metadata.max_query_len,
-        causal=causal,
-        window_left=-1 if window is None else window - 1,
-        alibi_slopes=alibi_slopes,
-        chunk_size=layer.chunk or 0,
+    own: dict[str, Any] = {
+        "causal": causal,
+        "window_left": -1 if window is None else window - 1,
+        "alibi_slopes": alibi_slopes,
+        "chunk_size": layer.chunk or 0,
         **trees,
         **options,
         **layer.workspace,
-    )
+    }
+    if layer.rolls and not owner.takes_at_once(layer, query_len):
+        return attend_in_steps(layer, query, attend, own), None
+    q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
+    out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
+    if metadata.prefixes is not None and layer.reads_in_groups and alike:
+        pools, shared = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}
+        shared["semaphore"] = layer.workspace.get("semaphore")
+        attend_in_groups(q, pools, metadata, out, owner.backend.ops, sinks, **shared)
+        return out.view(batch, query_len, num_heads, value.shape[-1]), None
+    attend(q, key, value, *requests, out, None, max_query_len=metadata.max_query_len, **own)
     if spans is not None:
         left = -1 if window is None or not spans.windowed else window - 1
         attend_spans(attend, spans, q, key, value, out, window_left=left, **options, **beside)

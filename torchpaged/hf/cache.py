@@ -45,6 +45,7 @@ from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION, loses_masks_m
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
 from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
+from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.row_groups import RowGroups
 from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
@@ -65,7 +66,8 @@ class PagedCache(Cache):
         max_seq_len: tokens per row at most, prompt and new ones, padding included.
         block_size: tokens per block.
         num_blocks: blocks per layer, the null block included; default: enough for ``max_batch_size`` full
-            rows. A row takes its ``ceil(max_seq_len / block_size)`` blocks when its batch arrives.
+            rows. A row takes its ``ceil(max_seq_len / block_size)`` blocks when its batch arrives. Layers
+            with a sliding window or chunks have fewer, see ``sliding_step``.
         backend: a name or "auto"; chosen when the first keys arrive (device and dtype are known then).
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before
             attention. None: for those that are known to (`torchpaged.hf.known_models.NEEDS_DENSE`), and for
@@ -82,6 +84,11 @@ class PagedCache(Cache):
         batch_invariant: attention gives a row the same bits whoever is in the batch with it: by a backend
             that declares it, else the cache is refused. Of the model's own linear layers torch promises
             nothing of the kind.
+        sliding_step: in layers with a sliding window or attention chunks, a row's blocks are used over and
+            over: they hold the window and this many tokens beside it, however long the row is. Longer
+            forwards are attended in steps of so many tokens, and so many can be taken back at least
+            (`crop`). ``max_seq_len`` keeps every token, and so do backends that plan on the host, and models
+            whose config has parts beside the text's (images).
 
     Attributes:
         dense: whether keys and values are gathered.
@@ -113,8 +120,14 @@ class PagedCache(Cache):
         kv_scales: str | Scales = "head",
         cascade: bool | CascadeCosts = True,
         batch_invariant: bool = False,
+        sliding_step: int = DEFAULT_STEP,
     ) -> None:
-        sizes = {"max_batch_size": max_batch_size, "max_seq_len": max_seq_len, "block_size": block_size}
+        sizes = {
+            "max_batch_size": max_batch_size,
+            "max_seq_len": max_seq_len,
+            "block_size": block_size,
+            "sliding_step": sliding_step,
+        }
         for name, size in sizes.items():
             if not is_int(size) or size < 1:
                 raise ArgumentError(name, "an int of at least 1", repr(size))
@@ -160,7 +173,7 @@ class PagedCache(Cache):
                 "leave dense out, and call torchpaged.hf.attach(model)"
             )
         self.keys_of_queries = not self.dense and not crosses
-        self.max_seq_len, self.block_size = max_seq_len, block_size
+        self.max_seq_len, self.block_size, self.sliding_step = max_seq_len, block_size, sliding_step
         blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * blocks_per_row + 1 if num_blocks is None else num_blocks
         self.kv = KVScales(kv_dtype, kv_scales, len(self.paged))
@@ -176,6 +189,7 @@ class PagedCache(Cache):
         self.order = ForwardOrder(self.name, self.paged, crosses)
         self.groups = RowGroups(self.rows, self.paged, cascade if self.keys_of_queries else False)
         self._changes = RowChanges(self.rows, self.layers, self.groups)
+        self._rolling_chosen = False
         self._mask_token = mask_token(self)
 
     @classmethod
@@ -191,6 +205,7 @@ class PagedCache(Cache):
         kv_scales: str | Scales = "head",
         cascade: bool | CascadeCosts = True,
         batch_invariant: bool = False,
+        sliding_step: int = DEFAULT_STEP,
         **call: Any,
     ) -> PagedCache:
         """A cache as large as one call of generate() needs.
@@ -201,8 +216,8 @@ class PagedCache(Cache):
 
         Args:
             model: the model.
-            block_size, num_blocks, backend, dense, kv_dtype, kv_scales, cascade, batch_invariant: as for
-                `PagedCache`.
+            block_size, num_blocks, backend, dense, kv_dtype, kv_scales, cascade, batch_invariant,
+                sliding_step: as for `PagedCache`.
             call: generate()'s arguments; what they leave out is taken from ``generation_config`` and from the
                 model's. Of an encoder-decoder model, the decoder's prompt must be among them.
 
@@ -223,6 +238,7 @@ class PagedCache(Cache):
             kv_scales=kv_scales,
             cascade=cascade,
             batch_invariant=batch_invariant,
+            sliding_step=sliding_step,
         )
 
     def _not_of_fp8(self) -> set[str]:
@@ -310,6 +326,7 @@ class PagedCache(Cache):
         """Choose the backend, give each row its blocks, fill the rows' tensors; once per batch, never
         traced."""
         if self.ready:
+            self.rows.require_device(self.name, key_states.device)
             return
         batch = key_states.shape[0]
         padding = self.masks.pending.take()  # a refusal below forgets it
@@ -338,8 +355,45 @@ class PagedCache(Cache):
         for layer, spec in zip(self.paged, specs, strict=True):
             if layer.asked is None:
                 self.backend.give_workspace(layer, spec)
+        self._choose_rolling()
         self.rows.begin(batch, key_states.device, padding)
         self.session.reset()  # a forward that was cut short may have left it in any state
+
+    def _choose_rolling(self) -> None:
+        """Before the first pools are made: which layers need only the blocks of their window. Not where keys
+        are gathered or attended in both directions, as images in models of several parts may be, and not for
+        plans on the host, which read one table."""
+        if self._rolling_chosen:
+            return
+        self._rolling_chosen = True
+        both_ways = self.masks.causal is False or self._config is not self._text_config
+        if self.dense or not self.keys_of_queries or both_ways or self.session.plans:
+            return
+        rings = choose_rolling(
+            self._text_config,
+            [layer for layer in self.paged if _keeps_kv(layer)],
+            self.sliding_step,
+            self.block_size,
+            self.rows.max_rows,
+            self.rows.blocks_per_row,
+            self.num_blocks,
+        )
+        if rings is not None:
+            self.rows.roll(rings)
+
+    def num_blocks_of(self, layer: PagedLayer) -> int:
+        """Blocks of the layer's pools, the null block included."""
+        rolling = self.rows.rolling
+        return rolling.blocks.num_blocks if rolling is not None and layer.rolls else self.num_blocks
+
+    def rolling_rows(self) -> CacheRows:
+        """The rows, of whose rings a layer has some."""
+        return self.rows
+
+    def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
+        """Whether ``layer`` can write ``query_len`` tokens per row before the first of them attends."""
+        rolling = self.rows.rolling
+        return rolling is None or not layer.rolls or query_len <= rolling.blocks.step
 
     # ------------------------------------------------------------------------------------------- one forward
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
@@ -361,7 +415,7 @@ class PagedCache(Cache):
             if self.session.planning_of(query_len) > Planning.NEVER:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
-        return self.rows.slots(batch, query_len)
+        return self.rows.slots(batch, query_len, layer.rolls)
 
     def _plan(self, batch: int, query_len: int) -> None:
         """For a backend that plans: compiled code has no place for it."""
@@ -371,7 +425,7 @@ class PagedCache(Cache):
                 "forward moves the lengths on inside; run the model eagerly, through "
                 "torchpaged.engine.Generator, or on another backend"
             )
-        self.session.plan(self.metadata_of(batch, query_len), self.rows.host_lengths(batch, query_len))
+        self.session.plan(self.rows.metadata(batch, query_len), self.rows.host_lengths(batch, query_len))
 
     def written(self, layer: PagedLayer) -> None:
         """The last layer's word completes the forward."""
@@ -385,11 +439,13 @@ class PagedCache(Cache):
             raise incomplete()
         self.order.use(layer)
 
-    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
-        """This forward as a batch of ``batch`` requests of ``query_len`` queries each, for attention
-        alone."""
+    def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
+        """This forward as a batch of ``batch`` requests of ``query_len`` queries each, for ``layer``'s
+        attention alone."""
         if not self.keys_of_queries:  # cross attention: what `advance` was told of are the encoder's tokens
             self.rows.fill_query_starts(query_len)
+        if layer.rolls:
+            return self.rows.metadata(batch, query_len, rolls=True)
         return self.groups.of(self.rows.metadata(batch, query_len))
 
     @property
@@ -463,6 +519,8 @@ class PagedCache(Cache):
         """Forget everything; the pools' memory stays. The next forward may have another batch size."""
         for layer in self.layers:
             layer.reset()  # a paged one has nothing to do, unless it keeps a recurrent state too
+        for layer in self.paged:
+            layer.take_waiting()
         self.rows.forget()
         self.groups.forget()
         self.order.reset()
@@ -506,9 +564,17 @@ class PagedCache(Cache):
         """The memory arithmetic in one line; pools count once they exist."""
         num_bytes = sum(layer.num_bytes for layer in self.paged)
         tokens = self.pool.num_usable * self.block_size
-        per_token = num_bytes // (self.num_blocks * self.block_size)
+        grows = [layer for layer in self.paged if not layer.rolls]
+        per_token = sum(layer.num_bytes for layer in grows) // (self.num_blocks * self.block_size)
+        rolling = self.rows.rolling
         return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens in {len(self.paged)} "
+            f"{self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens in {len(grows)} "
             f"paged layers, {num_bytes / 2**30:.3f} GiB ({per_token} bytes per token)"
+            + (
+                f"; {len(self.paged) - len(grows)} layers keep {rolling.blocks.blocks_per_ring} blocks per "
+                f"row for a window of {rolling.blocks.window}"
+                if rolling is not None
+                else ""
+            )
             + (f"; gathered: {self.name} {self.dense_reason}" if self.dense_reason else "")
         )

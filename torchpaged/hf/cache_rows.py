@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import Limits
-from torchpaged.cache import BlockPool, RowBlocks
-from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
+from torchpaged.cache import BlockPool, RollingBlocks, RowBlocks
+from torchpaged.custom_ops.errors import (
+    ArgumentError,
+    BlockPoolExhaustedError,
+    UnsupportedModelError,
+)
 from torchpaged.hf.query_starts import fill_query_starts
+from torchpaged.hf.rolling_rows import RollingRows
 from torchpaged.metadata import (
     AttentionMetadata,
     BatchSizes,
@@ -39,6 +44,7 @@ class CacheRows:
 
     Attributes:
         pool, blocks: who has which block.
+        rolling: the rings of the layers with a window; None if no layer has them.
         ready: whether the rows have blocks, and the tensors below are filled.
         block_table: ``[max_rows, blocks_per_row]`` int32.
         seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
@@ -61,11 +67,18 @@ class CacheRows:
         self.pool = BlockPool(num_blocks)
         self.blocks = RowBlocks(self.pool, self.block_size, self.blocks_per_row)
         self._device: torch.device | None = None  # of the tensors; None before there are any
+        self.rolling: RollingRows | None = None
         self.forget()
+
+    def roll(self, blocks: RollingBlocks) -> None:
+        """Give every row a ring of ``blocks`` too, before the first batch."""
+        self.rolling = RollingRows(blocks, self.blocks_per_row)
 
     def forget(self) -> None:
         """Before another batch. The tensors stay where compiled code knows them; `begin` fills them again."""
         self.blocks.free()
+        if self.rolling is not None:
+            self.rolling.forget()
         self.ready = False
         self.padding: list[int] | None = None
         self.cut_padding = False
@@ -84,6 +97,8 @@ class CacheRows:
             self._make_tensors(device)
         self._require_blocks(batch)
         self.blocks.allocate(batch)
+        if self.rolling is not None:
+            self.rolling.blocks.allocate(batch)
         with torch.inference_mode(False):
             self.seq_lens.zero_()
             self.total.zero_()
@@ -93,6 +108,19 @@ class CacheRows:
                 self.add_padding(padding)
         self.padding, self._counted = padding, 0
         self.ready = True
+
+    def require_device(self, name: str, device: torch.device) -> None:
+        """Refuse a layer whose keys lie elsewhere than the rows' tables and lengths.
+
+        Raises:
+            UnsupportedModelError: model ``name`` is spread over several devices.
+        """
+        if device != self._device:
+            raise UnsupportedModelError(
+                f"{name}: its layers lie on {self._device} and {device} (device_map), and a PagedCache keeps "
+                "its tables and lengths on one; load the model on one device, or use "
+                "DynamicCache(config=model.config)"
+            )
 
     def _require_blocks(self, batch: int) -> None:
         """Say which number to raise, before the pool says only that it is empty."""
@@ -113,6 +141,8 @@ class CacheRows:
             names, BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), device
         )
         self.block_table, self.seq_lens, self._decode_slots, self._query_starts = tensors.values()
+        if self.rolling is not None:
+            self.rolling.make_tensors(device)
         with torch.inference_mode(False):  # an inference tensor could not be advanced under no_grad later
             self._row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
             # Query starts of short forwards, by tokens per row, made once: attention reads them before the
@@ -135,6 +165,8 @@ class CacheRows:
         """Block ids of all rows to the device's table."""
         table = host_block_table(self.blocks.rows, len(self.blocks), self.blocks_per_row)
         self.block_table[: len(self.blocks)].copy_(table)
+        if self.rolling is not None:
+            self.rolling.upload()
 
     def add_padding(self, more: Sequence[int]) -> None:
         """So many of each row's tokens are padding, beside those that were known to be."""
@@ -175,6 +207,8 @@ class CacheRows:
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:
             self._decode_slots[:batch].copy_(self._slots_of(batch, 1))
+            if self.rolling is not None:
+                self.rolling.note_decode(self._positions(batch, 1))
         elif query_len > _SHORT_QUERY_LEN:
             self.fill_query_starts(query_len)
 
@@ -185,15 +219,24 @@ class CacheRows:
         if not torch.compiler.is_compiling():
             self._is_open = False
 
-    def slots(self, batch: int, query_len: int) -> Tensor:
-        """The slots of the forward's tokens, ``[batch * query_len]`` int64."""
+    def slots(self, batch: int, query_len: int, rolls: bool = False) -> Tensor:
+        """The slots of the forward's tokens, ``[batch * query_len]`` int64; in a layer that ``rolls``, those
+        in its rings."""
+        if rolls:
+            assert self.rolling is not None
+            if query_len == 1:
+                return self.rolling.decode_slots(batch)
+            return self.rolling.slots_of(self._positions(batch, query_len))
         if query_len == 1:
             return self._decode_slots[:batch]
         return self._slots_of(batch, query_len)
 
-    def _slots_of(self, batch: int, query_len: int) -> Tensor:
+    def _positions(self, batch: int, query_len: int) -> Tensor:
         first = self.seq_lens[:batch, None].long() - query_len
-        positions = first + torch.arange(query_len, device=self.seq_lens.device)[None]
+        return first + torch.arange(query_len, device=self.seq_lens.device)[None]
+
+    def _slots_of(self, batch: int, query_len: int) -> Tensor:
+        positions = self._positions(batch, query_len)
         return slots_at(positions, self.block_table[:batch], self.block_size).reshape(-1)
 
     def fill_query_starts(self, query_len: int) -> None:
@@ -201,16 +244,21 @@ class CacheRows:
         if query_len > _SHORT_QUERY_LEN:
             fill_query_starts(self._query_starts, self._row_starts, query_len)
 
-    def metadata(self, batch: int, query_len: int) -> AttentionMetadata:
-        """The forward as a batch of ``batch`` requests of ``query_len`` queries each, for attention alone."""
+    def metadata(self, batch: int, query_len: int, rolls: bool = False) -> AttentionMetadata:
+        """The forward as a batch of ``batch`` requests of ``query_len`` queries each, for attention alone; of
+        a layer that ``rolls``, with the tables of its rings."""
         if query_len == 1:
             starts = self._row_starts
         elif query_len <= _SHORT_QUERY_LEN:
             starts = self._short_starts[query_len]
         else:
             starts = self._query_starts
+        table = self.block_table
+        if rolls:
+            assert self.rolling is not None
+            table = self.rolling.table
         return AttentionMetadata(
-            self.block_table[:batch], self.seq_lens[:batch], starts[: batch + 1], None, None, query_len
+            table[:batch], self.seq_lens[:batch], starts[: batch + 1], None, None, query_len
         )
 
     def host_lengths(self, batch: int, query_len: int) -> HostLengths | None:
@@ -247,6 +295,8 @@ class CacheRows:
     def take_back(self, count: int) -> None:
         """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left
         of it."""
+        if self.rolling is not None:
+            self.rolling.took_back(int(self.total))
         for tensor in (self.total, self.written_total):
             tensor.sub_(count)
         self.seq_lens[: len(self.blocks)].sub_(count).clamp_min_(0)

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from torchpaged.compile.code_object import with_own_code
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.layer import LayerCache, PagedLayer
+from torchpaged.hf.wrapped import unwrapped
 
 _MARK = "_torchpaged_compiled"
 
@@ -71,7 +72,7 @@ def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None
     ):
         return None
     batch, query_len = hidden_states.shape[:2]
-    return layer if layer.owner.metadata_of(batch, query_len).max_query_len == 1 else None
+    return layer if layer.owner.metadata_of(layer, batch, query_len).max_query_len == 1 else None
 
 
 def _give_forward(layer: Any, index: int, compiler: _Compiler) -> None:
@@ -109,7 +110,7 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> int:
         UnsupportedModelError: no decoder layers were found, or one does not say which layer of the cache is
             its own.
     """
-    base: Any = model.get_decoder()
+    base: Any = unwrapped(model).get_decoder()
     layers = getattr(base, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise UnsupportedModelError(
@@ -129,6 +130,13 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> int:
             for module in layer.modules()
             if isinstance(index := getattr(module, "layer_idx", None), int)
         }
+        hooked = next((path for path, m in layer.named_modules() if hasattr(m, "_hf_hook")), None)
+        if hooked is not None:
+            where = f"layers.{position}.{hooked}".rstrip(".")
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {where} has a hook of accelerate (device_map, offloading), which "
+                "compiled code can't run; load the model on one device"
+            )
         if len(found) != 1:
             raise UnsupportedModelError(
                 f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} "
@@ -147,7 +155,7 @@ def uncompile_layers(model: PreTrainedModel) -> None:
     Raises:
         ArgumentError: the layers are not compiled.
     """
-    base: Any = model.get_decoder()
+    base: Any = unwrapped(model).get_decoder()
     layers = [layer for layer in getattr(base, "layers", ()) if hasattr(layer, _MARK)]
     if not layers:
         raise ArgumentError("model", "a model whose layers are compiled", "one whose layers are not")

@@ -27,7 +27,7 @@ class IndexedLayer(PagedLayer):
 
     @torch.compiler.disable(reason=SET_UP)
     def _make_index_pool(self, states: Tensor) -> None:
-        shape = (self.owner.num_blocks, self.owner.block_size, 1, states.shape[-1])
+        shape = (self.owner.num_blocks_of(self), self.owner.block_size, 1, states.shape[-1])
         with torch.inference_mode(False):
             self.index_pool = torch.zeros(shape, dtype=states.dtype, device=states.device)
         torch._dynamo.mark_static_address(self.index_pool, guard=False)
@@ -53,10 +53,9 @@ class IndexedLayer(PagedLayer):
             source, destination = block_mapping.to(self.index_pool.device).unbind(1)
             self.index_pool[destination] = self.index_pool[source]
 
-    @property
-    def num_bytes(self) -> int:
+    def count_bytes(self) -> int:
         """See `PagedLayer`; the indexer's keys too."""
-        return super().num_bytes + (0 if self.index_pool is None else self.index_pool.nbytes)
+        return super().count_bytes() + (0 if self.index_pool is None else self.index_pool.nbytes)
 
 
 def select(mask: Tensor | None, indices: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -74,7 +74,9 @@ class LatentLayer(PagedLayer):
             latent=True,
         )
 
-    def store(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> None:
+    def store(
+        self, key_states: Tensor, value_states: Tensor, slots: Tensor, are_query_tokens: bool | None = None
+    ) -> None:
         """See `PagedLayer`; by the op ``write_latent``."""
         assert self.keys is not None
         self.owner.backend.ops.write_latent(

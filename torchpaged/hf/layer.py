@@ -16,6 +16,7 @@ from transformers.cache_utils import CacheLayerMixin
 from torchpaged.backends import AttentionSpec
 from torchpaged.cache import KVLayerSpec, LayerSpec
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.cache_rows import incomplete
 from torchpaged.hf.chosen_backend import ChosenBackend, config_spec
 from torchpaged.hf.known_models import COMPUTES_WITH_KEYS
 from torchpaged.hf.kv_scales import KVScales
@@ -59,7 +60,6 @@ class PagedOwner(Protocol):
     kv: KVScales
     paged: list[PagedLayer]
     name: str  # the model's type, for messages
-    num_blocks: int
     block_size: int
     max_seq_len: int
     dense: bool
@@ -84,8 +84,17 @@ class PagedOwner(Protocol):
     def first_use(self, layer: PagedLayer) -> None:
         """``layer`` gets its pools: it is used for the first time."""
 
-    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
-        """The forward that runs, as a batch for attention; changes nothing."""
+    def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
+        """The forward that runs, as a batch for ``layer``'s attention; changes nothing."""
+
+    def num_blocks_of(self, layer: PagedLayer) -> int:
+        """Blocks of the layer's pools, the null block included."""
+
+    def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
+        """Whether ``layer`` can write ``query_len`` tokens per row before the first of them attends."""
+
+    def rolling_rows(self) -> Any:
+        """The `torchpaged.hf.cache_rows.CacheRows` of layers that roll."""
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """kv length, and an offset that carries the cache to the mask function."""
@@ -147,6 +156,9 @@ class PagedLayer(CacheLayerMixin):
         self.reads_in_groups = False  # whether that kind of call may read shared prefixes once
         self.scales: dict[str, Tensor] = {}  # ``k_scale`` and ``v_scale`` of fp8 pools, once they are known
         self.states_dtype: torch.dtype | None = None  # of keys and values as they come
+        self.rolls = False  # whether its blocks are rings, see `torchpaged.hf.rolling_attention`
+        # Keys and values of a forward of more tokens than a ring takes at once, until attention takes them.
+        self._waiting: tuple[Tensor, Tensor] | None = None
         self._watched = False  # whether attention was seen to take the pools as they are
 
     @torch.compiler.disable(reason=SET_UP)
@@ -155,7 +167,7 @@ class PagedLayer(CacheLayerMixin):
         self.owner.first_use(self)
         self.owner.prepare(key_states, value_states.shape[3])
         stored = self.stored_by(key_states, value_states)
-        sizes = (self.owner.num_blocks, self.owner.block_size)
+        sizes = (self.owner.num_blocks_of(self), self.owner.block_size)
         with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later
             pools = stored.make_pools(*sizes, self.owner.kv.dtype or key_states.dtype, key_states.device)
         self.adopt(stored, pools)
@@ -185,15 +197,19 @@ class PagedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         return (self.keys.shape[2], self.keys.shape[3]), (self.values.shape[2], self.values.shape[3])
 
-    def store(self, key_states: Tensor, value_states: Tensor, slots: Tensor) -> None:
-        """Put ``[batch, num_kv_heads, query_len, head_dim(_v)]`` into ``slots [batch * query_len]``."""
+    def store(
+        self, key_states: Tensor, value_states: Tensor, slots: Tensor, are_query_tokens: bool | None = None
+    ) -> None:
+        """Put ``[batch, num_kv_heads, query_len, head_dim(_v)]`` into ``slots [batch * query_len]``;
+        ``are_query_tokens`` as the op has it, None: `writes_query_tokens`."""
         batch, num_kv_heads, query_len, head_dim = key_states.shape
         k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
         v = value_states.transpose(1, 2).reshape(
             batch * query_len, value_states.shape[1], value_states.shape[3]
         )
+        early = self.writes_query_tokens if are_query_tokens is None else are_query_tokens
         self.owner.backend.ops.write_kv(
-            k, v, self.keys, self.values, slots, are_query_tokens=self.writes_query_tokens, **self.scales
+            k, v, self.keys, self.values, slots, are_query_tokens=early, **self.scales
         )
 
     def attention_spec(self, config: Any, key_states: Tensor, head_dim_v: int | None) -> AttentionSpec:
@@ -216,8 +232,13 @@ class PagedLayer(CacheLayerMixin):
     @property
     def num_bytes(self) -> int:
         """Bytes that the pools take; 0 before there are any."""
+        return self.count_bytes()
+
+    def count_bytes(self) -> int:
+        """Work out `num_bytes`. A method, for layers with further pools: a trace reads no property by way of
+        ``super()`` under torch 2.11."""
         return (
-            self.owner.num_blocks * self.stored.bytes_per_block(self.owner.block_size, self.dtype)
+            self.owner.num_blocks_of(self) * self.stored.bytes_per_block(self.owner.block_size, self.dtype)
             if self.is_initialized
             else 0
         )
@@ -266,7 +287,13 @@ class PagedLayer(CacheLayerMixin):
             self._require_own(key_states, value_states)
         if not traced and self.owner.kv.dtype is not None and not self.scales:
             self._find_scales(key_states, value_states)
-        self.store(key_states, value_states, self.owner.advance(self, batch, query_len))
+        if self._waiting is not None:
+            raise incomplete()
+        slots = self.owner.advance(self, batch, query_len)
+        if self.owner.takes_at_once(self, query_len):
+            self.store(key_states, value_states, slots)
+        else:
+            self._waiting = key_states, value_states
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
         if not self._watched:
@@ -274,6 +301,11 @@ class PagedLayer(CacheLayerMixin):
                 return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
             self._require_attended()
         return self.keys, self.values
+
+    def take_waiting(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values that `write` left to attention, once."""
+        waiting, self._waiting = self._waiting, None
+        return waiting
 
     def _require_own(self, key_states: Tensor, value_states: Tensor) -> None:
         """Refuse what the pools were not made for, before the step moves on."""

@@ -20,14 +20,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchpaged.backends import Choice, Limits, Session
-from torchpaged.cache import LayerSpec, PagedKVCache
+from torchpaged.backends import Choice, Limits, Planning, Session, select_backend
+from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
 from torchpaged.hf.packed_scales import PackedScales, run_once
+from torchpaged.hf.rolling_attention import choose_rolling
 from torchpaged.hf.step_cache import StepCache, padding_step
-from torchpaged.hf.support import fusion_of, require_supported
+from torchpaged.hf.step_rings import StepRings
+from torchpaged.hf.support import fusion_of, require_supported, require_weights
+from torchpaged.hf.wrapped import unwrapped
 from torchpaged.metadata import AttentionMetadata
 
 _MAX_NUM_REQS = 1024  # requests of a batch, where nobody said how many
@@ -37,7 +40,8 @@ class PagedModel:
     """A HuggingFace causal LM over a `PagedKVCache`.
 
     Args:
-        model: the model, in eval mode from now on; its attention implementation becomes "torchpaged".
+        model: the model, in eval mode from now on; its attention implementation becomes "torchpaged". Of a
+            ``PeftModel``, the one in it.
         num_blocks: blocks per layer, the null block included. Give this or ``memory_budget``.
         memory_budget: bytes for all pools together.
         block_size: tokens per block.
@@ -45,14 +49,17 @@ class PagedModel:
         limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``,
             ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
             blocks as there are.
-
         kv_dtype, kv_scales: of the pools, as for `torchpaged.hf.PagedCache`: None, the keys' dtype, or
             "fp8_e4m3" or "fp8_e5m2" with scales given, or found by `find_scales` in the first prompt.
         batch_invariant: attention gives a request the same bits whoever is in the batch with it, by a backend
             that declares it.
+        sliding_step: for whoever tells `rings` which requests begin and end: tokens of a request in one step
+            at most. Layers with a sliding window or attention chunks then keep rings of blocks, for as many
+            requests as ``limits`` say, where that takes fewer; None: they keep every token.
 
     Attributes:
         batch_invariant: as given.
+        rings: the `StepRings` of the layers that have them; None if no layer has.
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
         session: what it keeps open for the layers, whoever runs them: steps must not overlap on
@@ -76,8 +83,11 @@ class PagedModel:
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
         batch_invariant: bool = False,
+        sliding_step: int | None = None,
     ) -> None:
+        model = unwrapped(model)
         require_supported(model)
+        require_weights(model)
         model.set_attn_implementation(NAME)
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
@@ -94,6 +104,15 @@ class PagedModel:
         self._config, self._asked = config, backend
         self._scales = PackedScales(kv_dtype, kv_scales, specs, str(config.model_type))
         dtype = probed.layers[0].keys.dtype
+        rolling = None
+        if sliding_step is not None and limits is not None:
+            planned = [replace(spec, batch_invariant=batch_invariant) for spec in probed.backend.specs]
+            plans = select_backend(planned, backend).backend.capabilities.planning > Planning.NEVER
+            if not plans and probed.masks.causal is not False:
+                rolling = self._choose_rolling(probed, sliding_step, limits, block_size, num_blocks)
+            if rolling is not None and all(layer.rolls for layer in probed.layers) and num_blocks is None:
+                reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
+                num_blocks, memory_budget = reqs * columns + 1, None  # of no layer
         self.kv_cache = PagedKVCache(
             specs,
             block_size=block_size,
@@ -101,6 +120,12 @@ class PagedModel:
             memory_budget=memory_budget,
             dtype=dtype,
             device=self.device,
+            blocks_of={}
+            if rolling is None
+            else {n: rolling.num_blocks for n, layer in enumerate(probed.layers) if layer.rolls},
+        )
+        self.rings = (
+            None if rolling is None else StepRings(rolling, self.kv_cache.num_blocks, self.kv_cache.device)
         )
         said, blocks = Limits() if limits is None else limits, self.kv_cache.num_blocks
         limits = replace(
@@ -115,11 +140,21 @@ class PagedModel:
         self._cache = StepCache(config, limits, self.kv_cache.num_tokens, *asked)
         for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
             layer.adopt(before.stored, pools)
+            layer.rolls = before.rolls
             layer.asked, layer.spec = before.asked, before.spec
             layer.states_dtype = before.states_dtype
         self._scales.give(self._cache.layers)
         self._cache.prepare_for(probed.backend.specs)
         self.choice: Choice = self._cache.backend.choice
+
+    def _choose_rolling(
+        self, probed: StepCache, step: int, limits: Limits, block_size: int, num_blocks: int | None
+    ) -> RollingBlocks | None:
+        """Which layers keep rings."""
+        reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
+        layers = [layer for layer in probed.layers if not layer.latent]
+        most = reqs * columns + 1 if num_blocks is None else num_blocks
+        return choose_rolling(self._config, layers, step, block_size, reqs, columns, most)
 
     @property
     def session(self) -> Session:
@@ -189,6 +224,8 @@ class PagedModel:
                 session.plan(metadata)
             session.require(metadata, input_ids.numel())
         self._cache.metadata = metadata
+        if self.rings is not None:
+            self._cache.in_rings = self.rings.of(metadata)
         options: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
             options["logits_to_keep"] = logits_indices
@@ -199,7 +236,7 @@ class PagedModel:
             use_cache=True,
             **options,
         ).logits[0]
-        self._cache.metadata = None
+        self._cache.metadata = self._cache.in_rings = None
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]
         return logits
@@ -227,6 +264,7 @@ def _probe(
 
 def kv_layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     """What each attention layer of ``model`` stores: `KVLayerSpec`, unless another kind took the layer."""
+    model = unwrapped(model)
     require_supported(model)
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)

@@ -50,6 +50,8 @@ class RowChanges:
         if rows.ready:
             rows.require_complete()
             count = min(count, int(rows.total))
+            if count and rows.rolling is not None:
+                rows.rolling.require_kept(rows.lengths(), int(rows.total), count)
             if count:
                 self._unshare(count)
         for layer in self._layers:
@@ -101,14 +103,16 @@ class RowChanges:
         lengths = rows.lengths()
         self._groups.forget()
         copies = rows.blocks.reindex(parents, lengths)
+        in_rings = [] if rows.rolling is None else rows.rolling.blocks.reindex(parents, lengths)
         rows.select(parents)
         self._copy_blocks(copies)
+        self._copy_blocks(in_rings, rolls=True)
         self._groups.find([lengths[parent] for parent in parents])
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """``(source, destination)`` pairs in every layer's pools."""
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]], rolls: bool = False) -> None:
+        """``(source, destination)`` pairs in the pools of every layer that ``rolls``, or does not."""
         if copies:
             mapping = torch.tensor(copies, dtype=torch.int64, device=self._rows.seq_lens.device)
             for layer in self._layers:
-                if isinstance(layer, PagedLayer):
+                if isinstance(layer, PagedLayer) and layer.rolls == rolls:
                     layer.copy_blocks(mapping)

@@ -72,6 +72,7 @@ class StepCache(Cache):
         ones = "head" if kv_dtype is None else [(1.0, 1.0)] * len(self.layers)
         self.kv, self.paged = KVScales(kv_dtype, ones, len(self.layers)), self.layers
         self.metadata: AttentionMetadata | None = None
+        self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
         self.ready = False
         self._mask_token = mask_token(self)
         for index, layer in enumerate(self.layers):
@@ -101,20 +102,33 @@ class StepCache(Cache):
         """A step that raises is nobody's state: the engine sets lengths anew for each one."""
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The step's slots: ``[num_tokens]`` int64, the same for every layer. Lengths were moved on by
-        whoever made the step."""
-        assert self.metadata is not None and self.metadata.slot_mapping is not None
-        return self.metadata.slot_mapping
+        """The step's slots: ``[num_tokens]`` int64, the same for every layer but those that roll. Lengths
+        were moved on by whoever made the step."""
+        slots = self.metadata_of(layer, batch, query_len).slot_mapping
+        assert slots is not None
+        return slots
 
     @property
     def in_groups(self) -> bool:
         """Whether the step's requests share prefixes that are read once."""
         return self.metadata is not None and self.metadata.prefixes is not None
 
-    def metadata_of(self, batch: int, query_len: int) -> AttentionMetadata:
+    def num_blocks_of(self, layer: PagedLayer) -> int:
+        """As many for every layer."""
+        return self.num_blocks
+
+    def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
+        """True: whoever made the step has blocks for all its tokens."""
+        return True
+
+    def rolling_rows(self) -> Any:
+        """None: no forward is attended in steps."""
+
+    def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
         """The step's tensors."""
-        assert self.metadata is not None
-        return self.metadata
+        step = self.in_rings if layer.rolls else self.metadata
+        assert step is not None
+        return step
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """As many keys as fit, and the tensor by which the mask function finds this cache."""

@@ -61,6 +61,23 @@ def require_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run through torchpaged: {_REASON}")
 
 
+def require_weights(model: PreTrainedModel) -> None:
+    """Refuse a model whose weights are not all there between forwards, on one device.
+
+    Raises:
+        UnsupportedModelError: some are offloaded, or on another device (``device_map``).
+    """
+    first: torch.device | None = None
+    for name, weight in model.named_parameters():
+        first = weight.device if first is None else first
+        if weight.is_meta or weight.device != first:
+            where = "offloaded" if weight.is_meta else f"on {weight.device}, others on {first}"
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: {name} is {where} (device_map); the engine runs models on one "
+                "device: use generate() with a PagedCache where the layers are on one, or DynamicCache"
+            )
+
+
 def _class_of(config_class: type) -> type[PreTrainedModel] | None:
     """A model class that transformers knows for a config; None for a config from elsewhere. One modelling
     file holds them all."""

@@ -26,6 +26,7 @@ from torchpaged.hf.latent import forget, latent_functions, remember
 from torchpaged.hf.own_attention import lacks_causal_mask, put_in, replace_attention, restore_attention
 from torchpaged.hf.support import require_supported, uses_attention_interface
 from torchpaged.hf.traceable import traceable_functions
+from torchpaged.hf.wrapped import unwrapped
 
 _BEFORE = "_torchpaged_before"
 
@@ -72,7 +73,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Make ``model`` attend through torchpaged, until `detach`.
 
     Args:
-        model: a model of transformers, in any attention implementation.
+        model: a model of transformers, in any attention implementation; or a ``PeftModel`` of one.
 
     Returns:
         The model itself.
@@ -81,6 +82,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         ArgumentError: it is attached already.
         UnsupportedModelError: its attention can't be paged; nothing was changed.
     """
+    given, model = model, unwrapped(model)
     if hasattr(model, _BEFORE):
         raise ArgumentError(
             "model", "a model that is not attached", "one that is", "call torchpaged.hf.detach(model) first"
@@ -109,7 +111,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         if functions:
             remember(model)
     setattr(model, _BEFORE, before)
-    return model
+    return given
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -118,6 +120,7 @@ def detach(model: PreTrainedModel) -> None:
     Raises:
         ArgumentError: the model is not attached.
     """
+    model = unwrapped(model)
     if not hasattr(model, _BEFORE):
         raise ArgumentError("model", "a model that attach() was called on", "one that it was not called on")
     for config, implementation in getattr(model, _BEFORE):

@@ -116,10 +116,13 @@ def for_cuda_decode(c: Configuration, r: random.Random) -> Configuration:
     that a pair has many parts; most heads are 96 numbers wide or more."""
     dim, dim_v = r.choice(((128, 128), (128, 128), (128, 128), (96, 96), (192, 128), (256, 256), (64, 64)))
     longest = r.choice((1, 1, 1, 1, 2, 4))
-    group = r.choice(
-        [n for n in (1, 2, 3, 4, 4, 5, 7, 8) if n * longest <= 16 and -(-n * longest // 8) * dim_v <= 512]
-    )
     few = r.random() < 0.35
+    groups = [
+        n for n in (1, 2, 3, 4, 4, 5, 7, 8) if n * longest <= 16 and -(-n * longest // 8) * dim_v <= 512
+    ]
+    if few:  # parts so large that they are merged in two steps
+        groups = [n for n in groups if n * longest * max(dim, dim_v) >= 1024] or groups
+    group = r.choice(groups)
     kv_heads = r.choice((1, 1, 2, 3) if few else (2, 3, 4, 5, 8))
     num_reqs = r.choice((1, 1, 2, 3) if few else [n for n in (40, 70, 130, 200, 300) if n * kv_heads > 132])
     dtype = r.choice(("bfloat16", "float16"))

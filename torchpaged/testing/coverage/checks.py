@@ -282,7 +282,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
     made: list[PagedCache] = []
 
     def make_cache() -> PagedCache:
-        made.append(PagedCache(model.config, 2, _MAX_SEQ_LEN, block_size=4))
+        made.append(PagedCache(model.config, 2, _MAX_SEQ_LEN, block_size=4, sliding_step=2))
         return made[-1]
 
     runs: dict[str, Callable[[], Tensor]] = {

@@ -1,0 +1,162 @@
+"""The engine over layers with a window: right tokens every way, and memory that does not grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine import Generator, SamplingParams
+
+transformers = pytest.importorskip("transformers")
+COMMON: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 8,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+}
+SLIDING, FULL = "sliding_attention", "full_attention"
+MODELS = {
+    "Mistral": {},
+    "Gemma2": {"layer_types": [SLIDING, FULL, SLIDING], "query_pre_attn_scalar": 8},
+    "Llama4Text": {
+        "attention_chunk_size": 8,
+        "layer_types": ["chunked_attention", FULL, "chunked_attention"],
+        "no_rope_layers": [1, 1, 1],
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "interleave_moe_layer_step": 1,
+        "moe_layers": [],
+    },
+}
+ROLLS = {"Mistral": [True, True, True], "Gemma2": [True, False, True], "Llama4Text": [True, False, True]}
+PROMPTS = [[(7 * i + j) % 90 + 5 for j in range(length)] for i, length in enumerate((3, 41, 17, 60, 9))]
+SAMPLING = SamplingParams(max_new_tokens=24, ignore_eos=True)
+SIZES: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 96, "block_size": 4, "prefill_chunk_size": 12}
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]})
+    return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).eval()
+
+
+def tokens(generator: Generator) -> list[list[int]]:
+    return [output.token_ids for output in generator.generate(PROMPTS, SAMPLING)]
+
+
+def eager(name: str) -> list[list[int]]:
+    """Greedy tokens of transformers' own attention, without a cache."""
+    model, found = make(name), []
+    model.set_attn_implementation("eager")
+    for prompt in PROMPTS:
+        ids = list(prompt)
+        for _ in range(SAMPLING.max_new_tokens):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        found.append(ids[len(prompt) :])
+    return found
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "launches of 3": {"steps_per_launch": 3, "prefill_buckets": [12]},
+    "one by one": {"graphs": False},
+    "short of blocks": {"num_blocks": 30},
+    "fused": {"fuse": True},
+}
+
+
+@pytest.fixture(scope="module")
+def want() -> dict[str, list[list[int]]]:
+    return {}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_gives_eager_tokens(name: str, way: str, want: dict[str, list[list[int]]]) -> None:
+    """Prompts in chunks, more requests than rows, rows that move, requests that are put back."""
+    if way == "fused" and name == "Llama4Text":
+        pytest.skip("fuse() does not know this family")
+    options = SIZES | WAYS[way]
+    want.setdefault(name, []) or want[name].extend(eager(name))
+    generator = Generator(make(name), **options)
+    assert [layer.rolls for layer in generator.model._cache.layers] == ROLLS[name]
+    for _ in range(2):  # with rings that other requests had before
+        assert tokens(generator) == want[name]
+    assert generator.model.rings.num_used == 0
+    assert bool(generator.stats.preemptions) == (way == "short of blocks")
+    every = Generator(make(name), **options, rolling=False)
+    assert every.model.rings is None and tokens(every) == want[name]
+
+
+def test_memory_does_not_depend_on_the_requests_length() -> None:
+    """10,240 tokens: the blocks in use and the pools' bytes are those of short requests."""
+    long = {"max_position_embeddings": 10_300}
+    config = transformers.MistralConfig(**{**COMMON, **long, "num_hidden_layers": 1})
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config).eval()
+    options: dict[str, Any] = {"max_batch_size": 1, "prefill_chunk_size": 512}
+    short = Generator(model, max_seq_len=1024, **options)
+    generator = Generator(model, max_seq_len=10_300, **options)
+    rings, keys = generator.model.rings, generator.model.kv_cache[0].k_cache
+    assert generator.model.kv_cache.num_bytes == short.model.kv_cache.num_bytes
+    request = generator.submit(
+        torch.randint(5, 99, (10_240,)).tolist(), SamplingParams(max_new_tokens=8, ignore_eos=True)
+    )
+    used, filled = set(), set()
+    for _ in generator.stream([request]):
+        used.add(rings.num_used)
+        filled.add(int((keys.flatten(1).abs().sum(1) > 0).sum()))
+    assert used <= {1, 0} and filled == {rings.blocks.blocks_per_ring}
+
+
+def test_requests_that_break_off_give_their_rings_back() -> None:
+    generator = Generator(make("Gemma2"), **SIZES)
+    requests = [generator.submit(prompt, SAMPLING) for prompt in PROMPTS]
+    for _ in range(6):
+        generator.step()
+    assert generator.model.rings.num_used == 3
+    for request in requests[:2]:
+        generator.cancel(request)
+    list(generator.stream())
+    assert generator.model.rings.num_used == 0
+
+
+def test_memory_budgets_and_refusals() -> None:
+    budget = 1 << 20
+    for name in ("Mistral", "Gemma2"):
+        cache = Generator(make(name), **SIZES, kv_cache_memory=budget).model.kv_cache
+        assert cache.num_bytes <= budget
+    with pytest.raises(ArgumentError, match="memory_budget: expected at least"):
+        Generator(make("Gemma2"), **SIZES, kv_cache_memory=4096)
+    with pytest.raises(ArgumentError, match="rolling: expected"):
+        Generator(make("Gemma2"), **SIZES, rolling="no")
+    with pytest.raises(ArgumentError, match="share_prefixes: expected.*rolling=False"):
+        Generator(make("Gemma2"), **SIZES, rolling=True, share_prefixes=True)
+
+
+def test_requests_that_share_blocks_keep_all_tokens() -> None:
+    """A prefix that another request computed is complete in every layer, or nobody takes it."""
+    prompts, sampling = (
+        [PROMPTS[1], [*PROMPTS[1][:36], 7, 8]],
+        SamplingParams(max_new_tokens=8, ignore_eos=True),
+    )
+    options: dict[str, Any] = {**SIZES, "prefill_chunk_size": 64}
+    found = []
+    for share in (True, "auto"):
+        generator = Generator(make("Gemma2"), **options, share_prefixes=share)
+        found.append([output.token_ids for output in generator.generate(prompts, sampling)])
+        assert (generator.model.rings is None) is (share is True)
+        assert (generator.scheduler.shared_tokens == 36) is (share is True)
+    assert found[0] == found[1]

@@ -1,0 +1,122 @@
+"""Layers with a window, whose blocks are rings: which ones, and forwards of more tokens than a ring takes at
+once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.cache import RollingBlocks
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.layer import PagedLayer
+
+#: New tokens of a row that a rolling layer takes at once, where nobody says how many.
+DEFAULT_STEP = 512
+
+
+def reach_of(layer: PagedLayer) -> int | None:
+    """Tokens that a query of ``layer`` sees at most, its own one included; None: all."""
+    return layer.chunk if layer.window is None else layer.window
+
+
+def choose_rolling(
+    config: Any,
+    layers: Sequence[PagedLayer],
+    step: int,
+    block_size: int,
+    max_rows: int,
+    blocks_per_row: int,
+    num_blocks: int,
+) -> RollingBlocks | None:
+    """Say of each layer whether it rolls: where that takes fewer blocks, unless other layers read its keys.
+
+    Args:
+        config: the model's text config.
+        layers: those that could; ``rolls`` of each is set.
+        step: new tokens of a row at once.
+        block_size, max_rows, blocks_per_row, num_blocks: of the cache otherwise.
+
+    Returns:
+        The rings that they share, of the widest window among them; None if no layer rolls.
+    """
+    candidates = [layer for layer in layers if reach_of(layer) is not None]
+    if getattr(config, "num_kv_shared_layers", 0):  # the last one of each kind is read by layers behind it
+        last = {(layer.window, layer.chunk): layer for layer in candidates}
+        candidates = [layer for layer in candidates if layer not in last.values()]
+    rings = {layer: RollingBlocks(reach_of(layer) or 1, step, block_size, max_rows) for layer in candidates}
+    for layer, ring in rings.items():
+        layer.rolls = ring.blocks_per_ring < blocks_per_row and ring.num_blocks < num_blocks
+    chosen = [ring for layer, ring in rings.items() if layer.rolls]
+    return max(chosen, key=lambda ring: ring.window, default=None)
+
+
+def require_kept(module: Any, layer: PagedLayer, window: int | None, causal: bool) -> None:
+    """Refuse attention that sees more than a rolling layer keeps.
+
+    Raises:
+        UnsupportedModelError: a wider window than the cache knows of, none at all, or keys ahead of a query.
+    """
+    reach = reach_of(layer)
+    seen = layer.chunk if window is None else window
+    if causal and reach is not None and seen is not None and seen <= reach:
+        return
+    sees = "no window" if seen is None else f"a window of {seen}"
+    raise UnsupportedModelError(
+        f"{type(module).__name__}: layer {layer.index} keeps what a window of {reach} tokens needs, and "
+        f"attends {f'with {sees}' if causal else 'ahead of its tokens'}; build the PagedCache with "
+        "sliding_step=max_seq_len"
+    )
+
+
+def attend_in_steps(
+    layer: PagedLayer,
+    query: Tensor,
+    attend: Callable[..., None],
+    options: dict[str, Any],
+) -> Tensor:
+    """Write and attend a forward of more tokens than the layer's ring takes at once, step by step.
+
+    Args:
+        layer: a rolling layer, whose `PagedLayer.write` left its keys and values to this.
+        query: ``[batch, num_heads, query_len, head_dim]``.
+        attend: the op ``paged_attention``.
+        options: its further arguments, but for the batch's.
+
+    Returns:
+        ``[batch, query_len, num_heads, head_dim_v]``.
+
+    Raises:
+        UnsupportedModelError: another layer attends with this one's keys.
+    """
+    rows, states = layer.owner.rolling_rows(), layer.take_waiting()
+    batch, num_heads, query_len, head_dim = query.shape
+    if states is None or states[0].shape[2] != query_len:
+        raise UnsupportedModelError(
+            f"{layer.owner.name}: two layers attend with the keys of layer {layer.index}, which keeps only "
+            "what its window needs; build the PagedCache with sliding_step=max_seq_len"
+        )
+    key, value = states
+    assert layer.keys is not None and layer.values is not None
+    width, step = layer.values.shape[-1], rows.rolling.blocks.step
+    parts = []
+    for start in range(0, query_len, step):
+        count = min(step, query_len - start)
+        # In front of the write, which holds the attention back: it may not read them early.
+        seq_lens = (rows.seq_lens[:batch] - (query_len - start - count)).clamp_min(0)
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * count
+        first = rows.seq_lens[:batch, None].long() - query_len + start
+        slots = rows.rolling.slots_of(first + torch.arange(count, device=query.device)[None])
+        new = slice(start, start + count)
+        layer.store(key[:, :, new], value[:, :, new], slots, are_query_tokens=False)
+        q = query[:, :, new].transpose(1, 2).reshape(batch * count, num_heads, head_dim)
+        out = q.new_empty(batch * count, num_heads, width)
+        table = rows.rolling.table[:batch]
+        attend(
+            q, layer.keys, layer.values, table, seq_lens, starts, out, None, max_query_len=count, **options
+        )
+        parts.append(out.view(batch, count, num_heads, width))
+    return torch.cat(parts, 1)

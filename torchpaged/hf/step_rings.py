@@ -1,0 +1,86 @@
+"""The rings of a packed step's requests, for layers with a window: whoever owns the requests says which begin
+and end, the device finds each row's ring by its first block.
+
+    rings.take(block)           # a request begins: the first of its blocks
+    batch = rings.of(metadata)  # within a step, captured or not: the tables and slots of those layers
+    rings.give(block)           # it ended
+
+A graph's batches, and their buffers, stay as they are without rings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torchpaged.cache import NULL_BLOCK, RollingBlocks
+from torchpaged.metadata import AttentionMetadata
+
+
+class StepRings:
+    """Rings by the first blocks of requests.
+
+    Args:
+        blocks: the rings.
+        num_blocks: of the pool that the requests' other blocks come from, the null block included.
+        device: where the steps run.
+
+    Attributes:
+        ring_of_block: ``[num_blocks]`` int32: 1 and the ring of the request that begins with a block, or did
+            last; 0: none has.
+    """
+
+    def __init__(self, blocks: RollingBlocks, num_blocks: int, device: torch.device) -> None:
+        self.blocks = blocks
+        with torch.inference_mode(False):
+            self.ring_of_block = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+        self.reset()
+
+    def reset(self) -> None:
+        """No request has a ring."""
+        self._free = list(range(self.blocks.num_rings - 1, -1, -1))
+        self._taken: dict[int, int] = {}
+        self.ring_of_block.zero_()
+
+    @property
+    def num_used(self) -> int:
+        """Rings that requests have."""
+        return len(self._taken)
+
+    def take(self, block: int) -> None:
+        """A request begins, with this as its first block."""
+        ring = self._taken[block] = self._free.pop()
+        self.ring_of_block[block : block + 1].fill_(ring + 1)
+
+    def give(self, block: int) -> None:
+        """The request that began with this block has ended."""
+        self._free.append(self._taken.pop(block))
+
+    def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
+        """The same step with the tables and slots of the rings."""
+        table, last = metadata.block_table, self.ring_of_block.shape[0] - 1
+        rings = self.ring_of_block[table[:, 0].long().clamp(0, last)]
+        columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+        blocks = self._blocks(rings[:, None], columns)
+        return replace(metadata, block_table=blocks, slot_mapping=self._slots(metadata, rings), prefixes=None)
+
+    def _blocks(self, rings: Tensor, columns: Tensor) -> Tensor:
+        """Which block is in a column of a table; ``rings`` as `ring_of_block` has them."""
+        size = self.blocks.blocks_per_ring
+        return torch.where(rings > 0, (rings - 1) * size + 1 + columns % size, NULL_BLOCK)
+
+    def _slots(self, metadata: AttentionMetadata, rings: Tensor) -> Tensor:
+        """Of each token, by its place in its request; -1 of padding."""
+        assert metadata.slot_mapping is not None
+        seq_lens, starts, size = metadata.seq_lens, metadata.query_start_loc, self.blocks.block_size
+        count = metadata.slot_mapping.shape[0]
+        if metadata.max_query_len == 1 and count == seq_lens.shape[0]:
+            positions = seq_lens.long() - 1
+        else:
+            tokens = torch.arange(count, dtype=torch.int32, device=seq_lens.device)
+            rows = torch.searchsorted(starts[1:], tokens, right=True).clamp_max(seq_lens.shape[0] - 1)
+            positions, rings = (seq_lens[rows] - starts[rows + 1] + tokens).long(), rings[rows]
+        slots = self._blocks(rings.long(), positions // size) * size + positions % size
+        return torch.where((metadata.slot_mapping >= 0) & (positions >= 0), slots, -1)

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from torchpaged.backends import Limits
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import PagedModel
 
 transformers = pytest.importorskip("transformers")
 COMMON: dict[str, Any] = {
@@ -131,6 +133,48 @@ def test_requests_that_break_off_give_their_rings_back() -> None:
         generator.cancel(request)
     list(generator.stream())
     assert generator.model.rings.num_used == 0
+
+
+def test_lost_steps_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that broke off have written over what the window of the last known token saw."""
+    small: dict[str, Any] = {**SIZES, "prefill_chunk_size": 2}
+    plain = Generator(make("Gemma2"), **small, rolling=False)
+    want = [output.token_ids for output in plain.generate(PROMPTS[:1], SAMPLING)]
+    generator = Generator(make("Gemma2"), **small, steps_per_launch=12)
+    loop = generator.loop
+    assert loop is not None
+    collect, calls = loop.collect, 0
+
+    def breaks_off(keep: int = 0) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return collect(keep)
+
+    monkeypatch.setattr(loop, "collect", breaks_off)
+    request = generator.submit(PROMPTS[0], SAMPLING)
+    found: list[int | None] = []
+    broken = 0
+    while generator._requests:
+        try:
+            found += [event.token_id for event in generator.step()]
+        except KeyboardInterrupt:
+            broken += 1
+    assert broken == 1 and [found] == want and request == 0
+    assert generator.model.rings.num_used == 0 and generator.pool.num_used == 0
+
+
+def test_a_paged_model_with_rings_is_asked() -> None:
+    """Its rings take so many tokens in a step, and nothing that another request computed."""
+    limits = Limits(max_num_reqs=3, max_num_tokens=64, max_blocks_per_req=24)
+    model = PagedModel(make("Gemma2"), num_blocks=100, block_size=4, limits=limits, sliding_step=12)
+    options: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 96}
+    with pytest.raises(ArgumentError, match="prefill_chunk_size: expected at most 12.*got 13"):
+        Generator(model, **options, prefill_chunk_size=13)
+    with pytest.raises(ArgumentError, match="share_prefixes: expected 'auto' or False.*rings"):
+        Generator(model, **options, prefill_chunk_size=12, share_prefixes=True)
+    Generator(model, **options, prefill_chunk_size=12)
 
 
 def test_memory_budgets_and_refusals() -> None:

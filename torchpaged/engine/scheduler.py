@@ -92,6 +92,11 @@ class Scheduler:
         self._shared = SharedBlocks(block_size) if share_prefixes else None
         self._one_prompt_per_step = one_prompt_per_step
 
+    @property
+    def has_rings(self) -> bool:
+        """Whether requests have rings beside their blocks."""
+        return self._rings is not None
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens take."""
         return -(-num_tokens // self.block_size)

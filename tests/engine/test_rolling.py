@@ -165,6 +165,18 @@ def test_lost_steps_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     assert generator.model.rings.num_used == 0 and generator.pool.num_used == 0
 
 
+def test_a_new_engine_over_the_same_paged_model_has_all_rings() -> None:
+    """The one before was dropped with requests that had not ended."""
+    limits = Limits(max_num_reqs=2, max_num_tokens=24, max_blocks_per_req=24)
+    model = PagedModel(make("Gemma2"), num_blocks=60, block_size=4, limits=limits, sliding_step=12)
+    for _ in range(2):
+        generator = Generator(model, max_batch_size=2, max_seq_len=96, prefill_chunk_size=12)
+        for prompt in PROMPTS[:2]:
+            generator.submit(prompt, SAMPLING)
+        generator.step()
+        assert model.rings is not None and model.rings.num_used == 2
+
+
 def test_a_paged_model_with_rings_is_asked() -> None:
     """Its rings take so many tokens in a step, and nothing that another request computed."""
     limits = Limits(max_num_reqs=3, max_num_tokens=64, max_blocks_per_req=24)

@@ -83,6 +83,8 @@ class Scheduler:
         rings: Rings | None = None,
     ) -> None:
         self._rings = rings
+        if rings is not None:
+            rings.reset()  # whoever scheduled with them before is gone, perhaps in the middle
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchpaged.backends import Limits
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel
 
@@ -200,6 +200,13 @@ def test_memory_budgets_and_refusals() -> None:
         Generator(make("Gemma2"), **SIZES, rolling="no")
     with pytest.raises(ArgumentError, match="share_prefixes: expected.*rolling=False"):
         Generator(make("Gemma2"), **SIZES, rolling=True, share_prefixes=True)
+
+
+def test_a_window_that_no_mask_has_is_refused() -> None:
+    """Such a model's forwards see every token, and its caches drop them."""
+    config = transformers.LlamaConfig(**COMMON)
+    with pytest.raises(UnsupportedModelError, match=r"a window of \[8\] tokens.*no mask of a window"):
+        Generator(transformers.LlamaForCausalLM(config), **SIZES)
 
 
 def test_requests_that_share_blocks_keep_all_tokens() -> None:

@@ -145,7 +145,7 @@ def paged_model(
         if rings is not None and prefill_chunk_size > rings.blocks.step:
             raise ArgumentError(
                 "prefill_chunk_size",
-                f"at most {rings.blocks.step}, which the rings of the {type(model).__name__} take in one step",
+                f"at most {rings.blocks.step}, which the rings of the {type(model).__name__} take at once",
                 str(prefill_chunk_size),
                 "give PagedModel a larger sliding_step",
             )

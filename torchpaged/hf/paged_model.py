@@ -262,8 +262,8 @@ def _probe(
     windows = {layer.window for layer in cache.layers} - {None}
     if windows and cache.masks.causal and not cache.masks.local:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: its config gives layers a window of {sorted(windows)} tokens, and it asks "
-            "for no mask of a window, so that its own caches and its own forwards disagree; set "
+            f"{type(model).__name__}: its config gives layers a window of {sorted(windows)} tokens, and it "
+            "asks for no mask of a window, so that its own caches and its own forwards disagree; set "
             "model.config.sliding_window = None (and its layer_types) if it has none"
         )
     return [layer.stored for layer in cache.layers], cache

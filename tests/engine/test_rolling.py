@@ -169,12 +169,16 @@ def test_a_new_engine_over_the_same_paged_model_has_all_rings() -> None:
     """The one before was dropped with requests that had not ended."""
     limits = Limits(max_num_reqs=2, max_num_tokens=24, max_blocks_per_req=24)
     model = PagedModel(make("Gemma2"), num_blocks=60, block_size=4, limits=limits, sliding_step=12)
+    streams = []
     for _ in range(2):
         generator = Generator(model, max_batch_size=2, max_seq_len=96, prefill_chunk_size=12)
         for prompt in PROMPTS[:2]:
             generator.submit(prompt, SAMPLING)
-        generator.step()
+        streams.append(generator.stream())
+        next(streams[-1])
         assert model.rings is not None and model.rings.num_used == 2
+    streams[0].close()  # type: ignore[attr-defined]
+    assert model.rings.num_used == 2  # those of the new one
 
 
 def test_a_paged_model_with_rings_is_asked() -> None:

@@ -26,15 +26,24 @@ class PackedMasks:
 
     Attributes:
         causal: whether the model is; None before it asked for a mask.
+        local: whether a mask that it asked for was of a window or of chunks.
     """
 
     causal: bool | None = None
+    local = False
 
     def observe(
-        self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any
+        self,
+        mask: Tensor | None,
+        batch: int,
+        query_length: int,
+        mask_function: Any,
+        local_size: int | None = None,
+        *_: Any,
     ) -> None:
         """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
         self.causal = is_causal(mask_function)
+        self.local |= local_size is not None
         if mask is not None:
             raise UnsupportedModelError("the packed path takes no attention mask")
 

@@ -3,6 +3,9 @@ ends."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import io
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from families import build
 from models import padded_prompts, tiny
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
-from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.hf import PagedCache, attach, detach, paged
 from torchpaged.testing.coverage.architectures import model_of
 
@@ -86,3 +89,39 @@ def test_stacks_with_a_copy_of_the_config() -> None:
     with paged(model):
         assert [config._attn_implementation for config in configs] == ["torchpaged"] * 3
     assert [config._attn_implementation for config in configs] == ["eager"] * 3
+
+
+@pytest.mark.parametrize("name", ["bloom", "dbrx", "ctrl"])
+def test_a_copy_runs_its_own_weights(name: str) -> None:
+    """The functions that `attach` put in run what stood there before: of the copy, not of its original."""
+    model = model_of(name, "eager")
+    kinds = ("BloomAttention", "DbrxExperts", "CTRLModel")
+    hooked = next(module for module in model.modules() if type(module).__name__ in kinds)
+    hooked.forward = functools.partial(type(hooked).forward, hooked)  # as accelerate's hooks
+    ids = padded_prompts()["input_ids"][1:]
+    attach(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.mul_(1.5)
+        fresh = model_of(name, "eager")
+        fresh.load_state_dict(twin.state_dict())
+        want, before = fresh(ids).logits, model(ids).logits
+        got = [twin(ids).logits, twin(ids, past_key_values=PagedCache(twin.config, 1, 32)).logits]
+        detach(twin)
+        got.append(twin(ids).logits)
+        assert (want - before).abs().max() > 0.01
+        for logits in got:
+            torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+        detach(model)
+        torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pickle_of_functions_is_refused() -> None:
+    """It would look them up by name, and find the class's, which take pools for keys."""
+    model = model_of("gptj", "eager")
+    attach(model)
+    with pytest.raises(NotCopyableError, match=r"detach\(model\)"):
+        torch.save(model, io.BytesIO())
+    detach(model)
+    torch.save(model, io.BytesIO())

@@ -125,3 +125,33 @@ def test_a_pickle_of_functions_is_refused() -> None:
         torch.save(model, io.BytesIO())
     detach(model)
     torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_models_that_share_a_config(name: str, first: int) -> None:
+    """In whatever order they are detached: who is attached stays so, and nothing is left behind."""
+    model = model_of(name, "eager")
+    pair = [model, type(model)(model.config).eval()]
+    ids = padded_prompts()["input_ids"]
+    for each in pair:
+        attach(each)
+    last = pair[1 - first]
+    detach(pair[first])
+    with torch.no_grad():
+        got = last(ids, past_key_values=PagedCache(last.config, 2, 32)).logits
+        detach(last)
+        assert model.config._attn_implementation == "eager"
+        torch.testing.assert_close(got, last(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_and_wholes_are_not_attached_both() -> None:
+    """A module has one function of ours at most, and detaching the other would take it out, or leave it."""
+    model = model_of("bloom", "eager")
+    before = everything_of(model)
+    for first, second in ((model, model.transformer), (model.transformer, model)):
+        attach(first)
+        with pytest.raises(ArgumentError, match="no part of which is attached"):
+            attach(second)
+        detach(first)
+        assert everything_of(model) == before

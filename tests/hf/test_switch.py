@@ -155,3 +155,10 @@ def test_parts_and_wholes_are_not_attached_both() -> None:
             attach(second)
         detach(first)
         assert everything_of(model) == before
+
+
+def test_training_mode_is_named() -> None:
+    """Attached, a model that trains runs its own attention, which has no use for pools."""
+    model = model_of("bloom", "eager")
+    with paged(model), torch.no_grad(), pytest.raises(UnsupportedModelError, match="in eval mode"):
+        model.train()(**padded_prompts(), past_key_values=PagedCache(model.config, 2, 32))

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged import merge_attn_states, paged_attention
+from torchpaged import paged_attention
 from torchpaged.bench import conditions
 from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.cascade import SharedPrefixes, cascade_attention, find_prefix_groups
+from torchpaged.custom_ops.attention.triton.cascade_attention import compose
 
 BLOCK = 16
 SHAPES = ((32, 8, 128), (9, 3, 64))
@@ -65,7 +66,7 @@ def case(
     starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda")
     table = torch.tensor(tables, dtype=torch.int32, device="cuda")
     prefixes = SharedPrefixes.allocate(
-        max_num_groups=1,
+        max_num_groups=8,  # as AutomaticPrefixes has them
         num_reqs=rows,
         num_tokens=rows,
         max_blocks_per_req=n + m,
@@ -84,10 +85,9 @@ def case(
         ],
     }
     if more:
-        found |= {
-            name: [partial(variant, q, pool, prefixes, suffix, starts) for pool in pools]
-            for name, variant in (("two streams", two_streams), ("in order", in_order))
-        }
+        of_groups = prefixes.block_table, prefixes.lens, prefixes.query_start_loc
+        arguments = (*suffix, starts, *of_groups, prefixes.order, prefixes.inverse)
+        found["two passes"] = [partial(two_passes, q, pool, arguments) for pool in pools]
     if not flashinfer:
         return found, {}
     try:
@@ -96,30 +96,15 @@ def case(
         return found, {"flashinfer": f"{type(error).__name__}: {error}"[:300]}
 
 
-_SIDE: list[torch.cuda.Stream] = []
-
-
-def two_streams(q: Tensor, pool: Any, prefixes: SharedPrefixes, suffix: Any, starts: Tensor) -> Tensor:
-    """The second pass beside the first: products bound one, memory the other."""
-    side, here = _SIDE[0], torch.cuda.current_stream()
-    side.wait_stream(here)
-    with torch.cuda.stream(side):
-        own = paged_attention(q, *pool, *suffix, starts, max_query_len=1, return_lse=True)
-    shared = prefix_pass(q[prefixes.order], pool, prefixes)
-    here.wait_stream(side)
-    place = prefixes.inverse
-    return merge_attn_states(shared[0][place], shared[1][place], *own)[0]
-
-
-def in_order(q: Tensor, pool: Any, prefixes: SharedPrefixes, suffix: Any, starts: Tensor) -> Tensor:
-    """Without the copies that bring groups together: right where one group is the whole batch."""
-    own = paged_attention(q, *pool, *suffix, starts, max_query_len=1, return_lse=True)
-    return merge_attn_states(*prefix_pass(q, pool, prefixes), *own)[0]
-
-
-def prefix_pass(q: Tensor, pool: Any, prefixes: SharedPrefixes) -> Any:
-    batch = prefixes.block_table, prefixes.lens, prefixes.query_start_loc
-    return paged_attention(q, *pool, *batch, max_query_len=q.shape[0], causal=False, return_lse=True)
+def two_passes(q: Tensor, pools: tuple[Tensor, Tensor], arguments: tuple[Tensor, ...]) -> Tensor:
+    """Two calls of ``paged_attention`` and ``merge_attn_states``, with the copies that bring groups
+    together: what serves a call that the op's own launches can't take."""
+    ops, out = torch.ops.torchpaged, torch.empty_like(q)
+    handles = ops.paged_attention.cuda, ops.merge_attn_states.triton
+    own, prefixes, places = arguments[:3], arguments[3:6], arguments[6:]
+    options = {"max_query_len": 1, "scale": q.shape[2] ** -0.5}
+    compose(*handles, q, pools, own, prefixes, places, out, None, **options)
+    return out
 
 
 def flashinfer_calls(q: Tensor, pools: Any, heads: int, shared: int, own: int) -> dict[str, Calls]:
@@ -181,7 +166,6 @@ def main() -> None:
     parser.add_argument("--variants", action="store_true", help="measure what is not in use, too")
     parser.add_argument("--first", type=int, help="only so many cases of each shape")
     given = parser.parse_args()
-    _SIDE.append(torch.cuda.Stream())
     end = time.monotonic() + given.seconds
     document: dict[str, Any] = {
         "benchmark": "cascade",

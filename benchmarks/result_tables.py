@@ -203,7 +203,7 @@ def plans() -> list[str]:
 def cascade() -> list[str]:
     """The plain path and the cascade, and which of them the rule takes."""
     lines = []
-    for row in load("h200_cascade")["rows"]:
+    for row in load("h200_cascade_op")["rows"]:
         us, heads = row["us"], "/".join(map(str, row["heads"]))
         if row["requests"] in (4, 16, 64, 256):
             lines.append(

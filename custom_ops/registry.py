@@ -105,6 +105,7 @@ class BackendOps(NamedTuple):
     linear: Any
     mla_attention: Any
     write_latent: Any
+    cascade_attention: Any
 
 
 # -------------------------------------------------------------------------------------------- implementations
@@ -133,7 +134,7 @@ def _lazy(module: str, function: str) -> Any:
     return launch
 
 
-_CUDA_OPS = frozenset({"paged_attention", "linear"})
+_CUDA_OPS = frozenset({"paged_attention", "linear", "cascade_attention"})
 
 
 def _of_this_gpu(op: str) -> Any:

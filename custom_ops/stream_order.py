@@ -156,6 +156,34 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             ),
         ),
     ),
+    "cascade_attention": (
+        Launch(
+            "prefill.cu:paged_prefill",
+            False,
+            ("scratch",),
+            "start",
+            waits="launch",
+            case="cuda, prefixes",
+            why="the decode launch behind it reads nothing that it writes",
+        ),
+        Launch(
+            "decode.cu:paged_decode",
+            True,
+            ("out",),
+            "start",
+            ("everything",),
+            waits="last",
+            case="cuda, suffixes",
+            why="begins when all ahead of the prefixes' launch has ended",
+        ),
+        Launch(
+            "prefill_merge.cu:paged_prefill_merge",
+            True,
+            ("out", "lse"),
+            "wait",
+            case="cuda, merge of prefixes and suffixes",
+        ),
+    ),
     "write_kv": (
         Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True, case="are_query_tokens=False"),
         Launch(

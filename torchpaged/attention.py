@@ -421,6 +421,7 @@ class PagedAttention(nn.Module):
         if together:
             same = {name: options[name] for name in ("scale", "logits_soft_cap", "k_scale", "v_scale")}
             both = pools.k_cache, pools.v_cache
+            same["semaphore"] = workspace.get("semaphore")
             attend_in_groups(q, both, metadata, flat, self._ops, self.sinks, **same)
         else:
             self._ops.paged_attention(*attend, **options, **workspace)

@@ -64,4 +64,40 @@ def _paged_attention(
         torch._check(tree_mask.shape[0] == q.shape[0], lambda: "tree_mask: expected one word per query token")
 
 
-FAKES: dict[str, Callable[..., None]] = {"paged_attention": _paged_attention}
+def _cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    prefix_block_table: Tensor,
+    prefix_lens: Tensor,
+    prefix_query_start_loc: Tensor,
+    order: Tensor,
+    inverse: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    **_: Any,
+) -> None:
+    own, prefixes = (
+        (block_table, seq_lens, query_start_loc),
+        (prefix_block_table, prefix_lens, prefix_query_start_loc),
+    )
+    for batch in (own, prefixes):
+        _paged_attention(q, k_cache, v_cache, *batch, out, lse)
+    for name, rows in (("order", order), ("inverse", inverse)):
+        torch._check(
+            rows.dtype == torch.int64,
+            lambda name=name, rows=rows: f"{name}: expected int64, got {rows.dtype}",
+        )
+        torch._check(rows.dim() == 1, lambda name=name: f"{name}: expected 1 dimension")
+        torch._check(
+            rows.shape[0] == q.shape[0], lambda name=name: f"{name}: expected a number for each row of q"
+        )
+
+
+FAKES: dict[str, Callable[..., None]] = {
+    "paged_attention": _paged_attention,
+    "cascade_attention": _cascade_attention,
+}

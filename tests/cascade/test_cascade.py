@@ -12,6 +12,7 @@ from torch import Tensor
 import torchpaged
 from torchpaged import ArgumentError
 from torchpaged.cascade import PrefixGroup, SharedPrefixes, cascade_attention, find_prefix_groups
+from torchpaged.custom_ops import BACKEND_OPS
 
 BLOCK = 4
 
@@ -117,6 +118,10 @@ def test_equal_to_the_plain_path(name: str) -> None:
         suffix = prefixes.suffix(table, seq_lens)
         again = cascade_attention(q, *pools, table, seq_lens, starts, prefixes, suffix=suffix, **common)
         assert all(map(torch.equal, again, got))
+        op = cascade_attention(
+            q, *pools, table, seq_lens, starts, prefixes, ops=BACKEND_OPS["reference"], **common
+        )
+        torch.testing.assert_close(op, want, rtol=2e-5, atol=2e-5)
         read = int(suffix[1].sum()) + int(prefixes.lens.sum())
         assert int(seq_lens.sum()) - read == sum(group.saved_blocks for group in groups) * BLOCK
     assert saved > 20

@@ -72,6 +72,24 @@ SHAPES: dict[str, dict[str, Any]] = {
         "lse": True,
         "split": True,
     },
+    "in parts, prefixes": {"split": True, "cascade": True, "causal": False},
+    "in parts, prefixes, width 64": {
+        "split": True,
+        "cascade": True,
+        "causal": False,
+        "dim": 64,
+        "group": 3,
+        "num_kv_heads": 3,
+        "lse": True,
+    },
+    "in parts, prefixes, e4m3": {
+        "split": True,
+        "cascade": True,
+        "causal": False,
+        "kv_dtype": torch.float8_e4m3fn,
+        "scales": True,
+        "soft_cap": True,
+    },
     "paired": {"paired": True},
     "paired, lse": {"paired": True, "lse": True},
     "paired, width 256": {"paired": True, "dim": 256, "group": 2},
@@ -184,7 +202,7 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     assert {step for step in steps if step.startswith("ld.global")} <= {
         "ld.global.cg.s32",
         "ld.global.cg.v4.f32",
-        *["ld.global.cg.f32"] * values["SCALES"],
+        *["ld.global.cg.f32"] * (values["SCALES"] or values["CASCADE"]),
         *["ld.global.nc.b16", "ld.global.nc.u16", "ld.global.b16", "ld.global.u16"] * values["SINKS"],
     }
     _, report = compile_with_nvcc(tmp_path, values, "cubin", "prefill_merge.cu")
@@ -231,7 +249,18 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 @needs_nvcc
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
 @pytest.mark.parametrize(
-    "name", ["llama", "width 64", "width 256", "window", "patience", "paired", "e4m3", "e4m3 queries"]
+    "name",
+    [
+        "llama",
+        "width 64",
+        "width 256",
+        "window",
+        "patience",
+        "paired",
+        "e4m3",
+        "e4m3 queries",
+        "in parts, prefixes",
+    ],
 )
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in

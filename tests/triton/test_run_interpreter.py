@@ -15,7 +15,11 @@ ROOT = Path(__file__).parents[2]
 #: name -> files, and how many of their tests pass at least: by default, and of the slow ones.
 PARTS = {
     "attention": (
-        ["tests/triton/test_interpreter.py", "tests/triton/test_long_rows_interpreter.py"],
+        [
+            "tests/triton/test_interpreter.py",
+            "tests/triton/test_long_rows_interpreter.py",
+            "tests/triton/test_cascade_interpreter.py",
+        ],
         105,
         65,
     ),

@@ -11,7 +11,9 @@ from torchpaged.cascade.prefixes import SharedPrefixes
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.pools import check_pools
 from torchpaged.functional import merge_attn_states, paged_attention
+from torchpaged.functional.shared_prefixes import attend_with_prefixes, cascade_ops, has_cascade
 from torchpaged.metadata import AttentionMetadata
 
 
@@ -56,24 +58,35 @@ def cascade_attention(
         ArgumentError: arguments don't fit, or, where values are checked, the groups are another batch's.
         BackendUnavailableError: the backend that was asked for can't serve it.
     """
-    passes = _two_passes(
-        q,
-        (k_cache, v_cache),
-        (block_table, seq_lens, query_start_loc),
-        prefixes,
-        prefixes.suffix(block_table, seq_lens) if suffix is None else suffix,
-        max_query_len,
-        sinks,
-        {
-            "scale": scale,
-            "logits_soft_cap": logits_soft_cap,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "return_lse": True,
-            "ops": ops,
-        },
-    )
-    out, lse = merge_attn_states(*passes, ops=ops)
+    pools, batch = (k_cache, v_cache), (block_table, seq_lens, query_start_loc)
+    suffix = prefixes.suffix(block_table, seq_lens) if suffix is None else suffix
+    if not torch.compiler.is_compiling():
+        _check(q, *batch, pools, prefixes, suffix)
+    own = cascade_ops(q, *pools, scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks, ops=ops)
+    if own is not None:
+        out = q.new_empty(*q.shape[:2], v_cache.shape[3])
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        _one_call(
+            q,
+            pools,
+            batch,
+            prefixes,
+            suffix,
+            out,
+            lse,
+            own,
+            max_query_len=max_query_len,
+            scale=max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
+            logits_soft_cap=logits_soft_cap or 0.0,
+            sinks=sinks,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
+    else:
+        options: dict[str, Any] = {"scale": scale, "logits_soft_cap": logits_soft_cap}
+        options |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": True, "ops": ops}
+        passes = _two_passes(q, pools, batch, prefixes, suffix, max_query_len, sinks, options)
+        out, lse = merge_attn_states(*passes, ops=ops)
     return (out, lse) if return_lse else out
 
 
@@ -94,17 +107,44 @@ def attend_in_groups(
         metadata: with `CascadeBatch`.
         ops: the layer's.
         sinks: as there.
-        options: ``scale``, ``logits_soft_cap``, ``k_scale``, ``v_scale``.
+        options: ``scale``, ``logits_soft_cap``, ``k_scale``, ``v_scale``; ``semaphore``, of the layer's
+            session.
 
     Raises:
         ArgumentError: as `cascade_attention`.
     """
     batch = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
     shared, *suffix = metadata.prefixes
-    options = {**options, "return_lse": True, "ops": ops}
     longest = metadata.max_query_len
-    passes = _two_passes(q, pools, batch, shared, (suffix[0], suffix[1]), longest, sinks, options)
+    if not torch.compiler.is_compiling():
+        _check(q, *batch, pools, shared, (suffix[0], suffix[1]))
+    own_suffix = suffix[0], suffix[1]
+    if has_cascade(ops, q.device):
+        options |= {"max_query_len": longest, "sinks": sinks}
+        options["logits_soft_cap"] = options.get("logits_soft_cap") or 0.0
+        _one_call(q, pools, batch, shared, own_suffix, out, None, ops, **options)
+        return
+    options.pop("semaphore", None)
+    options |= {"return_lse": True, "ops": ops}
+    passes = _two_passes(q, pools, batch, shared, own_suffix, longest, sinks, options)
     ops.merge_attn_states(*passes, out)
+
+
+def _one_call(
+    q: Tensor,
+    pools: tuple[Tensor, Tensor],
+    batch: tuple[Tensor, Tensor, Tensor],
+    prefixes: SharedPrefixes,
+    suffix: tuple[Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor | None,
+    ops: BackendOps,
+    **options: Any,
+) -> None:
+    """By the op ``cascade_attention``, into ``out`` and ``lse``."""
+    groups = prefixes.block_table, prefixes.lens, prefixes.query_start_loc
+    tensors = (q, *pools, *suffix, batch[2], *groups, prefixes.order, prefixes.inverse)
+    attend_with_prefixes(ops, tensors, out, lse, **options)
 
 
 def _two_passes(
@@ -118,8 +158,6 @@ def _two_passes(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Outputs and LSE over the prefixes, in the batch's order, and over the rest."""
-    if not torch.compiler.is_compiling():
-        _check(q, *batch, pools[0], prefixes, suffix)
     shared, shared_lse = paged_attention(
         q[prefixes.order],
         *pools,
@@ -142,15 +180,18 @@ def _check(
     block_table: Tensor,
     seq_lens: Tensor,
     query_start_loc: Tensor,
-    k_cache: Tensor,
+    pools: tuple[Tensor, Tensor],
     prefixes: SharedPrefixes,
     suffix: tuple[Tensor, Tensor],
 ) -> None:
+    k_cache, v_cache = pools
     check_tensors(q=q, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc)
+    check_tensors(k_cache=k_cache, v_cache=v_cache)
     check_dims("q", q, prefixes.order.shape[0], None, None)
+    check_pools(k_cache, v_cache)
     check_dims("block_table", block_table, prefixes.shift.shape[0], prefixes.block_table.shape[1])
     check_dims("seq_lens", seq_lens, prefixes.shift.shape[0])
-    if k_cache.dim() == 4 and k_cache.shape[1] != prefixes.block_size:
+    if k_cache.shape[1] != prefixes.block_size:
         raise ArgumentError("prefixes", f"blocks of {k_cache.shape[1]} tokens", str(prefixes.block_size))
     if not reads_values(q.device):
         return

@@ -22,7 +22,7 @@ class CascadeCosts(NamedTuple):
     """Constants of a kind of device.
 
     Attributes:
-        launch_us: microseconds of the second pass and the merge, whatever they compute.
+        launch_us: microseconds of the prefixes' launch and the merge, whatever they compute.
         number_us: microseconds per number of queries and outputs, which are copied and merged.
         bytes_per_us: rate at which the plain path reads blocks that many requests share.
         flop_per_us: rate of the products in the prefix pass.
@@ -49,7 +49,7 @@ class LayerShape(NamedTuple):
 #: By compute capability; None: any other GPU, and CPUs, which have no launches but the same reads.
 COSTS: dict[tuple[int, int] | None, CascadeCosts] = {
     (9, 0): CascadeCosts(
-        16.0, 1.5e-5, 9.0e6, 4.0e8, "fitted on an H200: benchmarks/results/h200_cascade.json"
+        18.0, 4.0e-6, 1.0e7, 3.0e8, "fitted on an H200: benchmarks/results/h200_cascade_op.json"
     ),
     None: CascadeCosts(32.0, 3.0e-5, 2.0e6, 1.0e8, "not verified here: Hopper's, on the safe side"),
 }

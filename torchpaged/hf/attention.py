@@ -172,6 +172,7 @@ def paged_attention_forward(
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     if metadata.prefixes is not None and layer.reads_in_groups and alike:
         pools, shared = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}
+        shared["semaphore"] = layer.workspace.get("semaphore")
         attend_in_groups(q, pools, metadata, out, owner.backend.ops, sinks, **shared)
         return out.view(batch, query_len, num_heads, value.shape[-1]), None
     attend(q, key, value, *requests, out, None, max_query_len=metadata.max_query_len, **own)

@@ -190,6 +190,8 @@ def opcheck_cases(
     semaphore = torch.zeros(
         batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device
     )
+    no_groups = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1, 2), (1,), (2,)))
+    rows_in_order = torch.arange(batch.q.shape[0], device=device)
     cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
         "write": ("write_kv", (kv, kv.clone(), batch.k_cache, batch.v_cache, slots), {}),
         "write_query_tokens": (
@@ -226,6 +228,11 @@ def opcheck_cases(
             "merge_attn_states",
             (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)),
             {},
+        ),
+        "cascade": (
+            "cascade_attention",
+            (*attention, *no_groups, rows_in_order, rows_in_order.clone(), torch.zeros_like(out)),
+            common,
         ),
         "copy": ("copy_blocks", (batch.k_cache, batch.v_cache, pairs), {}),
         "advance": (

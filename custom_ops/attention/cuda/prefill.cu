@@ -159,12 +159,17 @@ struct Loader {
     bool whole;
     __device__ __forceinline__ int count() const { return last < 0 ? 0 : max(last - first + 1, 0); }
   };
-  __device__ __forceinline__ Steps steps_of(const Line &line, const Tile &tile, int ticket) const {
+  __device__ __forceinline__ Steps steps_of(const Line &line, const Tile &tile, int ticket,
+                                            [[maybe_unused]] const Share &share) const {
     Steps s;
     s.first_seen = LOW ? tile.span.first_seen(tile.index) : 0;
     s.first = s.first_seen / KEYS, s.last = tile.span.level(tile.index) - 1;
     s.whole = true;
-    if constexpr (SPLIT) {
+    if constexpr (CASCADE) {
+      const int all = s.last + 1;
+      s.first = all * share.from / share.of, s.last = all * share.to / share.of - 1;
+      s.whole = false;
+    } else if constexpr (SPLIT) {
       s.whole = line.parts == 1 || ticket >= line.live_total();
       if (!s.whole) {
         const int all = max(s.last + 1 - s.first, 0);
@@ -175,9 +180,33 @@ struct Loader {
     return s;
   }
 
+  // CASCADE: a tile of queries, which stand anywhere in the batch; rows behind the request are zeros.
+  __device__ __forceinline__ void gather_queries(const Tile &tile, int index, u32 to, u32 filled) const {
+#pragma unroll 1
+    for (int begin = 0; begin < TOKENS; begin += 32) {
+      const int token = index * TOKENS + begin + lane;
+      int row = p.num_tokens;
+      // token rows are less than 2^31: the low word
+      if (token < tile.span.query_len) row = load_l2((const int *)(p.order + tile.span.start + token));
+      const u32 at = to + (begin + lane) * GROUP * K_WIDTH * 2;
+      if (begin + lane < TOKENS) {
+#pragma unroll 1
+        for (int s = 0; s < K_SQUARES; ++s)
+          tma_load_3d(at + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH, tile.head * GROUP, row, filled);
+      }
+      __syncwarp();
+    }
+  }
+
+  // CASCADE: the CTA's next share, and its tile; `total` if there is none.
+  __device__ __forceinline__ int take(const Shares &shares, int turn, int total, Share &share) const {
+    share = total > 0 ? shares.share(blockIdx.x / SHARERS, turn) : Share{-1, 0, 0, 1};
+    return share.tile < 0 ? total : share.tile;
+  }
+
   // PAIRED: the first CTA of a cluster draws tickets for both and tells the other one, through one of two
   // places in its memory. `turn`: messages before.
-  __device__ __forceinline__ int share(const Mail &mail, int ticket, int turn) {
+  __device__ __forceinline__ int tell(const Mail &mail, int ticket, int turn) {
     const int slot = turn % 2, round = turn / 2 & 1;
     if (blockIdx.x % 2 == 0) {
       if (lane == 0) {
@@ -202,28 +231,36 @@ struct Loader {
   }
 
   __device__ __forceinline__ void run(Line line, Job *jobs, [[maybe_unused]] const Mail &mail) {
-    const int total = line.total();
+    [[maybe_unused]] Shares shares;
+    [[maybe_unused]] Share share = {};
+    if constexpr (CASCADE) shares.plan(line.live_total(), p.ctas / SHARERS, line.shortest, line.top);
+    const int total = CASCADE ? line.live_total() : line.total();
     // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
     const Tickets tickets = {(u32 *)p.tickets + (SHORT > 0 ? line.owner * p.ticket_row : 0), total,
                              (p.ctas - p.late) / SHARERS, p.late};
     int ticket = 0;
-    if (lane == 0) ticket = tickets.begin(blockIdx.x / SHARERS, SHORT > 0 && p.is_late);
-    ticket = __shfl_sync(ALL, ticket, 0);
+    if constexpr (CASCADE) {
+      ticket = take(shares, 0, total, share);
+    } else {
+      if (lane == 0) ticket = tickets.begin(blockIdx.x / SHARERS, SHORT > 0 && p.is_late);
+      ticket = __shfl_sync(ALL, ticket, 0);
+    }
     Tile tile = {};
     int block = 0, block_before = 0;  // of a tile's last step and of the one before, asked for ahead
     if (ticket < total) {
       tile = line.find(ticket);
-      const Steps steps = steps_of(line, tile, ticket);
+      const Steps steps = steps_of(line, tile, ticket, share);
       if (steps.count() > 0) block = block_of(tile, steps.first_seen, steps.last);
       if (steps.count() > 1) block_before = block_of(tile, steps.first_seen, steps.last - 1);
     }
     wait_for_kernels_ahead();
     [[maybe_unused]] Cut *cut = nullptr;
     if constexpr (SPLIT) {
-      cut = (Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
+      cut = cut_of(p);
       if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
-        cut->tiles = line.live * NUM_KV_HEADS;
+        cut->tiles = line.live * NUM_KV_HEADS * SHARERS;
         cut->parts = line.parts;
+        if constexpr (CASCADE) cut->shares = shares;
       }
     }
     for (int turn = 0;; ++turn) {
@@ -241,8 +278,9 @@ struct Loader {
         return;
       }
       int next = 0;  // comes while this tile is loaded
-      if (lane == 0 && (!PAIRED || blockIdx.x % 2 == 0)) next = tickets.draw();
-      const Steps reach = steps_of(line, tile, ticket);
+      if constexpr (!CASCADE)
+        if (lane == 0 && (!PAIRED || blockIdx.x % 2 == 0)) next = tickets.draw();
+      const Steps reach = steps_of(line, tile, ticket, share);
       const int steps = reach.count(), first = reach.first, last = reach.last, first_seen = reach.first_seen;
       const bool whole = reach.whole;
       if (lane == 0) {
@@ -253,14 +291,17 @@ struct Loader {
                          tile.span.query_len,
                          tile.span.seq_len,
                          tile.head,
-                         whole ? -1 : ticket};
+                         CASCADE ? turn * p.ctas + (int)blockIdx.x : whole ? -1 : ticket};
         jobs[buffer] = job;
-        if constexpr (SPLIT)
+        if constexpr (CASCADE) {
+          if (share.to == share.of) cut->jobs[ticket * SHARERS + blockIdx.x % SHARERS] = job;
+        } else if constexpr (SPLIT) {
           if (!whole && tile.part == 0) cut->jobs[ticket / line.parts] = job;
+        }
         if (steps > 0) {
           mbarrier_arrive_expect_tx(q_full, Q_BYTES);  // the job is written before: a wait for q_full sees it
 #pragma unroll 1
-          for (int s = 0; s < K_SQUARES; ++s)
+          for (int s = 0; !CASCADE && s < K_SQUARES; ++s)
             tma_load_3d(plan.q + buffer * Q_TILE + s * (Q_TILE / K_SQUARES), &p.q, s * K_WIDTH,
                         tile.head * GROUP, tile.span.start + job.tile * TOKENS, q_full);
         } else {
@@ -268,6 +309,10 @@ struct Loader {
         }
       }
       __syncwarp();
+      if constexpr (CASCADE)
+        if (steps > 0)
+          gather_queries(tile, tile.index * SHARERS + blockIdx.x % SHARERS, plan.q + buffer * Q_TILE,
+                         q_full);
       int block_ahead = 0;
       if (steps > 0) {
         load_keys(tile.head, block);
@@ -276,13 +321,14 @@ struct Loader {
         load_values(tile.head, block);
       }
       // The next tile is sought while the stages are full, so that nothing waits for it at the border.
-      ticket = __shfl_sync(ALL, next, 0);
-      if constexpr (PAIRED) ticket = share(mail, ticket, turn);
+      if constexpr (CASCADE) ticket = take(shares, turn + 1, total, share);
+      else ticket = __shfl_sync(ALL, next, 0);
+      if constexpr (PAIRED && !CASCADE) ticket = tell(mail, ticket, turn);
       Tile coming = {};
       int coming_block = 0, coming_before = 0;
       if (ticket < total) {
         coming = line.find(ticket);
-        const Steps steps = steps_of(line, coming, ticket);
+        const Steps steps = steps_of(line, coming, ticket, share);
         if (steps.count() > 0) coming_block = block_of(coming, steps.first_seen, steps.last);
         if (steps.count() > 1) coming_before = block_of(coming, steps.first_seen, steps.last - 1);
       }

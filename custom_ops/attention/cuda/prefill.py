@@ -12,7 +12,7 @@ import functools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.pools import FP8
 
-PARAMS = struct.Struct("12Q5q2f15i4xQ40x")  # struct Params of prefill_shapes.cuh behind its three maps
+PARAMS = struct.Struct("12Q5q2f15i4x3Q24x")  # struct Params of prefill_shapes.cuh behind its three maps
 MAX_DIM = 256
 #: Widths of keys and values that fp8 queries go with.
 FP8_QUERY_WIDTHS = ((64, 64), (128, 128), (256, 256))
@@ -31,6 +31,24 @@ _SHARED_BYTES = 226 << 10
 _MAX_COORDINATE = 2**31 - 1
 _MOST_RAW_STAGES = 8
 _WORTH_STEPS = 8  # WORTH of prefill_tiles.cuh
+TURNS = 5  # of prefill_shares.cuh
+
+
+class Suffixes(NamedTuple):
+    """What a launch over shared prefixes is merged with: attention over the rest of each request, of the
+    decode launch behind it, which leaves its output where the merged one goes.
+
+    Attributes:
+        order: ``[T]`` int64, the token rows in the order in which ``query_start_loc`` counts them.
+        own_lse: ``[T, num_heads]`` float32, contiguous, of that launch.
+        ctas: for the prefixes; the other multiprocessors are the decode launch's from the beginning.
+        paired: whether two CTAs share the copies of keys and values, a tile each; then ``ctas`` is even.
+    """
+
+    order: Tensor
+    own_lse: Tensor
+    ctas: int
+    paired: bool
 
 
 #: Prepares a decode launch: what launches it, and numbers of its semaphore for each request.
@@ -303,6 +321,7 @@ def prefill_config(
     paired: bool = False,
     every_lane: bool = False,
     fp8_queries: bool = False,
+    cascade: bool = False,
 ) -> Config:
     """The constants of ``prefill.cu``.
 
@@ -352,6 +371,7 @@ def prefill_config(
         "SHORT": short,
         "SPLIT": split,
         "PAIRED": paired,
+        "CASCADE": cascade,
     }
     return PREFILL.config(values, exact=True)
 
@@ -412,6 +432,7 @@ def prefill(
     behind: Behind | None = None,
     paired: bool = False,
     every_lane: bool = False,
+    suffixes: Suffixes | None = None,
 ) -> None:
     """Launch on checked arguments of shapes that `refuse` and `refuse_layout` let pass.
 
@@ -427,6 +448,9 @@ def prefill(
             waiting for their first keys and storing, and its steps.
         patience, beside, every_lane: as in `prefill_config`.
         paired: whether CTAs share copies in clusters of two, where `may_pair` says that they can.
+        suffixes: then the requests here are groups' prefixes, seen by all their queries (not ``causal``, no
+            masks, ``sinks`` or ``alibi_slopes``), and ``behind`` the decode launch over the rest; ``out`` and
+            ``lse`` get both together.
     """
     index, num_kv_heads, block_size = q.device.index or 0, k_cache.shape[2], k_cache.shape[1]
     group, dim, dim_v = q.shape[1] // num_kv_heads, q.shape[2], v_cache.shape[3]
@@ -440,7 +464,7 @@ def prefill(
     if (k_scale is None) != (v_scale is None):  # one flag serves both
         one = torch.ones(1, dtype=torch.float32, device=q.device)
         k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
-    split = may_split(
+    split = suffixes is not None or may_split(
         q.shape[0],
         block_table.shape[0],
         short,
@@ -451,6 +475,8 @@ def prefill(
     )
     late = late_ctas(programs, short, split)
     paired = paired and plain and not (short or split) and may_pair(cut, block_size, k_cache.dtype)
+    if suffixes is not None:
+        paired = suffixes.paired
     specialisation = (
         index,
         out.dtype,
@@ -478,6 +504,7 @@ def prefill(
         paired,
         every_lane,
         fp8_queries,
+        suffixes is not None,
     )
     decodes, ticket_row = None, 0
     if behind is not None:
@@ -486,13 +513,24 @@ def prefill(
     kernel, merge, shape = _specialised(*specialisation)
     early = gpu.launches_early(index)
     ctas = kernel.resident(shape.threads, 2, programs) if paired else programs
-    maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, shape.rows)
+    if suffixes is not None:
+        ctas = programs = suffixes.ctas
+    sharers = 2 if paired else 1
+    tiles = (
+        most_tiles(q.shape[0], block_table.shape[0], shape.rows // group * sharers) * num_kv_heads * sharers
+    )
+    rows = shape.rows if suffixes is None else group  # of a box: a tile, or a token
+    maps = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), group, rows)
     where: tuple[int, ...] = ()
     for cache in (k_cache, v_cache):
         encoded, at = pool_map(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride(), fp8_queries)
         maps, where = maps + encoded, where + at
     parts = (
-        torch.empty(part_numbers(shape, dim_v, programs), dtype=torch.float32, device=q.device)
+        torch.empty(
+            part_numbers(shape, dim_v, programs, tiles if suffixes else 0),
+            dtype=torch.float32,
+            device=q.device,
+        )
         if split
         else None
     )
@@ -519,10 +557,14 @@ def prefill(
             late,
             is_late,
             0 if tree_mask is None else tree_mask.data_ptr(),
+            0 if suffixes is None else suffixes.order.data_ptr(),
+            0 if suffixes is None else suffixes.own_lse.data_ptr(),
         )
         for is_late in (0, 1)
     )
-    if short:  # the decode launch behind waits for nothing: all ahead must have ended when this one begins
+    if suffixes is not None:  # as below
+        kernel.launch(ctas, shape.threads, arguments, early=False)
+    elif short:  # the decode launch behind waits for nothing: all ahead must have ended when this one begins
         kernel.launch(programs - late, shape.threads, arguments, early=False)
     else:
         kernel.launch(ctas, shape.threads, arguments, early=early)
@@ -531,7 +573,6 @@ def prefill(
     if late:
         kernel.launch(late, shape.threads, late_arguments, early=early)
     if merge is not None:
-        tiles = most_tiles(q.shape[0], block_table.shape[0], shape.rows // group) * num_kv_heads
         merge.launch(min(merge_items(shape, dim_v) * tiles, 2 * programs), 128, arguments, early=early)
 
 
@@ -566,10 +607,11 @@ def may_pair(shape: PrefillShape, block_size: int, kv_dtype: torch.dtype) -> boo
     return shape.groups == 2 and shape.keys // block_size >= 2 and kv_dtype not in FP8
 
 
-def part_numbers(shape: PrefillShape, dim_v: int, programs: int) -> int:
+def part_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0) -> int:
     """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut
-    of prefill_shapes.cuh."""
-    return programs * (dim_v // 8 + 1) * (shape.threads - 128) * 4 + 4 + programs * 8
+    of prefill_shapes.cuh. ``tiles``: with suffixes, tiles of all kv heads at most; 0: without."""
+    part = (dim_v // 8 + 1) * (shape.threads - 128) * 4
+    return programs * (TURNS if tiles else 1) * part + 16 + (tiles or programs) * 8
 
 
 def merge_items(shape: PrefillShape, dim_v: int) -> int:
@@ -612,6 +654,7 @@ def _config(
     paired: bool,
     every_lane: bool,
     fp8_queries: bool,
+    cascade: bool,
 ) -> Config:
     return prefill_config(
         dtype,
@@ -639,6 +682,7 @@ def _config(
         paired=paired,
         every_lane=every_lane,
         fp8_queries=fp8_queries,
+        cascade=cascade,
     )
 
 

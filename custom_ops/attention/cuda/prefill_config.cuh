@@ -36,6 +36,8 @@ inline constexpr bool EVERY_LANE = false;
 inline constexpr bool BESIDE = true;           // exponentials stand before the wait for the products
 inline constexpr int SHORT = 0;                // up to so many query tokens: the decode launch's; 0: none
 inline constexpr bool SPLIT = false;           // few tiles are cut into parts, for prefill_merge.cu
+// prefixes of groups: all tiles are in parts, merged with the suffixes
+inline constexpr bool CASCADE = false;
 // 1: clusters of 2 CTAs share copies of keys and values; an attribute
 #define PAIRED 0
 #define CLOCKS 0                               // 1: cycles are counted; idle counters would move registers

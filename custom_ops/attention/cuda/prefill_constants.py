@@ -39,6 +39,7 @@ PREFILL = Table(
         Constant("BESIDE", "bool", "exponentials stand before the wait for the products"),
         Constant("SHORT", "int", "up to so many query tokens: the decode launch's; 0: none"),
         Constant("SPLIT", "bool", "few tiles are cut into parts, for prefill_merge.cu"),
+        Constant("CASCADE", "bool", "prefixes of groups: all tiles are in parts, merged with the suffixes"),
         Constant("PAIRED", "macro", "1: clusters of 2 CTAs share copies of keys and values; an attribute"),
         Constant(
             "CLOCKS",

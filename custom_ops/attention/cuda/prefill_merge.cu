@@ -10,6 +10,7 @@
 // 2.2).
 
 #include "prefill_store.cuh"
+#include "prefill_suffixes.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
 constexpr int ITEMS = SLICES * GROUPS;                // of a tile, one for a CTA; prefill.py counts them
@@ -22,31 +23,44 @@ __device__ __forceinline__ Job load_job(const Job *from) {
           load_l2(p + 4), load_l2(p + 5), load_l2(p + 6), load_l2(p + 7)};
 }
 
+__device__ __forceinline__ Shares load_shares(const Shares *from) {
+  const int *p = (const int *)from;
+  Shares x;
+  x.tiles = load_l2(p), x.ctas = load_l2(p + 1), x.parts = load_l2(p + 2), x.mains = load_l2(p + 3);
+  x.rest = load_l2(p + 4), x.region = load_l2(p + 5), x.own = load_l2(p + 6);
+  x.spread = load_l2(p + 7), x.steps = load_l2(p + 8);
+  return x;
+}
+
 extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __grid_constant__ Params p) {
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this
   // one the ends of those ahead count.
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  const Cut *cut = (const Cut *)(p.parts + (i64)p.ctas * PART_FLOATS);
+  if constexpr (CASCADE && LSE) copy_lse_of_others(p);
+  const Cut *cut = cut_of(p);
   int item = blockIdx.x;
   Job job = load_job(cut->jobs + item / ITEMS);  // of no tile perhaps; asked for together with what says so
-  const int items = load_l2(&cut->tiles) * ITEMS, parts = load_l2(&cut->parts);
-  if (parts == 1) return;
+  const int items = load_l2(&cut->tiles) * ITEMS, alike = load_l2(&cut->parts);
+  [[maybe_unused]] Shares shares;
+  if constexpr (CASCADE) shares = load_shares(&cut->shares);
+  else if (alike == 1) return;
   for (; item < items; item += gridDim.x) {
     const int tile = item / ITEMS, group = item / SLICES % GROUPS, block = item % SLICES * SLICE;
     if (item != blockIdx.x) job = load_job(cut->jobs + tile);
     // no row of the warpgroup stands for a query: it left no part (Math::is_idle)
     if (job.tile * TOKENS + group * 64 / GROUP >= job.query_len) continue;
     const int thread = group * 128 + threadIdx.x, lane = thread % 32;
-    const float4 *from = part_of(p, tile * parts) + thread;
-    constexpr int STEP = PART_VECTORS * MATH_THREADS;
+    const int parts = CASCADE ? shares.count(tile / SHARERS) : alike;
     float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
     for (int begin = 0; begin < parts; begin += AHEAD) {
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
         if (begin + j >= parts) break;
-        const float4 *at = from + (i64)(begin + j) * STEP;
+        const int unit = CASCADE ? shares.unit(tile / SHARERS, begin + j) * SHARERS + tile % SHARERS
+                                 : tile * parts + begin + j;
+        const float4 *at = part_of(p, unit) + thread;
         state[j] = load_l2(at + DIM_V / 8 * MATH_THREADS);
 #pragma unroll
         for (int n = 0; n < SLICE; ++n) x[j][n] = load_l2(at + (block + n) * MATH_THREADS);
@@ -73,6 +87,8 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
         }
       }
     }
-    store_rows<SLICE>(p, job, thread / 32 * 16 + lane / 4, lane, top, total, acc, block);
+    const int row = thread / 32 * 16 + lane / 4;
+    if constexpr (CASCADE) store_with_suffixes<SLICE>(p, job, row, lane, top, total, acc, block);
+    else store_rows<SLICE>(p, job, row, lane, top, total, acc, block);
   }
 }

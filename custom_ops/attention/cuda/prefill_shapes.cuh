@@ -29,9 +29,14 @@ static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && KEYS % 
                   GROUP <= ROWS && PAGES <= 16,
               "squares, boxes, one a lane");
 static_assert(K_STAGE % 1024 == 0 && V_STAGE % 1024 == 0 && Q_TILE % 1024 == 0, "swizzles repeat");
-static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !TREE && !SPLIT && SHORT == 0),
+static_assert(!PAIRED || (PAGES % 2 == 0 && GROUPS == 2 && !LOW && !FP8 && !TREE && SPLIT == CASCADE &&
+                          SHORT == 0),
               "each CTA brings half of the blocks; registers; what was thought through");
 static_assert(!PAIRED || !EVERY_LANE, "counts");
+static_assert(!CASCADE || (SPLIT && !CAUSAL && !LOW && WINDOW_RIGHT < 0 && !TREE && !ALIBI && !SINKS &&
+                           SHORT == 0 && !Q_FP8),
+              "all rows of a group see the same keys; sinks count once");
+static_assert(!CASCADE || GROUP * K_WIDTH * 2 % 128 == 0, "where a token's box may lie in shared memory");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
 static_assert(K_STAGES * K_STAGE + V_STAGES * V_STAGE + Q_BUFFERS * Q_TILE + RAW_STAGES * RAW_STAGE <=
                   226 * 1024,
@@ -67,6 +72,9 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   int ctas, late;
   int is_late;           // whether this is the second one
   const i64 *tree;       // with TREE, a word for each token row
+  // with CASCADE, by rows of the groups: the token row that each is; and by token rows the LSE over suffixes
+  const i64 *order;
+  const float *own_lse;
 };
 static_assert(sizeof(Params) == 3 * sizeof(Map) + 256,
               "as custom_ops/attention/cuda/prefill.py packs it behind the maps");
@@ -129,5 +137,11 @@ struct Mail {
 
 struct Cut {  // the tiles in parts, of which tickets tile * parts ... are the parts
   int tiles, parts, unused[2];
-  Job jobs[1];  // as many as there are CTAs at most
+  Shares shares;  // with CASCADE, which say what the parts are
+  int unused_too[3];
+  Job jobs[1];  // as many as there are CTAs at most; with CASCADE, as there are tiles
 };
+static_assert(sizeof(Cut) == 64 + sizeof(Job), "as prefill.py makes room for it");
+__device__ __forceinline__ Cut *cut_of(const Params &p) {
+  return (Cut *)(p.parts + (i64)p.ctas * (CASCADE ? TURNS : 1) * PART_FLOATS);
+}

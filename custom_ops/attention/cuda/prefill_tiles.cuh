@@ -11,7 +11,8 @@
 // that all CTAs have work. Every CTA works out the same number of parts. There are no more of these tickets
 // than CTAs. PAIRED: a ticket stands for two tiles, side by side, of the two CTAs of a cluster; here they are
 // one tile. SHORT > 0: requests of up to SHORT query tokens, and the rows behind the last request, are
-// another launch's: they have no tiles here.
+// another launch's: they have no tiles here. CASCADE: tiles are dealt out by prefill_shares.cuh, and are
+// whole in the line.
 #pragma once
 
 #include "prefill_config.cuh"
@@ -65,6 +66,8 @@ constexpr int LINE_TOKENS = TOKENS * SHARERS;  // query tokens of a ticket
 constexpr int HEAD_BYTES = (DIM + DIM_V) * KV_BYTES;  // a token's keys and values in one kv head
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
 constexpr int WORTH = 8, LEAST = 3;  // steps of a tile that is worth cutting, and of its parts at least
+
+#include "prefill_shares.cuh"
 
 // Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with
 // the position.
@@ -138,6 +141,7 @@ struct Line {
   int num_reqs, num_tokens;  // requests, token rows with padding
   int tiles, top, heads;     // of one kv head; highest level; kv heads of a section
   int live, parts;           // tiles of one kv head that see keys; tickets of each of them
+  int shortest;              // key tiles of the shortest request that sees keys
   int owner;                 // the first request with tiles
   int section, level;        // of the last ticket: within a section levels only fall
 
@@ -179,7 +183,7 @@ struct Line {
     seq_lens = lengths;
     num_reqs = requests;
     num_tokens = tokens;
-    int count = 0, seeing = 0, longest = 0, mine = num_reqs;
+    int count = 0, seeing = 0, longest = 0, least = 1 << 30, mine = num_reqs;
     Span first = {0, 0, 0};
     if (SHORT == 0) {
       first = load_first();
@@ -191,6 +195,7 @@ struct Line {
       count += s.tiles();
       seeing += s.tiles() - s.first(1);
       longest = max(longest, s.seq_len);
+      if (CASCADE && s.seq_len > 0 && s.query_len > 0) least = min(least, s.seq_len);
     }
     tiles = warp_sum(count);
     live = warp_sum(seeing);
@@ -200,7 +205,8 @@ struct Line {
     while (heads % 2 == 0 && (long long)top * KEYS * HEAD_BYTES * heads > L2_KEYS) heads /= 2;
     section = 0;
     parts = 1;
-    if (SPLIT && live > 0 && most_steps() >= WORTH)
+    if constexpr (CASCADE) shortest = (warp_min(least) + KEYS - 1) / KEYS;
+    if (SPLIT && !CASCADE && live > 0 && most_steps() >= WORTH)
       parts = max(min(ctas / (live * NUM_KV_HEADS), most_steps() / LEAST), 1);
   }
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.layers.check import check_linear
+from torchpaged.custom_ops.layers.cuda import blaslt
 from torchpaged.custom_ops.layers.cuda.linear_shape import (
     MAX_TOKENS,
     NORM_THREADS,
@@ -27,7 +28,7 @@ from torchpaged.custom_ops.layers.cuda.linear_shape import (
     norm_is_fused,
     token_bucket,
 )
-from torchpaged.custom_ops.layers.triton.linear import compose
+from torchpaged.custom_ops.layers.triton.linear import compose, torch_product
 
 _PARAMS = struct.Struct("6Q3q2f2i")  # struct Params of linear_params.cuh
 _NORM_PARAMS = struct.Struct("3Q2q2f")  # and of norm.cu
@@ -63,7 +64,7 @@ def linear(
         activation=activation,
     )
     if unsupported(x, weight, norm_weight) is not None:
-        compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation)
+        compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation, _large)
         return
     index, bucket, early = (
         x.device.index or 0,
@@ -115,6 +116,14 @@ def linear(
         )
         arguments = of_weight + _map(x.data_ptr(), *x.shape, x.stride(0), max(bucket, 8), half) + arguments
     kernel.launch(shape.grid(weight.shape[0]), shape.threads, arguments, early=early)
+
+
+def _large(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+    """A product of many tokens."""
+    if bias is None and blaslt.takes(x, weight, out, residual):
+        blaslt.product(x, weight, out, residual)
+    else:
+        torch_product(x, weight, out, bias, residual)
 
 
 def unsupported(x: Tensor, weight: Tensor, norm_weight: Tensor | None) -> str | None:

@@ -7,6 +7,8 @@ to x's dtype in between.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_linear
 from torchpaged.custom_ops.layers.triton import act_and_mul, rms_norm
 from torchpaged.custom_ops.triton.launching import require_launchable
+
+#: ``out = x @ weight.T + bias + residual`` of ``(x, weight, out, bias, residual)``.
+Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
 def linear(
@@ -55,8 +60,10 @@ def compose(
     norm_eps: float,
     norm_offset: float,
     activation: str,
+    product: Product | None = None,
 ) -> None:
-    """The parts without checks, in order."""
+    """The parts without checks, in order. ``product``: of large products; None: torch's."""
+    product = torch_product if product is None else product
     if not x.shape[0]:
         return
     with torch.no_grad():  # torch refuses out= beside parameters that require a gradient
@@ -65,16 +72,18 @@ def compose(
             inputs = x.new_empty(x.shape)
             rms_norm.launch(x, norm_weight, inputs, norm_eps, norm_offset)
         if activation != "none":
-            product = x.new_empty(x.shape[0], weight.shape[0])
-            _product(inputs, weight, product, bias, None)
-            act_and_mul.launch(product, out, activation)
+            gate_up = x.new_empty(x.shape[0], weight.shape[0])
+            product(inputs, weight, gate_up, bias, None)
+            act_and_mul.launch(gate_up, out, activation)
             if residual is not None:
                 out.add_(residual)
         else:
-            _product(inputs, weight, out, bias, residual)
+            product(inputs, weight, out, bias, residual)
 
 
-def _product(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
+def torch_product(
+    x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> None:
     """``out = x @ weight.T + bias + residual``; one addend goes into the product's epilogue."""
     addend = residual if bias is None else bias
     if addend is None:

@@ -1,0 +1,142 @@
+"""How the tiles of shared prefixes are dealt out to CTAs (prefill_shares.cuh), compiled for the host: every
+step of every tile once, the parts that the merge looks for, and equal work."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchpaged.custom_ops.attention.cuda import prefill
+from torchpaged.custom_ops.cuda import jit
+
+GXX = shutil.which("g++")
+pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+
+PROGRAM = """
+#include <cstdio>
+#include "prefill_tiles.cuh"
+// lines of tiles, CTAs, least and most steps; shares as turn, CTA, tile, from, to, of; parts as tile, part
+int main() {
+  int tiles, ctas, least, most;
+  while (scanf("%d %d %d %d", &tiles, &ctas, &least, &most) == 4) {
+    Shares shares;
+    shares.plan(tiles, ctas, least, most);
+    printf("case %d\\n", shares.parts);
+    for (int cta = 0; cta < ctas; ++cta)
+      for (int turn = 0; tiles > 0; ++turn) {
+        const Share s = shares.share(cta, turn);
+        if (s.tile < 0) break;
+        printf("s %d %d %d %d %d %d\\n", turn, cta, s.tile, s.from, s.to, s.of);
+      }
+    for (int tile = 0; tile < tiles; ++tile)
+      for (int n = 0; n < shares.count(tile); ++n) printf("p %d %d\\n", tile, shares.unit(tile, n));
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    assert GXX
+    folder = tmp_path_factory.mktemp("shares")
+    (folder / "shares.cpp").write_text(PROGRAM)
+    config = prefill.prefill_config(torch.bfloat16, 128, 4, 8, 16, False, False, split=True, cascade=True)
+    jit.write_sources(folder, "prefill.cu", config)
+    command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", "shares.cpp", "-o", "shares"]
+    subprocess.run(command, cwd=folder, check=True, timeout=120)
+    return folder / "shares"
+
+
+def run(
+    program: Path, cases: list[tuple[int, int, int, int]]
+) -> list[tuple[int, list[list[int]], list[list[int]]]]:
+    """Of each case: parts of each tile, shares, and the parts that the merge looks for."""
+    text = "\n".join(" ".join(map(str, case)) for case in cases)
+    done = subprocess.run([program], input=text, capture_output=True, text=True, check=True, timeout=60)
+    found: list[tuple[int, list[list[int]], list[list[int]]]] = []
+    for line in done.stdout.splitlines():
+        kind, *numbers = line.split()
+        if kind == "case":
+            found.append((int(numbers[0]), [], []))
+        else:
+            found[-1][1 if kind == "s" else 2].append(list(map(int, numbers)))
+    return found
+
+
+def test_every_step_once_and_the_merge_finds_each_part(program: Path) -> None:
+    rng = random.Random(0)
+    cases = [(64, 118, 256, 256), (64, 132, 256, 256), (0, 9, 1 << 23, 0), (1, 1, 1, 1), (3, 120, 7, 90)]
+    for _ in range(400):
+        ctas = rng.choice((1, 7, 40, 108, 114, 118, 120, 132))
+        most = rng.choice((1, 2, 5, 20, 64, 256, 1600))
+        least = most if rng.random() < 0.7 else rng.randint(1, most)
+        cases.append((rng.randint(1, 3 * ctas), ctas, least, most))
+    even = 0
+    for (tiles, ctas, least, most), (parts, shares, wanted) in zip(cases, run(program, cases), strict=True):
+        even += parts == 0
+        assert parts > 0 or least == most
+        assert all(turn < prefill.TURNS for turn, *_ in shares), "scratch memory has no more room"
+        lengths = [most if least == most else rng.randint(least, most) for _ in range(tiles)]
+        seen: list[list[int]] = [[] for _ in range(tiles)]
+        units: list[set[int]] = [set() for _ in range(tiles)]
+        for turn, cta, tile, begin, end, of in shares:
+            seen[tile] += range(lengths[tile] * begin // of, lengths[tile] * end // of)
+            units[tile].add(turn * ctas + cta)
+        for tile, length in enumerate(lengths):
+            assert sorted(seen[tile]) == list(range(length)), (tiles, ctas, least, most)
+            assert {unit for at, unit in wanted if at == tile} == units[tile]
+        assert len(wanted) == len(shares)
+        for cta in {cta for _, cta, *_ in shares}:
+            mine = [tile for _, at, tile, *_ in shares if at == cta]
+            assert mine == sorted(mine), "tickets of a line rise"
+            assert [turn for turn, at, *_ in shares if at == cta] == list(range(len(mine)))
+        ends = [tile for *_, tile, _, end, of in shares if end == of]
+        assert sorted(ends) == list(range(tiles)), "one part of each tile says what the tile is"
+    assert even > 30
+
+
+@pytest.mark.parametrize(
+    ("tiles", "ctas", "steps", "most"),
+    [(64, 118, 256, 146), (64, 120, 256, 143), (64, 132, 256, 131), (32, 118, 256, 75), (120, 118, 64, 75)],
+)
+def test_work_is_shared_out_evenly(program: Path, tiles: int, ctas: int, steps: int, most: int) -> None:
+    """The busiest CTA, each of its shares counted as three steps more."""
+    ((_, shares, _),) = run(program, [(tiles, ctas, steps, steps)])
+    busy = [0] * ctas
+    for _, cta, _, begin, end, of in shares:
+        busy[cta] += steps * end // of - steps * begin // of + 3
+    assert max(busy) <= most
+
+
+def test_which_calls_take_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By shapes, dtypes and room for parts."""
+    from torchpaged.custom_ops.attention.cuda import cascade_attention, paged_attention
+    from torchpaged.custom_ops.cuda import gpu
+
+    def route(*given: object) -> paged_attention.Route:  # the decode kernel takes tensors on a GPU alone
+        short = given[5] == 1 or given[5] == 2
+        return paged_attention.Route("decode" if short else "prefill")
+
+    monkeypatch.setattr(paged_attention, "route", route)
+    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
+
+    def reason(
+        tokens: int = 256, dim: int = 128, group: int = 4, groups: int = 8, longest: int = 1
+    ) -> str | None:
+        q, out = (torch.empty(tokens, 8 * group, dim, dtype=torch.bfloat16) for _ in range(2))
+        pool = torch.empty(4, 16, 8, dim, dtype=torch.bfloat16)
+        table = torch.empty(tokens // longest, 2048, dtype=torch.int32)
+        given = (q, pool, pool, table, torch.empty(groups, 2048, dtype=torch.int32), out)
+        return cascade_attention.refuse(*given, longest, 0.1, None)
+
+    assert reason() is None and reason(dim=64) is None and reason(tokens=512, longest=2) is None
+    assert "tiles" in str(reason(tokens=4096)) and "suffixes" in str(reason(longest=128))
+    assert "no tokens" in str(reason(groups=0)) and "width 96" in str(reason(dim=96, group=3))
+    assert reason(dim=96) is None
+    assert [cascade_attention.prefix_ctas(n) for n in (1, 16, 114, 132)] == [1, 13, 93, 108]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
@@ -86,8 +86,11 @@ class StepCache(Cache):
         self._mask_token = mask_token(self)
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
+                holds = (
+                    "a recurrent state" if isinstance(layer, LinearAttentionCacheLayerMixin) else "no keys"
+                )
                 raise UnsupportedModelError(
-                    f"{config.model_type}: layer {index} keeps a recurrent state ({type(layer).__name__}), "
+                    f"{config.model_type}: layer {index} keeps {holds} ({type(layer).__name__}), "
                     "which the packed batches of the engine do not carry yet; use generate() with "
                     "torchpaged.hf.PagedCache"
                 )

@@ -44,6 +44,9 @@ template <int ADD> __device__ __forceinline__ void scores32(float (&d)[128], u64
   WGMMA8("m64n256k32", "{" R128 "}, %128, %129, %130, 1, 1;" : F64(0), F64(64) : "l"(a), "l"(b), "n"(ADD));
 }
 // d += a @ b.T for 32 keys: weights of 64 query rows; turned values, twice as many rows as d is long.
+// Declared for every width: a call in a discarded branch is checked all the same. fp8 queries
+// come in the widths below alone.
+template <int N> __device__ void values32(float (&d)[N], const u32 *a, u64 b);
 __device__ __forceinline__ void values32(float (&d)[32], const u32 *a, u64 b) {
   WGMMA8("m64n64k32", "{" R32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1;"
          : F32(0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));

@@ -25,7 +25,7 @@ _PROPOSALS = 16
 _NOT_SUPPORTED = 15  # cublasStatus_t
 _TILE, _WAVES = 1, 10.0  # attribute of an algorithm; from so many rounds of tiles on, these are preferred
 #: 176 x 128 and 168 x 128. Products that keep the GPU busy for long run at its power limit, and a tile that
-#: multiplies slower in itself is then faster (docs/log/linear.md).
+#: multiplies slower in itself is then faster (docs/log/step.md).
 _LONG_TILES = (201, 197)
 
 

@@ -154,7 +154,7 @@ def test_an_answer_that_is_neither_yes_nor_no_is_refused() -> None:
 
     nothing: Any = None
     with pytest.raises(ArgumentError, match=wanted):
-        PagedModel(nothing, **{"batch_invariant": "no"})
+        PagedModel(nothing, batch_invariant="no")
 
 
 def test_a_trace_is_refused() -> None:

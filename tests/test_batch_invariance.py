@@ -153,8 +153,9 @@ def test_an_answer_that_is_neither_yes_nor_no_is_refused() -> None:
     from torchpaged.hf import PagedModel
 
     nothing: Any = None
+    no: Any = "no"
     with pytest.raises(ArgumentError, match=wanted):
-        PagedModel(nothing, batch_invariant="no")
+        PagedModel(nothing, batch_invariant=no)
 
 
 def test_a_trace_is_refused() -> None:

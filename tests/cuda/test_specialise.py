@@ -199,7 +199,7 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
             if name == "prefill":
                 late = 44 if mixed and not split else 0
                 these = int(mixed and early)
-                assert packed[-4:-1] == (132, late, these), "CTAs in all, late ones, whether it is these"
+                assert packed[-6:-3] == (132, late, these), "CTAs in all, late ones, whether it is these"
 
         return SimpleNamespace(launch=launch)
 

@@ -97,7 +97,7 @@ def test_adapters_of_a_captured_model_are_looked_at() -> None:
     """Weights that were replaced after the capture: refused instead of replayed."""
     model = make("Mistral")
     torchpaged.hf.accelerate(model, max_batch_size=2, max_seq_len=256, fuse=False)
-    small = call(1, 10) | {"max_new_tokens": 4, "attention_mask": None}
+    small = call(1, 50) | {"max_new_tokens": 4, "attention_mask": None}
     model.generate(**small)
     attention = model.model.layers[1].self_attn
     attention.q_proj.weight = torch.nn.Parameter(attention.q_proj.weight.detach().clone())

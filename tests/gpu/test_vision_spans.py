@@ -28,10 +28,11 @@ def test_prompts_with_images(name: str, backend: str) -> None:
     config.text_config.head_dim = 64
     torch.manual_seed(0)
     made = model_class_of(config)._from_config(config, dtype=torch.float32, attn_implementation="eager")
-    model = made.eval().cuda()
+    model = made.eval()
     tokens = tokens_per_picture(model, name)
     calls = [batch_of(model, name, ROWS, tokens, seed=seed) for seed in range(5)]
     calls = [{key: x.cuda() for key, x in call.items()} for call in calls]
+    model = model.cuda()
     with torch.no_grad():
         wants = [model(**call).logits for call in calls]
         model = model.to(torch.bfloat16)

@@ -51,6 +51,7 @@ def compose(
     *,
     max_query_len: int,
     sinks: Tensor | None = None,
+    semaphore: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Into ``out`` and ``lse``, on checked arguments.
@@ -61,6 +62,8 @@ def compose(
         own: block table, lengths and query starts of the requests.
         prefixes: the same of the groups.
         places: ``(order, inverse)``.
+        semaphore: of the requests' call. The prefixes' makes one of its own: there may be more groups than
+            requests, with one number each.
         options: of both calls.
     """
     order, inverse = places
@@ -72,5 +75,6 @@ def compose(
     longest = max(q.shape[0], 1)
     # all of a prefix lies before all queries
     attend(q[order], *pools, *prefixes, *shared, max_query_len=longest, causal=False, **options)
-    attend(q, *pools, *own, *rest, max_query_len=max_query_len, sinks=sinks, **options)
+    own_options = {"max_query_len": max_query_len, "sinks": sinks, "semaphore": semaphore}
+    attend(q, *pools, *own, *rest, **own_options, **options)
     merge(shared[0][inverse], shared[1][inverse], *rest, out, lse)

@@ -155,6 +155,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         tables.prefill_kernel,
         tables.prefill_parts,
         tables.prefill_fp8,
+        tables.fp8_queries,
         tables.mixed_late,
         tables.routing,
         tables.plans,

@@ -33,10 +33,10 @@ def summary() -> list[str]:
     fp8 = [row for row in load("h200_suite_fp8")["rows"] if row["suite"] == "decode-fp8"]
     batches = [row for row in latest("h200_suite_mixed")["rows"] if " + " in row["case"]]
     lines = [
-        [f"decode attention, {len(decodes)} cases", peers, *suites.spread(decodes)],
-        [f"decode attention, fp8 cache, {len(fp8)} cases", "FlashInfer", *suites.spread(fp8)],
-        [f"prefill attention, CUDA C++ kernel, {len(prompts)} cases", peers, *suites.spread(prompts)],
-        [f"mixed batches, {len(batches)} cases", peers, *suites.spread(batches)],
+        suites.summary_line("decode attention", peers, decodes),
+        suites.summary_line("decode attention, fp8 cache", "FlashInfer", fp8),
+        suites.summary_line("prefill attention, CUDA C++ kernel", peers, prompts),
+        suites.summary_line("mixed batches", peers, batches),
     ]
     rates = [row["tflops"] for row in prefill_rows()]
     triton = [of["triton"] / of["fa3"] for of in rates]
@@ -155,6 +155,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         tables.prefill_kernel,
         tables.prefill_parts,
         tables.prefill_fp8,
+        tables.fp8_queries,
         tables.mixed_late,
         tables.routing,
         tables.plans,

@@ -162,6 +162,21 @@ def prefill_fp8() -> list[str]:
     return table(["case", "`cuda`", "`triton`", "×"], lines)
 
 
+def fp8_queries() -> list[str]:
+    """TFLOP/s over visible keys, and relative errors with all rounding; × is against FA3 over the same
+    blocks."""
+    names = ("e4m3 queries", "bf16", "FA3 e4m3", "FA3 e4m3, contiguous")
+    lines = []
+    for row in load("h200_fp8_queries")["results"]:
+        found = row["contenders"]
+        rates = [found[name]["tflops"] for name in names]
+        errors = [f"{found[name]['error_all']:.3f}" for name in (names[0], names[2], names[1])]
+        paged, contiguous = ratio(rates[0] / rates[2]), ratio(rates[0] / rates[3])
+        lines.append([row["case"], *best_bold(rates, 0, least=False), paged, contiguous, *errors])
+    header = ["case", "e4m3 queries", "bf16", "FA3 e4m3", "FA3 e4m3*", "×", "× FA3*"]
+    return table([*header, "error", "error of FA3", "error of bf16"], lines)
+
+
 def routing() -> list[str]:
     """Each backend alone, a plan's share per layer included; × is the best other one's time over that of what
     the automatic choice runs."""

@@ -55,10 +55,11 @@ def ratios(row: dict[str, Any]) -> tuple[float | None, float | None]:
     return paged, us["sdpa"] / own if "sdpa" in us else None
 
 
-def spread(rows: Iterable[dict[str, Any]], index: int = 0) -> list[str]:
-    """Geometric mean and worst case of one of the `ratios`."""
-    known = [x for row in rows if (x := ratios(row)[index]) is not None]
-    return [ratio(geomean(known)), ratio(min(known))]
+def summary_line(what: str, peers: str, rows: Iterable[dict[str, Any]]) -> list[str]:
+    """A line of the README's table: geometric mean and worst case beside paged peers, over the cases that
+    have one. A void case counts nowhere."""
+    known = [x for row in rows if (x := ratios(row)[0]) is not None]
+    return [f"{what}, {len(known)} cases", peers, ratio(geomean(known)), ratio(min(known))]
 
 
 def mean(rows: Iterable[dict[str, Any]]) -> list[str]:

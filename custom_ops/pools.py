@@ -68,11 +68,16 @@ def check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale:
             raise ArgumentError(
                 name, f"None for a {cache.dtype} cache", "a tensor", "scales belong to fp8 caches"
             )
-        check_dtype(name, scale, torch.float32)
-        if scale.dim() > 1 or scale.numel() not in (1, cache.shape[2]):
-            raise ArgumentError(name, f"one scale or one per kv head ({cache.shape[2]})", shape_of(scale))
-        if reads_values(scale.device) and not bool(((scale > 0) & (scale < INF)).all()):
-            raise ArgumentError(name, "positive finite numbers", str(scale.tolist()))
+        check_scale(name, scale, cache.shape[2])
+
+
+def check_scale(name: str, scale: Tensor, num_kv_heads: int) -> None:
+    """``scale``: float32, one number or one per kv head."""
+    check_dtype(name, scale, torch.float32)
+    if scale.dim() > 1 or scale.numel() not in (1, num_kv_heads):
+        raise ArgumentError(name, f"one scale or one per kv head ({num_kv_heads})", shape_of(scale))
+    if reads_values(scale.device) and not bool(((scale > 0) & (scale < INF)).all()):
+        raise ArgumentError(name, "positive finite numbers", str(scale.tolist()))
 
 
 def expect_pools(k_cache: Tensor, v_cache: Tensor) -> None:

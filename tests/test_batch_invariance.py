@@ -144,6 +144,20 @@ def test_the_function_refuses(options: dict[str, Any], error: Any, message: str)
         call(2, batch_invariant=True, **options)
 
 
+def test_an_answer_that_is_neither_yes_nor_no_is_refused() -> None:
+    """As `PagedCache` and the engine do."""
+    wanted = "batch_invariant: expected True or False, got 'no'"
+    with pytest.raises(ArgumentError, match=wanted):
+        call(1, batch_invariant="no")
+    pytest.importorskip("transformers")
+    from torchpaged.hf import PagedModel
+
+    nothing: Any = None
+    no: Any = "no"
+    with pytest.raises(ArgumentError, match=wanted):
+        PagedModel(nothing, batch_invariant=no)
+
+
 def test_a_trace_is_refused() -> None:
     torch._dynamo.reset()
 

@@ -53,3 +53,9 @@ def test_a_failure_of_all_ways_makes_the_case_void(tables: Any) -> None:
     assert tables.ratios(unsupported)[0] == 1.4
     text = " ".join(tables.mean([failed, one_way]))
     assert "over 1 cases: **1.30**" in text and "one is void: FlashInfer: no memory." in text
+
+
+def test_a_void_case_is_in_no_count(tables: Any) -> None:
+    """Neither in the means nor in the number of cases that the README's line says."""
+    good, void = row(cuda=10.0, triton=12.0, fa3=14.0), row(cuda=10.0, triton=12.0, flashinfer="no memory")
+    assert tables.summary_line("prompts", "FA3", [good, void]) == ["prompts, 1 cases", "FA3", "1.40", "1.40"]

@@ -101,7 +101,8 @@ def check_paged_attention(
     if lse is not None:
         check_dims("lse", lse, q.shape[0], q.shape[1])
         check_dtype("lse", lse, torch.float32)
-        check_own_elements("lse", lse)
+        others = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
+        check_apart({"lse": lse}, others, "allocate lse with torch.empty")
     for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if per_head is not None:
             check_dims(name, per_head, q.shape[1])
@@ -325,8 +326,14 @@ def _check_values(
             f"{lens.tolist()[:64]} with {counts.tolist()[:64]} tokens",
         )
     used = torch.arange(table.shape[1], device=q.device) * block_size < lens[:, None]
-    if bool((((table < 0) | (table >= num_blocks)) & used).any()):
-        raise ArgumentError("prefix_block_table", f"block ids in [0, {num_blocks})", "others")
+    bad = ((table < 0) | (table >= num_blocks)) & used
+    if bool(bad.any()):
+        at, column = (int(x) for x in bad.nonzero()[0])
+        raise ArgumentError(
+            "prefix_block_table",
+            f"block ids in [0, {num_blocks})",
+            f"{int(table[at, column])} in group {at}, column {column}",
+        )
     group = group_of_rows(inverse, starts)
     first = query_start_loc[:-1].long()
     request = torch.searchsorted(query_start_loc[1:].long(), rows, right=True)

@@ -191,6 +191,30 @@ def test_scales_that_are_refused(q_scale: Tensor, said: str) -> None:
         call(drawn(scales="none"), q_scale=q_scale)
 
 
+@pytest.mark.parametrize(
+    ("q_scale", "k_scale", "name"),
+    [
+        (-torch.ones(1), -torch.ones(1), "q_scale"),  # whose product is good
+        (torch.ones(1), -torch.ones(2), "k_scale"),
+        (torch.full((1,), float("nan")), None, "q_scale"),
+        (torch.ones(2), torch.ones(4), "k_scale"),
+        (torch.ones(2), torch.ones(2, 1), "k_scale"),
+        (torch.ones(2), torch.ones(1, dtype=torch.float16), "k_scale"),  # whose product is float32
+    ],
+)
+def test_each_scale_is_held_to_its_own_rules(q_scale: Tensor, k_scale: Tensor | None, name: str) -> None:
+    """Not their product alone, which is what the ops see; and the error names the one that was given."""
+    with pytest.raises(ArgumentError) as caught:
+        call(drawn(scales="none"), q_scale=q_scale, k_scale=k_scale)
+    assert caught.value.argument == name
+
+
+def test_a_scale_of_another_dtype_is_refused_in_a_trace() -> None:
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    with torchpaged.use_backend("reference"), pytest.raises(Exception, match="q_scale: expected float32"):
+        compiled(drawn(), q_scale=Q_SCALE.half())
+
+
 def test_a_scale_without_fp8_queries_is_refused() -> None:
     batch = drawn()
     with pytest.raises(ArgumentError, match="scales belong to fp8 queries"):
@@ -234,3 +258,14 @@ def test_the_cuda_backend_has_one_kernel_for_them(
         cuda_op._refuse_fp8_queries(kernel, reason, None)
     with pytest.raises(ArgumentError, match="None with fp8 queries"):
         cuda_op._refuse_fp8_queries("prefill", "", torch.zeros(26, dtype=torch.int64))
+
+
+def test_tokens_without_requests_have_a_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A semaphore of no requests has no number that the kernel could count with."""
+    seen: list[Tensor] = []
+    monkeypatch.setattr(prefill, "prefill", lambda *tensors, **_: seen.append(tensors[10]))
+    batch = drawn()
+    tensors, _ = op_arguments(batch)
+    none = torch.zeros(0, dtype=torch.int32)
+    prefill.attend(*tensors, scale=1.0, semaphore=none)
+    assert seen[0].numel() == 1 and not seen[0].any()

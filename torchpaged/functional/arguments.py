@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_device, check_dtype, shape_of
+from torchpaged.custom_ops.checks import check_device
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FP8
+from torchpaged.custom_ops.pools import FP8, check_scale
 
 
 def given(**tensors: Tensor | None) -> dict[str, Tensor]:
@@ -32,22 +32,24 @@ def scale_of_products(
     """What the ops take as ``k_scale``: with a scale of fp8 queries the product of both.
 
     Raises:
-        ArgumentError: a scale of queries that are not fp8, or a shape or dtype that ``k_scale`` can't have.
+        ArgumentError: a scale of queries that are not fp8, or a scale whose shape, dtype, device or numbers
+            ``k_scale`` can't have.
     """
     if q_scale is None:
         return k_scale
-    if torch.compiler.is_compiling():
-        if q.dtype not in FP8:  # dynamo can't make an ArgumentError
+    if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError
+        if q.dtype not in FP8:
             raise ValueError(f"q_scale: expected None for queries of {q.dtype}, got a tensor")
+        for name, scale in given(q_scale=q_scale, k_scale=k_scale).items():
+            if scale.dtype != torch.float32:  # a product might be of it nevertheless
+                raise ValueError(f"{name}: expected float32, got {scale.dtype}")
     else:
-        check_dtype("q_scale", q_scale, torch.float32)
         if q.dtype not in FP8:
             raise ArgumentError(
                 "q_scale", f"None for queries of {q.dtype}", "a tensor", "scales belong to fp8 queries"
             )
-        if q_scale.dim() > 1 or q_scale.numel() not in (1, num_kv_heads):
-            raise ArgumentError(
-                "q_scale", f"one scale or one per kv head ({num_kv_heads})", shape_of(q_scale)
-            )
-        check_device(q.device, q_scale=q_scale)
+        scales = given(q_scale=q_scale, k_scale=k_scale)
+        check_device(q.device, **scales)
+        for name, scale in scales.items():  # each by itself: their product may be good where they are not
+            check_scale(name, scale, num_kv_heads)
     return q_scale if k_scale is None else q_scale * k_scale

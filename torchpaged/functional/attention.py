@@ -99,6 +99,8 @@ def paged_attention(
             all reasons.
     """
     kept: Mapping[str, Any] = {} if workspace is None else workspace
+    if not isinstance(batch_invariant, bool):
+        raise ArgumentError("batch_invariant", "True or False", repr(batch_invariant))
     if batch_invariant:
         _require_own_session(workspace)
     trees = given(tree_mask=tree_mask)  # a backend that does not take one need not know the argument

@@ -85,6 +85,8 @@ class PagedModel:
         batch_invariant: bool = False,
         sliding_step: int | None = None,
     ) -> None:
+        if not isinstance(batch_invariant, bool):
+            raise ArgumentError("batch_invariant", "True or False", repr(batch_invariant))
         model = unwrapped(model)
         require_supported(model)
         require_weights(model)

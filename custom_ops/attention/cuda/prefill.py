@@ -266,7 +266,7 @@ def attend(
     """The op's call where `why_not` has nothing against it, on checked arguments as in
     ``custom_ops/attention/schema.py``; the rest as in `prefill`."""
     masks = bounded_masks(window_left, window_right, chunk_size, block_table.shape[1] * k_cache.shape[1])
-    if semaphore is None:
+    if semaphore is None or not semaphore.numel():  # of no requests: padding is served, too
         semaphore = torch.zeros(1, dtype=torch.int32, device=q.device)
     prefill(
         q,

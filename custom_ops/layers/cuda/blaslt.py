@@ -22,9 +22,10 @@ _OP_A, _MOST_WORKSPACE, _REDUCTIONS = 3, 1, 3  # attributes of a product, of a p
 _IN_FLOAT32 = 2  # parts of a sum are added up in float32, by no atomics
 _WORKSPACE = 32 << 20
 _PROPOSALS = 16
+_NOT_SUPPORTED = 15  # cublasStatus_t
 _TILE, _WAVES = 1, 10.0  # attribute of an algorithm; from so many rounds of tiles on, these are preferred
 #: 176 x 128 and 168 x 128. Products that keep the GPU busy for long run at its power limit, and a tile that
-#: multiplies slower in itself is then faster (docs/log/linear.md).
+#: multiplies slower in itself is then faster (docs/log/step.md).
 _LONG_TILES = (201, 197)
 
 
@@ -56,16 +57,20 @@ def takes(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> bo
         x.shape[0] >= MIN_TOKENS
         and x.dtype in _TYPES
         and all(t.stride(1) == 1 and t.stride(0) % 8 == 0 for t in tensors)
+        and all(t.stride(0) >= t.shape[1] > 0 for t in tensors)  # no lines that overlap
         and all(t.data_ptr() % 256 == 0 for t in tensors)  # as cuBLASLt takes for granted
         and _library() is not None
     )
 
 
-def product(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> None:
-    """``out = x @ weight.T + residual`` on tensors that `takes` lets pass."""
+def product(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> bool:
+    """``out = x @ weight.T + residual`` on tensors that `takes` lets pass. False: cuBLASLt has no algorithm
+    for these sizes, and nothing is written."""
     lines = (out if residual is None else residual).stride(0)
     sizes = (*x.shape, weight.shape[0], x.stride(0), weight.stride(0), out.stride(0), lines)
     call = _call(x.device.index or 0, _TYPES[x.dtype], *sizes)
+    if call is None:
+        return False
     workspace = torch.empty(call.workspace, dtype=torch.uint8, device=x.device)
     one, beta = ctypes.c_float(1.0), ctypes.c_float(0.0 if residual is None else 1.0)
     a, b, c, d = call.layouts
@@ -93,6 +98,11 @@ def product(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> 
         ),
         "cublasLtMatmul",
     )
+    return True
+
+
+class _NoAlgorithm(Exception):
+    """cuBLASLt proposes none for these sizes."""
 
 
 class _Call:
@@ -130,18 +140,18 @@ class _Call:
         self._set("MatmulPreference", preference, _MOST_WORKSPACE, ctypes.c_uint64(_WORKSPACE))
         self._set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))
         a, b, c, d = self.layouts
-        _check(
-            library.cublasLtMatmulAlgoGetHeuristic(
-                handle, self.description, a, b, c, d, preference, _PROPOSALS, proposals, ctypes.byref(found)
-            ),
-            "cublasLtMatmulAlgoGetHeuristic",
+        status = library.cublasLtMatmulAlgoGetHeuristic(
+            handle, self.description, a, b, c, d, preference, _PROPOSALS, proposals, ctypes.byref(found)
         )
         library.cublasLtMatmulPreferenceDestroy(preference)
-        if not found.value:
-            raise RuntimeError("cuBLASLt proposes no algorithm")
-        if proposals[0].waves < _WAVES:
-            return proposals[0]
-        return next((one for one in proposals[: found.value] if _tile(one) in _LONG_TILES), proposals[0])
+        if status != _NOT_SUPPORTED:
+            _check(status, "cublasLtMatmulAlgoGetHeuristic")
+        able = [one for one in proposals[: found.value] if one.state == 0]
+        if not able:
+            raise _NoAlgorithm
+        if able[0].waves < _WAVES:
+            return able[0]
+        return next((one for one in able if _tile(one) in _LONG_TILES), able[0])
 
 
 def _tile(proposal: _Proposal) -> int:
@@ -186,8 +196,12 @@ def _call(
     of_weight: int,
     of_out: int,
     of_residual: int,
-) -> _Call:
-    return _Call(index, kind, rows, depth, width, (of_x, of_weight, of_out, of_residual))
+) -> _Call | None:
+    """None: cuBLASLt has no algorithm for these sizes."""
+    try:
+        return _Call(index, kind, rows, depth, width, (of_x, of_weight, of_out, of_residual))
+    except _NoAlgorithm:
+        return None
 
 
 def _check(status: int, name: str) -> None:

@@ -120,9 +120,8 @@ def linear(
 
 def _large(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
     """A product of many tokens."""
-    if bias is None and blaslt.takes(x, weight, out, residual):
-        blaslt.product(x, weight, out, residual)
-    else:
+    taken = bias is None and blaslt.takes(x, weight, out, residual)
+    if not (taken and blaslt.product(x, weight, out, residual)):
         torch_product(x, weight, out, bias, residual)
 
 

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.backends import Limits
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import PagedModel
 
 transformers = pytest.importorskip("transformers")
 COMMON: dict[str, Any] = {
@@ -133,6 +135,64 @@ def test_requests_that_break_off_give_their_rings_back() -> None:
     assert generator.model.rings.num_used == 0
 
 
+def test_lost_steps_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that broke off have written over what the window of the last known token saw."""
+    small: dict[str, Any] = {**SIZES, "prefill_chunk_size": 2}
+    plain = Generator(make("Gemma2"), **small, rolling=False)
+    want = [output.token_ids for output in plain.generate(PROMPTS[:1], SAMPLING)]
+    generator = Generator(make("Gemma2"), **small, steps_per_launch=12)
+    loop = generator.loop
+    assert loop is not None
+    collect, calls = loop.collect, 0
+
+    def breaks_off(keep: int = 0) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return collect(keep)
+
+    monkeypatch.setattr(loop, "collect", breaks_off)
+    request = generator.submit(PROMPTS[0], SAMPLING)
+    found: list[int | None] = []
+    broken = 0
+    while generator._requests:
+        try:
+            found += [event.token_id for event in generator.step()]
+        except KeyboardInterrupt:
+            broken += 1
+    assert broken == 1 and [found] == want and request == 0
+    assert generator.model.rings.num_used == 0 and generator.pool.num_used == 0
+
+
+def test_a_new_engine_over_the_same_paged_model_has_all_rings() -> None:
+    """The one before was dropped with requests that had not ended."""
+    limits = Limits(max_num_reqs=2, max_num_tokens=24, max_blocks_per_req=24)
+    model = PagedModel(make("Gemma2"), num_blocks=60, block_size=4, limits=limits, sliding_step=12)
+    streams = []
+    for _ in range(2):
+        generator = Generator(model, max_batch_size=2, max_seq_len=96, prefill_chunk_size=12)
+        for prompt in PROMPTS[:2]:
+            generator.submit(prompt, SAMPLING)
+        streams.append(generator.stream())
+        next(streams[-1])
+        assert model.rings is not None and model.rings.num_used == 2
+    streams[0].close()  # type: ignore[attr-defined]
+    assert model.rings.num_used == 2  # those of the new one
+
+
+def test_a_paged_model_with_rings_is_asked() -> None:
+    """Its rings take so many tokens in a step, and nothing that another request computed."""
+    limits = Limits(max_num_reqs=3, max_num_tokens=64, max_blocks_per_req=24)
+    model = PagedModel(make("Gemma2"), num_blocks=100, block_size=4, limits=limits, sliding_step=12)
+    options: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 96}
+    with pytest.raises(ArgumentError, match="prefill_chunk_size: expected at most 12.*got 13"):
+        Generator(model, **options, prefill_chunk_size=13)
+    with pytest.raises(ArgumentError, match="share_prefixes: expected 'auto' or False.*rings"):
+        Generator(model, **options, prefill_chunk_size=12, share_prefixes=True)
+    Generator(model, **options, prefill_chunk_size=12)
+
+
 def test_memory_budgets_and_refusals() -> None:
     budget = 1 << 20
     for name in ("Mistral", "Gemma2"):
@@ -144,6 +204,13 @@ def test_memory_budgets_and_refusals() -> None:
         Generator(make("Gemma2"), **SIZES, rolling="no")
     with pytest.raises(ArgumentError, match="share_prefixes: expected.*rolling=False"):
         Generator(make("Gemma2"), **SIZES, rolling=True, share_prefixes=True)
+
+
+def test_a_window_that_no_mask_has_is_refused() -> None:
+    """Such a model's forwards see every token, and its caches drop them."""
+    config = transformers.LlamaConfig(**COMMON)
+    with pytest.raises(UnsupportedModelError, match=r"a window of \[8\] tokens.*no mask of a window"):
+        Generator(transformers.LlamaForCausalLM(config), **SIZES)
 
 
 def test_requests_that_share_blocks_keep_all_tokens() -> None:

@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalL
 from torchpaged import ArgumentError
 from torchpaged.custom_ops.errors import NotCopyableError
 from torchpaged.hf import PagedCache, compile_layers, fuse
+from torchpaged.hf.attention import paged_attention_forward
 
 
 def paged(name: str = "Llama", **options: Any) -> PreTrainedModel:
@@ -431,6 +432,21 @@ def test_rows_of_a_cache_that_holds_nothing_stay_as_they_are(used: bool) -> None
     cache.batch_select_indices(torch.tensor([1]))
     cache.batch_repeat_interleave(2)
     assert not cache.ready and cache.get_seq_length() == 0 and len(cache.rows.blocks) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_step": 2}])
+def test_states_of_one_row_that_a_convolution_left_strided(options: dict[str, Any]) -> None:
+    """``[1, heads * head_dim, tokens]``, transposed: reshape keeps such strides, and ops refuse them."""
+    model = paged("Mistral")
+    states = [torch.randn(1, heads * 16, 5) for heads in (4, 2, 2)]
+    strided = [x.transpose(1, 2).unflatten(2, (-1, 16)).transpose(1, 2) for x in states]
+    outs = []
+    for q, k, v in (strided, [x.contiguous() for x in strided]):
+        cache = PagedCache(model.config, 1, 64, block_size=4, **options)
+        outs.append(
+            paged_attention_forward(model.model.layers[0].self_attn, q, *cache.update(k, v, 0), None)[0]
+        )
+    assert strided[0].stride(-1) == 5 and torch.equal(*outs)
 
 
 def test_a_shallow_copy_is_refused() -> None:

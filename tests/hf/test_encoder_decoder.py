@@ -180,6 +180,21 @@ def test_attention_of_its_own_that_is_known(stem: str) -> None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
+def test_padding_of_leds_prompt_stays_masked() -> None:
+    """transformers' steps of one token see it, its forwards without a cache do not, and neither do ours."""
+    model, given = build("LED", HEAD), inputs()
+    mask = torch.ones_like(given["decoder_input_ids"])
+    mask[0, :4] = 0
+    given["decoder_input_ids"][1, 0] = model.config.decoder_start_token_id  # else generate() puts it in front
+    call = {**given, "decoder_attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    call |= {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
+    want = torch.stack(model.generate(**call, use_cache=False).logits)
+    assert (torch.stack(model.generate(**call).logits) - want).abs().max() > 1e-3 * want.abs().max()
+    with attached(model):
+        got = torch.stack(model.generate(**call, past_key_values=CACHES["one"](model)).logits)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
 # -------------------------------------------------------------------------------------------- both of them
 def short(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Sources of 5 tokens behind a decoder's prompt of 9."""

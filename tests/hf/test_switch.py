@@ -3,6 +3,9 @@ ends."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import io
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ from families import build
 from models import padded_prompts, tiny
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
-from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.hf import PagedCache, attach, detach, paged
 from torchpaged.testing.coverage.architectures import model_of
 
@@ -86,3 +89,76 @@ def test_stacks_with_a_copy_of_the_config() -> None:
     with paged(model):
         assert [config._attn_implementation for config in configs] == ["torchpaged"] * 3
     assert [config._attn_implementation for config in configs] == ["eager"] * 3
+
+
+@pytest.mark.parametrize("name", ["bloom", "dbrx", "ctrl"])
+def test_a_copy_runs_its_own_weights(name: str) -> None:
+    """The functions that `attach` put in run what stood there before: of the copy, not of its original."""
+    model = model_of(name, "eager")
+    kinds = ("BloomAttention", "DbrxExperts", "CTRLModel")
+    hooked = next(module for module in model.modules() if type(module).__name__ in kinds)
+    hooked.forward = functools.partial(type(hooked).forward, hooked)  # as accelerate's hooks
+    ids = padded_prompts()["input_ids"][1:]
+    attach(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.mul_(1.5)
+        fresh = model_of(name, "eager")
+        fresh.load_state_dict(twin.state_dict())
+        want, before = fresh(ids).logits, model(ids).logits
+        got = [twin(ids).logits, twin(ids, past_key_values=PagedCache(twin.config, 1, 32)).logits]
+        detach(twin)
+        got.append(twin(ids).logits)
+        assert (want - before).abs().max() > 0.01
+        for logits in got:
+            torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+        detach(model)
+        torch.testing.assert_close(model(ids).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_a_pickle_of_functions_is_refused() -> None:
+    """It would look them up by name, and find the class's, which take pools for keys."""
+    model = model_of("gptj", "eager")
+    attach(model)
+    with pytest.raises(NotCopyableError, match=r"detach\(model\)"):
+        torch.save(model, io.BytesIO())
+    detach(model)
+    torch.save(model, io.BytesIO())
+
+
+@pytest.mark.parametrize("name", ["llama", "gptj"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_models_that_share_a_config(name: str, first: int) -> None:
+    """In whatever order they are detached: who is attached stays so, and nothing is left behind."""
+    model = model_of(name, "eager")
+    pair = [model, type(model)(model.config).eval()]
+    ids = padded_prompts()["input_ids"]
+    for each in pair:
+        attach(each)
+    last = pair[1 - first]
+    detach(pair[first])
+    with torch.no_grad():
+        got = last(ids, past_key_values=PagedCache(last.config, 2, 32)).logits
+        detach(last)
+        assert model.config._attn_implementation == "eager"
+        torch.testing.assert_close(got, last(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_parts_and_wholes_are_not_attached_both() -> None:
+    """A module has one function of ours at most, and detaching the other would take it out, or leave it."""
+    model = model_of("bloom", "eager")
+    before = everything_of(model)
+    for first, second in ((model, model.transformer), (model.transformer, model)):
+        attach(first)
+        with pytest.raises(ArgumentError, match="no part of which is attached"):
+            attach(second)
+        detach(first)
+        assert everything_of(model) == before
+
+
+def test_training_mode_is_named() -> None:
+    """Attached, a model that trains runs its own attention, which has no use for pools."""
+    model = model_of("bloom", "eager")
+    with paged(model), torch.no_grad(), pytest.raises(UnsupportedModelError, match="in eval mode"):
+        model.train()(**padded_prompts(), past_key_values=PagedCache(model.config, 2, 32))

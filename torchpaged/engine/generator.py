@@ -244,7 +244,7 @@ class Generator:
             )
             buckets = [max_batch_size]
         rings = getattr(self.model, "rings", None)
-        shares = decide_sharing(share_prefixes, batch_invariant or rings is not None, rotation)
+        shares = decide_sharing(share_prefixes, batch_invariant, rings is not None, rotation)
         columns = -(-self.max_seq_len // cache.block_size)
         prefixes, self.cascade_reason = find_prefixes(self.model, cascade, shares, columns)
         self.pool = BlockPool(cache.num_blocks)

@@ -90,7 +90,7 @@ def paged_model(
     Raises:
         ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is
             paged already; or its session is too small for ``max_batch_size``, ``prefill_chunk_size``
-            or ``max_seq_len``.
+            or ``max_seq_len``, or its rings for ``prefill_chunk_size``.
         BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
     """
     if num_blocks is not None and as_integer(num_blocks) is None:
@@ -141,6 +141,14 @@ def paged_model(
                     str(size),
                     f"give PagedModel limits=Limits({limit}=...)",
                 )
+        rings = getattr(model, "rings", None)
+        if rings is not None and prefill_chunk_size > rings.blocks.step:
+            raise ArgumentError(
+                "prefill_chunk_size",
+                f"at most {rings.blocks.step}, which the rings of the {type(model).__name__} take at once",
+                str(prefill_chunk_size),
+                "give PagedModel a larger sliding_step",
+            )
         most, columns = limits.max_blocks_per_req, -(-max_seq_len // model.kv_cache.block_size)
         if model.session.plans and most is not None and most < columns:
             raise ArgumentError(
@@ -189,24 +197,32 @@ def rotation_by_length(model: Any) -> str:
     return ""
 
 
-def decide_sharing(share_prefixes: bool | str, batch_invariant: bool, rotation: str) -> bool:
+def decide_sharing(share_prefixes: bool | str, batch_invariant: bool, rolls: bool, rotation: str) -> bool:
     """Whether requests share blocks.
 
     Args:
         share_prefixes: as for the engine; "auto": unless something speaks against it.
         batch_invariant: likewise.
+        rolls: whether layers of the model keep rings.
         rotation: of `rotation_by_length`.
 
     Raises:
-        ArgumentError: they shall, and the keys of one are not those of another.
+        ArgumentError: they shall, and the keys of one are not those of another, or are gone by then.
     """
+    if share_prefixes is True and rolls:
+        raise ArgumentError(
+            "share_prefixes",
+            "'auto' or False with a model whose layers keep rings of blocks",
+            "True",
+            "make the PagedModel without sliding_step to share",
+        )
     if share_prefixes is True and rotation:
         raise ArgumentError(
             "share_prefixes",
             f"'auto' or False: with {rotation!r} a key's rotation depends on the length of the text",
             "True",
         )
-    return not (batch_invariant or rotation) if share_prefixes == "auto" else bool(share_prefixes)
+    return not (batch_invariant or rolls or rotation) if share_prefixes == "auto" else bool(share_prefixes)
 
 
 def require_invariant(

@@ -27,6 +27,8 @@ from torchpaged.engine.shared_blocks import SharedBlocks
 class Rings(Protocol):
     """Rings of blocks that requests have beside their own: `torchpaged.hf.step_rings.StepRings`."""
 
+    num_resets: int
+
     def take(self, block: int) -> None:
         """A request begins, with this as its first block."""
 
@@ -83,6 +85,9 @@ class Scheduler:
         rings: Rings | None = None,
     ) -> None:
         self._rings = rings
+        if rings is not None:
+            rings.reset()  # whoever scheduled with them before is gone, perhaps in the middle
+        self._resets = 0 if rings is None else rings.num_resets
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
@@ -91,6 +96,11 @@ class Scheduler:
         self.preemptions = self.shared_tokens = 0
         self._shared = SharedBlocks(block_size) if share_prefixes else None
         self._one_prompt_per_step = one_prompt_per_step
+
+    @property
+    def has_rings(self) -> bool:
+        """Whether requests have rings beside their blocks."""
+        return self._rings is not None
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens take."""
@@ -114,6 +124,7 @@ class Scheduler:
         self.pool.reset()
         if self._rings is not None:
             self._rings.reset()
+            self._resets = self._rings.num_resets
         if self._shared is not None:
             self._shared.clear()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
@@ -254,7 +265,8 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.blocks and self._rings is not None:
+        # Not those of a later scheduler.
+        if sequence.blocks and self._rings is not None and self._rings.num_resets == self._resets:
             self._rings.give(sequence.blocks[0])
         if self._shared is not None:
             self._shared.forget(sequence)

@@ -133,7 +133,8 @@ class Stepper:
             if self._work is not Work.FORWARD:
                 sequence.row = None
                 sequence.num_computed = min(sequence.num_computed, len(sequence) - 1)
-        if self._work is Work.BOOKS:
+        # Steps whose tokens are lost have written over what the window of the last known one saw.
+        if self._work is Work.BOOKS or (self._work is Work.ROWS and self._scheduler.has_rings):
             self._scheduler.reset(self.requests.values())
         self._work = Work.REST
 

@@ -23,7 +23,7 @@ from torchpaged.hf.cross import cross_batch, require_no_plan
 from torchpaged.hf.indexed import attend_with_sinks, select
 from torchpaged.hf.known_models import TAKES_NO_NONE
 from torchpaged.hf.latent import LatentLayer, latent_attention
-from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
+from torchpaged.hf.layer import PagedLayer, by_token, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
 from torchpaged.hf.masks import MaskKind
 from torchpaged.hf.rolling_attention import attend_in_steps, require_kept
@@ -168,7 +168,7 @@ def paged_attention_forward(
     }
     if layer.rolls and not owner.takes_at_once(layer, query_len):
         return attend_in_steps(layer, query, attend, own), None
-    q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
+    q = by_token(query)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
     if metadata.prefixes is not None and layer.reads_in_groups and alike:
         pools, shared = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}

@@ -27,7 +27,7 @@ from torchpaged.backends import AttentionSpec, attention_spec
 from torchpaged.cache import LatentLayerSpec, LayerLatentCache
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.known_models import CACHES_LATENTS
-from torchpaged.hf.layer import PagedLayer, PagedOwner, layer_of
+from torchpaged.hf.layer import PagedLayer, PagedOwner, by_token, layer_of
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
@@ -80,8 +80,8 @@ class LatentLayer(PagedLayer):
         """See `PagedLayer`; by the op ``write_latent``."""
         assert self.keys is not None
         self.owner.backend.ops.write_latent(
-            key_states.reshape(-1, key_states.shape[3]),
-            value_states.reshape(-1, value_states.shape[3]),
+            by_token(key_states)[:, 0],
+            by_token(value_states)[:, 0],
             self.keys,
             slots,
         )

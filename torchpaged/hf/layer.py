@@ -123,6 +123,14 @@ def cache_of(kv_offset: Any) -> Any:
     return getattr(kv_offset, "_torchpaged_cache", None)
 
 
+def by_token(states: Tensor) -> Tensor:
+    """``[batch, heads, query_len, head_dim]`` as ``[batch * query_len, heads, head_dim]``, the last dimension
+    side by side as ops want it: a convolution's output of one row is strided there, and stays so."""
+    batch, heads, query_len, head_dim = states.shape
+    flat = states.transpose(1, 2).reshape(batch * query_len, heads, head_dim)
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
 class PagedLayer(CacheLayerMixin):
     """Pools of one layer.
 
@@ -202,11 +210,7 @@ class PagedLayer(CacheLayerMixin):
     ) -> None:
         """Put ``[batch, num_kv_heads, query_len, head_dim(_v)]`` into ``slots [batch * query_len]``;
         ``are_query_tokens`` as the op has it, None: `writes_query_tokens`."""
-        batch, num_kv_heads, query_len, head_dim = key_states.shape
-        k = key_states.transpose(1, 2).reshape(batch * query_len, num_kv_heads, head_dim)
-        v = value_states.transpose(1, 2).reshape(
-            batch * query_len, value_states.shape[1], value_states.shape[3]
-        )
+        k, v = by_token(key_states), by_token(value_states)
         early = self.writes_query_tokens if are_query_tokens is None else are_query_tokens
         self.owner.backend.ops.write_kv(
             k, v, self.keys, self.values, slots, are_query_tokens=early, **self.scales

@@ -28,8 +28,9 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attention import paged_attention_forward
 from torchpaged.hf.known_models import MAY_LACK_CAUSAL_MASK
 from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.replaced import MARK, Replaced, plain_of
 
-_MARK, _SLOPES = "_torchpaged_own_attention", "_torchpaged_slopes"
+_SLOPES = "_torchpaged_slopes"
 
 Heads = tuple[Tensor, Tensor, Tensor]  # query, key, value: [batch, heads, query_len, head_dim]
 
@@ -65,13 +66,13 @@ def _attn(scaling: Callable[[Any], float], window: Callable[[Any], int | None]) 
     """
 
     def make(module: Any) -> tuple[str, Callable[..., Any]]:
-        plain, factor, size = module._attn, scaling(module), window(module)
+        plain, factor, size = plain_of(module, "_attn"), scaling(module), window(module)
 
         def attn(
             self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
         ) -> Any:
             if layer_of(key) is None:
-                return plain(query, key, value, attention_mask)
+                return plain(self, query, key, value, attention_mask)
             out, weights = paged_attention_forward(
                 self,
                 query,
@@ -201,18 +202,18 @@ def _paged_cache(cache: Any, index: int) -> Any:
 
 def _forward(family: _Family) -> Callable[..., Any]:
     def make(module: nn.Module) -> tuple[str, Callable[..., Any]]:
-        plain, scaling = module.forward, family.scaling(module)
-        names = tuple(inspect.signature(plain).parameters)[1:]
+        plain, scaling = plain_of(module, "forward"), family.scaling(module)
+        names = tuple(inspect.signature(module.forward).parameters)[1:]
 
         def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **options}
             if family.crosses and given.get(family.crosses) is not None:
                 if self.training or not _pages_cross(self, given):
-                    return plain(hidden_states, *args, **options)
+                    return plain(self, hidden_states, *args, **options)
                 return _cross_attention(self, hidden_states, given, scaling)
             cache = None if self.training else _paged_cache(given.get(family.cache), self.layer_idx)
             if cache is None:
-                return plain(hidden_states, *args, **options)
+                return plain(self, hidden_states, *args, **options)
             query, key, value = family.heads(self, hidden_states, given)
             key, value = cache.update(key, value, self.layer_idx)
             slopes = _slopes(self, query.shape[1], query.device) if family.alibi else None
@@ -331,20 +332,21 @@ MAKERS: dict[str, Callable[[nn.Module], tuple[str, Callable[..., Any]]]] = {
 def _masks_of_bloom(model: Any) -> tuple[str, Callable[..., Any]]:
     """Bloom gives generate() a 2-D mask as long as its cache, zeros behind the last token, to build biases
     from, which the pools don't need."""
-    # transformers 5.17 has none
-    plain = getattr(model, "create_masks_for_generate", create_masks_for_generate)
+    name = "create_masks_for_generate"
+    plain = plain_of(model, name) if hasattr(model, name) else None  # transformers 5.17 has none
 
     def create_masks(self: Any, *args: Any, **given: Any) -> Any:
-        paged = _paged_cache(given.get("past_key_values"), 0) is not None
-        return (create_masks_for_generate if paged else plain)(*args, **given)
+        if plain is None or _paged_cache(given.get("past_key_values"), 0) is not None:
+            return create_masks_for_generate(*args, **given)
+        return plain(self, *args, **given)
 
-    return "create_masks_for_generate", create_masks
+    return name, create_masks
 
 
 def _positions(module: nn.Module) -> tuple[str, Callable[..., Any]]:
     """Position embeddings that count from the cache's length: as a tensor it is no bound of a range in
     compiled code."""
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(
         self: Any, ids: Any, past_key_values_length: Any = 0, position_ids: Tensor | None = None
@@ -352,18 +354,18 @@ def _positions(module: nn.Module) -> tuple[str, Callable[..., Any]]:
         if position_ids is None and isinstance(past_key_values_length, Tensor):
             length = (ids.shape if isinstance(ids, Tensor) else ids)[1]
             position_ids = past_key_values_length + torch.arange(length, device=past_key_values_length.device)
-        return plain(ids, past_key_values_length, position_ids)
+        return plain(self, ids, past_key_values_length, position_ids)
 
     return "forward", forward
 
 
 def _places_from(module: Any) -> tuple[str, Callable[..., Any]]:
     """The same, of LED, which takes no positions."""
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(self: Any, input_ids_shape: Any, past_key_values_length: Any = 0) -> Tensor:
         if not isinstance(past_key_values_length, Tensor):
-            return plain(input_ids_shape, past_key_values_length)
+            return plain(self, input_ids_shape, past_key_values_length)
         places = torch.arange(input_ids_shape[1], device=self.weight.device) + past_key_values_length
         return nn.functional.embedding(places, self.weight)
 
@@ -383,7 +385,7 @@ def _causal(module: Any) -> tuple[str, Callable[..., Any]] | None:
     the padding."""
     if not lacks_causal_mask(module):
         return None
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(
         self: Any,
@@ -394,7 +396,7 @@ def _causal(module: Any) -> tuple[str, Callable[..., Any]] | None:
     ) -> Any:
         states: Tensor | None = input_ids if given.get("inputs_embeds") is None else given["inputs_embeds"]
         if states is None:
-            return plain(input_ids, attention_mask, *args, **given)
+            return plain(self, input_ids, attention_mask, *args, **given)
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=torch.empty(*states.shape[:2], 0, dtype=self.dtype, device=states.device),
@@ -403,7 +405,7 @@ def _causal(module: Any) -> tuple[str, Callable[..., Any]] | None:
         )
         if mask is None:  # nothing looks at it, and the module makes one of its own where none comes
             mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=states.device)
-        return plain(input_ids, mask, *args, **given)
+        return plain(self, input_ids, mask, *args, **given)
 
     return "forward", forward
 
@@ -411,11 +413,11 @@ def _causal(module: Any) -> tuple[str, Callable[..., Any]] | None:
 def _sinusoids(module: Any) -> tuple[str, Callable[..., Any]]:
     """Position embeddings whose table grows with the cache's length, which compiled code can't look at: there
     a position past the table raises."""
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(self: Any, position_ids: Tensor, past_key_values_length: Any = 0) -> Tensor:
         if not (torch.compiler.is_compiling() and isinstance(past_key_values_length, Tensor)):
-            return plain(position_ids, past_key_values_length)
+            return plain(self, position_ids, past_key_values_length)
         rows: Tensor = self.weights.index_select(0, position_ids.flatten() + self.offset)
         return rows.view(*position_ids.shape, -1).detach()
 
@@ -468,16 +470,16 @@ def put_in(functions: Mapping[nn.Module, tuple[str, Callable[..., Any]]]) -> Non
 
 
 def _replace(module: nn.Module, name: str, function: Callable[..., Any]) -> None:
-    setattr(module, _MARK, (name, vars(module).get(name)))
+    setattr(module, MARK, Replaced(name, vars(module).get(name)))
     setattr(module, name, types.MethodType(function, module))
 
 
 def restore_attention(model: PreTrainedModel) -> None:
     """Take the functions out again; what was on the instance before them comes back."""
     for module in model.modules():
-        if hasattr(module, _MARK):
-            name, before = getattr(module, _MARK)
-            for own in (_MARK, _SLOPES, name):
+        if hasattr(module, MARK):
+            replaced: Replaced = getattr(module, MARK)
+            for own in (MARK, _SLOPES, replaced.name):
                 vars(module).pop(own, None)
-            if before is not None:
-                setattr(module, name, before)
+            if replaced.before is not None:
+                setattr(module, replaced.name, replaced.before)

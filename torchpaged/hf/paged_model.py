@@ -261,6 +261,13 @@ def _probe(
     missing = [i for i, layer in enumerate(cache.layers) if not layer.is_initialized]
     if missing:
         raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")
+    windows = {layer.window for layer in cache.layers} - {None}
+    if windows and cache.masks.causal and not cache.masks.local:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: its config gives layers a window of {sorted(windows)} tokens, and it "
+            "asks for no mask of a window, so that its own caches and its own forwards disagree; set "
+            "model.config.sliding_window = None (and its layer_types) if it has none"
+        )
     return [layer.stored for layer in cache.layers], cache
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchpaged.cache import RollingBlocks
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.layer import PagedLayer, by_token
 
 #: New tokens of a row that a rolling layer takes at once, where nobody says how many.
 DEFAULT_STEP = 512
@@ -93,7 +93,7 @@ def attend_in_steps(
         UnsupportedModelError: another layer attends with this one's keys.
     """
     rows, states = layer.owner.rolling_rows(), layer.take_waiting()
-    batch, num_heads, query_len, head_dim = query.shape
+    batch, num_heads, query_len, _ = query.shape
     if states is None or states[0].shape[2] != query_len:
         raise UnsupportedModelError(
             f"{layer.owner.name}: two layers attend with the keys of layer {layer.index}, which keeps only "
@@ -112,7 +112,7 @@ def attend_in_steps(
         slots = rows.rolling.slots_of(first + torch.arange(count, device=query.device)[None])
         new = slice(start, start + count)
         layer.store(key[:, :, new], value[:, :, new], slots, are_query_tokens=False)
-        q = query[:, :, new].transpose(1, 2).reshape(batch * count, num_heads, head_dim)
+        q = by_token(query[:, :, new])
         out = q.new_empty(batch * count, num_heads, width)
         table = rows.rolling.table[:batch]
         attend(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
@@ -26,15 +26,24 @@ class PackedMasks:
 
     Attributes:
         causal: whether the model is; None before it asked for a mask.
+        local: whether a mask that it asked for was of a window or of chunks.
     """
 
     causal: bool | None = None
+    local = False
 
     def observe(
-        self, mask: Tensor | None, batch: int, query_length: int, mask_function: Any, *_: Any
+        self,
+        mask: Tensor | None,
+        batch: int,
+        query_length: int,
+        mask_function: Any,
+        local_size: int | None = None,
+        *_: Any,
     ) -> None:
         """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
         self.causal = is_causal(mask_function)
+        self.local |= local_size is not None
         if mask is not None:
             raise UnsupportedModelError("the packed path takes no attention mask")
 
@@ -77,8 +86,11 @@ class StepCache(Cache):
         self._mask_token = mask_token(self)
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
+                holds = (
+                    "a recurrent state" if isinstance(layer, LinearAttentionCacheLayerMixin) else "no keys"
+                )
                 raise UnsupportedModelError(
-                    f"{config.model_type}: layer {index} keeps a recurrent state ({type(layer).__name__}), "
+                    f"{config.model_type}: layer {index} keeps {holds} ({type(layer).__name__}), "
                     "which the packed batches of the engine do not carry yet; use generate() with "
                     "torchpaged.hf.PagedCache"
                 )

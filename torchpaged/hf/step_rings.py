@@ -30,7 +30,10 @@ class StepRings:
     Attributes:
         ring_of_block: ``[num_blocks]`` int32: 1 and the ring of the request that begins with a block, or did
             last; 0: none has.
+        num_resets: calls of `reset`.
     """
+
+    num_resets = 0
 
     def __init__(self, blocks: RollingBlocks, num_blocks: int, device: torch.device) -> None:
         self.blocks = blocks
@@ -42,6 +45,7 @@ class StepRings:
         """No request has a ring."""
         self._free = list(range(self.blocks.num_rings - 1, -1, -1))
         self._taken: dict[int, int] = {}
+        self.num_resets += 1
         self.ring_of_block.zero_()
 
     @property

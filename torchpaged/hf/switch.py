@@ -12,6 +12,7 @@ functions replaced, too.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,11 +25,13 @@ from torchpaged.hf.attention import NAME
 from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
 from torchpaged.hf.latent import forget, latent_functions, remember
 from torchpaged.hf.own_attention import lacks_causal_mask, put_in, replace_attention, restore_attention
+from torchpaged.hf.replaced import MARK
 from torchpaged.hf.support import require_supported, uses_attention_interface
 from torchpaged.hf.traceable import traceable_functions
 from torchpaged.hf.wrapped import unwrapped
 
 _BEFORE = "_torchpaged_before"
+_ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -69,6 +72,12 @@ def _say_if_made_causal(model: PreTrainedModel) -> None:
         )
 
 
+def _before_of_others(model: PreTrainedModel) -> dict[int, str]:
+    """Of each config that other attached models have, too, by its id: the implementation before them all."""
+    others = [other for other in _ATTACHED if other is not model and hasattr(other, _BEFORE)]
+    return {id(config): name for other in others for config, name in getattr(other, _BEFORE)}
+
+
 def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Make ``model`` attend through torchpaged, until `detach`.
 
@@ -79,7 +88,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         The model itself.
 
     Raises:
-        ArgumentError: it is attached already.
+        ArgumentError: it is attached already, or a part of it is, or it is a part of one that is.
         UnsupportedModelError: its attention can't be paged; nothing was changed.
     """
     given, model = model, unwrapped(model)
@@ -87,12 +96,20 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         raise ArgumentError(
             "model", "a model that is not attached", "one that is", "call torchpaged.hf.detach(model) first"
         )
+    if any(hasattr(part, _BEFORE) or hasattr(part, MARK) for part in model.modules()):
+        raise ArgumentError(
+            "model",
+            "a model no part of which is attached, and no part of an attached one",
+            f"{type(model).__name__}, with modules that attach() has changed",
+            "call torchpaged.hf.detach on what was attached, and attach the whole",
+        )
     own = not uses_attention_interface(type(model)) and model.config.model_type in OWN_ATTENTION
     if own:
         require_expressible(model.config)
     else:
         require_supported(model)
-    before = [(config, config._attn_implementation) for config in _configs(model)]
+    known = _before_of_others(model)
+    before = [(config, known.get(id(config), config._attn_implementation)) for config in _configs(model)]
     if own:
         if not replace_attention(model):
             raise UnsupportedModelError(
@@ -111,11 +128,13 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         if functions:
             remember(model)
     setattr(model, _BEFORE, before)
+    _ATTACHED.add(model)
     return given
 
 
 def detach(model: PreTrainedModel) -> None:
-    """Undo `attach`: the attention implementations of all parts, and the modules' own functions.
+    """Undo `attach`: the attention implementations of all parts, and the modules' own functions. A config
+    that another attached model has, too, stays as that one needs it, until it is detached.
 
     Raises:
         ArgumentError: the model is not attached.
@@ -123,12 +142,15 @@ def detach(model: PreTrainedModel) -> None:
     model = unwrapped(model)
     if not hasattr(model, _BEFORE):
         raise ArgumentError("model", "a model that attach() was called on", "one that it was not called on")
+    shared = _before_of_others(model)
     for config, implementation in getattr(model, _BEFORE):
-        # of this config alone; the setter goes on to its parts
-        config._attn_implementation_internal = implementation
+        if id(config) not in shared:
+            # of this config alone; the setter goes on to its parts
+            config._attn_implementation_internal = implementation
     restore_attention(model)
     forget(model)
     delattr(model, _BEFORE)
+    _ATTACHED.discard(model)
 
 
 @contextmanager

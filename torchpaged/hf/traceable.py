@@ -23,6 +23,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import BaseModelOutput, BaseModelOutputWithPast
 
 from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.replaced import plain_of
 
 Function = tuple[str, Callable[..., Any]]
 
@@ -67,11 +68,11 @@ def _chosen(weight: Tensor, which: Tensor | None) -> Tensor:
 
 
 def _dbrx_experts(module: Any) -> Function:
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() or self.training:
-            return plain(hidden_states, top_k_index, top_k_weights)
+            return plain(self, hidden_states, top_k_index, top_k_weights)
         glu = self.mlp
         gate, up, down = (
             weight.view(self.num_experts, self.ffn_hidden_size, self.hidden_size)
@@ -91,12 +92,12 @@ def _dbrx_experts(module: Any) -> Function:
 
 def _longcat_experts(module: Any) -> Function:
     """Those past the routed ones give a token back as it is."""
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         count = self.num_routed_experts
         if not torch.compiler.is_compiling() or self.training or count == 0:
-            return plain(hidden_states, top_k_index, top_k_weights)
+            return plain(self, hidden_states, top_k_index, top_k_weights)
 
         def run(x: Tensor, which: Tensor | None) -> Tensor:
             gate, up = (x @ _chosen(self.gate_up_proj[:count], which).mT).chunk(2, dim=-1)
@@ -117,7 +118,7 @@ def _shared_keys(module: Any) -> Function | None:
     behind it compiled code no longer knows them, so that they are handed on beside."""
     if not getattr(module, "is_kv_shared_layer", False):
         return None
-    plain = module.forward
+    plain = plain_of(module, "forward")
     index = getattr(module, "kv_shared_layer_index", None)
     place = module.layer_type if index is None else index
 
@@ -126,7 +127,7 @@ def _shared_keys(module: Any) -> Function | None:
             key, value = shared_kv_states[place]
             if isinstance(layer_of(key), PagedLayer):
                 options = {**options, "shared_pools": (key, value)}
-        return plain(*args, shared_kv_states=shared_kv_states, **options)
+        return plain(self, *args, shared_kv_states=shared_kv_states, **options)
 
     return "forward", forward
 
@@ -140,7 +141,7 @@ def _records(config: Any, options: dict[str, Any]) -> bool:
 
 def _ctrl(module: Any) -> Function:
     """Multiplies embeddings by numpy's square root, which Dynamo can't follow."""
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(
         self: Any,
@@ -157,6 +158,7 @@ def _ctrl(module: Any) -> Function:
         known = input_ids is not None and position_ids is not None and token_type_ids is None
         if not traced or not known or _records(self.config, options):
             return plain(
+                self,
                 input_ids=input_ids,
                 past_key_values=past_key_values,
                 attention_mask=attention_mask,
@@ -209,18 +211,18 @@ def _recurrent_gemma(module: Any) -> Function | None:
     """Binds methods to its cache in transformers 5.17, which Dynamo can't follow; in 5.23 it does not."""
     if not hasattr(sys.modules[type(module).__module__], "_get_mask_sizes"):
         return None
-    plain, first = module.forward, module.config.layers_block_type.index("attention")
+    plain, first = plain_of(module, "forward"), module.config.layers_block_type.index("attention")
 
     def forward(self: Any, input_ids: Tensor | None = None, **options: Any) -> Any:
         cache, positions = options.get("past_key_values"), options.get("position_ids")
         if not any(isinstance(layer, PagedLayer) for layer in getattr(cache, "layers", ())):
-            return plain(input_ids, **options)
+            return plain(self, input_ids, **options)
         options["past_key_values"] = lent = _Lent(cache, first)
         known = {"past_key_values", "position_ids", "attention_mask", "use_cache"}
         traced = torch.compiler.is_compiling() and input_ids is not None and positions is not None
         given = {name for name, value in options.items() if value is not None}
         if not traced or given - known or _records(self.config, options):
-            return plain(input_ids, **options)
+            return plain(self, input_ids, **options)
         use_cache = options.get("use_cache")
         use_cache = self.config.use_cache if use_cache is None else use_cache
         states = self.embed_tokens(input_ids)
@@ -259,11 +261,11 @@ def _kept(place: Tensor | None, state: Tensor | None) -> Tensor | None:
 def _recurrent_block(module: Any) -> Function:
     """Keeps what a step gives as its state: another layout behind a prompt than behind a token, and so
     compiled twice, and the next step's input in memory that a captured graph owns."""
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         conv, recurrent = self.conv1d_state, self.rg_lru.recurrent_states
-        out = plain(*args, **options)
+        out = plain(self, *args, **options)
         self.conv1d_state = _kept(conv, self.conv1d_state)
         self.rg_lru.recurrent_states = _kept(recurrent, self.rg_lru.recurrent_states)
         return out
@@ -274,7 +276,7 @@ def _recurrent_block(module: Any) -> Function:
 def _places_of_ids(module: Any) -> Function:
     """Position embeddings whose table grows with the cache's length, at which transformers 5.17 looks; here a
     position past the table raises."""
-    plain = module.forward
+    plain = plain_of(module, "forward")
 
     def forward(
         self: Any,
@@ -284,7 +286,7 @@ def _places_of_ids(module: Any) -> Function:
     ) -> Tensor:
         traced = torch.compiler.is_compiling() and isinstance(past_key_values_length, Tensor)
         if not traced:
-            return plain(input_ids, inputs_embeds, past_key_values_length)
+            return plain(self, input_ids, inputs_embeds, past_key_values_length)
         places = (
             self.create_position_ids_from_inputs_embeds(
                 inputs_embeds, past_key_values_length, self.padding_idx

@@ -57,7 +57,8 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     if watched.model_name in OWN_ATTENTION:
         return UnsupportedModelError(
             f"{watched.model_name} ignores transformers' attention interface; call "
-            "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`"
+            "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`, in eval mode: "
+            "while it trains it runs its own attention"
         )
     attach = (
         "call torchpaged.hf.attach(model) first, so that its latents are kept, or "

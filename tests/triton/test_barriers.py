@@ -258,7 +258,8 @@ def module_of(source: Path) -> str:
 def test_every_other_kernel() -> None:
     with launched.recorded() as launches:
         for op, args, kwargs in small_ops():
-            getattr(TRITON, op)(*args, **kwargs)
+            if op != "cascade_attention":  # two launches of attention's kernels, which are seen above
+                getattr(TRITON, op)(*args, **kwargs)
     defined = {
         function.__name__
         for source in kernel_sources()

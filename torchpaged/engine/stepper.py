@@ -25,6 +25,7 @@ import torch
 
 from torchpaged.cascade import AutomaticPrefixes
 from torchpaged.custom_ops.errors import ArgumentError, RequestError
+from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.packed_steps import PackedSteps
@@ -72,10 +73,16 @@ class Stepper:
         self._work = Work.REST
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
+        self._owner = CacheOwner(model.kv_cache, self.requests)
         self.stats = GeneratorStats(num_blocks=scheduler.pool.num_usable)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new request; the first one's prompt gives fp8 pools the scales that nobody gave."""
+        """Queue a new request; the first one's prompt gives fp8 pools the scales that nobody gave.
+
+        Raises:
+            TorchpagedError: another engine runs requests in the model's cache.
+        """
+        self._owner.require()
         if getattr(self._model, "needs_scales", False):
             self._model.find_scales(sequence.prompt)  # type: ignore[attr-defined]
         with self._at_work():
@@ -97,7 +104,13 @@ class Stepper:
 
     def step(self) -> None:
         """One step of the whole batch. If it raises, its requests can go on: what was half done is
-        taken back."""
+        taken back.
+
+        Raises:
+            TorchpagedError: another engine has the model's cache.
+        """
+        if self.requests:
+            self._owner.require()
         with self._at_work(), profile_range("step", self.stats.steps), torch.inference_mode():
             self._step()
 

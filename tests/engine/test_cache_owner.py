@@ -20,7 +20,12 @@ PROMPTS, SAMPLING = ([5, 6, 7, 8], [9, 10, 11, 12, 13]), SamplingParams(max_new_
 @pytest.fixture
 def engines(make_llama: Callable[..., Any]) -> tuple[Generator, Generator]:
     limits = Limits(max_num_reqs=2, max_num_tokens=16, max_blocks_per_req=8)
-    model = PagedModel(make_llama(), num_blocks=20, block_size=4, limits=limits)
+    model = PagedModel(
+        make_llama(vocab_size=99, hidden_size=32, intermediate_size=48),
+        num_blocks=20,
+        block_size=4,
+        limits=limits,
+    )
     options: dict[str, Any] = {
         "max_batch_size": 2,
         "max_seq_len": 32,

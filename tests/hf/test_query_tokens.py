@@ -173,15 +173,15 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
     cache, states = PagedCache(model.config, 2, 64), torch.randn(2, 2, 9, dim)
     for index in range(2):
         cache.update(states, states, index)
-    pools = [(layer.keys, layer.values) for layer in cache.paged[:2]]
+    pools = [(layer, layer.keys, layer.values) for layer in cache.paged[:2]]
     q = torch.randn(18, heads, dim)
 
     def attend(q: torch.Tensor) -> list[torch.Tensor]:
         outs = []
-        for index, (k, v) in enumerate(pools):
+        for index, (layer, k, v) in enumerate(pools):
             if not crosses:
                 cache.update(states, states, index)
-            step, out = cache.metadata_of(2, 9), torch.empty_like(q)
+            step, out = cache.metadata_of(layer, 2, 9), torch.empty_like(q)
             cache.backend.ops.paged_attention(
                 q,
                 k,
@@ -200,7 +200,7 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
     with torch.no_grad():
         got, codes = run_and_get_code(torch.compile(attend, fullgraph=True), q)
         starts = torch.tensor([0, 9, 18], dtype=torch.int32)
-        for out, (k, v) in zip(got, pools, strict=True):
+        for out, (_, k, v) in zip(got, pools, strict=True):
             want = torch.empty_like(q)
             cache.backend.ops.paged_attention(
                 q,

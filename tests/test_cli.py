@@ -455,6 +455,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         "deterministic": "--deterministic",
         "tree_mask": "--tree",
         "batch_invariant": "--batch-invariant",
+        "fp8_queries": "--fp8-queries",
     }
     able = get_backend("reference").capabilities
     assert {*options, "latent"} == {

@@ -239,6 +239,9 @@ def backends(
     batch_invariant: Annotated[
         bool, typer.Option(help="a request gets the same bits in any company")
     ] = False,
+    fp8_queries: Annotated[
+        bool, typer.Option("--fp8-queries", help="queries of e4m3; --dtype is the output's alone")
+    ] = False,
     query_len: Annotated[int, typer.Option(help="query tokens of a request at most; 0: any", min=0)] = 0,
     deterministic: Annotated[bool, typer.Option(help="equal calls must give equal bits")] = False,
     graphs: Annotated[
@@ -283,6 +286,7 @@ def backends(
         tree_mask=tree,
         latent=latent,
         batch_invariant=batch_invariant,
+        fp8_queries=fp8_queries,
         max_query_len=query_len or None,
         deterministic=deterministic,
         graphs=GraphSupport[graphs.upper()],

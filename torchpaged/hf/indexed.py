@@ -105,7 +105,8 @@ def attend_with_sinks(
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        mask = zeros.masked_fill(~mask, torch.finfo(torch.float32).min)
     scores = (query @ key.mT).float() * scale + (mask if bias is None else mask + bias)
     sinks = sinks[None, :, None, None] if sinks.dim() == 1 else sinks
     more = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), -1)

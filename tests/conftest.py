@@ -3,6 +3,7 @@ than one."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from torchpaged.custom_ops import native_status
 
@@ -84,6 +86,21 @@ def native() -> None:
     if os.environ.get("TORCHPAGED_REQUIRE_NATIVE") == "1":
         pytest.fail(f"TORCHPAGED_REQUIRE_NATIVE=1, but {reason}")
     pytest.skip(reason)
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Query tokens of each call, on a CPU, that read prefixes once."""
+    seen: list[int] = []
+    cascade_module = importlib.import_module("torchpaged.cascade.attention")
+    two = cascade_module._two_passes
+
+    def counted(q: Tensor, *rest: Any) -> Any:
+        seen.append(q.shape[0])
+        return two(q, *rest)
+
+    monkeypatch.setattr(cascade_module, "_two_passes", counted)
+    return seen
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,6 @@ from torchpaged.cascade import (
     costs_of,
     groups_that_pay,
 )
-from torchpaged.cascade import attention as cascade_module
 from torchpaged.cascade.rule import saved_us
 from torchpaged.graphs import DecodeGraphRunner, EagerCapture, TapeCapture
 
@@ -83,20 +82,6 @@ def automatic(**options: Any) -> AutomaticPrefixes:
     return AutomaticPrefixes(
         **{**sizes, "max_blocks_per_req": WIDTH, "block_size": BLOCK, "costs": FREE, **options}
     )
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Query tokens of each call that read prefixes once."""
-    seen: list[int] = []
-    two = cascade_module._two_passes
-
-    def counted(q: Tensor, *rest: Any) -> Any:
-        seen.append(q.shape[0])
-        return two(q, *rest)
-
-    monkeypatch.setattr(cascade_module, "_two_passes", counted)
-    return seen
 
 
 ROWS = tables(3, 3, 3)

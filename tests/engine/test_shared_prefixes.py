@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.cache import BlockPool
 from torchpaged.cascade import CascadeCosts
-from torchpaged.cascade import attention as cascade_module
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Sequence
@@ -25,20 +23,6 @@ FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
 SYSTEM = [3 + i * 7 % 90 for i in range(21)]
 PROMPTS = [[*SYSTEM, 5, 6, 7], [*SYSTEM, 9], SYSTEM[:9], [*SYSTEM, 5, 6, 7, 8, 9], [40, *SYSTEM], SYSTEM]
 TEN = SamplingParams(max_new_tokens=10)
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Query tokens of each call that read prefixes once."""
-    seen: list[int] = []
-    two = cascade_module._two_passes
-
-    def counted(q: Tensor, *rest: Any) -> Any:
-        seen.append(q.shape[0])
-        return two(q, *rest)
-
-    monkeypatch.setattr(cascade_module, "_two_passes", counted)
-    return seen
 
 
 @pytest.fixture(scope="module")

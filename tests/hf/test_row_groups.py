@@ -14,25 +14,10 @@ from transformers import DynamicCache
 
 from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.cascade import CascadeCosts
-from torchpaged.cascade import attention as cascade_module
 from torchpaged.hf import PagedCache
 
 FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-
-
-@pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Query tokens of each call that read prefixes once."""
-    seen: list[int] = []
-    two = cascade_module._two_passes
-
-    def counted(q: Tensor, *rest: Any) -> Any:
-        seen.append(q.shape[0])
-        return two(q, *rest)
-
-    monkeypatch.setattr(cascade_module, "_two_passes", counted)
-    return seen
 
 
 @pytest.mark.parametrize(("name", "layers"), [("Llama", 3), ("GptOss", 1), ("Gemma2", 1), ("Mistral", 0)])

@@ -104,9 +104,10 @@ class SharedBlocks:
     def computed(self, sequence: Sequence) -> None:
         """As many of its tokens as ``num_computed`` says have their keys and values in its blocks."""
         path = self._paths.get(sequence, [])
-        for place in range(min(len(path), sequence.num_computed // self.block_size)):
-            if path[place].block is None:
-                path[place].block = sequence.blocks[place]
+        for place in reversed(range(min(len(path), sequence.num_computed // self.block_size))):
+            if path[place].block is not None:  # so have all before: they are computed in order
+                return
+            path[place].block = sequence.blocks[place]
 
     def forget(self, sequence: Sequence) -> None:
         """``sequence`` gives its blocks up, or waits no longer."""

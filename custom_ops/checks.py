@@ -28,6 +28,21 @@ def is_int(value: object) -> bool:
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
+def switch(name: str, value: object, *others: str | None) -> None:
+    """``value`` is True, False or one of ``others``. 1, 0 and NumPy's booleans are none of them: whoever asks
+    with ``is`` would take them for neither."""
+    if isinstance(value, bool) or any(type(value) is type(other) and value == other for other in others):
+        return
+    *most, last = (True, False, *others)
+    converts = value is not None and hasattr(value, "__bool__")
+    raise ArgumentError(
+        name,
+        f"{', '.join(map(repr, most))} or {last!r}",
+        repr(value),
+        f"convert a {type(value).__name__} with bool(...)" if converts else "",
+    )
+
+
 def check_tensors(**tensors: object) -> None:
     """All of these are tensors, not lists or None."""
     for name, tensor in tensors.items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -74,6 +75,24 @@ def test_fused_generator_gives_the_same_tokens(model: Any, options: dict[str, An
     assert again.fusion_report is report and tokens(again) == want
     hf.unfuse(model)
     assert hf.fusion_of(model) is None
+
+
+@pytest.mark.parametrize("value", [1, 0, numpy.True_, "x"], ids=repr)
+def test_a_fuse_switch_that_is_no_bool(model: Any, value: Any) -> None:
+    """`Generator`, `accelerate` and the ``count`` of `fuse`; nothing is done to the model."""
+    with pytest.raises(ArgumentError, match="^fuse: expected True or False, got "):
+        Generator(model, fuse=value)
+    with pytest.raises(ArgumentError, match="^fuse: expected True, False or 'auto', got "):
+        hf.accelerate(model, fuse=value)
+    with pytest.raises(ArgumentError, match="^count: expected True or False, got "):
+        hf.fuse(model, count=value)
+    assert hf.fusion_of(model) is None and model.config._attn_implementation != "torchpaged"
+
+
+def test_passes_that_are_no_sequence(model: Any) -> None:
+    for passes in (3, "qkv", [1], True):
+        with pytest.raises(ArgumentError, match="^passes: expected a sequence of qkv"):
+            hf.fuse(model, passes=passes)
 
 
 def test_a_paged_model_is_not_fused(model: Any) -> None:

@@ -234,7 +234,7 @@ def test_describe() -> None:
         ({"block_size": 3.5}, "block_size: expected an int"),
         ({"num_blocks": 2.5}, "num_blocks: expected None or an int of at least 2"),
         ({"num_blocks": 1}, "num_blocks: expected None or an int of at least 2"),
-        ({"dense": "yes"}, "dense: expected None, True or False, got 'yes'"),
+        ({"dense": "yes"}, "dense: expected True, False or None, got 'yes'"),
     ],
     ids=str,
 )

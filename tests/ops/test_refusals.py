@@ -27,7 +27,7 @@ from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops import pools as validation
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import pools_meet
+from torchpaged.custom_ops.checks import pools_meet, switch
 from torchpaged.testing import make_rope_inputs
 
 NAN, INF = float("nan"), float("inf")
@@ -585,3 +585,26 @@ def test_good_batches_of_few_numbers_are_taken_by_python(monkeypatch: pytest.Mon
     check_paged_attention(
         q, cache, cache.clone(), table, lens, starts, torch.empty_like(q), max_query_len=1, scale=1.0
     )
+
+
+@pytest.mark.parametrize(
+    ("value", "others", "words"),
+    [
+        (1, (), r"True or False, got 1; convert a int with bool\(\.\.\.\)"),
+        (0, ("auto",), "True, False or 'auto', got 0; convert"),
+        (numpy.True_, (None,), r"True, False or None, got (np\.)?True_?; convert"),
+        (torch.ones(2), ("auto",), r"True, False or 'auto', got tensor\(\[1\., 1\.\]\)"),
+        ("x", ("auto",), "True, False or 'auto', got 'x'$"),
+        (None, (), "True or False, got None$"),
+        ("auto", (), "True or False, got 'auto'$"),
+    ],
+)
+def test_a_switch_is_a_bool(value: Any, others: tuple[Any, ...], words: str) -> None:
+    """Whoever asks ``is True`` would take 1 for False."""
+    with pytest.raises(ArgumentError, match=f"^name: expected {words}"):
+        switch("name", value, *others)
+
+
+def test_what_a_switch_may_be() -> None:
+    for value in (True, False, None, "auto"):
+        switch("name", value, None, "auto")

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.engine.call_options import call_sampling, require_plain_call
 from torchpaged.engine.generator import Generator
@@ -212,8 +213,7 @@ def accelerate(
             "one that is",
             "call torchpaged.hf.unaccelerate(model) first",
         )
-    if fuse not in (True, False, "auto"):
-        raise ArgumentError("fuse", "True, False or 'auto'", repr(fuse))
+    switch("fuse", fuse, "auto")
     takes = inspect.signature(type(model).generate).parameters if hasattr(type(model), "generate") else {}
     if "custom_generate" not in takes:
         raise UnsupportedModelError(
@@ -224,7 +224,7 @@ def accelerate(
         raise UnsupportedModelError(
             f"{type(model).__name__}: the engine runs causal LMs; use PagedCache.for_inputs with generate()"
         )
-    fuses = model.device.type == "cuda" if fuse == "auto" else bool(fuse)
+    fuses = model.device.type == "cuda" if fuse == "auto" else fuse is True
     generator = Generator(
         model, max_batch_size=max_batch_size, max_seq_len=max_seq_len, fuse=fuses, **options
     )

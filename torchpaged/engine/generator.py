@@ -25,6 +25,7 @@ import torch
 
 from torchpaged.cache import BlockPool
 from torchpaged.cascade import CascadeCosts
+from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
 from torchpaged.engine.calls import Calls, HandOut, Inbox
 from torchpaged.engine.decode_loop import DecodeLoop
@@ -33,7 +34,6 @@ from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.model_state import ModelState
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import (
-    check_flags,
     check_options,
     decide_compile,
     decide_graphs,
@@ -184,7 +184,8 @@ class Generator:
             },
         )
         check_cascade(cascade)
-        check_flags(batch_invariant=batch_invariant)
+        switch("fuse", fuse)
+        switch("batch_invariant", batch_invariant)
         self.max_seq_len = tokens_per_request(model, max_seq_len)
         self.model: PagedModelProtocol = paged_model(
             model,

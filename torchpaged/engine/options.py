@@ -38,13 +38,6 @@ def check_options(sizes: Mapping[str, int], switches: Mapping[str, bool | str]) 
             raise ArgumentError(name, "True, False or 'auto'", repr(value))
 
 
-def check_flags(**flags: bool) -> None:
-    """Refuse flags that are neither True nor False."""
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ArgumentError(name, "True or False", repr(value))
-
-
 def tokens_per_request(model: Any, max_seq_len: int | None) -> int:
     """``max_seq_len`` if the model allows it; None: the model's, at most 2048."""
     limit = _max_positions(model)

@@ -13,7 +13,7 @@ from torchpaged.backends import attention_spec
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
-from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
+from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.functional.arguments import given, scale_of_products, traced_sizes
@@ -99,8 +99,7 @@ def paged_attention(
             all reasons.
     """
     kept: Mapping[str, Any] = {} if workspace is None else workspace
-    if not isinstance(batch_invariant, bool):
-        raise ArgumentError("batch_invariant", "True or False", repr(batch_invariant))
+    switch("batch_invariant", batch_invariant)
     if batch_invariant:
         _require_own_session(workspace)
     trees = given(tree_mask=tree_mask)  # a backend that does not take one need not know the argument

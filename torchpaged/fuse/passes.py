@@ -13,13 +13,14 @@ the launches per layer.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.fuse.ends import end_forwards
 from torchpaged.fuse.fusible import ARCHITECTURES, PASSES, why_no_table, why_not, why_unknown
@@ -134,10 +135,11 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
         The `FusionReport`; ``print(report)`` gives a table.
 
     Raises:
-        ArgumentError: an unknown pass, or a model that is fused already.
+        ArgumentError: an unknown pass, a ``count`` that is no switch, or a model that is fused already.
         UnsupportedModelError: a model without decoder layers.
     """
-    chosen = PASSES if passes is None else tuple(passes)
+    switch("count", count)
+    chosen = PASSES if passes is None else tuple(passes) if isinstance(passes, Iterable) else (passes,)
     unknown = [each for each in chosen if each not in PASSES]
     if unknown or isinstance(passes, str):
         raise ArgumentError("passes", f"a sequence of {', '.join(PASSES)}", repr(passes))

@@ -29,7 +29,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from torchpaged.backends import Choice, Limits, Planning, Session
 from torchpaged.cache import BlockPool
 from torchpaged.cascade import CascadeCosts
-from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.checks import is_int, switch
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -135,10 +135,8 @@ class PagedCache(Cache):
             raise ArgumentError(
                 "num_blocks", "None or an int of at least 2 (block 0 is the null block)", repr(num_blocks)
             )
-        if dense not in (None, True, False):
-            raise ArgumentError("dense", "None, True or False", repr(dense))
-        if not isinstance(batch_invariant, bool):
-            raise ArgumentError("batch_invariant", "True or False", repr(batch_invariant))
+        switch("dense", dense, None)
+        switch("batch_invariant", batch_invariant)
         if batch_invariant and kv_dtype is not None and isinstance(kv_scales, str):
             raise ArgumentError(
                 "kv_scales",

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Planning, Session, select_backend
 from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
+from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
@@ -85,8 +86,7 @@ class PagedModel:
         batch_invariant: bool = False,
         sliding_step: int | None = None,
     ) -> None:
-        if not isinstance(batch_invariant, bool):
-            raise ArgumentError("batch_invariant", "True or False", repr(batch_invariant))
+        switch("batch_invariant", batch_invariant)
         model = unwrapped(model)
         require_supported(model)
         require_weights(model)

@@ -119,8 +119,8 @@ def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) 
         and len(tokens[ids[1]]) < 20
         and free_again(generator)
     )
-    with pytest.raises(ArgumentError, match="request_id"):
-        generator.cancel(ids[1])
+    generator.cancel(ids[1])
+    assert not generator.has_unfinished
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,102 @@ def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[
     assert_unharmed(generator, want)
 
 
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("held", range(1, 5))
+@pytest.mark.parametrize("how", ["step", "stream", "both"])
+def test_what_a_suspended_stream_holds_comes_in_order_from_whoever_asks(
+    model: Any, want: list[list[int]], options: dict[str, Any], held: int, how: str
+) -> None:
+    """A stream over all gives ``held`` events and waits; its other events of the same step, ends included,
+    are the next call's."""
+    generator, which = engine(model, **options), (0, 2, 3)
+    short = [dataclasses.replace(EACH[i], max_new_tokens=1 + 2 * (i == 2)) for i in which]
+    ids = [generator.submit(PROMPTS[i], params) for i, params in zip(which, short, strict=True)]
+    expected = {
+        request: want[i][:3] if i == 2 else want[i][:1] for request, i in zip(ids, which, strict=True)
+    }
+    seen: dict[int, list[Any]] = {request: [] for request in ids}
+
+    def take(events: Any) -> None:
+        for event in events:
+            assert not seen[event.request_id] or seen[event.request_id][-1].finish_reason is None
+            seen[event.request_id].append(event)
+
+    of_all = generator.stream()
+    take(next(of_all) for _ in range(held))
+    if how != "step":
+        open_ids = [request for request in ids if not seen[request] or not seen[request][-1].finish_reason]
+        take(list(generator.stream(open_ids[-1:])))
+        assert [event.token_id for event in seen[open_ids[-1]]] == expected[open_ids[-1]]
+    if how != "stream":
+        while generator.has_unfinished:
+            take(generator.step())
+    take(of_all)
+    assert {request: [event.token_id for event in events] for request, events in seen.items()} == expected
+    assert_unharmed(generator, want)
+
+
+@pytest.mark.parametrize(
+    "options", [*ENGINES.values(), {"steps_per_launch": 12}], ids=[*ENGINES, "one launch"]
+)
+def test_a_request_that_has_ended_is_not_cancelled(
+    model: Any, want: list[list[int]], options: dict[str, Any]
+) -> None:
+    """Whether its owner has its last event or not: it may have ended in the launch whose first event has just
+    come."""
+    generator = engine(model, **options)
+    ids = [generator.submit(PROMPTS[i], EACH[i]) for i in (0, 3)]
+    seen: dict[int, list[int | None]] = {request: [] for request in ids}
+    for event in generator.stream():
+        seen[event.request_id].append(event.token_id)
+        if event.request_id == ids[1] and len(seen[ids[1]]) >= 2:
+            generator.cancel(ids[1])
+            generator.cancel(ids[1])
+    generator.cancel(ids[0])
+    assert seen[ids[0]] == want[0]
+    *tokens, last = seen[ids[1]]
+    assert tokens == want[3][: len(tokens)] and last in (None, want[3][-1])
+    for unknown in (ids[1] + 1, -1, "0", 1.0, True):
+        with pytest.raises(ArgumentError, match=r"request_id: expected an id that submit\(\) has given"):
+            generator.cancel(unknown)  # type: ignore[arg-type]
+    assert_unharmed(generator, want)
+
+
+def test_a_stream_and_steps_of_two_threads_give_each_event_once(model: Any, want: list[list[int]]) -> None:
+    """One thread streams over all, two others step: whoever comes first has an event, and nobody else."""
+    generator, wrong = engine(model, steps_per_launch=3), []
+    seen: dict[int, list[int | None]] = {}
+    ids = [generator.submit(PROMPTS[i], EACH[i]) for i in (0, 1, 2, 3) * 6]
+
+    def take(events: Any) -> None:
+        for event in events:
+            seen.setdefault(event.request_id, []).append(event.token_id)
+
+    def steps() -> None:
+        try:
+            while generator.has_unfinished:
+                take(generator.step())
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=steps) for _ in range(2)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        take(generator.stream())
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+    assert {request: sorted(tokens) for request, tokens in seen.items()} == {  # type: ignore[type-var]
+        request: sorted(want[i]) for request, i in zip(ids, (0, 1, 2, 3) * 6, strict=True)
+    }
+    assert_unharmed(generator, want)
+
+
 def test_a_stream_that_nobody_begins_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
     """They belong to it: no other call would give their events, and they would run on, and hold their blocks,
     in later calls."""

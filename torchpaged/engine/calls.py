@@ -22,51 +22,61 @@ from collections import deque
 from collections.abc import Iterator
 
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
-from torchpaged.engine.sequence import Owner, Sequence, TokenEvent
+from torchpaged.engine.sequence import Inbox, Sequence, TokenEvent
 from torchpaged.engine.stepper import Stepper
 
 # For threads that wait for the lock: without it the one that steps would take it again and again.
 _GIVE_WAY_SECONDS = 1e-4
-
-
-class Inbox(Owner):
-    """Where events of some requests wait for whoever owns these."""
-
-    def hand_out(self) -> HandOut:
-        """All events that were not taken, each request's in order; taken only by `HandOut.take`."""
-        return HandOut(self)
-
-    def take(self) -> list[TokenEvent]:
-        """All events since the last call, each request's in order."""
-        handed = self.hand_out()
-        handed.take()
-        return handed.events
+# Held while events are taken or change their owner, which a stream does with no other lock: it must not wait
+# for another thread's step to give what it has.
+_TAKING = threading.Lock()
 
 
 class HandOut:
-    """Events on their way to the caller, which an interrupt before they are there puts back.
+    """Events on their way to a caller, each request's in order. An event is taken when it is given, not when
+    it is found: a stream may be suspended between two, and the other calls give what it has not given.
 
-    Attributes:
-        events: each request's in order.
+    Args:
+        inbox: whose events; from inside.
     """
 
     def __init__(self, inbox: Inbox) -> None:
-        self._places = {sequence: (sequence.taken, len(sequence.log)) for sequence in inbox.ready}
-        self.events = [
-            event for sequence, (first, end) in self._places.items() for event in sequence.log[first:end]
+        self._inbox = inbox
+        self._places = {sequence: (sequence.taken, len(sequence.log)) for sequence in inbox.waiting}
+        inbox.ready = dict.fromkeys(self._places)
+
+    def _take(self, sequence: Sequence, first: int, end: int) -> bool:
+        """Take events ``first`` to ``end``; False, and nothing is, if another call took some or owns them."""
+        # Nothing is called in here, so that no signal and no garbage collector, which may close a stream and
+        # wait for the lock of all calls, comes in.
+        with _TAKING:
+            mine = sequence.inbox is self._inbox and sequence.taken == first
+            if mine:
+                sequence.taken, sequence.taker = end, self
+        return mine
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        """One by one, those that nobody else has taken by then."""
+        for sequence, (first, end) in self._places.items():
+            for index in range(first, end):
+                if not self._take(sequence, index, index + 1):
+                    break
+                yield sequence.log[index]
+
+    def take(self) -> list[TokenEvent]:
+        """All at once."""
+        return [
+            event
+            for sequence, (first, end) in self._places.items()
+            if self._take(sequence, first, end)
+            for event in sequence.log[first:end]
         ]
 
-    def take(self) -> None:
-        """Nobody else gets them."""
-        for sequence, (_, end) in self._places.items():
-            sequence.taken = end
-            sequence.inbox.ready.pop(sequence, None)
-
     def give_back(self) -> None:
-        """The next call of the requests' owner gets them, unless another thread has taken later ones of a
-        request meanwhile."""
+        """After an interrupt in or behind `take`: the next call of the requests' owner gets them, unless
+        another thread has taken later ones of a request meanwhile. From inside."""
         for sequence, (first, end) in self._places.items():
-            if sequence.taken in (first, end):
+            if sequence.taker is self and sequence.taken == end:
                 sequence.inbox.ready[sequence] = None
                 sequence.taken = first
 
@@ -139,7 +149,7 @@ class Calls:
         Raises:
             ArgumentError: an id that is unknown, finished, or another stream's.
         """
-        known = {s.request_id: s for s in (*self.inbox.live, *self.inbox.ready)}
+        known = {s.request_id: s for s in (*self.inbox.live, *self.inbox.waiting)}
         for request_id in request_ids:
             if request_id not in known:
                 raise ArgumentError(
@@ -152,7 +162,8 @@ class Calls:
             for old, new in ((self.inbox.live, inbox.live), (self.inbox.ready, inbox.ready)):
                 if sequence in old:
                     new[sequence] = old.pop(sequence)
-            sequence.inbox = inbox
+            with _TAKING:
+                sequence.inbox = inbox
         return inbox
 
     def stream(self, inbox: Inbox | None, begin: bool = False) -> Iterator[TokenEvent]:
@@ -178,13 +189,13 @@ class Calls:
                             "requests: stream(request_ids)"
                         )
                     self._stream_of_all, inbox = mark, self.inbox
-            while inbox.live or inbox.ready:
+            while inbox.live or inbox.waiting:
                 with self.entered():
-                    if not inbox.ready:
+                    if not inbox.waiting:
                         self._stepper.step()
-                    events = inbox.take()
+                    handed = HandOut(inbox)
                 self.give_way()
-                yield from events
+                yield from handed
         except BaseException:
             if inbox is not None:
                 self.leave(inbox)
@@ -208,6 +219,5 @@ class Calls:
             if requests is self.inbox:
                 self.inbox = Inbox()  # what was not taken is of no use to a later call
             for sequence in list(requests.live if isinstance(requests, Inbox) else requests):
-                if sequence.request_id in self._stepper.requests:
-                    self._stepper.cancel(sequence.request_id)
+                self._stepper.cancel(sequence.request_id)
             self._left.popleft()

@@ -27,12 +27,12 @@ from torchpaged.cache import BlockPool
 from torchpaged.cascade import CascadeCosts
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
-from torchpaged.engine.calls import Calls, HandOut, Inbox
+from torchpaged.engine.calls import Calls, HandOut
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.model_state import ModelState
-from torchpaged.engine.numbers import shown
+from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.options import (
     check_options,
     decide_compile,
@@ -50,7 +50,7 @@ from torchpaged.engine.prefix_groups import check_cascade, find_prefixes
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
-from torchpaged.engine.sequence import RequestOutput, Sequence, TokenEvent
+from torchpaged.engine.sequence import Inbox, RequestOutput, Sequence, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
 from torchpaged.engine.step_graphs import make_step_graphs
 from torchpaged.engine.stepper import Stepper
@@ -311,8 +311,15 @@ class Generator:
             raise
 
     def cancel(self, request_id: int) -> None:
-        """End a request now; its blocks are free at once, its event comes to its owner. Unknown and finished
-        ids are refused."""
+        """End a request now; its blocks are free at once, its event comes to its owner. Nothing is done to
+        one that has ended, whether its owner has learnt of it or not.
+
+        Raises:
+            ArgumentError: an id that no request has had.
+        """
+        number = as_integer(request_id)
+        if number is None or not 0 <= number < self._next_id:
+            raise ArgumentError("request_id", "an id that submit() has given", shown(request_id))
         with self._calls.entered():
             self._stepper.cancel(request_id)
 
@@ -386,9 +393,9 @@ class Generator:
         try:
             with self._calls.entered():
                 self._stepper.step()
-                handed = self._calls.inbox.hand_out()
-                handed.take()
-            return handed.events
+                handed = HandOut(self._calls.inbox)
+                events = handed.take()
+            return events
         except BaseException:
             if handed is not None:
                 with self._calls.entered():
@@ -398,7 +405,7 @@ class Generator:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._calls.inbox.ready)
+        return bool(self._requests or self._calls.inbox.waiting)
 
     def _require_unchanged(self) -> None:
         """Refuse to replay graphs over a model that changed."""

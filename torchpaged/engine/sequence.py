@@ -46,8 +46,8 @@ class StepCount:
     started: int = 0
 
 
-class Owner:
-    """Who owns requests, and where it learns of them: `Inbox`.
+class Inbox:
+    """Where events of some requests wait for whoever owns these.
 
     Attributes:
         live: its requests that have not ended, as a set in order.
@@ -57,6 +57,11 @@ class Owner:
     def __init__(self) -> None:
         self.live: dict[Sequence, None] = {}
         self.ready: dict[Sequence, None] = {}
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Requests with events to take."""
+        return [sequence for sequence in list(self.ready) if sequence.taken < len(sequence.log)]
 
 
 @dataclass(eq=False)  # looked up in lists at every step: by identity
@@ -71,7 +76,7 @@ class Sequence:
 
     Attributes:
         inbox: of the call that owns the request.
-        log, taken: its events, and how many of them the owner has taken.
+        log, taken, taker: its events, how many of them the owner has taken, and which `HandOut` took last.
         max_len: tokens at which it ends, prompt included.
         row: its row in the decode loop, None while it has none.
         step_count, steps_read: the loop's count, and where in it the host is with reading this
@@ -85,9 +90,10 @@ class Sequence:
     seed: int
     stream: TextStream
     max_len: int
-    inbox: Owner = field(default_factory=Owner)
+    inbox: Inbox = field(default_factory=Inbox)
     log: list[TokenEvent] = field(default_factory=list)
     taken: int = 0
+    taker: object = None
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0

@@ -24,7 +24,7 @@ from functools import partial
 import torch
 
 from torchpaged.cascade import AutomaticPrefixes
-from torchpaged.custom_ops.errors import ArgumentError, RequestError
+from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
@@ -92,10 +92,10 @@ class Stepper:
             self.stats.prompt_tokens += len(sequence.prompt)
 
     def cancel(self, request_id: int) -> None:
-        """End a request now."""
+        """End a request now; nothing if it has ended."""
         sequence = self.requests.get(request_id)
         if sequence is None:
-            raise ArgumentError("request_id", "a request that is waiting or running", repr(request_id))
+            return
         with self._at_work():
             text = ""
             with contextlib.suppress(Exception):  # a tokenizer's: the request ends anyway

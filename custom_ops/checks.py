@@ -8,8 +8,10 @@ ids, slots, lengths) can only be checked by reading them: on the CPU that is don
 from __future__ import annotations
 
 import contextlib
+import math
 import numbers
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +45,24 @@ def switch(name: str, value: object, *others: str | None) -> None:
     )
 
 
+def check_softmax(scale: object, logits_soft_cap: object = 0) -> None:
+    """The numbers that scores are scaled and capped by, as kernels hold them: in float32, by which a cap
+    is divided, too."""
+    if not 0 < _number(scale) <= 3.4028234663852886e38:
+        raise ArgumentError("scale", "a positive number that float32 holds", repr(scale))
+    cap = _number(logits_soft_cap)
+    if cap != 0 and not 1e-30 <= cap <= 1e30:
+        raise ArgumentError("logits_soft_cap", "0 (off) or a number in [1e-30, 1e30]", repr(logits_soft_cap))
+
+
+def _number(value: Any) -> float:
+    """NaN of what is none."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # a list, a tensor of several, 10**400
+        return math.nan
+
+
 def check_tensors(**tensors: object) -> None:
     """All of these are tensors, not lists or None."""
     for name, tensor in tensors.items():
@@ -58,6 +78,8 @@ def check_tensors(**tensors: object) -> None:
 def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
     """``tensor`` has ``len(dims)`` dimensions with these sizes; None accepts any size."""
     shape = tensor.shape
+    if shape == dims:  # most calls end here
+        return
     if len(shape) == len(dims):
         for want, size in zip(dims, shape, strict=True):
             if want is not None and want != size:
@@ -132,7 +154,7 @@ def checks_device_values() -> bool:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The range of a tensor's addresses; of no numbers, or on meta, an empty one that meets no other."""
     count = tensor.numel()
-    if not count or tensor.device.type == "meta":
+    if not count or tensor.is_meta:
         return 0, 0
     if not tensor.is_contiguous():
         count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

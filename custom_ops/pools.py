@@ -76,6 +76,11 @@ def check_scale(name: str, scale: Tensor, num_kv_heads: int) -> None:
     check_dtype(name, scale, torch.float32)
     if scale.dim() > 1 or scale.numel() not in (1, num_kv_heads):
         raise ArgumentError(name, f"one scale or one per kv head ({num_kv_heads})", shape_of(scale))
+    check_scale_values(name, scale)
+
+
+def check_scale_values(name: str, scale: Tensor) -> None:
+    """Each number of ``scale`` is positive and finite, where values may be read."""
     if reads_values(scale.device) and not bool(((scale > 0) & (scale < INF)).all()):
         raise ArgumentError(name, "positive finite numbers", str(scale.tolist()))
 

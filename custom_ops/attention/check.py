@@ -17,12 +17,13 @@ from torchpaged.custom_ops.checks import (
     check_dtype,
     check_last_dim,
     check_own_elements,
+    check_softmax,
     is_int,
     reads_values,
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FLOATS, FP8, INF, check_cache_dtype, check_pools
+from torchpaged.custom_ops.pools import FLOATS, FP8, check_cache_dtype, check_pools
 
 #: Query tokens of a request that the words of a tree_mask have bits for.
 MAX_TREE_TOKENS = 64
@@ -126,13 +127,10 @@ def check_paged_attention(
     check_cache_dtype(q, k_cache, k_scale, v_scale)
     if max_query_len < 1:
         raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
-    if not 0 < scale < INF:
-        raise ArgumentError("scale", "a positive finite number", str(scale))
+    check_softmax(scale, logits_soft_cap)
     for name, size in (("window_left", window_left), ("window_right", window_right)):
         if size < -1:
             raise ArgumentError(name, "-1 (open) or a number of keys >= 0", str(size))
-    if not 0 <= logits_soft_cap < INF:
-        raise ArgumentError("logits_soft_cap", "0 (off) or a positive finite number", str(logits_soft_cap))
     if chunk_size < 0:
         raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(chunk_size))
     if semaphore is not None:
@@ -361,12 +359,7 @@ def check_options(
         raise ArgumentError(
             "window_size", "a pair (left, right) of ints, numbers of keys or -1 (open)", repr(window_size)
         )
-    if scale is not None and (isinstance(scale, str) or not 0 < scale < INF):
-        raise ArgumentError("scale", "a positive finite number", repr(scale))
-    if logits_soft_cap is not None and (isinstance(logits_soft_cap, str) or not 0 <= logits_soft_cap < INF):
-        raise ArgumentError(
-            "logits_soft_cap", "None or 0 (off), or a positive finite number", repr(logits_soft_cap)
-        )
+    check_softmax(1 if scale is None else scale, 0 if logits_soft_cap is None else logits_soft_cap)
     if chunk_size is not None and (not is_int(chunk_size) or chunk_size < 0):
         raise ArgumentError("chunk_size", "None or 0 (off), or a positive number of tokens", repr(chunk_size))
     return int(sides[0]), int(sides[1])

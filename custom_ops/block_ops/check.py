@@ -9,6 +9,7 @@ from torchpaged.custom_ops.checks import (
     check_device,
     check_dims,
     check_dtype,
+    check_own_elements,
     reads_values,
 )
 from torchpaged.custom_ops.errors import ArgumentError
@@ -18,6 +19,8 @@ from torchpaged.custom_ops.pools import check_pools
 def check_copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -> None:
     """Every argument of ``copy_blocks``."""
     check_pools(k_cache, v_cache)
+    check_own_elements("k_cache", k_cache)
+    check_own_elements("v_cache", v_cache)
     check_dims("block_mapping", block_mapping, None, 2)
     check_dtype("block_mapping", block_mapping, torch.int64)
     check_device(k_cache.device, block_mapping=block_mapping)

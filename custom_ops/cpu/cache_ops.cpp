@@ -1,21 +1,30 @@
-// write_kv and copy_blocks: rows of bytes moved between tokens and pools.
+// write_kv and copy_blocks: rows of bytes moved between tokens and pools, into pools of fp8 rounded.
+#include <torch/headeronly/util/Float8_e4m3fn.h>
+#include <torch/headeronly/util/Float8_e5m2.h>
+
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <set>
 #include <vector>
 
+#define VEC_WIDTH 4
 #include "ops.h"
 #include "parallel.h"
+#include "vec.h"
 
 namespace torchpaged {
 namespace {
 
-void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride) {
+// store(to, from, head): one row of numbers.
+template <typename Store>
+void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride,
+             const Store& store) {
   const int64_t size = cache.element_size(), block_size = cache.size(1), heads = cache.size(2),
                 row = cache.size(3) * size;
   const char* from = static_cast<const char*>(x.const_data_ptr());
   char* to = static_cast<char*>(cache.mutable_data_ptr());
-  const int64_t token = x.stride(0) * size, head = x.stride(1) * size;
+  const int64_t token = x.stride(0) * x.element_size(), head = x.stride(1) * x.element_size();
   const int64_t c_block = cache.stride(0) * size, c_slot = cache.stride(1) * size,
                 c_head = cache.stride(2) * size;
   auto body = [&](int64_t begin, int64_t end) {
@@ -23,10 +32,56 @@ void scatter(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t
       const int64_t slot = slots[i * slot_stride];
       if (slot < 0) continue;
       char* target = to + slot / block_size * c_block + slot % block_size * c_slot;
-      for (int64_t h = 0; h < heads; ++h) std::memcpy(target + h * c_head, from + i * token + h * head, row);
+      for (int64_t h = 0; h < heads; ++h) store(target + h * c_head, from + i * token + h * head, h);
     }
   };
   for_each_range(x.size(0), (row * heads + 1) / 2, body);
+}
+
+// Into a pool of fp8: divided by the head's scale, numbers beyond the range as its largest, NaN as NaN.
+template <typename T>
+void scatter_fp8(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride,
+                 const std::optional<Tensor>& scale) {
+  const bool e4m3 = cache.scalar_type() == ScalarType::Float8_e4m3fn;
+  const float limit = e4m3 ? 448.0f : 57344.0f;
+  const float* scales = scale ? data<float>(*scale) : nullptr;
+  const int64_t step = scale && scale->numel() > 1 ? scale->stride(0) : 0, width = cache.size(3);
+  scatter(x, cache, slots, slot_stride, [=](char* to, const char* from, int64_t head) {
+    const float divisor = scales ? scales[head * step] : 1.0f;
+    for (int64_t d = 0; d < width; ++d) {
+      float y = to_float(reinterpret_cast<const T*>(from)[d]) / divisor;
+      if (std::fabs(y) > limit) y = std::copysign(limit, y);
+      to[d] = char(e4m3 ? torch::headeronly::Float8_e4m3fn(y).x : torch::headeronly::Float8_e5m2(y).x);
+    }
+  });
+}
+
+void store_tokens(const Tensor& x, const Tensor& cache, const int64_t* slots, int64_t slot_stride,
+                  const std::optional<Tensor>& scale) {
+  if (x.scalar_type() == cache.scalar_type()) {
+    const size_t row = size_t(cache.size(3) * cache.element_size());
+    return scatter(x, cache, slots, slot_stride,
+                   [=](char* to, const char* from, int64_t) { std::memcpy(to, from, row); });
+  }
+  switch (x.scalar_type()) {
+    case ScalarType::BFloat16: return scatter_fp8<bf16>(x, cache, slots, slot_stride, scale);
+    case ScalarType::Half: return scatter_fp8<fp16>(x, cache, slots, slot_stride, scale);
+    default: return scatter_fp8<float>(x, cache, slots, slot_stride, scale);
+  }
+}
+
+void check_scale(const char* name, const std::optional<Tensor>& scale, bool fp8, int64_t num_kv_heads) {
+  if (!scale) return;
+  STD_TORCH_CHECK(fp8, name, ": expected None for a cache that is not fp8, got a tensor");
+  check_dtype(name, *scale, ScalarType::Float, "torch.float32");
+  check_cpu(name, *scale);
+  const int64_t count = scale->numel(), step = scale->dim() ? scale->stride(0) : 0;
+  STD_TORCH_CHECK(scale->dim() < 2 && (count == 1 || count == num_kv_heads), name,
+                  ": expected one scale or one per kv head (", num_kv_heads, "), got ", shape_of(*scale));
+  for (int64_t i = 0; i < count; ++i) {
+    const float one = data<float>(*scale)[i * step];
+    STD_TORCH_CHECK(one > 0 && std::isfinite(one), name, ": expected positive finite numbers, got ", one);
+  }
 }
 
 // No two tokens have one slot, but for -1 and the slots of block 0, which hold nobody's tokens.
@@ -46,15 +101,18 @@ void check_distinct(const int64_t* slots, int64_t stride, int64_t count, int64_t
 void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_mapping,
               std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, bool /*are_query_tokens*/) {
   check_pools(k_cache, v_cache, true);
-  check_float("k_cache", k_cache);
-  STD_TORCH_CHECK(!k_scale && !v_scale,
-                  "k_scale, v_scale: expected None (the cpu backend has no fp8 pools), got a tensor");
+  const bool fp8 = k_cache.scalar_type() == ScalarType::Float8_e4m3fn ||
+                   k_cache.scalar_type() == ScalarType::Float8_e5m2;
+  if (!fp8) check_float("k_cache", k_cache);
+  check_float("k", k);
+  check_scale("k_scale", k_scale, fp8, k_cache.size(2));
+  check_scale("v_scale", v_scale, fp8, k_cache.size(2));
   check_dims("slot_mapping", slot_mapping, {-1});
   check_dims("k", k, {slot_mapping.size(0), k_cache.size(2), k_cache.size(3)});
   check_dims("v", v, {slot_mapping.size(0), v_cache.size(2), v_cache.size(3)});
   check_dtype("slot_mapping", slot_mapping, ScalarType::Long, "torch.int64");
-  STD_TORCH_CHECK(k.scalar_type() == k_cache.scalar_type() && v.scalar_type() == k_cache.scalar_type(),
-                  "k, v: expected the pools' dtype, got another");
+  STD_TORCH_CHECK(v.scalar_type() == k.scalar_type() && (fp8 || k.scalar_type() == k_cache.scalar_type()),
+                  "k, v: expected the pools' dtype, or one for pools of fp8, got another");
   check_cpu("k", k); check_cpu("v", v); check_cpu("slot_mapping", slot_mapping);
   check_last_dim("k", k); check_last_dim("v", v);
   const int64_t* slots = data<int64_t>(slot_mapping);
@@ -63,15 +121,17 @@ void write_kv(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor slot_ma
     STD_TORCH_CHECK(slots[i * stride] >= -1 && slots[i * stride] < num_slots,
                     "slot_mapping: expected slots in [-1, ", num_slots, "), got ", slots[i * stride],
                     "; the pool is too small or the block table wrong");
+  check_own_elements("k_cache", k_cache); check_own_elements("v_cache", v_cache);
   check_apart("k", k, "k_cache", k_cache); check_apart("k", k, "v_cache", v_cache);
   check_apart("v", v, "k_cache", k_cache); check_apart("v", v, "v_cache", v_cache);
   check_distinct(slots, stride, slot_mapping.size(0), k_cache.size(1));
-  scatter(k, k_cache, slots, stride);
-  scatter(v, v_cache, slots, stride);
+  store_tokens(k, k_cache, slots, stride, k_scale);
+  store_tokens(v, v_cache, slots, stride, v_scale);
 }
 
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping) {
   check_pools(k_cache, v_cache);
+  check_own_elements("k_cache", k_cache); check_own_elements("v_cache", v_cache);
   check_dims("block_mapping", block_mapping, {-1, 2});
   check_dtype("block_mapping", block_mapping, ScalarType::Long, "torch.int64");
   check_cpu("block_mapping", block_mapping);

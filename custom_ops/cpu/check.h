@@ -71,6 +71,20 @@ struct Span {
   bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
 };
 
+// Each element of a tensor that is written has memory of its own: see check_own_elements in
+// custom_ops/checks.py.
+inline void check_own_elements(const char* name, const Tensor& t) {
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    int64_t reach = 0;  // of the dimensions of smaller strides
+    for (int64_t j = 0; j < t.dim(); ++j)
+      if (t.stride(j) < t.stride(i) || (t.stride(j) == t.stride(i) && j < i))
+        reach += (t.size(j) - 1) * t.stride(j);
+    STD_TORCH_CHECK(t.size(i) < 2 || t.stride(i) > reach, name,
+                    ": expected memory of its own for each element, got a stride of ", t.stride(i),
+                    "; allocate it with torch.empty");
+  }
+}
+
 inline void check_apart(const char* name, const Tensor& t, const char* written, const Tensor& target) {
   STD_TORCH_CHECK(!Span(t).meets(Span(target)), name, ": expected memory apart from ", written,
                   "'s, which the op writes, got overlapping tensors");

@@ -60,6 +60,8 @@ void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, T
     check_dtype(state_names[i], *states[i], ScalarType::Float, "torch.float32");
     check_cpu(state_names[i], *states[i]);
   }
+  check_own_elements("out", out);
+  if (lse) check_own_elements("lse", *lse);
   const Tensor* target = lse ? &*lse : nullptr;
   switch (out_a.scalar_type()) {
     case ScalarType::BFloat16: return merge<bf16>(out_a, lse_a, out_b, lse_b, out, target);

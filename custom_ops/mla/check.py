@@ -13,11 +13,12 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_softmax,
     reads_values,
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FLOATS, INF
+from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.slots import check_slots
 
 
@@ -74,8 +75,7 @@ def check_mla_attention(
     check_device(kv_cache.device, q=q, out=out, lse=lse, **batch)
     if max_query_len < 1:
         raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
-    if not 0 < scale < INF:
-        raise ArgumentError("scale", "a positive finite number", str(scale))
+    check_softmax(scale)
     if reads_values(q.device):
         check_batch_values(q.shape[0], kv_cache, block_table, seq_lens, query_start_loc, max_query_len)
 

@@ -44,6 +44,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mha": {"num_heads": 3, "num_kv_heads": 3},
     "mqa_7": {"num_heads": 7, "num_kv_heads": 1},
     "group_64": {"num_heads": 64, "num_kv_heads": 1, "head_dim": 32},
+    "group_65": {"num_heads": 65, "num_kv_heads": 1, "head_dim": 16, "alibi": True},
+    "groups_of_150": {"num_heads": 300, "num_kv_heads": 2, "head_dim": 16, "sinks": True},
     "dim_80": {"head_dim": 80},
     "dim_36": {"head_dim": 36},
     "dim_5": {"head_dim": 5},
@@ -86,7 +88,9 @@ def test_a_dominant_sink_takes_the_weight() -> None:
 )
 def test_threads_do_not_change_the_answer(spec: BatchSpec) -> None:
     """More threads split the keys; the result stays within rounding, and within the oracle's budget."""
-    batch = make_batch(spec, sinks=True)
+    # a decode's groups are cut in two, beside its keys
+    heads = {"num_heads": 96, "num_kv_heads": 1} if spec.name == "long_decode" else {}
+    batch = make_batch(spec, sinks=True, **heads)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

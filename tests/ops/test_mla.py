@@ -32,6 +32,12 @@ def test_deepseeks_width(dtype: torch.dtype) -> None:
     assert_latent_close(*run_mla_attention(CPU, batch), batch)
 
 
+def test_more_heads_than_the_native_kernel_takes_at_once() -> None:
+    for num_heads in (65, 128):
+        batch = make_latent_batch(BATCH_SPECS["mixed_small"], num_heads=num_heads, rank=24, rope=8)
+        assert_latent_close(*run_mla_attention(CPU, batch), batch)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_a_row_is_a_latent_and_its_key(backend: str) -> None:
     pool = torch.full((4, 4, 1, 24), 7.0)

@@ -132,6 +132,44 @@ def test_what_is_written_has_memory_of_its_own_for_each_element(ops: Any) -> Non
             check_merge_attn_states(state, lse, state.clone(), lse.clone(), out, merged)
 
 
+@pytest.mark.parametrize(
+    ("op", "argument", "change"),
+    [
+        ("write_kv", "k_cache", lambda a: {name: expanded(6, 4, 2, 8) for name in ("k_cache", "v_cache")}),
+        ("copy_blocks", "v_cache", lambda a: {"v_cache": expanded(6, 4, 2, 8)}),
+        ("paged_attention", "out", lambda a: {"out": expanded(2, 4, 8)}),
+        ("paged_attention", "lse", lambda a: {"lse": expanded(2, 4)}),
+        ("paged_attention", "q", lambda a: {"lse": a["q"][..., 0]}),
+        ("paged_attention", "out", lambda a: {"lse": a["out"][..., 0]}),
+        ("merge_attn_states", "out", lambda a: {"out": expanded(3, 2, 8)}),
+        ("merge_attn_states", "lse", lambda a: {"lse": expanded(3, 2)}),
+    ],
+)
+def test_the_ops_themselves_look_at_memory_that_they_write(
+    ops: Any, op: str, argument: str, change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """As the checked functions do."""
+    merged = {name: torch.randn(3, 2, 8) for name in ("out_a", "out_b")} | {"out": torch.zeros(3, 2, 8)}
+    given: dict[str, Any] = {
+        "write_kv": write_arguments(),
+        "copy_blocks": {
+            **dict(zip(("k_cache", "v_cache"), pools(), strict=True)),
+            "block_mapping": torch.tensor([[1, 2]]),
+        },
+        "paged_attention": attention_arguments() | {"out": torch.zeros(2, 4, 8), "scale": 0.3},
+        "merge_attn_states": merged | {name: torch.zeros(3, 2) for name in ("lse_a", "lse_b")},
+    }[op]
+    given |= change(given)
+    before = {name: x.clone() for name, x in given.items() if isinstance(x, Tensor)}
+    with pytest.raises((ArgumentError, RuntimeError), match=f"{argument}: expected memory"):
+        getattr(ops, op)(**given)
+    assert all(torch.equal(given[name], x) for name, x in before.items())
+
+
+def expanded(*shape: int) -> Tensor:
+    return torch.zeros(shape[1:]).expand(shape)
+
+
 @pytest.mark.parametrize("other", ["q", "out"])
 def test_an_lse_inside_another_tensor_is_refused(other: str) -> None:
     """It would be written while that one is read, or written, too."""
@@ -217,6 +255,9 @@ BAD_ATTENTION: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]]
     "scale_inf": ("scale", lambda a: {"scale": INF}),
     "scale_negative": ("scale", lambda a: {"scale": -0.5}),
     "scale_zero": ("scale", lambda a: {"scale": 0.0}),
+    "cap_beyond_float32": ("logits_soft_cap", lambda a: {"logits_soft_cap": 1e300}),
+    "cap_below_float32": ("logits_soft_cap", lambda a: {"logits_soft_cap": 1e-300}),
+    "scale_beyond_float32": ("scale", lambda a: {"scale": 1e300}),
     "chunk_negative": ("chunk_size", lambda a: {"chunk_size": -3}),
     "integers": (
         "k_cache",
@@ -401,11 +442,17 @@ def test_float64_on_the_native_backend(native: None) -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, NAN, INF])
-def test_scales_of_fp8_pools(bad: float) -> None:
+def test_scales_of_fp8_pools(ops: Any, bad: float) -> None:
     arguments: dict[str, Any] = write_arguments()
     arguments |= {name: arguments[name].to(torch.float8_e5m2) for name in ("k_cache", "v_cache")}
     with pytest.raises(ArgumentError, match="v_scale"):
-        torchpaged.write_kv(**arguments, v_scale=torch.tensor([1.0, bad]), ops=BACKEND_OPS["reference"])
+        torchpaged.write_kv(**arguments, v_scale=torch.tensor([1.0, bad]), ops=ops)
+    for scale in (torch.tensor([1.0, bad]), torch.ones(3), torch.ones(2).double(), torch.ones(1, 2)):
+        with pytest.raises((ArgumentError, RuntimeError), match="v_scale: expected"):
+            ops.write_kv(**arguments, v_scale=scale)
+    with pytest.raises((ArgumentError, RuntimeError), match="v_scale: expected None"):
+        ops.write_kv(**write_arguments(), v_scale=torch.ones(1))
+    assert not arguments["k_cache"].float().any()
 
 
 @pytest.mark.parametrize(
@@ -425,6 +472,15 @@ def test_scales_of_fp8_pools(bad: float) -> None:
         ("scale", {"scale": -1.0}),
         ("scale", {"scale": "0.5"}),
         ("logits_soft_cap", {"logits_soft_cap": "50"}),
+        ("logits_soft_cap", {"logits_soft_cap": [50.0]}),
+        ("logits_soft_cap", {"logits_soft_cap": 1e300}),
+        ("scale", {"scale": [0.5]}),
+        ("scale", {"scale": 10**400}),
+        ("scale", {"scale": torch.ones(2)}),
+        ("causal", {"causal": 1}),
+        ("causal", {"causal": "no"}),
+        ("batch_invariant", {"batch_invariant": 0}),
+        ("tree_mask", {"tree_mask": torch.ones(3)}),
     ],
     ids=str,
 )

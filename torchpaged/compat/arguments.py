@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, check_tensors, is_int
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FP8
+from torchpaged.custom_ops.pools import FP8, check_scale_values
 
 _LOG = logging.getLogger("torchpaged.compat")
 _TOLD: set[tuple[str, str]] = set()
@@ -137,6 +137,7 @@ def scale_of(
             raise ArgumentError(
                 name, f"None for a cache of {pool.dtype}", "a tensor", "descales belong to fp8 caches"
             )
+        check_scale_values(name, descale)
     if descale.dim() < 2:
         return descale.reshape(1), None
     if descale.stride(0) == 0 or descale.shape[0] == 1:  # expanded over the requests, as vLLM does it

@@ -58,7 +58,7 @@ def write_kv(
         refuse_grad(k=k, v=v)
         check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
-        check_native_dtype(ops.write_kv, k_cache=k_cache)
+        check_native_dtype(ops.write_kv, k=k)  # pools are of this dtype, or of fp8
     elif ops is None:
         ops = traced_ops(k.device, traced_sizes(k, k_cache, v), planned=True)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens=are_query_tokens)

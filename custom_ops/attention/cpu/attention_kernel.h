@@ -24,14 +24,18 @@ struct Problem {
   const int64_t* tree_mask;  // may be null
 };
 
-// Rows are (query token, head of the group) pairs: row r is token first_token + r / group, head kv_head *
-// group + r % group.
+// Rows are (query token, head) pairs: row r is token first_token + r / num_heads, head first_head + r %
+// num_heads. The heads are of one kv head.
 struct WorkItem {
   // first_token counts from the request's first query
-  int64_t request, kv_head, first_token, num_query_tokens;
+  int64_t request, first_head, num_heads, first_token, num_query_tokens;
   int64_t first_key, end_key;
   // null: write the result; else [rows, head_dim_v + 2] floats: accumulator, running maximum, running sum
   float* partial;
+
+  int64_t rows() const { return num_query_tokens * num_heads; }
+  int64_t token(int64_t row) const { return first_token + row / num_heads; }
+  int64_t head(int64_t row) const { return first_head + row % num_heads; }
 };
 
 constexpr int64_t MAX_ROWS = 64;  // rows of a work item

@@ -119,7 +119,7 @@ bool any_nonfinite(const T* const* values, int64_t count, int64_t head_dim_v) {
 
 template <typename T>
 void run_item(const Problem& p, const WorkItem& w) {
-  const int64_t group = p.num_heads / p.num_kv_heads, rows = w.num_query_tokens * group;
+  const int64_t rows = w.rows(), kv_head = w.first_head / (p.num_heads / p.num_kv_heads);
   const int64_t padded_dim = (p.head_dim + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH;
   const int64_t stride = (p.head_dim_v + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH;
   const int64_t padded_rows = (rows + ROW_TILE - 1) / ROW_TILE * ROW_TILE;
@@ -136,7 +136,7 @@ void run_item(const Problem& p, const WorkItem& w) {
   int64_t low_position[MAX_ROWS];  // tree: of keys as the row counts them
   float slopes[MAX_ROWS];
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t token = w.first_token + r / group, head = w.kv_head * group + r % group;
+    const int64_t token = w.token(r), head = w.head(r);
     const T* x = static_cast<const T*>(p.q) + (start + token) * p.q_token + head * p.q_head;
     for (int64_t d = 0; d < p.head_dim; ++d) s.q[r * padded_dim + d] = to_float(x[d]) * p.scale;
     query_range(p, start, token, query_len, seq_len, &low[r], &end[r]);
@@ -148,15 +148,15 @@ void run_item(const Problem& p, const WorkItem& w) {
   // of keys in [low, end)
   auto sees = [&](int64_t row, int64_t key) {
     if (!p.tree_mask || key < seq_len - query_len) return true;
-    const Branch branch(p, start, seq_len - query_len, w.first_token + row / group);
+    const Branch branch(p, start, seq_len - query_len, w.token(row));
     return branch.sees(key) && branch.position(key) >= low_position[row];
   };
   const T *keys[TILE_KV + 3], *values[TILE_KV];
   for (int64_t tile = w.first_key; tile < w.end_key; tile += TILE_KV) {
     const int64_t count = std::min(TILE_KV, w.end_key - tile);
     for (int64_t i = 0; i < count; ++i) {
-      keys[i] = row_at<T>(p.k_cache, p, table, tile + i, w.kv_head, false);
-      values[i] = row_at<T>(p.v_cache, p, table, tile + i, w.kv_head, true);
+      keys[i] = row_at<T>(p.k_cache, p, table, tile + i, kv_head, false);
+      values[i] = row_at<T>(p.v_cache, p, table, tile + i, kv_head, true);
     }
     for (int64_t i = count; i < count + 3; ++i) keys[i] = keys[count - 1];
     for (int64_t r = 0; r < padded_rows; r += ROW_TILE)
@@ -176,9 +176,9 @@ void run_item(const Problem& p, const WorkItem& w) {
       if (p.soft_cap > 0)
         for (int64_t i = from[r]; i < to[r]; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
       if (p.alibi_slopes) {
-        const int64_t position = seq_len - query_len + w.first_token + r / group;
+        const int64_t position = seq_len - query_len + w.token(r);
         if (p.tree_mask) {
-          const Branch branch(p, start, seq_len - query_len, w.first_token + r / group);
+          const Branch branch(p, start, seq_len - query_len, w.token(r));
           for (int64_t i = from[r]; i < to[r]; ++i)
             x[i] += slopes[r] * float(branch.position(tile + i) - branch.position(position));
         } else {
@@ -243,8 +243,8 @@ void run_item(const Problem& p, const WorkItem& w) {
       state[p.head_dim_v] = s.maximum[r];
       state[p.head_dim_v + 1] = s.total[r];
     } else {
-      finish_row<T>(p, start + w.first_token + r / group, w.kv_head * group + r % group, low[r] < end[r],
-                    s.acc.data() + r * stride, s.maximum[r], s.total[r]);
+      finish_row<T>(p, start + w.token(r), w.head(r), low[r] < end[r], s.acc.data() + r * stride,
+                    s.maximum[r], s.total[r]);
     }
   }
 }

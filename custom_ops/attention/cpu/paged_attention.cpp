@@ -105,11 +105,11 @@ void tile_range(const Problem& p, const WorkItem& w, int64_t* low, int64_t* end)
 void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<WorkItem>& items,
                   const Tile& tile) {
   const WorkItem& w = items[tile.first_item];
-  const int64_t group = p.num_heads / p.num_kv_heads, width = p.head_dim_v + 2;
+  const int64_t width = p.head_dim_v + 2;
   const int64_t start = p.query_start_loc[w.request], seq_len = p.seq_lens[w.request],
                 query_len = p.query_start_loc[w.request + 1] - start;
   std::vector<float> acc(p.head_dim_v);
-  for (int64_t r = 0; r < w.num_query_tokens * group; ++r) {
+  for (int64_t r = 0; r < w.rows(); ++r) {
     float top = FLOOR, total = 0;
     for (int64_t s = 0; s < tile.splits; ++s)
       top = std::max(top, items[tile.first_item + s].partial[r * width + p.head_dim_v]);
@@ -121,27 +121,28 @@ void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<Wo
       for (int64_t d = 0; d < p.head_dim_v; ++d) acc[d] += state[d] * factor;
     }
     int64_t low, end;
-    query_range(p, start, w.first_token + r / group, query_len, seq_len, &low, &end);
-    kernels.finish(p, start + w.first_token + r / group, w.kv_head * group + r % group,
-                   low < end, acc.data(), top, total);
+    query_range(p, start, w.token(r), query_len, seq_len, &low, &end);
+    kernels.finish(p, start + w.token(r), w.head(r), low < end, acc.data(), top, total);
   }
 }
 
 void run(const Problem& p) {
   const Kernels kernels = choose(p.dtype);
   const int64_t group = p.num_heads / p.num_kv_heads;
-  // Query tiles, each with its range of keys; heads of a group beyond MAX_ROWS are impossible (checked by the
-  // caller).
+  // Query tiles, each with its range of keys. A group of more than MAX_ROWS heads is cut into parts, which read
+  // the same keys.
+  const int64_t parts = (group + MAX_ROWS - 1) / MAX_ROWS;
   const int64_t tile_tokens = std::max<int64_t>(1, std::min<int64_t>(MAX_ROWS, 32) / group);
   std::vector<WorkItem> whole;
   int64_t total_keys = 0, work = 0;
   for (int64_t r = 0; r < p.num_reqs; ++r)
-    for (int64_t h = 0; h < p.num_kv_heads; ++h)
+    for (int64_t h = 0; h < p.num_kv_heads * parts; ++h)
       for (int64_t t = 0, n = p.query_start_loc[r + 1] - p.query_start_loc[r]; t < n; t += tile_tokens) {
-        WorkItem w{r, h, t, std::min(tile_tokens, n - t), 0, 0, nullptr};
+        const int64_t first = group * h / parts, end = group * (h + 1) / parts;
+        WorkItem w{r, first, end - first, t, std::min(tile_tokens, n - t), 0, 0, nullptr};
         tile_range(p, w, &w.first_key, &w.end_key);
         total_keys += w.end_key - w.first_key;
-        work += (w.end_key - w.first_key) * w.num_query_tokens * group * (p.head_dim + p.head_dim_v);
+        work += (w.end_key - w.first_key) * w.rows() * (p.head_dim + p.head_dim_v);
         whole.push_back(w);
       }
   const int64_t threads = workers_for(work, torch::stable::get_num_threads());
@@ -161,7 +162,7 @@ void run(const Problem& p) {
       part.end_key = w.first_key + keys * (s + 1) / splits;
       items.push_back(part);
       offsets.push_back(splits > 1 ? partial_floats : -1);
-      if (splits > 1) partial_floats += w.num_query_tokens * group * (p.head_dim_v + 2);
+      if (splits > 1) partial_floats += w.rows() * (p.head_dim_v + 2);
     }
   }
   std::vector<float> partials(partial_floats);
@@ -213,12 +214,10 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
                   "k_scale, v_scale: expected None (the cpu backend has no fp8 pools), got a tensor");
   check_dims("q", q, {-1, -1, k_cache.size(3)});
   check_float("q", q);
-  const int64_t num_kv_heads = k_cache.size(2), group = q.size(1) / num_kv_heads;
+  const int64_t num_kv_heads = k_cache.size(2);
   STD_TORCH_CHECK(q.size(1) > 0 && q.size(1) % num_kv_heads == 0,
                   "q: expected num_heads a multiple of num_kv_heads (", num_kv_heads, "), got ", q.size(1),
                   " heads");
-  STD_TORCH_CHECK(group <= MAX_ROWS, "q: expected at most ", MAX_ROWS, " query heads per kv head, got ",
-                  group);
   STD_TORCH_CHECK(k_cache.scalar_type() == q.scalar_type(),
                   "k_cache: expected the dtype of q (the cpu backend has no fp8 pools), got another");
   check_dims("out", out, {q.size(0), q.size(1), v_cache.size(3)});
@@ -239,18 +238,24 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
     check_dims("lse", *lse, {q.size(0), q.size(1)});
     check_dtype("lse", *lse, ScalarType::Float, "torch.float32");
     check_cpu("lse", *lse);
+    check_own_elements("lse", *lse);
+    const Tensor* read[] = {&q, &k_cache, &v_cache, &out};
+    const char* names[] = {"q", "k_cache", "v_cache", "out"};
+    for (int i = 0; i < 4; ++i) check_apart(names[i], *read[i], "lse", *lse);
   }
+  check_own_elements("out", out);
   STD_TORCH_CHECK(max_query_len >= 1, "max_query_len: expected at least 1, got ", max_query_len);
   check_apart("q", q, "out", out);
   check_apart("k_cache", k_cache, "out", out);
   check_apart("v_cache", v_cache, "out", out);
-  STD_TORCH_CHECK(scale > 0 && std::isfinite(scale), "scale: expected a positive finite number, got ", scale);
+  STD_TORCH_CHECK(scale > 0 && std::isfinite(float(scale)),
+                  "scale: expected a positive number that float32 holds, got ", scale);
   STD_TORCH_CHECK(window_left >= -1, "window_left: expected -1 (open) or a number of keys >= 0, got ",
                   window_left);
   STD_TORCH_CHECK(window_right >= -1, "window_right: expected -1 (open) or a number of keys >= 0, got ",
                   window_right);
-  STD_TORCH_CHECK(logits_soft_cap >= 0 && std::isfinite(logits_soft_cap),
-                  "logits_soft_cap: expected 0 (off) or a positive finite number, got ", logits_soft_cap);
+  STD_TORCH_CHECK(logits_soft_cap == 0 || (logits_soft_cap >= 1e-30 && logits_soft_cap <= 1e30),
+                  "logits_soft_cap: expected 0 (off) or a number in [1e-30, 1e30], got ", logits_soft_cap);
   STD_TORCH_CHECK(chunk_size >= 0, "chunk_size: expected 0 (off) or a positive number of tokens, got ",
                   chunk_size);
   if (tree_mask) {

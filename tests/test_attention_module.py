@@ -306,6 +306,52 @@ def test_a_bad_call_writes_nothing() -> None:
         assert not pools.k_cache.any() and not pools.v_cache.any()
 
 
+HEADS_FIRST = {
+    "all": lambda q, k, v: (q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)),
+    "keys_and_values": lambda q, k, v: (q, k.transpose(0, 1), v.transpose(0, 1)),
+    "values": lambda q, k, v: (q, k, v.transpose(0, 1)),
+    "with_a_batch": lambda q, k, v: tuple(x.transpose(0, 1)[None] for x in (q, k, v)),
+    "of_a_linear": lambda q, k, v: tuple(x.flatten(1) for x in (q, k, v)),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tokens", [3, 8])
+@pytest.mark.parametrize("layout", HEADS_FIRST)
+def test_heads_before_tokens_are_not_taken_for_tokens(layout: str, tokens: int, compiled: bool) -> None:
+    """The order of torch's own attention, and what a linear layer gives."""
+    torch._dynamo.reset()
+    layer, pools, batch = PagedAttention(4, DIM, 2), cache()[0], metadata([tokens], [tokens])
+    call: Any = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
+    q, k, v = torch.randn(tokens, 4, DIM), torch.randn(tokens, 2, DIM), torch.randn(tokens, 2, DIM)
+    with torch.no_grad():
+        with pytest.raises(Exception if compiled else ArgumentError) as error:
+            call(*HEADS_FIRST[layout](q, k, v), pools, batch)
+        assert not pools.k_cache.any() and not pools.v_cache.any()
+        call(q, k, v, pools, batch)
+    if not compiled:
+        argument = {"keys_and_values": "key", "values": "value"}.get(layout, "query")
+        heads = 4 if argument == "query" else 2
+        fix = rf"unflatten\(-1, \[{heads}, {DIM}\]\)" if layout == "of_a_linear" else "transpose"
+        assert re.match(
+            rf"{argument}: expected a shape that ends in \[{heads}, {DIM}\], got .*; .*{fix}",
+            str(error.value),
+        )
+
+
+def test_arguments_of_another_kind() -> None:
+    layer, of_all, batch = PagedAttention(4, DIM, 2), cache(), metadata([1], [1])
+    q, k = torch.randn(1, 4, DIM), torch.randn(1, 2, DIM)
+    for bad in (of_all, None, of_all[0].k_cache, (of_all[0].k_cache,), batch):
+        with pytest.raises(ArgumentError, match=r"^kv_cache: expected one layer's pools.*cache\[layer\]"):
+            layer(q, k, k, bad, batch)
+    for none in (None, of_all[0]):
+        with pytest.raises(ArgumentError, match="^metadata: expected AttentionMetadata, got.*from_lists"):
+            layer(q, k, k, of_all[0], none)
+    assert not of_all[0].k_cache.any()
+    assert layer(q, k, k, list(of_all[0][:2]), batch).shape == q.shape
+
+
 @pytest.mark.parametrize(
     ("argument", "options"),
     [

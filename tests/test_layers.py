@@ -135,8 +135,28 @@ def test_an_encoder_captured() -> None:
             ),
             "query_start_loc",
         ),
+        (
+            lambda: EncoderOnlyAttention(4, 16)(
+                *(torch.zeros(4, 5, 16) for _ in "qkv"), encoder_metadata([5])
+            ),
+            r"key: expected a shape that ends in \[4, 16\], got \[4, 5, 16\]; .*transpose",
+        ),
+        (
+            lambda: EncoderOnlyAttention(4, 16)(
+                torch.zeros(4, 5, 16), *(torch.zeros(5, 4, 16) for _ in "kv"), encoder_metadata([5])
+            ),
+            r"query: expected a shape that ends in \[4, 16\], got \[4, 5, 16\]; .*transpose",
+        ),
+        (
+            lambda: EncoderOnlyAttention(4, 16)(torch.zeros(5, 4, 16), None, None, encoder_metadata([5])),
+            "key: expected a tensor, got NoneType",
+        ),
+        (
+            lambda: EncoderOnlyAttention(4, 16)(*(torch.zeros(5, 4, 16) for _ in "qkv"), None),
+            "metadata: expected AttentionMetadata, got NoneType",
+        ),
     ],
-    ids=["negative", "bound", "cache", "keys", "tokens"],
+    ids=["negative", "bound", "cache", "keys", "tokens", "heads first", "queries", "no keys", "no batch"],
 )
 def test_refused_of_an_encoder(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
@@ -204,8 +224,10 @@ def test_keys_of_an_encoder_are_no_query_tokens(monkeypatch: pytest.MonkeyPatch)
         ({"written": None}, "metadata: expected where the encoder's tokens go"),
         ({"key": None, "value": None}, "key: expected the encoder's keys"),
         ({"value": None}, "key, value: expected both or neither"),
+        ({"key": torch.zeros(KV_HEADS, 3, DIM)}, "key: expected a shape that ends in"),
+        ({"value": torch.zeros(KV_HEADS, 3, DIM)}, "value: expected a shape that ends in"),
     ],
-    ids=["nowhere", "no keys", "half"],
+    ids=["nowhere", "no keys", "half", "keys heads first", "values heads first"],
 )
 def test_refused_of_cross_attention(change: dict[str, Any], words: str) -> None:
     layer, cache = CrossAttention(HEADS, DIM, KV_HEADS), make_cache(DIM)

@@ -115,9 +115,19 @@ def test_what_is_refused() -> None:
         ((query, kv_c, None), "kv_c, k_pe"),
         ((query, kv_c[:1], k_pe), "kv_c"),
         ((query, kv_c.half(), k_pe), "kv_c"),
+        ((query.transpose(0, 1), kv_c, k_pe), "query"),
+        ((query.flatten(1), kv_c, k_pe), "query"),
+        ((query, kv_c.T, k_pe), "kv_c"),
+        ((query, kv_c, k_pe.T), "k_pe"),
     ):
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             module(*given, pools[0], metadata)
+    with pytest.raises(ArgumentError, match=r"^kv_cache: expected one layer's pool.*cache\[layer\]"):
+        module(query, kv_c, k_pe, pools, metadata)
+    with pytest.raises(ArgumentError, match="^metadata: expected AttentionMetadata, got NoneType"):
+        module(query, kv_c, k_pe, pools[0], None)
+    with pytest.raises(ArgumentError, match="^causal: expected True or False"):
+        layer(causal=1)
     with pytest.raises(ArgumentError, match="^kv_cache: expected shape"):
         module(query, kv_c, k_pe, pools[0].kv_cache[:, :, 0], metadata)
     assert not pools[0].kv_cache.any()

@@ -33,15 +33,16 @@ from torchpaged.backends import (
     route_of,
     select_backend,
 )
-from torchpaged.backends.fit import check_out, require_fit
+from torchpaged.backends.fit import check_out, check_rows, require_fit
 from torchpaged.backends.prefix_groups import reads_in_groups
 from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
+from torchpaged.cache.kv import layer_pools
 from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad
+from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FLOATS, FP8
 from torchpaged.metadata import AttentionMetadata
@@ -157,6 +158,9 @@ class PagedAttention(nn.Module):
             if size is not None and (not is_int(size) or size < 1):
                 raise ArgumentError(name, "an int of at least 1", repr(size))
         window_size = check_options(scale, window_size, logits_soft_cap, chunk_size)
+        switches = {"causal": causal, "batch_invariant": batch_invariant, "tree_mask": tree_mask}
+        for name, value in switches.items():
+            switch(name, value)
         self.num_heads, self.head_dim = num_heads, head_dim
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % self.num_kv_heads:
@@ -338,7 +342,7 @@ class PagedAttention(nn.Module):
                 with a ``tree_mask``.
             PlanError: the backend plans every batch, and ``session.plan(metadata)`` was not called.
         """
-        pools = kv_cache if isinstance(kv_cache, LayerKVCache) else LayerKVCache(*kv_cache)
+        pools = layer_pools(kv_cache)
         if (key is None) != (value is None):
             raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
         if self._on_meta and query.device.type != "meta":
@@ -352,6 +356,10 @@ class PagedAttention(nn.Module):
             check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
             if key is not None:
                 check_tensors(key=key, value=value)
+        check_rows("query", query, self.num_heads, self.head_dim)
+        if key is not None and value is not None:
+            check_rows("key", key, self.num_kv_heads, self.head_dim)
+            check_rows("value", value, self.num_kv_heads, self.head_dim_v)
         require_fit(
             pools.k_cache, metadata, self.session, self._capabilities, self.choice.name, self.block_size
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.session import Session
-from torchpaged.custom_ops.checks import check_apart, check_dims, check_tensors
+from torchpaged.custom_ops.checks import check_apart, check_dims, check_tensors, shape_of
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.metadata import AttentionMetadata
 
@@ -36,9 +36,9 @@ def require_fit(
         ArgumentError: another block size, or more blocks than the limits say; ValueError in a trace.
         BackendUnavailableError: the backend does not take such pools, or such a batch.
     """
+    require_block_size(k_cache, metadata, block_size)
     if k_cache.dim() != 4:
         return  # the op's own check says what is wrong
-    require_block_size(k_cache, metadata, block_size)
     limits, num_blocks, size = session.limits, k_cache.shape[0], k_cache.shape[1]
     expected, got = "", ""
     if limits.block_size is not None and size != limits.block_size:
@@ -73,11 +73,19 @@ def require_fit(
 
 
 def require_block_size(k_cache: Tensor, metadata: AttentionMetadata, block_size: int | None) -> None:
-    """Refuse blocks of another size than the batch or the module was made for; arguments as in `require_fit`.
+    """Refuse what is no batch, and blocks of another size than the batch or the module was made for;
+    arguments as in `require_fit`.
 
     Raises:
-        ArgumentError: another block size; ValueError in a trace.
+        ArgumentError: no `AttentionMetadata`, or another block size; ValueError in a trace.
     """
+    if not isinstance(metadata, AttentionMetadata):
+        raise ArgumentError(
+            "metadata",
+            "AttentionMetadata",
+            type(metadata).__name__,
+            "build it with AttentionMetadata.from_lists; it comes after the cache",
+        )
     if k_cache.dim() != 4:
         return  # the op's own check says what is wrong
     size = k_cache.shape[1]
@@ -95,6 +103,25 @@ def require_block_size(k_cache: Tensor, metadata: AttentionMetadata, block_size:
             f"blocks of {size}",
             "build both with one block_size, or the module without it",
         )
+
+
+def check_rows(name: str, tensor: Tensor, *sizes: int) -> None:
+    """``tensor`` ends in dimensions of these sizes: heads and a width, or a width alone. The others flatten
+    to tokens: heads that stand before them would be scrambled. It looks at the shape alone, in traced calls
+    too; where there are as many tokens as heads, the order can't be told.
+
+    Raises:
+        ArgumentError: they differ.
+    """
+    shape = tensor.shape
+    if shape[-len(sizes) :] == sizes:
+        return
+    fix = ""
+    if len(sizes) == 2 and shape[-1:] == (sizes[0] * sizes[1],):
+        fix = f"split the heads with .unflatten(-1, {list(sizes)})"
+    elif len(sizes) == 2 and len(shape) > 2 and (shape[-3], shape[-1]) == sizes:
+        fix = "put tokens before heads with .transpose(-3, -2)"
+    raise ArgumentError(name, f"a shape that ends in {list(sizes)}", shape_of(tensor), fix)
 
 
 def check_out(out: Tensor, query: Tensor, head_dim_v: int, key: Tensor | None, value: Tensor | None) -> None:

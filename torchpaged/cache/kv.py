@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +28,24 @@ class LayerKVCache(NamedTuple):
     v_cache: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+
+def layer_pools(kv_cache: LayerKVCache | Sequence[Tensor]) -> LayerKVCache:
+    """What was given as the pools of one layer: a `LayerKVCache`, or a pair, with scales behind it or not.
+
+    Raises:
+        ArgumentError: it is something else, such as the cache of all layers.
+    """
+    if isinstance(kv_cache, LayerKVCache):
+        return kv_cache
+    if not isinstance(kv_cache, (tuple, list)) or not 2 <= len(kv_cache) <= 4:
+        raise ArgumentError(
+            "kv_cache",
+            "one layer's pools, a LayerKVCache or (k_cache, v_cache)",
+            type(kv_cache).__name__,
+            "pass cache[layer] of a PagedKVCache",
+        )
+    return LayerKVCache(*kv_cache)
 
 
 @dataclass(frozen=True)

@@ -84,14 +84,14 @@ class CrossAttention(PagedAttention):
             ArgumentError: shapes, dtypes, devices or values don't fit, or keys that nobody said to write;
                 nothing is written then.
         """
+        if not isinstance(metadata, CrossMetadata):
+            raise ArgumentError(
+                "metadata",
+                "CrossMetadata",
+                type(metadata).__name__,
+                "build it with rows.cross(query_lens)",
+            )
         if not torch.compiler.is_compiling():
-            if not isinstance(metadata, CrossMetadata):
-                raise ArgumentError(
-                    "metadata",
-                    "CrossMetadata",
-                    type(metadata).__name__,
-                    "build it with rows.cross(query_lens)",
-                )
             if key is not None and metadata.written is None:
                 raise ArgumentError(
                     "metadata",

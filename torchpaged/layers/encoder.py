@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.attention import PagedAttention
+from torchpaged.backends.fit import check_rows
 from torchpaged.custom_ops.checks import check_dims, check_tensors
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.layers.attention_type import AttentionType
@@ -70,10 +71,13 @@ class EncoderOnlyAttention(PagedAttention):
         Raises:
             ArgumentError: shapes, dtypes, devices or lengths don't fit.
         """
+        if not torch.compiler.is_compiling():
+            check_tensors(query=query, key=key, value=value)
+        check_rows("key", key, self.num_kv_heads, self.head_dim)
+        check_rows("value", value, self.num_kv_heads, self.head_dim_v)
         k = key.reshape(-1, 1, self.num_kv_heads, self.head_dim)
         v = value.reshape(-1, 1, self.num_kv_heads, self.head_dim_v)
         if not torch.compiler.is_compiling():
-            check_tensors(key=key, value=value)
             num_tokens = query.numel() // (self.num_heads * self.head_dim)
             check_dims("key", k, num_tokens, 1, self.num_kv_heads, self.head_dim)
             check_dims("value", v, num_tokens, 1, self.num_kv_heads, self.head_dim_v)

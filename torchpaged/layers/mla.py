@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.backends import Choice, attention_spec, select_backend
-from torchpaged.backends.fit import require_block_size
+from torchpaged.backends.fit import check_rows, require_block_size
 from torchpaged.cache import LayerLatentCache
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.checks import check_dims, check_tensors, is_int, refuse_grad
+from torchpaged.custom_ops.checks import check_softmax, check_tensors, is_int, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.mla.check import check_mla_attention, check_write_latent
 from torchpaged.metadata import AttentionMetadata
@@ -77,8 +77,9 @@ class MLAAttention(nn.Module):
         for name, size in sizes.items():
             if not is_int(size) or size < 1:
                 raise ArgumentError(name, "an int of at least 1", repr(size))
-        if scale is not None and not 0 < scale < float("inf"):
-            raise ArgumentError("scale", "a positive finite number", repr(scale))
+        if scale is not None:
+            check_softmax(scale)
+        switch("causal", causal)
         self.num_heads, self.kv_lora_rank, self.v_head_dim = num_heads, kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 if scale is None else float(scale)
@@ -151,17 +152,29 @@ class MLAAttention(nn.Module):
             raise ArgumentError(
                 "kv_c, k_pe", "both or neither", f"kv_c {'None' if kv_c is None else 'given'}"
             )
-        if metadata.tree_mask is not None:
-            raise ArgumentError("metadata", "no tree_mask: mla_attention takes none", "one with a tree_mask")
+        if not isinstance(pool, Tensor):
+            raise ArgumentError(
+                "kv_cache",
+                "one layer's pool, a LayerLatentCache or its tensor",
+                type(pool).__name__,
+                "pass cache[layer] of a PagedKVCache",
+            )
         weight, width = self.kv_b_proj.weight, self.qk_nope_head_dim + self.qk_rope_head_dim
         if not torch.compiler.is_compiling():
-            check_tensors(query=query, kv_cache=pool)
-            check_dims("query", query, *[None] * (query.dim() - 2), self.num_heads, width)
+            check_tensors(query=query)
+            if kv_c is not None:
+                check_tensors(kv_c=kv_c, k_pe=k_pe)
             # the projection's half for keys would get no gradient
             refuse_grad(query=query, kv_c=kv_c, k_pe=k_pe, **{"kv_b_proj.weight": weight})
             if (weight.device, weight.dtype) != self._chosen_for:
                 self._choose()  # loaders replace tensors one by one
+        check_rows("query", query, self.num_heads, width)
+        if kv_c is not None and k_pe is not None:
+            check_rows("kv_c", kv_c, self.kv_lora_rank)
+            check_rows("k_pe", k_pe, self.qk_rope_head_dim)
         require_block_size(pool, metadata, self.block_size)
+        if metadata.tree_mask is not None:
+            raise ArgumentError("metadata", "no tree_mask: mla_attention takes none", "one with a tree_mask")
         up_keys, up_values = weight.view(self.num_heads, -1, self.kv_lora_rank).split(
             [self.qk_nope_head_dim, self.v_head_dim], dim=1
         )

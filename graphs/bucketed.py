@@ -142,14 +142,18 @@ class BucketedGraphs:
             self.session.require_graphs(max_query_len)
 
     # ----------------------------------------------------------------------------------------------- captures
-    def capture(self) -> None:
+    def capture(self, buckets: Sequence[int] | None = None) -> None:
         """Capture every bucket that is not captured yet, largest first, so that the smaller ones reuse
         its memory.
+
+        Args:
+            buckets: only these of them.
 
         Raises:
             CaptureError: names the bucket and the cause; what that capture took is freed, the others stay.
         """
-        todo = [n for n in reversed(self.buckets) if n not in self._graphs]
+        wanted = self.buckets if buckets is None else buckets
+        todo = [n for n in reversed(wanted) if n not in self._graphs]
         gc.collect()  # what nobody uses any more gives its memory to the graphs
         for done, bucket in enumerate(todo):
             self._capture_one(bucket)

@@ -22,7 +22,7 @@ from torchpaged.graphs.bucketed import BucketedGraphs, Progress
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend
-from torchpaged.graphs.shared_prefixes import Prefixes, StepsInGroups
+from torchpaged.graphs.shared_prefixes import Prefixes, StepsInGroups, buckets_in_groups
 from torchpaged.graphs.step import Ranges, Step, StepSession, decode_steps
 from torchpaged.metadata import AttentionMetadata, HostLengths
 
@@ -122,11 +122,21 @@ class DecodeGraphRunner(BucketedGraphs):
                 capture=self.capture_backend,
                 pool=self.pool,
                 warmup_iters=warmup_iters,
+                progress=progress,
                 watch=watch,
                 debug=debug,
                 ranges=ranges,
                 session=session,
             )
+
+    def capture(self, buckets: Sequence[int] | None = None) -> None:
+        """As `BucketedGraphs.capture`; then, of these buckets, the second graphs of those whose requests may
+        come to share what pays."""
+        super().capture(buckets)
+        if self._prefixes is not None and self._in_groups is not None:
+            wanted = self.buckets if buckets is None else buckets
+            sizes = self.buffers.max_blocks_per_req, self.buffers.block_size
+            self._in_groups.capture(buckets_in_groups(self._prefixes, wanted, *sizes))
 
     def run(
         self,

@@ -48,6 +48,15 @@ class Prefixes(Protocol):
         """Write the groups of a batch into them; None where the batch is better off without."""
 
 
+def buckets_in_groups(
+    prefixes: Prefixes, buckets: Sequence[int], max_blocks_per_req: int, block_size: int
+) -> list[int]:
+    """The buckets of decode steps that may come to take their second graph: those in which it pays where all
+    requests share all that they can hold. No other batch saves as much."""
+    blocks, most = list(range(1, max_blocks_per_req + 1)), max_blocks_per_req * block_size
+    return [n for n in buckets if prefixes.update(n, n, [blocks] * n, [1] * n, [most] * n) is not None]
+
+
 class StepsInGroups:
     """`StaticInputs` of decode steps: ``(input_ids, metadata)``, with the groups as ``metadata.prefixes``.
 

@@ -270,3 +270,28 @@ def test_a_scheduler_gives_shared_blocks_one_more_holder(numbers: Iterator[int])
     assert [pool.ref_count(block) for block in second.blocks] == [1, 1, 1]
     scheduler.remove(second)
     assert pool.num_free == pool.num_usable
+
+
+def test_nothing_is_captured_while_requests_run(
+    model: Any, alone: list[list[int]], passes: list[int]
+) -> None:
+    """With ``capture_ahead`` the graphs of steps in groups are there, of every bucket that may need one."""
+    seen: list[str] = []
+    options: dict[str, Any] = {"block_size": 4, "max_batch_size": 6, "buckets": [1, 2, 4, 6], "cascade": FREE}
+    generator = Generator(
+        model, **options, capture_ahead=True, progress=lambda done, total, text: seen.append(text)
+    )
+    names = ["batch 6", "batch 4", "batch 2", "batch 1"]
+    assert seen == [*names, *(name.replace("batch", "batch in groups") for name in names[:3])]
+    runner = generator.loop.runner  # type: ignore[union-attr]
+    runner._capture_one = runner.in_groups._capture_one = None  # type: ignore[assignment, method-assign, union-attr]
+    for _ in range(2):
+        assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
+    assert sum(report.hits for report in runner.in_groups.report()) > 5 and free_again(generator)  # type: ignore[union-attr]
+
+
+def test_graphs_that_can_never_pay_are_not_captured_ahead(model: Any) -> None:
+    generator = Generator(model, block_size=4, max_batch_size=4, max_seq_len=16, capture_ahead=True)
+    runner = generator.loop.runner  # type: ignore[union-attr]
+    assert all(report.captured for report in runner.report())
+    assert not any(report.captured for report in runner.in_groups.report())  # type: ignore[union-attr]

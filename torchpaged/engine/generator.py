@@ -112,9 +112,9 @@ class Generator:
             they share, unless ``batch_invariant``, layers roll (``rolling``), or keys are rotated by the
             length of the text.
         cascade: decode steps read blocks that several requests share once, where that pays
-            (`torchpaged.cascade`): with graphs by a second graph per bucket, captured when it is first
-            needed. True: by the device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False:
-            never. `cascade_reason` says what was decided.
+            (`torchpaged.cascade`): with graphs by a second graph of each bucket in which that can pay, which
+            ``capture_ahead`` captures, too. True: by the device's own costs;
+            `torchpaged.cascade.CascadeCosts`: by these; False: never. `cascade_reason` says what was decided.
         batch_invariant: every step of a request has the same shapes whoever runs beside it, and attention
             gives it the same bits, by a backend that declares it: decode steps are all of ``max_batch_size``
             rows, a step prefills one request, none shares blocks or is put back. The other ops are torch's,

@@ -44,7 +44,7 @@ def make_step_graphs(
         capture: how steps become graphs.
         ahead: capture all of them now.
         progress: called with ``(done, total, text)`` while they are captured.
-        prefixes: of decode steps, as in `WholeStepRunner`; their graphs are captured when they are needed.
+        prefixes: of decode steps, as in `WholeStepRunner`.
 
     Raises:
         CaptureError: a bucket could not be captured ahead.

@@ -24,7 +24,7 @@ from torchpaged.engine.device.request_rows import DecodeRows
 from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, StaticInputs
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.capture import CaptureBackend, Captured, EagerCapture
-from torchpaged.graphs.shared_prefixes import Prefixes, StepsInGroups
+from torchpaged.graphs.shared_prefixes import Prefixes, StepsInGroups, buckets_in_groups
 from torchpaged.graphs.step import Step, StepSession, decode_steps
 from torchpaged.metadata import AttentionMetadata
 
@@ -140,8 +140,31 @@ class WholeStepRunner(_Launches):
                 return step(input_ids, metadata.prefixes.of(metadata))
 
             inputs = StepsInGroups(rows, prefixes)
-            options |= {"capture": self.capture_backend, "pool": self.pool, "progress": None}
+            options |= {"capture": self.capture_backend, "pool": self.pool}
             self.in_groups = _Launches(inputs, rows, step_in_groups, sizes, **options)
+            self.in_groups.BUCKET = "batch in groups"
+
+    def capture(self, buckets: Sequence[int] | None = None) -> None:
+        """As `BucketedGraphs.capture`; then, of these buckets, the second graphs of those whose requests may
+        come to share what pays. If one of them can't be captured, launches do without."""
+        super().capture(buckets)
+        if self._prefixes is not None:
+            wanted = self.buckets if buckets is None else buckets
+            sizes = self.rows.max_blocks_per_req, self.rows.block_size
+            worth = buckets_in_groups(self._prefixes, wanted, *sizes)
+            self._in_groups_if(lambda graphs: graphs.capture(worth))
+            self._now = self  # the groups were made up
+
+    def _in_groups_if(self, capture: Callable[[BucketedGraphs], object]) -> bool:
+        """Capture second graphs; False, and launches do without from now on, if one can't be."""
+        assert self.in_groups is not None
+        try:
+            self.in_groups.recover()
+            capture(self.in_groups)
+        except CaptureError as error:
+            self._prefixes = None
+            _LOG.warning("shared prefixes are read request by request from now on: %s", error)
+        return self._prefixes is not None
 
     def find_groups(self, block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> bool:
         """Find which of the first rows share blocks, for all launches until the next call; needed whenever a
@@ -163,14 +186,9 @@ class WholeStepRunner(_Launches):
         if self._prefixes.update(*batch) is None:
             return False
         if not self.in_groups.is_captured(bucket):
-            try:
-                self.in_groups.recover()
-                self.in_groups.capture_for(bucket)  # without groups
-            except CaptureError as error:
-                self._prefixes = None
-                _LOG.warning("shared prefixes are read request by request from now on: %s", error)
+            if not self._in_groups_if(lambda graphs: graphs.capture_for(bucket)):
                 return False
-            self._prefixes.update(*batch)
+            self._prefixes.update(*batch)  # the capture was without groups
         self._now = self.in_groups
         return True
 

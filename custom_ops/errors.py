@@ -3,6 +3,8 @@ to do."""
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 
 class TorchpagedError(Exception):
     """Base class of every error that torchpaged raises on purpose."""
@@ -75,6 +77,22 @@ class RequestError(TorchpagedError, RuntimeError):
 class NotCopyableError(TorchpagedError, TypeError):
     """An object was to be copied or pickled that can't be: it is bound to memory, graphs or a model. The
     message says what to do."""
+
+
+class NotCopied:
+    """Base class of objects of which neither copies nor pickles can be made."""
+
+    #: What holds it here, and what to do instead.
+    BOUND, ADVICE = "its graphs and buffers are places in this process's memory", "make a new one"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: for `copy` and `pickle`.
+
+        Raises:
+            NotCopyableError: always.
+        """
+        name = type(self).__name__
+        raise NotCopyableError(f"a {name} can't be copied or pickled: {self.BOUND}; {self.ADVICE}")
 
 
 class CaptureError(TorchpagedError, RuntimeError):

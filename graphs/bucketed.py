@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.checks import checks_device_values
-from torchpaged.custom_ops.errors import ArgumentError, CaptureError
+from torchpaged.custom_ops.errors import ArgumentError, CaptureError, NotCopied
 from torchpaged.graphs.addresses import CapturedAddresses, Watch
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
@@ -63,7 +63,7 @@ def capture_backend_for(capture: str | CaptureBackend, device: torch.device) -> 
     return CudaCapture(device) if device.type == "cuda" else EagerCapture()
 
 
-class BucketedGraphs:
+class BucketedGraphs(NotCopied):
     """A graph per bucket.
 
     Args:
@@ -91,6 +91,9 @@ class BucketedGraphs:
         capture_backend: how steps become graphs.
         pool: the graphs' memory pool, for others of the same `capture_backend` whose replays never overlap
             with these.
+
+    Raises:
+        NotCopyableError: it is copied or pickled: its graphs are over its own inputs.
     """
 
     #: What a step and a bucket are called in errors and progress, and what still works where a

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from torchpaged import AttentionMetadata, PagedAttention, use_backend
+from torchpaged.backends import Limits, open_session
 from torchpaged.cache import PagedKVCache
 from torchpaged.custom_ops.errors import NotCopyableError
+from torchpaged.graphs import BucketedGraphs, DecodeGraphRunner
 
 
 def saved(thing: Any) -> Any:
@@ -130,3 +132,50 @@ assert attention[0].choice.name == "reference" and cache.paged
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+def bound_things(model: Any) -> dict[str, Any]:
+    """What holds graphs, or what a backend keeps."""
+    from torchpaged.engine import Generator
+    from torchpaged.hf import PagedModel
+
+    sizes: dict[str, Any] = {"max_blocks_per_req": 4, "block_size": 4, "compile": False}
+    plain = DecodeGraphRunner(lambda ids, metadata: ids.float(), max_batch_size=2, **sizes)
+    plain.capture()
+    paged = PagedModel(model, num_blocks=9, block_size=4, limits=Limits(2, 16, 8))
+    generator = Generator(paged, max_batch_size=2, max_seq_len=32, prefill_chunk_size=16, prefill_buckets=[4])
+    assert generator.runner is not None and generator.runner.in_groups is not None
+    return {
+        "DecodeGraphRunner": plain,
+        "BucketedGraphs": BucketedGraphs(plain.buffers, lambda bucket: abs, buckets=[2], device="cpu"),
+        "PackedGraphRunner": generator.prefill_runner,
+        "WholeStepRunner": generator.runner,
+        "_Launches": generator.runner.in_groups,
+        "DecodeLoop": generator.loop,
+        "Generator": generator,
+        "PagedModel": paged,
+        type(paged.session).__name__: paged.session,
+    }
+
+
+@pytest.mark.parametrize("way", [copy.copy, *WAYS.values()], ids=["copy", *WAYS])
+def test_what_holds_graphs_or_a_session_is_refused(
+    way: Callable[[Any], Any], make_llama: Callable[..., Any]
+) -> None:
+    """A copied runner would replay its original's graphs, over its original's buffers."""
+    for name, thing in bound_things(make_llama(vocab_size=99, hidden_size=32, intermediate_size=48)).items():
+        with pytest.raises(NotCopyableError, match=f"^a {name} can't be copied or pickled: .*; "):
+            way(thing)
+        with pytest.raises(NotCopyableError, match=name):
+            way({"held": [thing]}) if way is not copy.copy else way(thing)
+
+
+def test_a_session_opened_as_its_error_says() -> None:
+    with use_backend("reference"):
+        session = PagedAttention(4, 8, 2, block_size=4).session
+    with pytest.raises(
+        NotCopyableError, match=r"open_session\(session.specs, session.limits, session.name\)"
+    ):
+        copy.deepcopy(session)
+    again = open_session(session.specs, session.limits, session.name)
+    assert (again.name, again.specs, again.limits) == (session.name, session.specs, session.limits)

@@ -22,7 +22,7 @@ from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import checks_device_values, is_int
-from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, PlanError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, NotCopied, PlanError
 from torchpaged.metadata import HostLengths
 
 
@@ -109,7 +109,7 @@ class PlannedBatch(Protocol):
         """Upper bound of the query lengths."""
 
 
-class Session:
+class Session(NotCopied):
     """What every backend keeps open: nothing, unless a subclass says otherwise.
 
     A subclass overrides `_open` and `_make_workspace` to give its op tensors, `_plan` if its backend declares
@@ -129,7 +129,11 @@ class Session:
     Raises:
         BackendUnavailableError: the backend can't run one of the specs, or can't be captured as
             ``limits.graphs`` asks; with all reasons.
+        NotCopyableError: it is copied or pickled; layers that have one open another for their copy.
     """
+
+    BOUND = "what it keeps for its backend is in this process's memory"
+    ADVICE = "open another with open_session(session.specs, session.limits, session.name)"
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.custom_ops.errors import NotCopied, TorchpagedError
 from torchpaged.engine.device import DecodeRows, RowState, TokenRing, WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
@@ -45,7 +45,7 @@ class _Launch(NamedTuple):
     prefill: bool
 
 
-class DecodeLoop:
+class DecodeLoop(NotCopied):
     """Rows, graphs and launches of one model.
 
     Args:

@@ -19,14 +19,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchpaged.cache import BlockPool
 from torchpaged.cascade import CascadeCosts
 from torchpaged.custom_ops.checks import switch
-from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.engine.calls import Calls, HandOut
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _LOOKAHEAD = 128  # tokens
 
 
-class Generator:
+class Generator(NotCopied):
     """Continuous batching over one model.
 
     Args:
@@ -138,6 +138,8 @@ class Generator:
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """
+
+    ADVICE = "copy or pickle the model, and make a Generator of it where you need one"
 
     def __init__(
         self,
@@ -438,12 +440,6 @@ class Generator:
         max_len = min(len(ids) + params.max_new_tokens, self.max_seq_len, room + 1)
         return Sequence(
             request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise NotCopyableError(
-            "a Generator can't be copied or pickled: its graphs, rows and pools are places in this "
-            "process's memory; copy or pickle the model, and make a Generator of it where you need one"
         )
 
     # --------------------------------------------------------------------------------------- what was decided

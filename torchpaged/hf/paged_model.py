@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from torchpaged.backends import Choice, Limits, Planning, Session, select_backend
 from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.checks import switch
-from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
 from torchpaged.hf.packed_scales import PackedScales, run_once
@@ -37,7 +37,7 @@ from torchpaged.metadata import AttentionMetadata
 _MAX_NUM_REQS = 1024  # requests of a batch, where nobody said how many
 
 
-class PagedModel:
+class PagedModel(NotCopied):
     """A HuggingFace causal LM over a `PagedKVCache`.
 
     Args:
@@ -70,7 +70,11 @@ class PagedModel:
     Raises:
         UnsupportedModelError: the model ignores the attention interface or keeps states that can't be paged;
             by name, with the reason.
+        NotCopyableError: it is copied or pickled.
     """
+
+    BOUND = "its pools and session are places in this process's memory"
+    ADVICE = "copy or pickle its .model, and make a PagedModel of it where you need one"
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.errors import CaptureError
+from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.graphs.capture import CaptureBackend, Captured
 from torchpaged.graphs.report import BucketReport, device_memory, find_culprit
 
@@ -61,7 +61,7 @@ def capture_bucket(
             graph = backend.capture(launch, pool)
     except Exception as error:
         raise CaptureError(
-            f"bucket {report.bucket}: the {step} could not be captured{_cause(error, eager, device)}{advice}"
+            f"bucket {report.bucket}: the {step} could not be captured{_cause(error, eager, device, advice)}"
         ) from error
     ended = time.perf_counter()
     report.capture_ms, report.record_ms, report.captured = (ended - started) * 1e3, (ended - warm) * 1e3, True
@@ -82,11 +82,19 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _cause(error: Exception, eager: Callable[[], Tensor], device: torch.device) -> str:
-    """Free what a failed capture took; which op it was, and what it said."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _cause(error: Exception, eager: Callable[[], Tensor], device: torch.device, advice: str) -> str:
+    """Free what a failed capture took; which op it was, what it said, and the advice unless eager steps are
+    refused, too."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-    culprit = None if isinstance(error, torch.OutOfMemoryError) else find_culprit(eager, device)
-    return f" at {culprit}: {reason}" if culprit else f": {reason}"
+    culprit: str | None = None
+    if not isinstance(error, torch.OutOfMemoryError):
+        culprit, raised = find_culprit(eager, device)
+        error = raised or error  # the compiler may say no more than that it saw an exception
+    first, *more = str(error).strip().splitlines() or [type(error).__name__]
+    # what torch.compile could not trace stands in the line behind the kind of failure
+    explained = [line.split(": ", 1)[1] for line in more[:1] if line.lstrip().startswith("Explanation: ")]
+    reason = ": ".join([first.strip(), *explained])
+    advice = "" if isinstance(error, ArgumentError) else advice
+    return f"{f' at {culprit}' if culprit else ''}: {reason}{advice}"

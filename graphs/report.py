@@ -88,19 +88,19 @@ class _Watch(TorchDispatchMode):
             raise
 
 
-def find_culprit(launch: Callable[[], Tensor], device: torch.device) -> str | None:
-    """The first op of an uncompiled step that synchronises or fails, by running the step once more; None if
-    all goes well."""
-    watch, on_gpu = _Watch(), device.type == "cuda"
+def find_culprit(launch: Callable[[], Tensor], device: torch.device) -> tuple[str | None, Exception | None]:
+    """By running an uncompiled step once more: the first op that synchronises or fails, and what the step
+    raises; None where all goes well."""
+    watch, on_gpu, raised = _Watch(), device.type == "cuda", None
     mode = torch.cuda.get_sync_debug_mode() if on_gpu else 0
     try:
         if on_gpu:
             torch.cuda.set_sync_debug_mode("error")
         with watch:
             launch()
-    except Exception:
-        return watch.culprit
+    except Exception as error:
+        raised = error
     finally:
         if on_gpu:
             torch.cuda.set_sync_debug_mode(mode)
-    return watch.culprit
+    return watch.culprit, raised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,44 @@ def test_a_failed_capture_names_bucket_and_op_and_eager_works() -> None:
         runner.capture()
     assert not any(report.captured for report in runner.report())
     assert runner.run_eager([5, 6], [1, 1], [[1], [2]]).tolist() == [5, 6]
+
+
+WORKS = r"; run_eager\(\) still works"
+
+
+def refusing(ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+    raise ArgumentError("k_cache", "a pool", "none", "give one")
+
+
+def failing(ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+    raise RuntimeError("plain words\nand more of them")
+
+
+def untraceable(ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+    print(ids.shape)
+    return ids.float()
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (refusing, "k_cache: expected a pool, got none; give one"),
+        (failing, rf"plain words{WORKS}"),
+        (
+            lambda ids, metadata: ids.float() @ torch.zeros(3, 3),
+            r"at aten\.m.*cannot be multiplied.*" + WORKS,
+        ),
+        (untraceable, f".*`print`.*{WORKS}"),
+    ],
+    ids=["refused", "failed", "op", "untraceable"],
+)
+def test_a_compiled_step_that_fails_says_why(step: Any, reason: str) -> None:
+    """Dynamo's own message may say no more than that it observed an exception."""
+    runner = DecodeGraphRunner(
+        step, max_batch_size=4, max_blocks_per_req=2, block_size=4, buckets=[4], capture=EagerCapture()
+    )
+    with pytest.raises(CaptureError, match=f"bucket 4: .* captured:? {reason}$"):
+        runner.capture()
 
 
 def test_a_step_that_fails_names_the_failing_op() -> None:

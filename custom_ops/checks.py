@@ -41,7 +41,7 @@ def switch(name: str, value: object, *others: str | None) -> None:
         name,
         f"{', '.join(map(repr, most))} or {last!r}",
         repr(value),
-        f"convert a {type(value).__name__} with bool(...)" if converts else "",
+        f"convert the {type(value).__name__} with bool(...)" if converts else "",
     )
 
 

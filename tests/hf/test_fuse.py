@@ -15,7 +15,7 @@ from models import COMMON, SUFFIX, padded_prompts
 from torch import Tensor, nn
 from transformers import CompileConfig, PreTrainedModel
 
-from torchpaged import ArgumentError, TorchpagedError
+from torchpaged import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.fuse.fusible import PASSES
 from torchpaged.fuse.launch_count import count_launches
@@ -349,10 +349,148 @@ def test_replaced_weights_are_refused_not_ignored(name: str, part: str) -> None:
     fuse(model)
     module: Any = model.get_decoder().get_submodule(f"layers.1.{part}")
     module.weight = nn.Parameter(module.weight.detach() * 2)
-    with pytest.raises(TorchpagedError, match="layer 1: weights were replaced"):
+    with pytest.raises(ArgumentError, match=f"{part}.weight lies elsewhere; call torchpaged.hf.unfuse"):
         logits(model)
     unfuse(model)
     logits(model)
+
+
+class Negated(nn.Module):
+    """What takes a module's place: gives minus what it gave."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.weight = inner, getattr(inner, "weight", None)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = self.inner(*args, **kwargs)
+        return tuple(x if x is None else -x for x in out) if isinstance(out, tuple) else -out
+
+
+def _replaced(path: str) -> Any:
+    def change(model: Any) -> None:
+        parent, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        parent._modules[name] = Negated(parent._modules[name])
+
+    return change
+
+
+def _own_forward(path: str) -> Any:
+    def change(model: Any) -> None:
+        part = model.get_submodule(path)
+        part.forward = Negated(part).forward if "forward" in vars(part) else Negated(copy.copy(part)).forward
+
+    return change
+
+
+def _with_hook(path: str) -> Any:
+    def hook(module: Any, args: Any, out: Any) -> Any:
+        return tuple(-x for x in out[:1]) + out[1:] if isinstance(out, tuple) else -out
+
+    return lambda model: model.get_submodule(path).register_forward_hook(hook)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _of_class(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.__class__ = Doubled
+
+
+def _lora(model: Any) -> None:
+    peft = pytest.importorskip("peft", exc_type=ImportError)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+
+
+def _torchao(model: Any) -> None:
+    quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+
+
+def _torchao_head(model: Any) -> None:
+    quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    quantization.quantize_(model.lm_head, quantization.Int8WeightOnlyConfig())
+
+
+CHANGES = {
+    **{f"replaced {x}": _replaced(f"model.layers.1.{x}") for x in ("self_attn", "mlp", "input_layernorm")},
+    **{f"replaced {x}": _replaced(f"model.layers.1.self_attn.{x}_proj") for x in "qo"},
+    **{f"replaced {x}": _replaced(f"model.layers.1.mlp.{x}") for x in ("gate_proj", "up_proj", "act_fn")},
+    **{
+        f"replaced {x}": _replaced(x)
+        for x in ("lm_head", "model.norm", "model.embed_tokens", "model.layers.1")
+    },
+    **{f"forward of {x}": _own_forward(f"model.layers.1.{x}") for x in ("self_attn", "mlp.up_proj")},
+    **{f"forward of {x}": _own_forward(x) for x in ("lm_head", "model.norm")},
+    **{f"hook on {x}": _with_hook(f"model.layers.1.{x}") for x in ("self_attn", "mlp", "mlp.down_proj")},
+    **{f"hook on {x}": _with_hook(x) for x in ("lm_head", "model.norm")},
+    "class": _of_class,
+    "lora": _lora,
+    "torchao": _torchao,
+    "torchao head": _torchao_head,
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_comes_after_fuse_is_refused_until_it_is_fused_again(kind: str) -> None:
+    """By every door over a paged cache; steps that are not fused follow, and so does fuse() again."""
+    model, ids = build("Llama"), padded_prompts()["input_ids"]
+    fuse(model, count=False)
+    generator = Generator(model, max_batch_size=1, max_seq_len=32, graphs=False)
+    graphs = Generator(model, max_batch_size=1, max_seq_len=32)
+    before = logits(model)
+    CHANGES[kind](model)
+    model.to("cpu")  # looks at the weights anew
+    words = "^model: expected the modules, forwards, .* that fuse.. found, got .*; call torchpaged.hf.unfuse"
+    with pytest.raises(ArgumentError, match=words):
+        generate(model)
+    with pytest.raises(ArgumentError, match=words):
+        generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=2))
+    with pytest.raises(ArgumentError, match="its graphs were made with"):
+        graphs.generate([[5, 6, 7]], SamplingParams(max_new_tokens=2))
+    with pytest.raises(ArgumentError, match=words), torch.no_grad():
+        model.get_decoder()(ids, past_key_values=PagedCache(model.config, 2, 32))
+    if not kind.startswith("forward of"):
+        unfuse(model)
+        want = logits(model, paged=False)
+        assert float((want - before).abs().max()) > 0.01
+        fuse(model, count=False)
+        torch.testing.assert_close(logits(model), want, rtol=1e-3, atol=1e-3)
+
+
+def test_another_decoder_runs_as_it_is() -> None:
+    """The ends of the old one have nothing to do with it."""
+    model, other = build("Llama"), build("Llama", hidden_act="gelu")
+    want = unfused_tokens(other)
+    fuse(model)
+    model.model, model.lm_head.weight = other.model, other.lm_head.weight
+    assert torch.equal(generate(model), want)
+    fuse(model)
+    assert torch.equal(generate(model), want)
+    unfuse(model)
+    assert torch.equal(generate(model), want)
+
+
+@pytest.mark.parametrize("asked", [None, "before", "after"])
+def test_hooks_by_which_transformers_collects_outputs(asked: str | None) -> None:
+    """They stay for ever where hidden states were asked for once, on attention modules, too."""
+    model, ids = build("Llama"), padded_prompts()["input_ids"]
+
+    def ask() -> None:
+        with torch.no_grad():
+            model(ids, output_hidden_states=True)
+        assert any(m._forward_hooks for m in model.get_decoder().layers[0].self_attn.modules())
+
+    if asked == "before":
+        ask()
+    report = fuse(model, count=False)
+    want = logits(model)
+    if asked == "after":
+        ask()
+    assert len(report.replaced["qkv"]) == 3 and torch.equal(logits(model), want)
 
 
 def test_positions_beyond_the_table_and_gradients() -> None:

@@ -646,7 +646,7 @@ def test_good_batches_of_few_numbers_are_taken_by_python(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("value", "others", "words"),
     [
-        (1, (), r"True or False, got 1; convert a int with bool\(\.\.\.\)"),
+        (1, (), r"True or False, got 1; convert the int with bool\(\.\.\.\)"),
         (0, ("auto",), "True, False or 'auto', got 0; convert"),
         (numpy.True_, (None,), r"True, False or None, got (np\.)?True_?; convert"),
         (torch.ones(2), ("auto",), r"True, False or 'auto', got tensor\(\[1\., 1\.\]\)"),

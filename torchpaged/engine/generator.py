@@ -31,7 +31,6 @@ from torchpaged.engine.calls import Calls, HandOut
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.model_state import ModelState
 from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.options import (
     check_options,
@@ -56,6 +55,7 @@ from torchpaged.engine.step_graphs import make_step_graphs
 from torchpaged.engine.stepper import Stepper
 from torchpaged.engine.text import TextStream
 from torchpaged.graphs import CaptureBackend, PackedGraphRunner
+from torchpaged.model_state import ModelState
 
 if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
@@ -209,7 +209,7 @@ class Generator(NotCopied):
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         cache, on_gpu = self.model.kv_cache, self.device.type == "cuda"
         use_graphs, self.graph_reason = decide_graphs(graphs, self.choice, on_gpu)
-        self._state = ModelState(getattr(self.model, "model", self.model)) if use_graphs else None
+        self._state = ModelState.of(getattr(self.model, "model", self.model)) if use_graphs else None
         use_compile, self.compile_reason = decide_compile(
             compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report
         )
@@ -412,7 +412,11 @@ class Generator(NotCopied):
     def _require_unchanged(self) -> None:
         """Refuse to replay graphs over a model that changed."""
         if self._state is not None:
-            self._state.require_unchanged()
+            self._state.require_unchanged(
+                "its graphs were made with",
+                "make a new Generator (unaccelerate and accelerate again), or give graphs=False, which looks "
+                "at them at every step",
+            )
 
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""

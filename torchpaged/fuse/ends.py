@@ -17,6 +17,7 @@ from torchpaged.fuse.fusible import ARCHITECTURES, norm_of
 from torchpaged.fuse.layers import paged_layer
 from torchpaged.fuse.report import FusionReport
 from torchpaged.hf.layer import PagedOwner
+from torchpaged.model_state import ModelState, hooks_of
 
 
 class Ends:
@@ -31,6 +32,18 @@ class Ends:
         self.owner: PagedOwner | None = None
         self.norm: nn.Module | None = None
         self.offset = 0.0
+        self.state: ModelState
+
+    def require_unchanged(self) -> None:
+        """Refuse a step over weights, modules and forwards that are the model's no longer.
+
+        Raises:
+            ArgumentError: with the first of them.
+        """
+        if not torch.compiler.is_compiling():
+            self.state.require_unchanged(
+                "fuse() found", "call torchpaged.hf.unfuse(model), then torchpaged.hf.fuse(model) again"
+            )
 
 
 def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
@@ -70,14 +83,17 @@ def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them
-    is normed."""
+    is normed. With another decoder than the fused one it has no ends."""
     ends: Ends = self._torchpaged_ends
     wants = kwargs.get("output_hidden_states")
     if wants is None:
         wants = getattr(self.config, "output_hidden_states", False)
-    cached = None if args or wants else paged_layer(kwargs.get("past_key_values"), 0)
+    fusion = getattr(self.model, "_torchpaged_fusion", None)
+    plain = args or wants or fusion is None or fusion.ends is not ends
+    cached = None if plain else paged_layer(kwargs.get("past_key_values"), 0)
     if cached is None:
         return type(self).forward(self, *args, **kwargs)
+    ends.require_unchanged()
     ends.owner = cached.owner
     try:
         return type(self).forward(self, **kwargs)
@@ -122,7 +138,7 @@ def _why_no_embedding(base: Any) -> str | None:
 
 
 def _why_occupied(what: str, *modules: Any) -> str | None:
-    if any(module._forward_hooks or module._forward_pre_hooks for module in modules):
+    if any(hooks_of(module) for module in modules):
         return f"{what} has forward hooks"
     return (
         f"{what} has a forward of its own" if any("forward" in vars(module) for module in modules) else None

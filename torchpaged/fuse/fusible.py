@@ -7,11 +7,12 @@ as a whole. ``PASSES`` names the passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from torchpaged.model_state import hooks_of
 
 #: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
 PASSES = ("qkv", "rope", "norm", "gate_up", "lm_head", "embedding")
@@ -99,23 +100,23 @@ def why_unknown(layer: Any) -> str | None:
             return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
     if set(dict(layer.self_attn.named_children())) != set(attention):
         return f"self_attn has {sorted(dict(layer.self_attn.named_children()))}, expected {sorted(attention)}"
-    linears = [f"self_attn.{x}" for x in attention[:4]] + (
-        ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"] if architecture.gated_mlp else []
-    )
-    return _why_changed(layer, architecture, linears)
+    return "the layer has a forward of its own" if "forward" in vars(layer) else why_changed(layer)
 
 
-def _why_changed(layer: Any, architecture: Architecture, linears: Sequence[str]) -> str | None:
+def why_changed(layer: Any) -> str | None:
+    """Why no pass may touch a layer of known parts, or may go on; its own forward may be ours."""
+    architecture = ARCHITECTURES[type(layer).__name__]
+    linears = [f"self_attn.{x}_proj" for x in "qkvo"]
+    linears += [f"mlp.{x}_proj" for x in ("gate", "up", "down")] if architecture.gated_mlp else []
     for path in linears:
         kind = type(layer.get_submodule(path))
         if kind is not nn.Linear:  # its module, too: adapter libraries have a Linear of their own
             return f"{path} is a {kind.__module__}.{kind.__name__}, expected a plain Linear"
     for path, module in layer.named_modules():
-        where = path or "the layer"
-        if path and (module._forward_hooks or module._forward_pre_hooks):
-            return f"{where} has forward hooks, which a fused layer would not call"
-        if "forward" in vars(module):
-            return f"{where} has a forward of its own"
+        if path and hooks_of(module):
+            return f"{path} has forward hooks, which a fused layer would not call"
+        if path and "forward" in vars(module):
+            return f"{path} has a forward of its own"
     used = [layer.get_submodule(path) for path in linears]
     weights = [p for module in used for p in module.parameters(recurse=False)]
     if any(type(p.data) is not Tensor for p in weights):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
+from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.fuse.fusible import ARCHITECTURES, activation_of, norm_of
 from torchpaged.fuse.rope_table import RopeTable, computed
 from torchpaged.fuse.stacked import Stacked
@@ -53,6 +53,7 @@ class LayerPlan:
     def __init__(self, layer: Any, passes: Sequence[str], rope: RopeTable | str | None) -> None:
         self.architecture = architecture = ARCHITECTURES[type(layer).__name__]
         self.passes, self.rope = tuple(passes), rope
+        self.layer: Any = layer
         self.attn: Any = layer.self_attn
         self.mlp: Any = layer.mlp
         self.layer_idx: int = self.attn.layer_idx
@@ -100,7 +101,7 @@ class LayerPlan:
             }
 
     def refresh(self) -> None:
-        """After weights were moved or replaced."""
+        """After weights were moved or replaced by others of their kind."""
         for stacked in (self.qkv, self.gate_up):
             if stacked is not None:
                 stacked.restack()
@@ -111,36 +112,6 @@ class LayerPlan:
         for stacked in (self.qkv, self.gate_up):
             if stacked is not None:
                 stacked.separate()
-
-    def check(self, hidden_states: Tensor) -> None:
-        """Refuse what would give wrong results silently."""
-        if hidden_states.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(
-                "hidden_states",
-                "no grad with a paged cache (inference only)",
-                "requires_grad=True",
-                "run under torch.no_grad() or torch.inference_mode()",
-            )
-        if not torch.compiler.is_compiling() and not self._holds():
-            raise TorchpagedError(
-                f"layer {self.layer_idx}: weights were replaced after fuse(); call "
-                "torchpaged.hf.unfuse(model), then fuse(model) again"
-            )
-
-    def _holds(self) -> bool:
-        """Whether the weights that were looked up are still the layer's."""
-        pairs = [
-            (norm.weight, options["norm_weight"])
-            for norm, options in zip(self.norms, self.norm_options, strict=True)
-        ]
-        if self.head_norms:
-            pairs += [
-                (self.attn.q_norm.weight, self.head_norms["q_norm"]),
-                (self.attn.k_norm.weight, self.head_norms["k_norm"]),
-            ]
-        return all(now is then for now, then in pairs) and all(
-            x is None or x.holds() for x in (self.qkv, self.gate_up)
-        )
 
     # --------------------------------------------------------------------------------------- pieces of a step
     def linear(self, ops: BackendOps, x: Tensor, weight: Tensor, width: int, **options: Any) -> Tensor:
@@ -322,7 +293,7 @@ def fused_forward(
             **kwargs,
         )
         return result
-    plan.check(hidden_states)
+    refuse_grad(hidden_states=hidden_states)
     batch, query_len, width = hidden_states.shape
     owner = cached.owner
     if not (cached.is_initialized and owner.ready):

@@ -22,13 +22,14 @@ from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.fuse.ends import end_forwards
-from torchpaged.fuse.fusible import ARCHITECTURES, PASSES, why_no_table, why_not, why_unknown
+from torchpaged.fuse.ends import Ends, end_forwards
+from torchpaged.fuse.fusible import ARCHITECTURES, PASSES, why_changed, why_no_table, why_not, why_unknown
 from torchpaged.fuse.launch_count import count_launches
-from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward
+from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward, paged_layer
 from torchpaged.fuse.report import FusionReport
 from torchpaged.fuse.rope_table import RopeTable, lazy_forward
 from torchpaged.hf.wrapped import unwrapped
+from torchpaged.model_state import ModelState
 
 
 class _Fusion:
@@ -39,6 +40,8 @@ class _Fusion:
         self.plans: list[LayerPlan] = []
         self.tables: dict[str | None, RopeTable] = {}
         self.changed: list[tuple[nn.Module, str, Any]] = []
+        self.ends: Ends
+        self.state: ModelState
         self.handles: list[Any] = []
 
     def give(self, module: nn.Module, name: str, value: Any) -> None:
@@ -56,12 +59,28 @@ class _Fusion:
             if name == "forward"
         )
 
+    def look(self, model: nn.Module) -> None:
+        """Remember what the fused layers and ends of ``model`` are made of."""
+        around = {model, self.base, self.base.layers, *(plan.layer for plan in self.plans)}
+        inside = {part for plan in self.plans for part in plan.layer.modules()} - around
+        given = {module for module, name, _ in self.changed if name == "forward"} - around
+        paths = {module: path for path, module in model.named_modules()}
+        parts, code, weights = (
+            {path: module for module, path in paths.items() if module in chosen}
+            for chosen in (around | inside, given | inside, inside)
+        )
+        self.state = self.ends.state = ModelState(parts, code, weights)
+
     def refresh(self) -> None:
-        """After the model was moved or loaded into."""
+        """After the model was moved or loaded into. One that holds anything else now keeps what it was, and
+        its next step is refused."""
+        if self.state.changed_but_weights() or any(why_changed(plan.layer) for plan in self.plans):
+            return
         for plan in self.plans:
             plan.refresh()
         for table in self.tables.values():
             table.ensure(table.cos_sin.shape[0], next(table.rotary.buffers()).device)
+        self.state.renew()
 
 
 def _apply_and_refresh(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
@@ -74,6 +93,13 @@ def _apply_and_refresh(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
 
 def _refresh_after_load(module: Any, _keys: Any) -> None:
     module._torchpaged_fusion.refresh()
+
+
+def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a forward of the decoder by itself: `end_forwards` looks before one of the whole model."""
+    cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
+    if base._torchpaged_fusion.ends.owner is None and paged_layer(cache, 0) is not None:
+        base._torchpaged_fusion.ends.require_unchanged()
 
 
 def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str | None, str | None]:
@@ -163,13 +189,15 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
         and fusion.tables
     ):
         fusion.give(base.rotary_emb, "forward", lazy_forward)  # nobody needs its result any more
-    ends, forwards = end_forwards(model, base, chosen, report)
+    fusion.ends, forwards = end_forwards(model, base, chosen, report)
     for module, forward in forwards:
-        fusion.give(module, "_torchpaged_ends", ends)
+        fusion.give(module, "_torchpaged_ends", fusion.ends)
         fusion.give(module, "forward", forward)
     fusion.give(base, "_torchpaged_fusion", fusion)
     fusion.give(base, "_apply", _apply_and_refresh)
     fusion.handles.append(base.register_load_state_dict_post_hook(_refresh_after_load))
+    fusion.handles.append(base.register_forward_pre_hook(_require_unchanged, with_kwargs=True))
+    fusion.look(model)
     report.after = count_launches(model) if count else None
     return report
 

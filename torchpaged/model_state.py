@@ -1,0 +1,164 @@
+"""ModelState: what modules are made of, and whether it is still so.
+
+Fused layers hold weights of other modules, captured steps replay kernels at addresses, with the adapters that
+were active. A part, a weight, a forward or a hook that came since would not be seen: silently wrong tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+#: What decides of a layer of the peft library which adapters run.
+_ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+#: Where transformers' hooks are from. tests/hf/test_fuse.py notices if that changes.
+_COLLECTORS = "transformers.utils.output_capturing"
+Modules = Mapping[str, nn.Module]
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The forward hooks of a module, without those by which transformers collects hidden states and
+    attentions: it leaves them there for ever, and they change nothing."""
+    hooks = chain(module._forward_pre_hooks.values(), module._forward_hooks.values())
+    return [hook for hook in hooks if getattr(hook, "__module__", "") != _COLLECTORS]
+
+
+def _adapters(module: nn.Module) -> dict[str, str]:
+    if not hasattr(module, "active_adapters") or not hasattr(module, "merged_adapters"):
+        return {}
+    return {name: repr(getattr(module, name, None)) for name in _ADAPTERS}
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+class ModelState:
+    """Modules as they are now.
+
+    Args:
+        parts: modules by their paths, whose children are looked at.
+        code: those whose class, forward, forward hooks, adapters and classes of weights are.
+        weights: those whose parameters and saved buffers are, and where these lie.
+    """
+
+    def __init__(self, parts: Modules, code: Modules, weights: Modules) -> None:
+        self._parts, self._code, self._weights = dict(parts), dict(code), dict(weights)
+        # What a module holds, in a form that is compared without a call for each: `changed` runs in every
+        # eager step of a fused model.
+        self._dicts: list[Any] = [module._modules for module in self._parts.values() if module._modules]
+        for module in self._code.values():
+            self._dicts += [module._forward_pre_hooks, module._forward_hooks]
+        self._loose = [module._parameters for path, module in self._code.items() if path not in self._weights]
+        self._adapted = {path: found for path, module in self._code.items() if (found := _adapters(module))}
+        self._before, self._said = self._now(), dict(self._described())
+        self.renew()
+
+    @classmethod
+    def of(cls, model: Any) -> ModelState:
+        """Of all that is in a model; what is no module has no state that is known."""
+        modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+        return cls(modules, modules, modules)
+
+    def renew(self) -> None:
+        """Take the weights as they are now: they were moved, or loaded into."""
+        self._places: list[tuple[str, Any, str]] = []
+        for path, module in self._weights.items():
+            # Buffers that are not saved are the model's own business: some rotations replace theirs.
+            passing = module._non_persistent_buffers_set
+            for held in (module._parameters, module._buffers):
+                names = [name for name, tensor in held.items() if tensor is not None and name not in passing]
+                self._places += [(f"{path}.{name}" if path else name, held, name) for name in names]
+        self._tensors: list[Tensor] = [held[name] for _, held, name in self._places]
+        # Subclasses (quantised ones) may have no address; that they are the same objects says enough.
+        self._plain = [
+            (where, held[name]) for where, held, name in self._places if type(held[name].data) is Tensor
+        ]
+        self._addresses: list[int] | None = self._lie_at()
+
+    def _lie_at(self) -> list[int]:
+        return [tensor.data_ptr() for _, tensor in self._plain]
+
+    def _now(self) -> list[Any]:
+        code = self._code.values()
+        return [
+            *chain.from_iterable(map(dict.values, self._dicts)),
+            *map(type, chain.from_iterable(map(dict.values, self._loose))),
+            *map(type, code),
+            *[module.__dict__.get("forward") for module in code],
+        ]
+
+    def _described(self) -> Iterator[tuple[str, list[Any]]]:
+        """The same, with what is said of a difference."""
+        for path, module in self._parts.items():
+            for name, child in module._modules.items():
+                yield f"{path or 'the model'} has other parts: {name}", [child]
+        for path, module in self._code.items():
+            where = path or "the model"
+            yield f"{where} is a {type(module).__name__}", [type(module)]
+            yield f"{where} has another forward", [vars(module).get("forward")]
+            yield f"{where} has other forward hooks", hooks_of(module)
+            if path not in self._weights:
+                yield f"{where} has weights of another class", [*map(type, module._parameters.values())]
+
+    def changed(self) -> str | None:
+        """What is not as it was, None if all is."""
+        return self.changed_but_weights() or self._changed_weights()
+
+    def changed_but_weights(self) -> str | None:
+        """The same, of what `renew` does not take."""
+        now = self._now()
+        if not _same(now, self._before):
+            found = dict(self._described())
+            for words in self._said | found:
+                if words not in found or not _same(found[words], self._said.get(words, [None, None])):
+                    return words
+            self._before = now  # hooks that change nothing
+        for path, before in self._adapted.items():
+            for name, value in _adapters(self._code[path]).items():
+                if value != before.get(name):
+                    return f"{path} has {name} {value}, before {before.get(name)}"
+        return None
+
+    def _changed_weights(self) -> str | None:
+        if not _same([held.get(name) for _, held, name in self._places], self._tensors):
+            pairs = zip(self._places, self._tensors, strict=True)
+            moved = [where for (where, held, name), tensor in pairs if held.get(name) is not tensor]
+            return f"{moved[0]} lies elsewhere"
+        addresses = self._lie_at()
+        if self._addresses is None:  # of a copy
+            self._addresses = addresses
+        if addresses != self._addresses:
+            trios = zip(self._plain, addresses, self._addresses, strict=True)
+            return f"{next(where for (where, _), now, before in trios if now != before)} lies elsewhere"
+        return None
+
+    def require_unchanged(self, by: str, fix: str) -> None:
+        """Refuse to go on with what the modules were.
+
+        Args:
+            by: who relies on it.
+            fix: what to do.
+
+        Raises:
+            ArgumentError: with the first thing that is not as it was.
+        """
+        found = self.changed()
+        if found is not None:
+            raise ArgumentError(
+                "model", f"the modules, forwards, hooks, weights and adapters that {by}", found, fix
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
+        """Of copies of the modules, whose weights lie elsewhere."""
+        copied: ModelState = object.__new__(ModelState)
+        memo[id(self)] = copied
+        vars(copied).update(copy.deepcopy(vars(self) | {"_addresses": None}, memo))
+        return copied

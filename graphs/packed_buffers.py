@@ -147,7 +147,9 @@ class PackedBuffers:
         packed = self._packed(*step, tree_parents)
         # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is
         # overwritten early.
-        staged = torch.empty(len(packed), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        staged = torch.empty(
+            len(packed), dtype=torch.uint8, pin_memory=self.device.type == "cuda", device="cpu"
+        )
         staged.copy_(torch.frombuffer(packed, dtype=torch.uint8))
         self._bytes[: len(packed)].copy_(staged, non_blocking=True)
 

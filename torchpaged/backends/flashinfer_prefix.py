@@ -27,7 +27,11 @@ def host_pages(lens: list[int], block_size: int, device: torch.device) -> Pages:
     count = [-(-max(length, 0) // block_size) for length in lens]
     indptr = cumulated(count, device)
     last = [(length - 1) % block_size + 1 if length > 0 else 0 for length in lens]
-    return Pages(indptr, torch.tensor(last, dtype=torch.int32, pin_memory=device.type == "cuda"), sum(count))
+    return Pages(
+        indptr,
+        torch.tensor(last, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu"),
+        sum(count),
+    )
 
 
 def cumulated(numbers: list[int], device: torch.device) -> Tensor:
@@ -36,7 +40,7 @@ def cumulated(numbers: list[int], device: torch.device) -> Tensor:
     sums = [0]
     for number in numbers:
         sums.append(sums[-1] + number)
-    return torch.tensor(sums, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return torch.tensor(sums, dtype=torch.int32, pin_memory=device.type == "cuda", device="cpu")
 
 
 def shared_prefix_attention(
@@ -79,7 +83,7 @@ def shared_prefix_attention(
     pages = host_pages(lens, block_size, torch.device("cpu"))
     own = torch.cat([block_table[row, : -(-length // block_size)] for row, length in enumerate(lens)])
     prefix = [
-        torch.tensor(numbers, dtype=torch.int32)
+        torch.tensor(numbers, dtype=torch.int32, device="cpu")
         for numbers in ([0, rows], [0, len(shared_blocks)], [block_size])
     ]
     wrapper.plan(

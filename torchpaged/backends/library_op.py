@@ -130,7 +130,7 @@ class Held(Generic[Kept]):
         self._last += 1
         self._kept[self._last] = kept
         with torch.inference_mode(False):
-            return torch.tensor([self._last], dtype=torch.int64)
+            return torch.tensor([self._last], dtype=torch.int64, device="cpu")
 
     def of(self, handle: Tensor | None) -> Kept:
         """What the handle stands for.

@@ -157,7 +157,7 @@ class TorchpagedAttentionBackend(AttentionBackend):
         """Why no backend of torchpaged runs this, in its selector's words; None if one does."""
         if use_mla:
             return None  # vLLM says so itself
-        sinks = torch.empty(1, dtype=torch.float32) if has_sink else None
+        sinks = torch.empty(1, dtype=torch.float32, device="cpu") if has_sink else None
         try:
             choose_backend(
                 default_device(),

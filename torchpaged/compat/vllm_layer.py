@@ -77,7 +77,9 @@ class TorchpagedAttentionImpl(AttentionImpl):
         self.kv_cache_dtype, self.logits_soft_cap = kv_cache_dtype, logits_soft_cap or 0.0
         self.writes = kv_sharing_target_layer_name is None
         self.sinks = sinks
-        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
+        self.alibi_slopes = (
+            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
+        )
         self._sessions: dict[tuple[Any, ...], tuple[Session, dict[str, Tensor]]] = {}
 
     def forward(

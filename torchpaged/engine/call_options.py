@@ -186,9 +186,10 @@ def _drawing(processors: Any, attention_mask: Tensor | None) -> dict[str, Any]:
 def _require_whole_prompts(processor: Any, attention_mask: Tensor | None) -> None:
     """Refuse a repetition penalty for other tokens than those of the prompt and the output: for padding, as
     transformers 5.17 has it, or for a part of the prompt."""
+    device = torch.device("cpu") if attention_mask is None else attention_mask.device
     padding = 0 if attention_mask is None else (attention_mask == 0).sum(-1)
     ignored = 0 if processor.prompt_ignore_length is None else processor.prompt_ignore_length
-    if bool((torch.as_tensor(ignored) != torch.as_tensor(padding)).any()):
+    if bool((torch.as_tensor(ignored, device=device) != torch.as_tensor(padding, device=device)).any()):
         raise _refuse(
             "repetition_penalty",
             "one over all tokens of the prompt and none of its padding, on an accelerated model",

@@ -102,13 +102,14 @@ class _Loop:
             self._require_room(len(ids), call.sampling.max_new_tokens)
         # Seeds from torch's own generator: torch.manual_seed repeats a call.
         draws = call.sampling.temperature > 0
-        seeds = torch.randint(2**62, (len(prompts),)).tolist() if draws else [0] * len(prompts)
+        seeds = torch.randint(2**62, (len(prompts),), device="cpu").tolist() if draws else [0] * len(prompts)
         each = [replace(call.sampling, seed=seed) for seed in seeds]
         rows = self._stream(prompts[0], each) if self._streamer is not None else self._generate(prompts, each)
         width = max(len(row) for row in rows)
         padding = call.padding_token if call.padding_token is not None else 0  # rows of one length have none
-        new = torch.tensor([row + [padding] * (width - len(row)) for row in rows], dtype=torch.int64)
-        sequences = torch.cat([input_ids, new.to(input_ids.device)], dim=1)
+        padded = [row + [padding] * (width - len(row)) for row in rows]
+        new = torch.tensor(padded, dtype=torch.int64, device=input_ids.device)
+        sequences = torch.cat([input_ids, new], dim=1)
         if generation_config.return_dict_in_generate:
             from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -142,7 +143,7 @@ class _Loop:
                 raise event.error
             if event.token_id is not None:
                 tokens.append(event.token_id)
-                self._streamer.put(torch.tensor([event.token_id]))
+                self._streamer.put(torch.tensor([event.token_id], device="cpu"))
         self._streamer.end()
         return [tokens]
 

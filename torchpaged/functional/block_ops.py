@@ -35,7 +35,7 @@ def copy_blocks(
     if not torch.compiler.is_compiling():
         check_tensors(k_cache=k_cache, v_cache=v_cache)
     if not isinstance(block_mapping, Tensor):
-        host = torch.tensor(list(block_mapping), dtype=torch.int64).reshape(-1, 2)
+        host = torch.tensor(list(block_mapping), dtype=torch.int64, device="cpu").reshape(-1, 2)
         check_copy_blocks(k_cache, v_cache, host.to(k_cache.device))
         block_mapping = host.to(k_cache.device)
     elif not torch.compiler.is_compiling():

@@ -67,7 +67,7 @@ class RopeTable:
         self, rotary: nn.Module, layer_type: str | None, head_dim: int, half: bool, rows: int
     ) -> None:
         self.rotary, self.layer_type, self.head_dim, self.half = rotary, layer_type, head_dim, half
-        self.cos_sin = torch.empty(0, head_dim, dtype=torch.float32)
+        self.cos_sin = torch.empty(0, head_dim, dtype=torch.float32, device="cpu")
         self._old: list[Tensor] = []  # captured graphs may still read them
         self.ensure(rows, next(rotary.buffers()).device)
 

@@ -170,7 +170,7 @@ class CacheRows:
 
     def add_padding(self, more: Sequence[int]) -> None:
         """So many of each row's tokens are padding, beside those that were known to be."""
-        self.seq_lens[: len(more)] -= torch.tensor(more, dtype=torch.int32).to(self.seq_lens.device)
+        self.seq_lens[: len(more)] -= torch.tensor(more, dtype=torch.int32, device=self.seq_lens.device)
 
     # ------------------------------------------------------------------------------------------- one forward
     def advance(self, batch: int, query_len: int) -> None:

@@ -108,7 +108,8 @@ class KVScales:
 
 def _scale(value: Any) -> Tensor:
     try:
-        scale = torch.as_tensor(value, dtype=torch.float32).detach().clone().reshape(-1)
+        device = value.device if isinstance(value, Tensor) else torch.device("cpu")
+        scale = torch.as_tensor(value, dtype=torch.float32, device=device).detach().clone().reshape(-1)
     except (TypeError, ValueError):
         raise ArgumentError("kv_scales", "numbers, or float32 tensors", repr(value)) from None
     if not scale.numel() or not bool(((scale > 0) & scale.isfinite()).all()):

@@ -113,7 +113,7 @@ def layer_of(tensor: Any) -> PagedLayer | None:
 
 def mask_token(cache: Any) -> Tensor:
     """The ``kv_offset`` of a paged cache, a scalar int64 0: it carries the cache to the mask function."""
-    token = torch.zeros((), dtype=torch.int64)
+    token = torch.zeros((), dtype=torch.int64, device="cpu")
     token._torchpaged_cache = cache  # type: ignore[attr-defined]
     return token
 

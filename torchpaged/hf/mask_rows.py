@@ -148,10 +148,12 @@ def _kind(mask_function: Any, local_size: int | None, sizes: tuple[int, int, int
         MaskKind(False, (local_size - 1, local_size - 1)),
     }
     count = min(query_len, _QUERIES)
-    queries = torch.tensor(sorted({(query_len - 1) * i // max(count - 1, 1) for i in range(count)}))
-    keys, zero, rows = torch.arange(kv_len), torch.tensor(0), torch.arange(batch)[:, None, None]
+    spread = sorted({(query_len - 1) * i // max(count - 1, 1) for i in range(count)})
+    queries, zero = torch.tensor(spread, device="cpu"), torch.tensor(0, device="cpu")
+    keys, rows = torch.arange(kv_len, device="cpu"), torch.arange(batch, device="cpu")[:, None, None]
+    places = rows, zero, queries[None, :, None], keys[None, None]
     try:
-        got = torch.as_tensor(mask_function(rows, zero, queries[None, :, None], keys[None, None])).cpu()
+        got = torch.as_tensor(mask_function(*places), device="cpu")
         # Between the positions that are looked at, tokens may see each other in both directions.
         after = sees_next(mask_function, batch, 0, kv_len - 1, "cpu").cpu()
     except Exception:  # it looks into tensors elsewhere, or takes single positions

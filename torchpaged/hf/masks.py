@@ -45,7 +45,7 @@ def left_padding(mask: Tensor, todo: str = "") -> list[int]:
         )
     present = mask.bool().cpu()
     padding = (present.cumsum(-1) == 0).sum(-1)
-    holes = ~present & (torch.arange(mask.shape[1])[None] >= padding[:, None])
+    holes = ~present & (torch.arange(mask.shape[1], device="cpu")[None] >= padding[:, None])
     if bool(holes.any()):
         row, column = holes.nonzero()[0].tolist()
         raise ArgumentError(
@@ -175,7 +175,7 @@ def _grid(length: int) -> Tensor:
     """Positions to look at: both ends and an even spread, ``[count]`` int64."""
     count = min(max(length, 0), _PROBE)
     return torch.tensor(
-        sorted({(length - 1) * i // max(count - 1, 1) for i in range(count)}), dtype=torch.int64
+        sorted({(length - 1) * i // max(count - 1, 1) for i in range(count)}), dtype=torch.int64, device="cpu"
     )
 
 
@@ -184,22 +184,17 @@ def _ask(mask_function: Any, row: int, positions: Tensor) -> Tensor:
     batch, head = positions.new_tensor(row), positions.new_tensor(0)
     count = len(positions)
     try:
-        got = torch.as_tensor(mask_function(batch, head, positions[:, None], positions[None, :])).expand(
-            count, count
-        )
+        seen = mask_function(batch, head, positions[:, None], positions[None, :])
+        got = torch.as_tensor(seen, device="cpu").expand(count, count)
     except Exception:  # a function of single positions, as vmap would call it
-        got = torch.stack(
-            [
-                torch.stack([torch.as_tensor(mask_function(batch, head, q, k)) for k in positions])
-                for q in positions
-            ]
-        )
+        each = [mask_function(batch, head, q, k) for q in positions for k in positions]
+        got = torch.stack([torch.as_tensor(one, device=positions.device) for one in each]).view(count, count)
     return got.bool().cpu()
 
 
 def _want(kind: MaskKind, positions: Tensor) -> Tensor:
     if kind.window == 0:  # what some configs make of a window that no layer uses: nothing is seen
-        return torch.zeros(len(positions), len(positions), dtype=torch.bool)
+        return torch.zeros(len(positions), len(positions), dtype=torch.bool, device="cpu")
     window = -1 if kind.window is None else kind.window - 1
     seen: Tensor = visible_keys(positions, int(positions[-1]) + 1, kind.causal, window, -1, kind.chunk or 0)[
         :, positions

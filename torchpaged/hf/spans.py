@@ -78,7 +78,8 @@ def _ask(mask_function: MaskFunction, places: tuple[Tensor, ...], shape: tuple[i
         if torch.compiler.is_compiling():
             raise
     # A function of single positions, as transformers' own vmap would call it.
-    single = torch.vmap(lambda *place: torch.as_tensor(mask_function(*place)).bool())
+    device = places[0].device
+    single = torch.vmap(lambda *place: torch.as_tensor(mask_function(*place), device=device).bool())
     return single(*(place.expand(shape).reshape(-1) for place in places)).view(shape)
 
 

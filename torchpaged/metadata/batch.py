@@ -169,7 +169,8 @@ class AttentionMetadata:
         sizes = BatchSizes(self.num_reqs, self.num_reqs, 0)
         names = ("query_start_loc", "slot_mapping", "positions")
         fields: Any = {name: FIELDS[name].make(sizes, self.seq_lens.device) for name in names}
-        torch.arange(self.num_reqs + 1, out=fields["query_start_loc"])
+        starts = fields["query_start_loc"]
+        torch.arange(self.num_reqs + 1, out=starts, device=starts.device)
         seq_lens = self.seq_lens.clone()
         if unfinished:
             seq_lens[to_device(list(unfinished), torch.int64, seq_lens.device)] = 0

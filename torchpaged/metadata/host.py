@@ -17,7 +17,9 @@ def to_device(
     that nothing waits."""
     if not isinstance(device, torch.device):  # a step on the host calls this often
         device = torch.device(device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda", device="cpu").to(
+        device, non_blocking=True
+    )
 
 
 def host_block_table(
@@ -25,9 +27,9 @@ def host_block_table(
 ) -> Tensor:
     """The block table of a batch on the host, padded to ``[num_reqs, max_blocks_per_req]``."""
     field, size = FIELDS["block_table"], (num_reqs, max_blocks_per_req)
-    table = torch.full(size, field.padding or 0, dtype=field.dtype, pin_memory=pin)
+    table = torch.full(size, field.padding or 0, dtype=field.dtype, pin_memory=pin, device="cpu")
     width = max((len(blocks) for blocks in block_tables), default=0)
     if width:
         rows = [field.pad(blocks, width) for blocks in block_tables]
-        table[: len(block_tables), :width] = torch.tensor(rows, dtype=table.dtype)
+        table[: len(block_tables), :width] = torch.tensor(rows, dtype=table.dtype, device="cpu")
     return table

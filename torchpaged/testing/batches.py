@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.testing.pools import FP8_DTYPES, PoolLayout, clone_storage, paged_pool, strided
+from torchpaged.testing.pools import FP8_DTYPES, PoolLayout, clone_storage, on_host, paged_pool, strided
 
 GARBAGE = 2_000_000_011  # past the end of every table row; a kernel that follows it leaves the pool
 
@@ -88,6 +88,7 @@ class Batch:
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
 
 
+@on_host
 def make_batch(
     spec: BatchSpec,
     *,

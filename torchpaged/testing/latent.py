@@ -11,6 +11,7 @@ from torch import Tensor
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.oracle import assert_within_budget
+from torchpaged.testing.pools import on_host
 
 #: As in `torchpaged.testing.fuzz_case`: in float32 nothing hides in which order products are summed.
 _FLOAT32_FACTOR = 6.0
@@ -54,6 +55,7 @@ def run_mla_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Te
     return out, lse
 
 
+@on_host
 def assert_latent_close(out: Tensor, lse: Tensor | None, batch: Batch, **options: Any) -> None:
     """``out`` and ``lse`` of a kernel against `paged_attention`'s reference in float64, keys and values in
     pools of their own, within the error budget of the batch's dtype."""
@@ -62,7 +64,7 @@ def assert_latent_close(out: Tensor, lse: Tensor | None, batch: Batch, **options
     pool = cpu.k_cache.double()
     exact, exact_lse = (
         torch.full((*cpu.q.shape[:2], rank), float("nan"), dtype=torch.float64),
-        torch.full(cpu.q.shape[:2], float("nan")),
+        torch.full(cpu.q.shape[:2], float("nan"), dtype=torch.float32),
     )
     BACKEND_OPS["reference"].paged_attention(
         cpu.q.double(),

@@ -22,7 +22,7 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.testing.batches import BATCH_SPECS, Batch, make_batch
 from torchpaged.testing.batches import GARBAGE as GARBAGE
 from torchpaged.testing.batches import BatchSpec as BatchSpec
-from torchpaged.testing.pools import FP8_DTYPES
+from torchpaged.testing.pools import FP8_DTYPES, on_host
 from torchpaged.testing.rope import ROPE_CASES, make_rope_inputs
 from torchpaged.testing.trees import TREE_SPECS, make_tree_batch
 
@@ -135,6 +135,7 @@ ATTENTION_VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@on_host
 def opcheck_cases(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:

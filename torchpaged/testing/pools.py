@@ -7,13 +7,29 @@ is seen.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def on_host(make: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Whatever torch's default device is, what ``make`` makes without naming one stands on the CPU."""
+
+    @functools.wraps(make)
+    def made(*args: _Parameters.args, **options: _Parameters.kwargs) -> _Result:
+        with torch.device("cpu"):
+            return make(*args, **options)
+
+    return made
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.testing.pools import on_host
+
 #: Shapes and styles of `rope_write_kv`, named after models that have them: name -> arguments
 #: of `make_rope_inputs`.
 ROPE_CASES: dict[str, dict[str, Any]] = {
@@ -31,6 +33,7 @@ ROPE_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@on_host
 def make_rope_inputs(
     *,
     num_tokens: int = 7,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
-from torchpaged.testing.pools import clone_storage
+from torchpaged.testing.pools import clone_storage, on_host
 
 #: Kinds of trees that `random_parents` draws.
 TREE_KINDS = ("random", "chain", "star", "deep")
@@ -90,6 +90,7 @@ def make_tree_batch(spec: TreeSpec, **options: Any) -> Batch:
     )
 
 
+@on_host
 def branches_of(batch: Batch) -> tuple[Batch, Tensor]:
     """Each query token's branch as a request of its own, without a tree.
 

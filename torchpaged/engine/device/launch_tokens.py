@@ -62,7 +62,7 @@ def shared_memory(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor,
     foreign = []
     with torch.cuda.device(device):
         for _ in range(_ATTEMPTS):
-            host = torch.full(shape, -1, dtype=torch.int64, pin_memory=True)
+            host = torch.full(shape, -1, dtype=torch.int64, pin_memory=True, device="cpu")
             try:
                 tensor = torch.as_tensor(_Memory(host), device=device)
             except RuntimeError as error:
@@ -104,7 +104,7 @@ class LaunchRing:
                 self._host, self.slots = shared_memory(shape, device)
                 weakref.finalize(self, _retired.append, (device, self._host)).atexit = False
             else:
-                self._host = self.slots = torch.full(shape, -1, dtype=torch.int64)
+                self._host = self.slots = torch.full(shape, -1, dtype=torch.int64, device="cpu")
             self.launches = torch.zeros(2, dtype=torch.int64, device=device)
         # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python
         # object of it, 4.5 us

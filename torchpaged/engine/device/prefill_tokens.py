@@ -32,7 +32,7 @@ class TokenRing:
     def __init__(self, depth: int, num_tokens: int, device: torch.device | str) -> None:
         device = torch.device(device)
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(depth, num_tokens, dtype=torch.int64, pin_memory=on_gpu)
+        self._host = torch.zeros(depth, num_tokens, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python
         # object of it, 4.5 us
         self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None

@@ -110,9 +110,9 @@ class RowState:
 
 def token_bits(tokens: Sequence[int], num_words: int) -> Tensor:
     """``[num_words]`` int32 with bit ``t % 32`` of word ``t // 32`` set for every token ``t``."""
-    flags = torch.zeros(num_words * 32, dtype=torch.int64)
-    flags[torch.tensor(tokens, dtype=torch.int64)] = 1
-    return (flags.view(-1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
+    flags = torch.zeros(num_words * 32, dtype=torch.int64, device="cpu")
+    flags[torch.tensor(tokens, dtype=torch.int64, device="cpu")] = 1
+    return (flags.view(-1, 32) << torch.arange(32, device="cpu")).sum(-1).to(torch.int32)
 
 
 def packed_rows(
@@ -129,11 +129,11 @@ def packed_rows(
     """
     begin = 2 + HEAD_WORDS
     words = begin + max_blocks_per_req + num_seen_words
-    lines = torch.zeros(len(states), words, dtype=torch.int32, pin_memory=pin_memory)
+    lines = torch.zeros(len(states), words, dtype=torch.int32, pin_memory=pin_memory, device="cpu")
     for line, (row, state) in zip(lines, states.items(), strict=True):
         line[0] = row
         line[2:begin] = torch.frombuffer(bytearray(state.packed(block_size)), dtype=torch.int32)
-        line[begin : begin + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32)
+        line[begin : begin + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32, device="cpu")
         if state.seen is not None:
             line[begin + max_blocks_per_req :] = token_bits(state.seen, num_seen_words)
     return lines

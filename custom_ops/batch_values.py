@@ -11,6 +11,16 @@ from torchpaged.custom_ops import pools
 from torchpaged.custom_ops.errors import ArgumentError
 
 
+def check_starts(name: str, starts: Tensor, num_tokens: int) -> None:
+    """``starts [count + 1]`` are where packed rows of at most ``num_tokens`` tokens begin and end; raises
+    `ArgumentError`. Reads the values."""
+    falls = bool((starts[1:] < starts[:-1]).any())  # no differences, which int32 may not hold
+    if falls or (len(starts) and (int(starts[0]) != 0 or int(starts[-1]) > num_tokens)):
+        raise ArgumentError(
+            name, f"0 first, not decreasing, at most {num_tokens} tokens", str(starts.tolist()[:64])
+        )
+
+
 def check_batch_values(
     num_tokens: int,
     cache: Tensor,
@@ -33,15 +43,10 @@ def check_batch_values(
         reach = window_left, chunk_size
         if _is_good_batch(*batch, num_tokens, num_blocks, block_size, max_query_len, *reach):
             return
-    query_lens = query_start_loc.diff()
-    if int(query_start_loc[0]) != 0 or bool((query_lens < 0).any()) or int(query_start_loc[-1]) > num_tokens:
-        raise ArgumentError(
-            "query_start_loc",
-            f"0 first, not decreasing, at most {num_tokens} tokens",
-            str(query_start_loc.tolist()),
-        )
+    check_starts("query_start_loc", query_start_loc, num_tokens)
     if not block_table.shape[0]:
         return
+    query_lens = query_start_loc.diff()
     if int(query_lens.max()) > max_query_len:
         raise ArgumentError(
             "max_query_len", f"at least the longest query ({int(query_lens.max())})", str(max_query_len)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.batch_values import check_batch_values
+from torchpaged.custom_ops.batch_values import check_batch_values, check_starts
 from torchpaged.custom_ops.checks import (
     check_apart,
     check_device,
@@ -311,11 +311,8 @@ def _check_values(
         raise ArgumentError("order", f"each of {q.shape[0]} token rows once", str(order.tolist()[:64]))
     if not torch.equal(inverse[order], rows):
         raise ArgumentError("inverse", "the place of each row in order", str(inverse.tolist()[:64]))
+    check_starts("prefix_query_start_loc", starts, q.shape[0])
     counts = starts.diff()
-    if starts.numel() and (int(starts[0]) or bool((counts < 0).any()) or int(starts[-1]) > q.shape[0]):
-        raise ArgumentError(
-            "prefix_query_start_loc", f"rising from 0 to at most {q.shape[0]}", str(starts.tolist()[:64])
-        )
     longest = table.shape[1] * block_size
     if bool(((lens < 0) | (lens % block_size != 0) | (lens > longest) | (counts > lens)).any()):
         raise ArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any
 
@@ -278,6 +279,16 @@ def test_compiled_code_copies_no_cache(seqlen_cache: int) -> None:
     assert len(re.findall(r"torchpaged\.(?:write_kv|paged_attention)\.", codes[0])) == 2
 
 
+INT = functools.partial(torch.tensor, dtype=torch.int32)
+ROTARY = {"rotary_cos": torch.ones(40, 4), "rotary_sin": torch.ones(40, 4)}
+#: Of three new tokens: falling, too many, not from 0, and a difference that int32 can't hold.
+BAD_STARTS = [(0, 3, 1), (0, 3, 9), (1, 2, 3), (0, 2**31 - 1, -5)]
+
+
+def packed_keys(*starts: int) -> dict[str, Any]:
+    return {"k": torch.ones(3, 2, 16), "v": torch.ones(3, 2, 16), "cu_seqlens_k_new": INT(starts)}
+
+
 @pytest.mark.parametrize(
     ("argument", "options"),
     [
@@ -292,6 +303,21 @@ def test_compiled_code_copies_no_cache(seqlen_cache: int) -> None:
         ("cache_seqlens", {"cache_seqlens": None}),
         ("cache_seqlens", {"cache_seqlens": torch.tensor([4, 40], dtype=torch.int32)}),
         ("cache_seqlens", {"cache_seqlens": torch.tensor([4, 3])}),
+        ("cache_seqlens", {"cache_seqlens": INT([-3, 1])}),
+        ("cache_seqlens", {"cache_seqlens": INT([2**31 - 1, 1])}),
+        ("cache_seqlens", {"cache_seqlens": 2**40, "k": None, "v": None}),
+        ("cache_seqlens", {"cache_seqlens": [9, 2]}),
+        ("cache_seqlens", {"cache_seqlens": INT([9, 2]).to("meta")}),
+        *(("cu_seqlens_k_new", packed_keys(*starts)) for starts in BAD_STARTS),
+        ("cu_seqlens_k_new", {**packed_keys(), "cu_seqlens_k_new": [0, 1, 3]}),
+        ("rotary_seqlens", {**ROTARY, "rotary_seqlens": INT([-3, 1])}),
+        ("rotary_cos", {**ROTARY, "rotary_seqlens": INT([2**31 - 1, 1])}),
+        ("rotary_cos", {name: table.to("meta") for name, table in ROTARY.items()}),
+        ("page_table", {"page_table": [[1], [2]]}),
+        ("k", {"k": [1.0]}),
+        ("q", {"q": torch.randn(2, 1, 4, 16, requires_grad=True)}),
+        ("sinks", {"sinks": torch.randn(4, requires_grad=True)}),
+        ("max_seqlen_q", {"cu_seqlens_q": INT([0, 1, 2]), "max_seqlen_q": -1}),
         (
             "cu_seqlens_k_new",
             {"k": None, "v": None, "cu_seqlens_k_new": torch.tensor([0, 1, 2], dtype=torch.int32)},
@@ -326,4 +352,23 @@ def test_refused_by_its_name_and_nothing_is_written(argument: str, options: dict
     with pytest.raises(torchpaged.ArgumentError) as error:
         flash_attn_with_kvcache(k_cache=pools.k_cache, v_cache=pools.v_cache, **{**given, **options})
     assert error.value.argument == argument, error.value
+    torch.testing.assert_close((pools.k_cache, pools.v_cache), before, equal_nan=True)
+
+
+def test_a_backend_that_was_asked_for_is_refused_before_anything_is_written() -> None:
+    pools = Pools([10, 3], room=1)
+    before = pools.k_cache.clone(), pools.v_cache.clone()
+    new = torch.ones(2, 1, 2, 16)
+    with torchpaged.use_backend("flex"), pytest.raises(torchpaged.BackendUnavailableError, match="sinks"):
+        flash_attn_with_kvcache(
+            torch.randn(2, 1, 4, 16),
+            pools.k_cache,
+            pools.v_cache,
+            new,
+            new,
+            cache_seqlens=pools.lens,
+            page_table=pools.table,
+            causal=True,
+            sinks=torch.zeros(4),
+        )
     torch.testing.assert_close((pools.k_cache, pools.v_cache), before, equal_nan=True)

@@ -11,7 +11,7 @@ from documented import Pools, documented_attention, starts_of
 from torch import Tensor
 
 import torchpaged
-from torchpaged.compat import flash_attn_varlen_func
+from torchpaged.compat import flash_attn_varlen_func, varlen_attn
 
 #: name -> options of the call; what of them the oracle knows by other names is translated below
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -321,3 +321,34 @@ def test_hints_are_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
     assert [record.getMessage().split(" tunes")[0] for record in caplog.records] == [
         "flash_attn_varlen_func: num_splits"
     ]
+
+
+@pytest.mark.parametrize("starts", [(0, 5, 14), (0, 5, 3), (2, 5, 7), (0, 2**31 - 1, -5)])
+def test_starts_of_packed_keys_are_checked(starts: tuple[int, ...]) -> None:
+    """Past the keys, falling, not from 0, and a difference that int32 can't hold: at both doors."""
+    q, k, v = torch.randn(6, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
+    queries, keys = starts_of([4, 2]), torch.tensor(starts, dtype=torch.int32)
+    with pytest.raises(torchpaged.ArgumentError, match="cu_seqlens_k: expected 0 first, not decreasing"):
+        flash_attn_varlen_func(q, k, v, 4, queries, 9, keys)
+    with pytest.raises(torchpaged.ArgumentError, match="cu_seq_k: expected 0 first, not decreasing"):
+        varlen_attn(q, k, v, queries, keys, 4, 9, enable_gqa=True)
+    for used in ((7, 1), (-1, 1)):
+        with pytest.raises(torchpaged.ArgumentError, match=r"seqused_k: .*keys, \[5, 2\], got"):
+            lens = torch.tensor(used, dtype=torch.int32)
+            varlen_attn(q, k, v, queries, starts_of([5, 2]), 4, 9, enable_gqa=True, seqused_k=lens)
+
+
+def test_the_order_of_flash_attn_is_named() -> None:
+    """vLLM's order of the four lengths is another one than flash_attn's; in a trace, too."""
+    q, k, v = torch.randn(6, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
+    queries, keys = starts_of([4, 2]), starts_of([5, 2])
+    for options in ((), (0.0, None, True)):
+        with pytest.raises(
+            torchpaged.ArgumentError, match=r"max_seqlen_q: .*flash_attn's own order.*by name"
+        ):
+            flash_attn_varlen_func(q, k, v, queries, keys, 4, 5, *options)
+    with pytest.raises(Exception, match="flash_attn's own order"):
+        torch.compile(flash_attn_varlen_func, backend="eager", fullgraph=True)(q, k, v, queries, keys, 4, 5)
+    named = {"cu_seqlens_q": queries, "cu_seqlens_k": keys, "max_seqlen_q": 4, "max_seqlen_k": 5}
+    want = flash_attn_varlen_func(q, k, v, 4, queries, 5, keys)
+    assert torch.equal(flash_attn_varlen_func(q, k, v, **named), want)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.backends import attention_spec
+from torchpaged.backends.ops_choice import choose_ops
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
-from torchpaged.custom_ops.checks import reads_values
+from torchpaged.custom_ops.checks import reads_values, refuse_grad
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.functional import paged_attention
 
@@ -63,7 +65,7 @@ class PackedCall:
             result.copy_(result.float() * self._per_token(self.v_descale))
         return result, lse
 
-    def check(self, out: Tensor | None) -> None:
+    def check(self, out: Tensor | None, return_lse: bool) -> None:
         """Refuse now what `run` would refuse: before something is stored."""
         options = {**self.options}
         check_options(
@@ -72,6 +74,20 @@ class PackedCall:
         q, width = self.q, self.v_cache.shape[3]
         if self.q.dtype in FP8:
             q = self.q.to(torch.bfloat16)
+        refuse_grad(q=q, sinks=options["sinks"], alibi_slopes=options["alibi_slopes"])
+        of_pools = {"k_scale": options.pop("k_scale"), "v_scale": options.pop("v_scale")}
+        spec = attention_spec(
+            device=q.device,
+            dtype=q.dtype,
+            num_heads=q.shape[1],
+            num_kv_heads=self.k_cache.shape[2],
+            head_dim=q.shape[2],
+            head_dim_v=width,
+            block_size=self.k_cache.shape[1],
+            kv_dtype=self.k_cache.dtype,
+            lse=return_lse,
+            **options,
+        )
         scale, (left, right) = options.pop("scale"), options.pop("window_size")
         check_paged_attention(
             q,
@@ -86,7 +102,9 @@ class PackedCall:
             window_left=left,
             window_right=right,
             **options,
+            **of_pools,
         )
+        choose_ops(q.device, spec)
 
     def _descaled_queries(self) -> Tensor:
         q = self.q.to(torch.bfloat16) if self.q.dtype in FP8 else self.q

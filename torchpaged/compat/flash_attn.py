@@ -21,6 +21,7 @@ from torchpaged.compat.arguments import (
 )
 from torchpaged.compat.call import PackedCall
 from torchpaged.compat.dense import packed_pools
+from torchpaged.custom_ops.batch_values import check_starts
 from torchpaged.custom_ops.checks import check_dims, check_dtype, check_tensors, is_int, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FP8
@@ -121,6 +122,13 @@ def flash_attn_varlen_func(
         BackendUnavailableError: the backend that was asked for can't serve the call.
     """
     name = "flash_attn_varlen_func"
+    if isinstance(max_seqlen_q, Tensor):
+        raise argument_error(
+            "max_seqlen_q",
+            "an int, as in vLLM's order: max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k",
+            "a tensor, as in flash_attn's own order: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k",
+            "pass them by name: both orders have the same names",
+        )
     refuse(name, q_v=q_v, cp_tot_seqused_k=cp_tot_seqused_k)
     refuse(
         name,
@@ -258,6 +266,8 @@ def _check(
         check_dims("v", v, k.shape[0], k.shape[1], None)
     else:
         check_tensors(block_table=block_table)
+    if cu_seqlens_k is not None and reads_values(q.device):
+        check_starts("cu_seqlens_k", cu_seqlens_k, k.shape[0] if block_table is None else 2**31)
     if cu_seqlens_k is not None and seqused_k is not None:
         raise ArgumentError("cu_seqlens_k", "None beside seqused_k", "both")
     lens = seqused_k if seqused_k is not None else cu_seqlens_k.diff() if cu_seqlens_k is not None else None

@@ -187,9 +187,8 @@ def flash_attn_with_kvcache(
             first = lens if rotary_seqlens is None else rotary_seqlens
             all_first = not is_causal and window == (-1, -1)
             if is_eager():
-                check_rotary(
-                    new[0].x, rotary_cos, rotary_sin, first + torch.maximum(new[0].counts, queries.counts) - 1
-                )
+                last = first.long() + torch.maximum(new[0].counts, queries.counts) - 1
+                check_rotary(new[0].x, rotary_cos, rotary_sin, last)
             packed = rotated(queries, rotary_cos, rotary_sin, first, rotary_interleaved, all_first)
             new = (
                 new[0]._replace(x=rotated(new[0], rotary_cos, rotary_sin, first, rotary_interleaved, False)),
@@ -220,7 +219,7 @@ def flash_attn_with_kvcache(
                 "descales of each request",
             )
         if is_eager():
-            by_their_names(_NAMES, lambda: call.check(flat_out))
+            by_their_names(_NAMES, lambda: call.check(flat_out, return_softmax_lse))
         slots = slots_of(new[0], lens, table, k_pool.shape[1])
         scales = (call.options["k_scale"], call.options["v_scale"])
         by_their_names(_NAMES, lambda: write_kv(new[0].x, new[1].x, *pools, slots, *scales))

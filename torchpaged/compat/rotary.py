@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values
+from torchpaged.custom_ops.checks import check_device, check_dims, check_tensors, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -16,7 +16,7 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, last: Tensor) -> None:
     Args:
         x: ``[num_tokens, heads, head_dim]``.
         cos, sin: ``[max_position, rotary_dim // 2]``.
-        last: int32, the last position of each request.
+        last: int64, the last position of each request.
     """
     check_tensors(rotary_cos=cos, rotary_sin=sin)
     check_dims("rotary_cos", cos, None, None)
@@ -27,6 +27,7 @@ def check_rotary(x: Tensor, cos: Tensor, sin: Tensor, last: Tensor) -> None:
             f"shape [max_position, rotary_dim / 2] with rotary_dim <= {x.shape[-1]}",
             str(list(cos.shape)),
         )
+    check_device(x.device, rotary_cos=cos, rotary_sin=sin)
     if last.numel() and reads_values(x.device) and int(last.max()) >= cos.shape[0]:
         raise ArgumentError(
             "rotary_cos", f"a row for each position up to {int(last.max())}", f"{cos.shape[0]} rows"

@@ -12,7 +12,8 @@ from torchpaged.compat.arguments import argument_error, by_their_names, check_ou
 from torchpaged.compat.call import PackedCall
 from torchpaged.compat.dense import packed_pools
 from torchpaged.compat.flash_attn import packed_call, refuse_invariant_splits
-from torchpaged.custom_ops.checks import check_dims, check_dtype, check_tensors, is_int
+from torchpaged.custom_ops.batch_values import check_starts
+from torchpaged.custom_ops.checks import check_dims, check_dtype, check_tensors, is_int, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
 _NAMES = {
@@ -169,6 +170,15 @@ def _check(
             check_dtype(name, lens, torch.int32)
     if block_table is None:
         check_dims("key", key, None, None, None)
+        if cu_seq_k is not None and reads_values(query.device):
+            check_starts("cu_seq_k", cu_seq_k, key.shape[0])
+            counts = cu_seq_k.diff()
+            if seqused_k is not None and bool(((seqused_k < 0) | (seqused_k > counts)).any()):
+                raise ArgumentError(
+                    "seqused_k",
+                    f"at most each request's keys, {counts.tolist()[:64]}",
+                    str(seqused_k.tolist()[:64]),
+                )
     else:
         check_dims("key", key, None, None, None, None)
         if cu_seq_k is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from torchpaged import AttentionMetadata
 from torchpaged.backends import Limits
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
@@ -179,6 +180,70 @@ def test_a_new_engine_over_the_same_paged_model_has_all_rings() -> None:
         assert model.rings is not None and model.rings.num_used == 2
     streams[0].close()  # type: ignore[attr-defined]
     assert model.rings.num_used == 2  # those of the new one
+
+
+def test_engines_in_turns_over_one_paged_model_keep_all_rings() -> None:
+    """The older one takes rings after the newer one was made, and gives each of them back; also where one of
+    them breaks off, or cancels what it had when the other came."""
+    limits = Limits(max_num_reqs=2, max_num_tokens=24, max_blocks_per_req=24)
+    model = PagedModel(make("Gemma2"), num_blocks=60, block_size=4, limits=limits, sliding_step=12)
+    options: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 96, "prefill_chunk_size": 12}
+    engines = [Generator(model, **options), Generator(model, **options, graphs=False)]
+    want = tokens(Generator(make("Gemma2"), **SIZES))
+    assert model.rings is not None
+    for turn in range(6):
+        assert tokens(engines[turn % 2]) == want
+        assert model.rings.num_used == 0
+    left = engines[0].submit(PROMPTS[1], SAMPLING)
+    engines[0].step()
+    engines.append(Generator(model, **options))
+    running = engines[2].submit(PROMPTS[3], SAMPLING)
+    engines[2].step()
+    engines[0].cancel(left)
+    assert model.rings.num_used == 1
+    found = [event.token_id for event in engines[2].stream([running])]
+    assert found == want[3] and model.rings.num_used == 0
+
+
+@pytest.mark.parametrize("name", ["Gemma2", "Mistral"])
+def test_requests_without_rings_are_refused(name: str) -> None:
+    """Whoever makes a PagedModel with rings says which requests begin; else their keys would be lost."""
+    limits = Limits(max_num_reqs=2, max_num_tokens=24, max_blocks_per_req=24)
+    model = PagedModel(make(name), num_blocks=60, block_size=4, limits=limits, sliding_step=12)
+    ids, blocks = torch.tensor(PROMPTS[1][:12]), [7, 3, 9]
+    batch = AttentionMetadata.from_lists([12], [12], [blocks], block_size=4, num_blocks=60)
+    before = [tensor.clone() for tensor in model.kv_cache.tensors().values()]
+    with torch.inference_mode():
+        with pytest.raises(
+            ArgumentError, match=r"blocks \[7\] and have none; call paged.rings.take\(block\)"
+        ):
+            model(ids, batch)
+        assert all(map(torch.equal, before, model.kv_cache.tensors().values()))
+        assert model.rings is not None
+        model.rings.take(7)
+        logits = model(ids, batch)
+        model.model.set_attn_implementation("eager")
+        want = model.model(ids[None], use_cache=False).logits[0]
+        model.model.set_attn_implementation("torchpaged")
+        torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
+        model.rings.give(7)
+        with pytest.raises(ArgumentError, match="rings.take"):
+            model(ids, batch)
+    for block in (3, 4):
+        model.rings.take(block)
+    for wrong, got in ((5, "one more, 5"), (3, "3, which has a ring")):
+        with pytest.raises(ArgumentError, match=f"block: .*got {got}; call give"):
+            model.rings.take(wrong)
+    with pytest.raises(ArgumentError, match="block: expected the first block of a request that has a ring"):
+        model.rings.give(7)
+
+
+@pytest.mark.parametrize("step", ["12", 0, 2.5, True])
+def test_a_sliding_step_is_a_number_of_tokens(step: Any) -> None:
+    with pytest.raises(ArgumentError, match="sliding_step: expected None, or tokens of at least 1"):
+        PagedModel(make("Mistral"), num_blocks=60, limits=Limits(2, 24, 24), sliding_step=step)
+    with pytest.raises(ArgumentError, match="sliding_step: .*give limits=Limits"):
+        PagedModel(make("Mistral"), num_blocks=60, sliding_step=12)
 
 
 def test_a_paged_model_with_rings_is_asked() -> None:

@@ -92,16 +92,6 @@ def test_it_can_be_switched_off(
     assert bool(generator.stats.shared_tokens) == ("cascade" in options and len(options) == 1)
 
 
-def test_keys_that_depend_on_the_longest_text_are_not_shared(make_llama: Callable[..., Any]) -> None:
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = make_llama(vocab_size=99, hidden_size=64, max_position_embeddings=64, rope_parameters=rope)
-    generator = Generator(model, max_batch_size=2, max_seq_len=64, cascade=FREE)
-    assert generator.scheduler._shared is None and "rotation by length" in generator.cascade_reason
-    for option in ("share_prefixes", "batch_invariant"):
-        with pytest.raises(ArgumentError, match="with 'dynamic'"):
-            Generator(model, max_batch_size=2, max_seq_len=64, **{option: True})
-
-
 def test_wrong_options_are_refused(model: Any) -> None:
     with pytest.raises(ArgumentError, match="cascade: expected True, False or CascadeCosts"):
         Generator(model, cascade="auto")  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from torchpaged.cache.block_pool import BlockPool
 from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of
 from torchpaged.cache.kv import KVLayerSpec
 from torchpaged.cache.requests import CacheRequests
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -65,6 +66,9 @@ class PagedKVCache:
             raise ArgumentError("block_size", "at least 1 token", str(block_size))
         if not dtype.is_floating_point:
             raise ArgumentError("dtype", "a floating point dtype", str(dtype))
+        for name, size in (("num_blocks", num_blocks), ("memory_budget", memory_budget)):
+            if size is not None and not is_int(size):
+                raise ArgumentError(name, "None or an integer", repr(size), "for 1 GiB give 2**30")
         if (num_blocks is None) == (memory_budget is None):
             raise ArgumentError(
                 "num_blocks",

@@ -221,10 +221,6 @@ def accelerate(
             f"{type(model).__name__}.generate takes no custom_generate, by which the engine gets the loop; "
             "use torchpaged.engine.Generator"
         )
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: the engine runs causal LMs; use PagedCache.for_inputs with generate()"
-        )
     fuses = model.device.type == "cuda" if fuse == "auto" else fuse is True
     generator = Generator(
         model, max_batch_size=max_batch_size, max_seq_len=max_seq_len, fuse=fuses, **options

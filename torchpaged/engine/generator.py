@@ -41,7 +41,6 @@ from torchpaged.engine.options import (
     decide_sharing,
     paged_model,
     require_invariant,
-    rotation_by_length,
     tokens_per_request,
 )
 from torchpaged.engine.prefill_graphs import PrefillGraphs
@@ -70,7 +69,9 @@ class Generator(NotCopied):
         model: a HuggingFace causal LM, or anything like `PagedModelProtocol`.
         tokenizer: for string prompts, text and stop strings; None works with token ids.
         max_batch_size: requests that run at once; more wait.
-        max_seq_len: tokens of prompt and output per request; default: the model's, at most 2048.
+        max_seq_len: tokens of prompt and output per request; default: the model's, at most 2048. With keys
+            that are rotated by the longest text of a batch from some length on (longrope, dynamic NTK), at
+            most that length.
         block_size: tokens per block; default 16. This, the next two and ``backend`` shape the cache of a
             transformers model; with a model that is paged already they are refused.
         num_blocks: blocks of the pool; default: enough for ``max_batch_size`` requests of ``max_seq_len``.
@@ -109,8 +110,7 @@ class Generator(NotCopied):
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
-            they share, unless ``batch_invariant``, layers roll (``rolling``), or keys are rotated by the
-            length of the text.
+            they share, unless ``batch_invariant``, or layers roll (``rolling``).
         cascade: decode steps read blocks that several requests share once, where that pays
             (`torchpaged.cascade`): with graphs by a second graph of each bucket in which that can pay, which
             ``capture_ahead`` captures, too. True: by the device's own costs;
@@ -231,7 +231,6 @@ class Generator(NotCopied):
             self.graph_reason,
             self.choice.backend.capabilities.graph_support,
         )
-        rotation = rotation_by_length(self.model)
         if batch_invariant:
             require_invariant(
                 use_graphs=use_graphs,
@@ -243,11 +242,10 @@ class Generator(NotCopied):
                 num_blocks=cache.num_blocks,
                 block_size=cache.block_size,
                 needs_scales=getattr(self.model, "needs_scales", False),
-                rotation=rotation,
             )
             buckets = [max_batch_size]
         rings = getattr(self.model, "rings", None)
-        shares = decide_sharing(share_prefixes, batch_invariant, rings is not None, rotation)
+        shares = decide_sharing(share_prefixes, batch_invariant, rings is not None)
         columns = -(-self.max_seq_len // cache.block_size)
         prefixes, self.cascade_reason = find_prefixes(self.model, cascade, shares, columns)
         self.pool = BlockPool(cache.num_blocks)

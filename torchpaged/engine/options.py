@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from torchpaged.backends import Choice, GraphSupport, Limits
+from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import as_integer, shown
@@ -34,28 +34,33 @@ def check_options(sizes: Mapping[str, int], switches: Mapping[str, bool | str]) 
                 name, "at least 1" if number is not None else "an integer of at least 1", shown(size)
             )
     for name, value in switches.items():
-        if value not in (True, False, "auto"):
-            raise ArgumentError(name, "True, False or 'auto'", repr(value))
+        switch(name, value, "auto")
 
 
 def tokens_per_request(model: Any, max_seq_len: int | None) -> int:
     """``max_seq_len`` if the model allows it; None: the model's, at most 2048."""
-    limit = _max_positions(model)
+    limit, why = _longest_text(model)
     if max_seq_len is not None and as_integer(max_seq_len) is None:
         raise ArgumentError("max_seq_len", "None or an integer of at least 2", repr(max_seq_len))
     chosen = min(limit or DEFAULT_MAX_SEQ_LEN, DEFAULT_MAX_SEQ_LEN) if max_seq_len is None else max_seq_len
     if chosen < 2 or (limit is not None and chosen > limit):
-        allowed = "at least 2 tokens" if limit is None else f"2 to {limit} tokens (the model's maximum)"
+        allowed = "at least 2 tokens" if limit is None else f"2 to {limit} tokens ({why})"
         raise ArgumentError("max_seq_len", allowed, str(max_seq_len))
     return chosen
 
 
-def _max_positions(model: Any) -> int | None:
-    if hasattr(model, "max_position_embeddings"):
-        return model.max_position_embeddings
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if config is not None else None
-    return getattr(text, "max_position_embeddings", None)
+def _longest_text(model: Any) -> tuple[int | None, str]:
+    """Tokens of a request at most, and why."""
+    inner = getattr(model, "model", model) if isinstance(model, PagedModelProtocol) else model
+    found, why = getattr(model, "max_position_embeddings", None), "the model's maximum"
+    if hasattr(inner, "config"):
+        from torchpaged.hf.support import rotated_alike  # transformers is optional
+
+        found = getattr(inner.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        most, kind = rotated_alike(inner)
+        if most is not None and (found is None or most < found):
+            return most, f"beyond, the longest text of a batch rotates the keys of all: {kind!r}"
+    return found, why
 
 
 def paged_model(
@@ -89,6 +94,13 @@ def paged_model(
     if num_blocks is not None and as_integer(num_blocks) is None:
         raise ArgumentError(
             "num_blocks", "None or an integer of at least 2 (block 0 is the null block)", repr(num_blocks)
+        )
+    if kv_cache_memory is not None and (as_integer(kv_cache_memory) is None or num_blocks is not None):
+        raise ArgumentError(
+            "kv_cache_memory",
+            "None or bytes as an integer, and no num_blocks beside it",
+            repr(kv_cache_memory) if num_blocks is None else f"{kv_cache_memory!r} and {num_blocks} blocks",
+            "for 1 GiB give 2**30",
         )
     if isinstance(model, PagedModelProtocol):
         if fuse:
@@ -153,21 +165,22 @@ def paged_model(
         return model
     from torchpaged.fuse import fuse as fuse_model
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
+    from torchpaged.hf.support import require_causal_lm
     from torchpaged.hf.wrapped import unwrapped
 
     model = unwrapped(model)
+    require_causal_lm(model)
     require_supported(model)
     if fuse and fusion_of(model) is None:
         fuse_model(model)
     block_size = 16 if block_size is None else block_size
     if num_blocks is None and kv_cache_memory is None:
         num_blocks = max_batch_size * -(-max_seq_len // block_size) + 1
-    budget = None if num_blocks is not None else kv_cache_memory
     limits = Limits(max_batch_size, max(prefill_chunk_size, max_batch_size), -(-max_seq_len // block_size))
     return PagedModel(
         model,
         num_blocks=num_blocks,
-        memory_budget=budget,
+        memory_budget=kv_cache_memory,
         block_size=block_size,
         backend=backend,
         limits=limits,
@@ -178,26 +191,13 @@ def paged_model(
     )
 
 
-def rotation_by_length(model: Any) -> str:
-    """The kind of a model's rotary embedding whose angles follow from the longest text of a step; empty if it
-    has none. A key then depends on who else is in the batch."""
-    inner = getattr(model, "model", model)
-    for module in inner.modules() if isinstance(inner, nn.Module) else ():
-        kinds = getattr(module, "rope_type", "")
-        for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
-            if isinstance(kind, str) and any(word in kind for word in ("dynamic", "longrope")):
-                return kind
-    return ""
-
-
-def decide_sharing(share_prefixes: bool | str, batch_invariant: bool, rolls: bool, rotation: str) -> bool:
+def decide_sharing(share_prefixes: bool | str, batch_invariant: bool, rolls: bool) -> bool:
     """Whether requests share blocks.
 
     Args:
         share_prefixes: as for the engine; "auto": unless something speaks against it.
         batch_invariant: likewise.
         rolls: whether layers of the model keep rings.
-        rotation: of `rotation_by_length`.
 
     Raises:
         ArgumentError: they shall, and the keys of one are not those of another, or are gone by then.
@@ -209,13 +209,7 @@ def decide_sharing(share_prefixes: bool | str, batch_invariant: bool, rolls: boo
             "True",
             "make the PagedModel without sliding_step to share",
         )
-    if share_prefixes is True and rotation:
-        raise ArgumentError(
-            "share_prefixes",
-            f"'auto' or False: with {rotation!r} a key's rotation depends on the length of the text",
-            "True",
-        )
-    return not (batch_invariant or rolls or rotation) if share_prefixes == "auto" else bool(share_prefixes)
+    return not (batch_invariant or rolls) if share_prefixes == "auto" else share_prefixes is True
 
 
 def require_invariant(
@@ -229,14 +223,13 @@ def require_invariant(
     num_blocks: int,
     block_size: int,
     needs_scales: bool,
-    rotation: str,
 ) -> None:
     """Refuse what would let a request's bits depend on the others of an engine.
 
     Raises:
         ArgumentError: no graphs, whose decode steps are of one size; buckets of several; shared prefixes,
-            which others compute; so few blocks that a request may be put back and computed otherwise; scales
-            of fp8 pools that the first prompt would give all others; or a rotation by the longest text.
+            which others compute; so few blocks that a request may be put back and computed otherwise; or
+            scales of fp8 pools that the first prompt would give all others.
     """
     wants = "with batch_invariant=True"
     if not use_graphs:
@@ -253,10 +246,6 @@ def require_invariant(
             "so that none is put back and computed again in other steps",
             str(num_blocks),
         )
-    if rotation:
-        raise ArgumentError(
-            "batch_invariant", f"False: with {rotation!r} the longest text of a step rotates all", "True"
-        )
     if needs_scales:
         raise ArgumentError("kv_scales", f"scales {wants}: those found are of the first prompt", "none")
 
@@ -267,8 +256,7 @@ def decide_rolling(rolling: bool | str, share_prefixes: bool | str) -> bool:
     Raises:
         ArgumentError: no switch, or requests shall share blocks, too.
     """
-    if rolling not in (True, False, "auto"):
-        raise ArgumentError("rolling", "True, False or 'auto'", repr(rolling))
+    switch("rolling", rolling, "auto")
     if rolling is True and share_prefixes is True:
         raise ArgumentError(
             "share_prefixes",
@@ -358,7 +346,7 @@ def decide_compile(
             )
         return False, "steps without graphs run eagerly"
     if compile != "auto":
-        return bool(compile), f"compile={compile} was given"
+        return compile is True, f"compile={compile} was given"
     if not on_gpu:
         return False, "automatic: eager on a CPU"
     if fusion is not None and fusion.complete:

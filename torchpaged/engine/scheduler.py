@@ -84,10 +84,7 @@ class Scheduler:
         one_prompt_per_step: bool = False,
         rings: Rings | None = None,
     ) -> None:
-        self._rings = rings
-        if rings is not None:
-            rings.reset()  # whoever scheduled with them before is gone, perhaps in the middle
-        self._resets = 0 if rings is None else rings.num_resets
+        self._rings, self._resets = rings, -1
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
@@ -122,9 +119,8 @@ class Scheduler:
         """Start over with ``sequences``, whatever was half done: all of them wait, and nobody
         holds blocks."""
         self.pool.reset()
-        if self._rings is not None:
-            self._rings.reset()
-            self._resets = self._rings.num_resets
+        if self._rings is not None and self._rings.num_resets == self._resets:
+            self._reset_rings(self._rings)
         if self._shared is not None:
             self._shared.clear()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
@@ -250,12 +246,19 @@ class Scheduler:
                 return False
         if missing > 0:
             if not sequence.blocks and self._rings is not None:
+                # Whoever had them since has no requests any more: `CacheOwner` lets one engine run.
+                if self._rings.num_resets != self._resets:
+                    self._reset_rings(self._rings)
                 sequence.blocks += self.pool.allocate(1)
                 self._rings.take(sequence.blocks[0])
                 missing -= 1
             sequence.blocks += self.pool.allocate(missing)
             step.blocks_added = True
         return True
+
+    def _reset_rings(self, rings: Rings) -> None:
+        rings.reset()
+        self._resets = rings.num_resets
 
     def _put_back(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -265,7 +268,7 @@ class Scheduler:
         self.preemptions += 1
 
     def _release(self, sequence: Sequence) -> None:
-        # Not those of a later scheduler.
+        # Not those of another scheduler.
         if sequence.blocks and self._rings is not None and self._rings.num_resets == self._resets:
             self._rings.give(sequence.blocks[0])
         if self._shared is not None:

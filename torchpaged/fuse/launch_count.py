@@ -74,8 +74,7 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
         cache = StepCache(config, Limits(num_blocks=2, block_size=16), 16, "auto")
     except UnsupportedModelError:
         return None
-    cache.metadata = padding_step(model.device)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    step, token = padding_step(model.device), torch.zeros(1, dtype=torch.int64, device=model.device)
     counting = _Counting()
     handles = []
     layers: Any = model.get_decoder().layers
@@ -87,15 +86,14 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
     model.eval().set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            # makes the pools
-            model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+            cache.run(model, token, step)  # makes the pools
             for index, layer in enumerate(layers):
                 handles += [
                     layer.register_forward_pre_hook(enter(index)),
                     layer.register_forward_hook(enter(-1)),
                 ]
             with counting:
-                model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+                cache.run(model, token, step)
     finally:
         for handle in handles:
             handle.remove()

@@ -126,6 +126,8 @@ COMPUTES_WITH_KEYS = OWN_ATTENTION | NEEDS_DENSE.keys()
 #: Models that take a mask for granted where transformers' mask function may return None; theirs is a
 #: placeholder that nothing looks at.
 TAKES_NO_NONE = frozenset({"mpt"})
+#: Decoders that make a mask of ones where they are given none, and place tokens by the positions given.
+MAKES_ONES = frozenset({"biogpt", "opt"})
 #: Text models that write to their cache what is no token of theirs, and what that is.
 CACHES_OTHERS = {
     "mllama_text_model": "keeps the keys of its images in layers of cross attention, beside those of its text"

@@ -141,9 +141,7 @@ def run_once(
     metadata = AttentionMetadata.from_lists(
         [len(ids)], [len(ids)], [list(range(1, blocks + 1))], block_size=block_size, device=model.device
     )
-    cache.metadata = metadata
-    tokens = torch.tensor([ids], dtype=torch.int64, device=model.device)
-    assert metadata.positions is not None
+    tokens = torch.tensor(ids, dtype=torch.int64, device=model.device)
     with torch.no_grad():
-        model(input_ids=tokens, position_ids=metadata.positions[None], past_key_values=cache, use_cache=True)
+        cache.run(model, tokens, metadata)
     return cache, len(ids)

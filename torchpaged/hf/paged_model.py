@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Planning, Session, select_backend
 from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
-from torchpaged.custom_ops.checks import switch
+from torchpaged.custom_ops.checks import is_int, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
@@ -30,7 +30,13 @@ from torchpaged.hf.packed_scales import PackedScales, run_once
 from torchpaged.hf.rolling_attention import choose_rolling
 from torchpaged.hf.step_cache import StepCache, padding_step
 from torchpaged.hf.step_rings import StepRings
-from torchpaged.hf.support import fusion_of, require_supported, require_weights
+from torchpaged.hf.support import (
+    fusion_of,
+    require_causal_lm,
+    require_supported,
+    require_weights,
+    rotated_alike,
+)
 from torchpaged.hf.wrapped import unwrapped
 from torchpaged.metadata import AttentionMetadata
 
@@ -68,8 +74,9 @@ class PagedModel(NotCopied):
         vocab_size, max_position_embeddings, eos_token_ids, device: facts of the model.
 
     Raises:
-        UnsupportedModelError: the model ignores the attention interface or keeps states that can't be paged;
-            by name, with the reason.
+        ArgumentError: no model of transformers, or an option that can't be.
+        UnsupportedModelError: the model is no causal LM, ignores the attention interface or keeps states
+            that can't be paged; by name, with the reason.
         NotCopyableError: it is copied or pickled.
     """
 
@@ -91,7 +98,15 @@ class PagedModel(NotCopied):
         sliding_step: int | None = None,
     ) -> None:
         switch("batch_invariant", batch_invariant)
+        if sliding_step is not None and (not is_int(sliding_step) or sliding_step < 1 or limits is None):
+            raise ArgumentError(
+                "sliding_step",
+                "None, or tokens of at least 1 beside limits, which say for how many requests",
+                f"{sliding_step!r} with limits={limits}",
+                "give limits=Limits(max_num_reqs=..., max_blocks_per_req=...)",
+            )
         model = unwrapped(model)
+        require_causal_lm(model)
         require_supported(model)
         require_weights(model)
         model.set_attn_implementation(NAME)
@@ -100,6 +115,7 @@ class PagedModel(NotCopied):
         self.device = model.device
         self.vocab_size: int = config.vocab_size
         self.max_position_embeddings: int | None = getattr(config, "max_position_embeddings", None)
+        self._longest, self._rotation = rotated_alike(model)
         eos = getattr(model.generation_config, "eos_token_id", None)
         self.eos_token_ids: tuple[int, ...] = (
             () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
@@ -214,7 +230,10 @@ class PagedModel(NotCopied):
 
         Raises:
             ArgumentError: the batch was made for another block size than the cache's, has no positions or
-                slots, or is over the limits.
+                slots, or is over the limits; requests of it have no rings (where values are read, or where
+                nobody has one); or it has requests so long that the longest of them would rotate
+                the keys of all (longrope, dynamic NTK): on a CPU by their lengths, elsewhere by the width of
+                their tables.
         """
         metadata.check_block_size(self.kv_cache.block_size)
         if metadata.positions is None or metadata.slot_mapping is None:
@@ -225,27 +244,39 @@ class PagedModel(NotCopied):
                 "build it with AttentionMetadata.from_lists",
             )
         if not torch.compiler.is_compiling():
+            self._require_length(metadata)
             session = self._cache.backend.session
             if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture
                 session.plan(metadata)
             session.require(metadata, input_ids.numel())
-        self._cache.metadata = metadata
+            if self.rings is not None:
+                self.rings.require(metadata)
         if self.rings is not None:
             self._cache.in_rings = self.rings.of(metadata)
         options: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
             options["logits_to_keep"] = logits_indices
-        logits = self.model(
-            input_ids=input_ids[None],
-            position_ids=metadata.positions[None],
-            past_key_values=self._cache,
-            use_cache=True,
-            **options,
-        ).logits[0]
+        logits = self._cache.run(self.model, input_ids, metadata, **options)
         self._cache.metadata = self._cache.in_rings = None
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]
         return logits
+
+    def _require_length(self, metadata: AttentionMetadata) -> None:
+        """Refuse requests that would rotate the keys of others, as far as the host knows them."""
+        if self._longest is None:
+            return
+        longest, got = int((metadata.block_table.shape[1] - 1) * self.kv_cache.block_size + 1), "tables for"
+        if self.device.type == "cpu":
+            longest, got = int(metadata.seq_lens.max()), "one of"
+        if longest > self._longest:
+            raise ArgumentError(
+                "metadata",
+                f"requests of at most {self._longest} tokens: beyond, the longest one of a batch rotates the "
+                f"keys of all ({self._rotation!r})",
+                f"{got} {longest}",
+                "use generate() with torchpaged.hf.PagedCache for longer texts",
+            )
 
 
 def _probe(
@@ -258,10 +289,8 @@ def _probe(
     """
     limits = Limits(1, 1, 1, num_blocks=2, block_size=block_size)
     cache = StepCache(config, limits, block_size, "reference", kv_dtype)
-    cache.metadata = padding_step(model.device)
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     with torch.no_grad():
-        model(input_ids=token, position_ids=token, past_key_values=cache, use_cache=True)
+        cache.run(model, torch.zeros(1, dtype=torch.int64, device=model.device), padding_step(model.device))
     missing = [i for i, layer in enumerate(cache.layers) if not layer.is_initialized]
     if missing:
         raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.chosen_backend import ChosenBackend
+from torchpaged.hf.known_models import MAKES_ONES
 from torchpaged.hf.kv_scales import KVScales, require_paged
 from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import PagedLayer, mask_token
@@ -24,13 +25,21 @@ from torchpaged.metadata import METADATA_FIELDS, AttentionMetadata, BatchSizes, 
 class PackedMasks:
     """The masks of a packed step: none.
 
+    Args:
+        name: the model's type, for messages.
+
     Attributes:
         causal: whether the model is; None before it asked for a mask.
         local: whether a mask that it asked for was of a window or of chunks.
+        given: the mask of ones that a model of `MAKES_ONES` got, and may ask for its masks with.
     """
 
     causal: bool | None = None
     local = False
+    given: Tensor | None = None
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def observe(
         self,
@@ -44,8 +53,12 @@ class PackedMasks:
         """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
         self.causal = is_causal(mask_function)
         self.local |= local_size is not None
-        if mask is not None:
-            raise UnsupportedModelError("the packed path takes no attention mask")
+        if mask is not None and mask is not self.given:
+            raise UnsupportedModelError(
+                f"{self.name} makes an attention mask of its own, by the tokens of its cache, and the packed "
+                "batches of the engine are one row of many requests; use generate() with "
+                "torchpaged.hf.PagedCache"
+            )
 
     def require_kind(self, layer: PagedLayer, window: int | None) -> None:
         """Nothing is required: a packed row is longer than any request in it, so that its masks say
@@ -76,7 +89,7 @@ class StepCache(Cache):
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
         self.max_seq_len = max_seq_len
         self.backend = ChosenBackend(backend, limits, self.layers, batch_invariant)
-        self.masks = PackedMasks()
+        self.masks = PackedMasks(self.name)
         # Scales of 1 for pools made here: `torchpaged.hf.packed_scales` gives adopted ones theirs.
         ones = "head" if kv_dtype is None else [(1.0, 1.0)] * len(self.layers)
         self.kv, self.paged = KVScales(kv_dtype, ones, len(self.layers)), self.layers
@@ -142,12 +155,51 @@ class StepCache(Cache):
         assert step is not None
         return step
 
+    def run(self, model: Any, input_ids: Tensor, metadata: AttentionMetadata, **options: Any) -> Tensor:
+        """The model over a step.
+
+        Args:
+            model: of transformers.
+            input_ids: ``[num_tokens]`` int64.
+            metadata: the step, with positions.
+            options: further ones of its forward.
+
+        Returns:
+            Logits ``[num_tokens, vocab_size]``, or of as many as ``options`` say.
+        """
+        assert metadata.positions is not None
+        self.metadata = metadata
+        if self.name in MAKES_ONES:
+            ones = torch.ones(1, input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+            options["attention_mask"] = self.masks.given = ones
+        logits: Tensor = model(
+            input_ids=input_ids[None],
+            position_ids=metadata.positions[None],
+            past_key_values=self,
+            use_cache=True,
+            **options,
+        ).logits[0]
+        return logits
+
+    # What models and transformers' mask functions ask of a cache.
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """As many keys as fit, and the tensor by which the mask function finds this cache."""
         return self.max_seq_len, self._mask_token
 
-    def length(self, layer: PagedLayer) -> int:
-        """0: positions are given, none is counted."""
+    def length(self, layer: PagedLayer) -> Tensor:
+        """What attention of ``layer`` adds to the places of its tokens in the row to get their positions:
+        ``[num_tokens]`` int64, as tokens of one row are of several requests."""
+        assert self.metadata is not None and self.metadata.positions is not None
+        positions = self.metadata.positions
+        return positions - torch.arange(positions.shape[0], device=positions.device)
+
+    def get_seq_length(self, layer_idx: int | None = None) -> Any:
+        """`length` of a layer that asks for itself. Whoever names none wants positions or a mask, which are
+        given, and gets 0."""
+        return 0 if layer_idx is None else super().get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """0: no mask is built."""
         return 0
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:

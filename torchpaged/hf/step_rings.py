@@ -15,7 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torchpaged.backends.planned_batch import is_capturing
 from torchpaged.cache import NULL_BLOCK, RollingBlocks
+from torchpaged.custom_ops.checks import reads_values
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata
 
 
@@ -54,13 +57,50 @@ class StepRings:
         return len(self._taken)
 
     def take(self, block: int) -> None:
-        """A request begins, with this as its first block."""
+        """A request begins, with this as its first block.
+
+        Raises:
+            ArgumentError: a request that began with it has not ended, or all rings are taken.
+        """
+        if block in self._taken or not self._free:
+            raise ArgumentError(
+                "block",
+                f"the first block of another request, of {self.blocks.num_rings} at once",
+                f"{block}, which has a ring" if block in self._taken else f"one more, {block}",
+                "call give(block) when a request ends",
+            )
         ring = self._taken[block] = self._free.pop()
         self.ring_of_block[block : block + 1].fill_(ring + 1)
 
     def give(self, block: int) -> None:
-        """The request that began with this block has ended."""
+        """The request that began with this block has ended.
+
+        Raises:
+            ArgumentError: none that began with it has a ring.
+        """
+        if block not in self._taken:
+            raise ArgumentError("block", "the first block of a request that has a ring", str(block))
         self._free.append(self._taken.pop(block))
+
+    def require(self, metadata: AttentionMetadata) -> None:
+        """Refuse requests that have no ring, where values are read; elsewhere, as long as nobody has one.
+
+        Raises:
+            ArgumentError: some have none, so that their keys would be lost.
+        """
+        device = metadata.seq_lens.device
+        if not reads_values(device) and (self._taken or is_capturing(device)):
+            return
+        first = metadata.block_table[metadata.seq_lens > 0, 0].tolist()
+        without = sorted(set(first) - self._taken.keys())
+        if without:
+            raise ArgumentError(
+                "metadata",
+                "requests that have rings, as layers with a window keep them (sliding_step)",
+                f"some that begin with blocks {without} and have none",
+                "call paged.rings.take(block) with the first block of a request that begins and "
+                "paged.rings.give(block) when it ends, or make the PagedModel without sliding_step",
+            )
 
     def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The same step with the tables and slots of the rings."""

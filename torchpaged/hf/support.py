@@ -4,6 +4,7 @@ can't), and whether it is fused."""
 from __future__ import annotations
 
 import functools
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.known_models import ADDS_BIAS, CACHES_OTHERS, OWN_ATTENTION, require_expressible
 
 _MAPPINGS: tuple[Any, ...] = (
@@ -43,6 +44,31 @@ def uses_attention_interface(model_class: type[PreTrainedModel]) -> bool:
     return bool(model_class._can_set_attn_implementation())
 
 
+def require_causal_lm(model: Any) -> None:
+    """Refuse what is no causal LM of transformers.
+
+    Raises:
+        ArgumentError: no model of transformers.
+        UnsupportedModelError: one with an encoder beside the decoder, or without a head for tokens.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(
+            "model",
+            "a causal LM of transformers",
+            reprlib.repr(model) if isinstance(model, (str, type)) or model is None else type(model).__name__,
+            "load one with transformers.AutoModelForCausalLM.from_pretrained(...)",
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: the engine runs causal LMs; use PagedCache.for_inputs with generate()"
+        )
+    if not model.can_generate():
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no head that gives logits of tokens; load it with "
+            "transformers.AutoModelForCausalLM"
+        )
+
+
 def require_supported(model: PreTrainedModel) -> None:
     """Refuse a model that would ignore the attention implementation.
 
@@ -59,6 +85,29 @@ def require_supported(model: PreTrainedModel) -> None:
     part = type(decoder) if isinstance(decoder, PreTrainedModel) else type(model)
     if not (uses_attention_interface(type(model)) or uses_attention_interface(part)):
         raise UnsupportedModelError(f"{type(model).__name__} cannot run through torchpaged: {_REASON}")
+
+
+def rotated_alike(model: PreTrainedModel) -> tuple[int | None, str]:
+    """Tokens of a text up to which its keys are rotated alike whatever else is in the batch, and the kind of
+    rotation that is other beyond: there the longest text of a forward decides for all of its rows and
+    chunks. None: at any length."""
+    found: list[tuple[int, str]] = []
+    for module in model.modules():
+        kinds = getattr(module, "rope_type", "default")
+        for layer_type, kind in (kinds if isinstance(kinds, dict) else {None: kinds}).items():
+            limit = _same_rotation(module, layer_type, str(kind))
+            found += [] if limit is None else [(limit, str(kind))]
+    return min(found, default=(None, ""))
+
+
+def _same_rotation(module: Any, layer_type: str | None, kind: str) -> int | None:
+    """Positions that a rotary module of this ``rope_type`` rotates alike whatever else it gets; None: all."""
+    if "dynamic" in kind:
+        return int(module.original_max_seq_len)
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    parameters = parameters if layer_type is None else parameters[layer_type]
+    by_length = kind == "longrope" or (kind != "default" and "short_mscale" in parameters)
+    return int(parameters["original_max_position_embeddings"]) if by_length else None
 
 
 def require_weights(model: PreTrainedModel) -> None:

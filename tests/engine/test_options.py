@@ -89,6 +89,14 @@ def test_a_fuse_switch_that_is_no_bool(model: Any, value: Any) -> None:
     assert hf.fusion_of(model) is None and model.config._attn_implementation != "torchpaged"
 
 
+@pytest.mark.parametrize("name", ["share_prefixes", "rolling", "graphs", "compile", "capture_ahead"])
+@pytest.mark.parametrize("value", [1, 0, numpy.True_, None], ids=repr)
+def test_switches_that_are_no_bool(model: Any, name: str, value: Any) -> None:
+    """1 and 0 equal True and False, and are neither where somebody asks with ``is``."""
+    with pytest.raises(ArgumentError, match=f"^{name}: expected True, False or 'auto', got "):
+        Generator(model, **{name: value})
+
+
 def test_passes_that_are_no_sequence(model: Any) -> None:
     for passes in (3, "qkv", [1], True):
         with pytest.raises(ArgumentError, match="^passes: expected a sequence of qkv"):

@@ -63,6 +63,12 @@ def _number(value: Any) -> float:
         return math.nan
 
 
+def check_callable(name: str, value: object, called: str) -> None:
+    """``value`` is None or can be called, as ``called`` shows."""
+    if value is not None and not callable(value):
+        raise ArgumentError(name, f"a function, called as {called}, or None", repr(value))
+
+
 def check_tensors(**tensors: object) -> None:
     """All of these are tensors, not lists or None."""
     for name, tensor in tensors.items():

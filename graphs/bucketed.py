@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import checks_device_values
+from torchpaged.custom_ops.checks import check_callable, checks_device_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError, NotCopied
 from torchpaged.graphs.addresses import CapturedAddresses, Watch
 from torchpaged.graphs.buckets import bucket_for
@@ -56,11 +56,21 @@ class StaticInputs(Protocol):
 def capture_backend_for(capture: str | CaptureBackend, device: torch.device) -> CaptureBackend:
     """``capture``, or for "auto" CUDA graphs on a GPU and an eager capture elsewhere;
     raises `ArgumentError`."""
+    check_capture(capture)
     if not isinstance(capture, str):
         return capture
-    if capture != "auto":
-        raise ArgumentError("capture", "'auto' or a CaptureBackend", repr(capture))
     return CudaCapture(device) if device.type == "cuda" else EagerCapture()
+
+
+def check_capture(capture: str | CaptureBackend) -> None:
+    """Refuse what is neither "auto" nor a `CaptureBackend`."""
+    if capture != "auto" and (isinstance(capture, type) or not isinstance(capture, CaptureBackend)):
+        raise ArgumentError("capture", "'auto' or a CaptureBackend", repr(capture))
+
+
+def check_progress(progress: Progress | None) -> None:
+    """Refuse what can't be called."""
+    check_callable("progress", progress, "progress(done, total, text)")
 
 
 class BucketedGraphs(NotCopied):
@@ -119,6 +129,8 @@ class BucketedGraphs(NotCopied):
         ranges: Ranges | None = None,
         session: StepSession | None = None,
     ) -> None:
+        check_progress(progress)
+        switch("debug", debug, None)
         self.inputs, self.buckets, self.device = inputs, buckets, torch.device(device)
         self.capture_backend = capture_backend_for(capture, self.device)
         self.pool = self.capture_backend.new_pool() if pool is None else pool

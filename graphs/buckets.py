@@ -9,8 +9,10 @@ buckets_by_cost(64, step_ms, seen=runner.histogram())
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -38,15 +40,17 @@ def default_prefill_buckets(max_num_tokens: int) -> list[int]:
     return sorted({size for size in (16, 32, 64, 128, 192, 256, 384, 512, 768) if size < largest} | {largest})
 
 
-def check_buckets(buckets: Sequence[int], max_batch_size: int) -> list[int]:
-    """``buckets`` sorted and without duplicates; the largest must hold ``max_batch_size`` rows."""
-    whole = all(isinstance(size, int) and not isinstance(size, bool) for size in buckets)
-    sizes = sorted(set(buckets)) if whole else []
-    if not sizes or sizes[0] < 1 or sizes[-1] != max_batch_size:
+def check_buckets(buckets: Sequence[int], max_batch_size: int | None) -> list[int]:
+    """``buckets`` sorted and without duplicates; the largest must hold ``max_batch_size`` rows. None: it may
+    hold any number."""
+    given = list(buckets) if isinstance(buckets, Iterable) else []
+    sizes = sorted(set(map(int, given))) if all(map(is_int, given)) else []
+    if not sizes or sizes[0] < 1 or sizes[-1] != (max_batch_size or sizes[-1]):
+        wanted = f"batch sizes of at least 1, the largest {max_batch_size} (max_batch_size)"
         raise ArgumentError(
             "buckets",
-            f"batch sizes of at least 1, the largest {max_batch_size} (max_batch_size)",
-            str(list(buckets)),
+            "a list of sizes of at least 1" if max_batch_size is None else wanted,
+            reprlib.repr(buckets),
         )
     return sizes
 

@@ -21,6 +21,7 @@ from torchpaged.metadata import (
     BatchSizes,
     check_batch,
     host_block_table,
+    integers,
     make_batch_tensors,
     pad_batch_tensors,
     slot_of,
@@ -175,11 +176,13 @@ class DecodeBuffers:
                 f"[num_rows] int64 on {self.device.type}",
                 f"{list(input_ids.shape)} {input_ids.dtype} on {input_ids.device}",
             )
+        if not isinstance(input_ids, Tensor):
+            integers("input_ids", input_ids)
         if len(input_ids) != rows:
             raise ArgumentError("input_ids", f"one token per row ({rows})", str(len(input_ids)))
         if not 0 < rows <= padded_to <= self.max_batch_size:
             raise ArgumentError("padded_to", f"{rows} to {self.max_batch_size} rows", str(padded_to))
-        if min(seq_lens) < 1:
+        if min(integers("seq_lens", seq_lens)) < 1:
             raise ArgumentError("seq_lens", "at least 1 (this step's token included)", str(min(seq_lens)))
         check_batch([1] * rows, seq_lens, block_tables, self.block_size, self.num_blocks)
         if self.num_blocks is not None:  # columns past the length too: advance_step will write there

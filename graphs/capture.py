@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Captured(Protocol):
         """Free what it holds."""
 
 
+@runtime_checkable
 class CaptureBackend(Protocol):
     """Makes `Captured` steps that share one memory pool."""
 

@@ -22,12 +22,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import (
     FIELDS,
     AttentionMetadata,
     BatchSizes,
     check_batch,
+    integers,
     pad_batch_tensors,
     slots_between,
 )
@@ -74,6 +76,7 @@ class PackedBuffers:
         max_query_len: int | None = None,
         trees: bool = False,
     ) -> None:
+        switch("trees", trees)
         for name, size in (
             ("max_num_reqs", max_num_reqs),
             ("max_blocks_per_req", max_blocks_per_req),
@@ -221,6 +224,13 @@ class PackedBuffers:
         tree_parents: Trees | None = None,
     ) -> None:
         """Refuse what `load` could not put into the tensors; raises `ArgumentError`."""
+        for name, numbers in (
+            ("input_ids", input_ids),
+            ("query_lens", query_lens),
+            ("seq_lens", seq_lens),
+            ("logits_indices", logits_indices),
+        ):
+            integers(name, numbers)
         if padded_to not in self.buckets:
             raise ArgumentError("padded_to", f"one of the buckets {self.buckets}", str(padded_to))
         if not 0 < len(query_lens) <= self.max_num_reqs:

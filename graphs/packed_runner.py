@@ -88,7 +88,7 @@ class PackedGraphRunner(BucketedGraphs):
         ranges: Ranges | None = None,
         session: StepSession | None = None,
     ) -> None:
-        sizes = check_buckets(buckets, max(buckets, default=0))
+        sizes = check_buckets(buckets, None)
         self.buffers = PackedBuffers(
             sizes, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks, max_query_len, trees
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.compile.code_object import with_own_code
+from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.capture import CaptureBackend, TapeCapture
 from torchpaged.metadata import AttentionMetadata, HostLengths
@@ -101,6 +102,7 @@ def decode_steps(
     Raises:
         ArgumentError: compiled steps on a tape.
     """
+    switch("compile", compile)
     if not compile:
         return lambda bucket: step
     if isinstance(capture, TapeCapture):

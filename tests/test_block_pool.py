@@ -73,7 +73,16 @@ def test_random_traffic_against_a_model() -> None:
 
 
 def test_sizes() -> None:
-    with pytest.raises(ArgumentError, match="num_blocks"):
-        BlockPool(1)
-    with pytest.raises(ArgumentError, match="count"):
-        BlockPool(3).allocate(-1)
+    for size in (1, 2.5, 3.0, "4", None, True):
+        with pytest.raises(ArgumentError, match="num_blocks: expected an int of at least 2"):
+            BlockPool(size)  # type: ignore[arg-type]
+    pool = BlockPool(3)
+    for count in (-1, 1.5, 1.0, "1", None, True):
+        with pytest.raises(ArgumentError, match="count: expected an int of at least 0"):
+            pool.allocate(count)  # type: ignore[arg-type]
+    pool.allocate(1)
+    for block in (1.0, "1", None, True):
+        for call in (pool.free, pool.fork):
+            with pytest.raises(ArgumentError, match="blocks: expected block ids in"):
+                call([block])  # type: ignore[list-item, operator]
+    assert pool.ref_count(1) == 1 and pool.num_free == 1

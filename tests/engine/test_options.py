@@ -186,6 +186,24 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"max_seq_len": 500}, "max_seq_len: expected 2 to 128"
     yield {"max_seq_len": "64"}, "max_seq_len: expected None or an integer"
     yield {"num_blocks": 9.5}, "num_blocks: expected None or an integer"
+    for graphs in ("auto", False):  # said, though nothing would be captured
+        yield {"capture": 3, "graphs": graphs}, "capture: expected 'auto' or a CaptureBackend, got 3"
+        yield (
+            {"capture": "cuda", "graphs": graphs},
+            "capture: expected 'auto' or a CaptureBackend, got 'cuda'",
+        )
+        yield {"progress": 3, "graphs": graphs}, r"progress: expected a function, .*total, text\), .* got 3"
+    yield {"lookahead": -1}, "lookahead: expected at least 0, got -1"
+    yield {"lookahead": 1.5}, "lookahead: expected an integer of at least 0, got 1.5"
+    for tokenizer in (3, "gpt2", len):
+        yield {"tokenizer": tokenizer}, "tokenizer: expected a tokenizer, .*, got "
+    for name in ("compile", "graphs", "capture_ahead", "share_prefixes", "rolling"):
+        for value in (1, 0, numpy.bool_(True), None, "yes"):
+            yield {name: value}, f"{name}: expected True, False or 'auto', got "
+    for value in (1, 0, numpy.bool_(True), None, "auto"):
+        yield {"cascade": value}, "cascade: expected True, False or CascadeCosts, got"
+    yield {"prefill_buckets": 3}, "prefill_buckets: expected numbers of tokens, None or 'auto', got 3"
+    yield {"buckets": 3}, "buckets: expected batch sizes of at least 1, the largest 8 .* got 3"
     yield {"buckets": "8"}, "buckets: expected batch sizes"
     yield {"buckets": [1.5, 8]}, "buckets: expected batch sizes"
     yield {"prefill_buckets": [3.5]}, "prefill_buckets: expected numbers of tokens from 1"

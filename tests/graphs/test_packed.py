@@ -168,6 +168,9 @@ def test_padding_as_it_lies() -> None:
 def bad_batches() -> Iterator[tuple[dict[str, Any], str]]:
     good = batch_of(BATCHES["several"])
     yield batch_of([(9, 9), (8, 8)]), "input_ids: expected 1 to 16"
+    for name in ("input_ids", "query_lens", "seq_lens", "logits_indices"):
+        yield {**good, name: [good[name][0] + 0.0, *good[name][1:]]}, f"{name}: expected integers, got"
+    yield {**good, "block_tables": [[1.5], *good["block_tables"][1:]]}, "block_tables: expected integers"
     yield batch_of([(1, 1)] * 5), "query_lens: expected 1 to 4 requests, got 5; run the step without a graph"
     yield {**good, "query_lens": [3, 6, 0]}, "query_lens: expected at least 1 token per request"
     yield (
@@ -206,6 +209,9 @@ def test_bad_sizes() -> None:
     for options, argument in (
         ({"buckets": []}, "buckets"),
         ({"buckets": [0, 4]}, "buckets"),
+        ({"buckets": 4}, "buckets: expected a list of sizes of at least 1, got 4"),
+        ({"buckets": [4.0]}, "buckets"),
+        ({"trees": 1}, "trees: expected True or False, got 1"),
         ({"max_num_reqs": 0}, "max_num_reqs"),
         ({"max_blocks_per_req": 0}, "max_blocks_per_req"),
         ({"capture": "cuda"}, "capture"),

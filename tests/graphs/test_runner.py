@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from sessions import kept_session, semaphore_of
@@ -278,6 +279,14 @@ BAD: dict[str, tuple[str, Any]] = {
     "table_wide": ("block_tables", ([1], [1], [list(range(1, 20))])),
     "null_block": ("block_tables", ([1], [1], [[0]])),
     "block_unknown": ("block_tables", ([1], [1], [[BLOCKS]])),
+    "id_truncated": ("input_ids: expected integers, got", ([1.5], [1], [[1]])),
+    "id_whole_float": ("input_ids: expected integers, got", (numpy.array([2.0]), [1], [[1]])),
+    "id_none": ("input_ids: expected integers, got", ([None], [1], [[1]])),
+    "id_huge": ("input_ids: expected integers, got", ([2**63], [1], [[1]])),
+    "length_float": ("seq_lens: expected integers, got", ([1], [1.0], [[1]])),
+    "length_text": ("seq_lens: expected integers, got", ([1], ["1"], [[1]])),
+    "block_truncated": ("block_tables: expected integers, got", ([1], [1], [[1.5]])),
+    "block_truncated_later": ("block_tables: expected integers, got", ([1], [1], [[1, 2.5]])),
 }
 
 
@@ -315,8 +324,17 @@ def test_the_tape_refuses_host_reads(step: str) -> None:
 def test_refused_settings() -> None:
     with pytest.raises(ArgumentError, match="compile"):
         runner(Toy(), TapeCapture(), compile=True)
-    with pytest.raises(ArgumentError, match="capture"):
-        runner(Toy(), "cuda")
+    for bad in ("cuda", 3, EagerCapture):
+        with pytest.raises(ArgumentError, match="capture: expected 'auto' or a CaptureBackend, got"):
+            runner(Toy(), bad)
+    with pytest.raises(ArgumentError, match="compile: expected True or False, got 'no'"):
+        runner(Toy(), compile="no")
+    with pytest.raises(ArgumentError, match="debug: expected True, False or None, got 1"):
+        runner(Toy(), debug=1)
+    with pytest.raises(ArgumentError, match=r"progress: expected a function, .*, got 3"):
+        runner(Toy(), progress=3)
+    with pytest.raises(ArgumentError, match="buckets: expected batch sizes .*, got 3"):
+        runner(Toy(), buckets=3)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -325,9 +343,18 @@ def test_bad_batches_change_no_buffer(name: str) -> None:
     r.run([3], [2], [[1]])
     before = {n: t.clone() for n, t in r.buffers.tensors().items()}
     argument, call = BAD[name]
-    with pytest.raises(ArgumentError, match=argument):
-        r.run(*call)
+    for run in (r.run, r.run_eager)[: 1 if name.endswith("_rows") else 2]:  # these have no bucket
+        with pytest.raises(ArgumentError, match=argument):
+            run(*call)
     assert all(torch.equal(t, before[n]) for n, t in r.buffers.tensors().items())
+
+
+def test_integers_of_numpy_and_tensors_are_taken() -> None:
+    r = runner(Toy())
+    want = r.run([3, 4], [2, 1], [[1], [2]]).clone()
+    for make in (numpy.array, torch.tensor, lambda x: [numpy.int32(i) for i in x]):
+        tables = [make(table) for table in ([1], [2])]
+        assert torch.equal(r.run(make([3, 4]), make([2, 1]), tables), want)
 
 
 def test_buffers_by_hand() -> None:

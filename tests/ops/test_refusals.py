@@ -508,6 +508,11 @@ BAD_LISTS: dict[str, tuple[str, dict[str, Any]]] = {
     "block_size": ("block_size", {"block_size": -1}),
     "block_size_0": ("block_size", {"block_size": 0}),
     "one_block_twice": ("block_tables", {"block_tables": [[1, 1], [3]]}),
+    "float_block": ("block_tables: expected integers, got", {"block_tables": [[1, 2.5], [3]]}),
+    "float_length": ("seq_lens: expected integers, got", {"seq_lens": [5.0, 2]}),
+    "float_query": ("query_lens: expected integers, got", {"query_lens": [1.5, 1]}),
+    "no_length": ("seq_lens: expected integers, got", {"seq_lens": [None, 2]}),
+    "huge_length": ("seq_lens: expected integers, got", {"seq_lens": [2**64, 2]}),
     "two_writers": ("block_tables", {"block_tables": [[1, 2], [2]], "seq_lens": [6, 2]}),
     "two_writers_of_a_prefill": (
         "block_tables",

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 
 #: Padding rows of a graph point here: always valid memory, never anybody's tokens.
@@ -33,8 +34,10 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 2:
-            raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
+        if not is_int(num_blocks) or num_blocks < 2:
+            raise ArgumentError(
+                "num_blocks", "an int of at least 2 (block 0 is the null block)", repr(num_blocks)
+            )
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._ref_counts[NULL_BLOCK] = 1
@@ -71,8 +74,8 @@ class BlockPool:
         Raises:
             BlockPoolExhaustedError: fewer are free; the pool is left as it was.
         """
-        if count < 0:
-            raise ArgumentError("count", "at least 0 blocks", str(count))
+        if not is_int(count) or count < 0:
+            raise ArgumentError("count", "an int of at least 0 blocks", repr(count))
         if count > len(self._free):
             raise BlockPoolExhaustedError(count, len(self._free), self.num_usable)
         if not count:
@@ -127,9 +130,9 @@ class BlockPool:
         self._free = list(range(self.num_blocks - 1, 0, -1))
 
     def _check(self, block: int, held: bool = True) -> None:
-        if not NULL_BLOCK < block < self.num_blocks:
+        if not is_int(block) or not NULL_BLOCK < block < self.num_blocks:
             raise ArgumentError(
-                "blocks", f"block ids in [1, {self.num_blocks})", str(block), "block 0 is the null block"
+                "blocks", f"block ids in [1, {self.num_blocks})", repr(block), "block 0 is the null block"
             )
         if held and not self._ref_counts[block]:
             raise ArgumentError("blocks", "blocks that are held", f"block {block}, which is free")

@@ -33,7 +33,8 @@ from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.options import (
-    check_options,
+    check_size,
+    check_tokenizer,
     decide_compile,
     decide_graphs,
     decide_prefill_buckets,
@@ -54,6 +55,7 @@ from torchpaged.engine.step_graphs import make_step_graphs
 from torchpaged.engine.stepper import Stepper
 from torchpaged.engine.text import TextStream
 from torchpaged.graphs import CaptureBackend, PackedGraphRunner
+from torchpaged.graphs.bucketed import check_capture, check_progress
 from torchpaged.model_state import ModelState
 
 if TYPE_CHECKING:
@@ -170,24 +172,21 @@ class Generator(NotCopied):
         batch_invariant: bool = False,
         progress: Callable[[int, int, str], None] | None = None,
     ) -> None:
-        check_options(
-            {
-                "max_batch_size": max_batch_size,
-                "prefill_chunk_size": prefill_chunk_size,
-                "block_size": 1 if block_size is None else block_size,
-                "steps_per_launch": steps_per_launch,
-                "lookahead": 1 if lookahead is None else lookahead + 1,
-            },
-            {
-                "compile": compile,
-                "graphs": graphs,
-                "capture_ahead": capture_ahead,
-                "share_prefixes": share_prefixes,
-            },
-        )
-        check_cascade(cascade)
+        check_tokenizer(tokenizer)
+        check_size("max_batch_size", max_batch_size)
+        check_size("prefill_chunk_size", prefill_chunk_size)
+        check_size("block_size", 1 if block_size is None else block_size)
+        check_size("steps_per_launch", steps_per_launch)
+        check_size("lookahead", 0 if lookahead is None else lookahead, 0)
+        switch("compile", compile, "auto")
+        switch("graphs", graphs, "auto")
+        switch("capture_ahead", capture_ahead, "auto")
+        switch("share_prefixes", share_prefixes, "auto")
         switch("fuse", fuse)
         switch("batch_invariant", batch_invariant)
+        check_capture(capture)
+        check_progress(progress)
+        check_cascade(cascade)
         self.max_seq_len = tokens_per_request(model, max_seq_len)
         self.model: PagedModelProtocol = paged_model(
             model,

@@ -7,7 +7,7 @@ Each decision comes with its reason, so that ``generator.graph_reason``, ``prefi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,16 +25,24 @@ if TYPE_CHECKING:
 DEFAULT_MAX_SEQ_LEN = 2048
 
 
-def check_options(sizes: Mapping[str, int], switches: Mapping[str, bool | str]) -> None:
-    """Refuse sizes below 1, and switches that are neither True, False nor "auto"."""
-    for name, size in sizes.items():
-        number = as_integer(size)
-        if number is None or number < 1:
-            raise ArgumentError(
-                name, "at least 1" if number is not None else "an integer of at least 1", shown(size)
-            )
-    for name, value in switches.items():
-        switch(name, value, "auto")
+def check_size(name: str, size: int, least: int = 1) -> None:
+    """Refuse what is no integer of at least ``least``."""
+    number = as_integer(size)
+    if number is None or number < least:
+        raise ArgumentError(
+            name, f"{'' if number is not None else 'an integer of '}at least {least}", shown(size)
+        )
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Refuse what can't be called on text, or has no ``decode``."""
+    if tokenizer is not None and not (callable(tokenizer) and callable(getattr(tokenizer, "decode", None))):
+        raise ArgumentError(
+            "tokenizer",
+            'a tokenizer, for tokenizer(text)["input_ids"] and tokenizer.decode(ids), or None',
+            shown(tokenizer),
+            "without one prompts are token ids",
+        )
 
 
 def tokens_per_request(model: Any, max_seq_len: int | None) -> int:
@@ -299,7 +307,8 @@ def decide_prefill_buckets(
     ``support``: the backend's. On a GPU anything below ALWAYS rules prefills out: their query lengths differ
     from replay to replay.
     """
-    if isinstance(prefill_buckets, str):
+    listed = prefill_buckets is None or isinstance(prefill_buckets, Iterable)
+    if isinstance(prefill_buckets, str) or not listed:
         if prefill_buckets != "auto":
             raise ArgumentError("prefill_buckets", "numbers of tokens, None or 'auto'", repr(prefill_buckets))
         if not use_graphs:

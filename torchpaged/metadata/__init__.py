@@ -10,7 +10,7 @@ encoder.py   batches of encoders, and of cross attention
 """
 
 from torchpaged.metadata.batch import AttentionMetadata, HostLengths
-from torchpaged.metadata.checks import check_batch
+from torchpaged.metadata.checks import check_batch, integers
 from torchpaged.metadata.encoder import CrossMetadata, encoder_metadata
 from torchpaged.metadata.fields import (
     FIELDS,
@@ -35,6 +35,7 @@ __all__ = [
     "check_batch",
     "encoder_metadata",
     "host_block_table",
+    "integers",
     "make_batch_tensors",
     "pad_batch_tensors",
     "slot_of",

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+import reprlib
+from array import array
+from collections.abc import Iterable, Sequence
 
 from torchpaged.custom_ops.errors import ArgumentError
+
+
+def integers(name: str, values: Iterable[int]) -> list[int]:
+    """The numbers of a list, an array or a tensor as Python's own; raises `ArgumentError` of what is no
+    integer of 64 bits, 2.0 included: a tensor of integers would be made of it without a word."""
+    try:
+        return array("q", iter(values)).tolist()
+    except (TypeError, OverflowError):
+        raise ArgumentError(name, "integers", reprlib.repr(values)) from None
 
 
 def check_batch(
@@ -28,6 +39,7 @@ def check_batch(
             f"one row and one length per request ({len(seq_lens)})",
             f"{len(query_lens)} query_lens, {len(seq_lens)} seq_lens, {len(block_tables)} rows",
         )
+    query_lens, seq_lens = integers("query_lens", query_lens), integers("seq_lens", seq_lens)
     for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
         if query_len < 0 or seq_len < 0:
             raise ArgumentError(
@@ -41,9 +53,7 @@ def check_batch(
                 f"{len(blocks)}",
                 "allocate before building the batch",
             )
-        ids = blocks[:needed]
-        if needed and type(ids[0]) is not int:  # of an array or tensor, whose items are no keys to look up
-            ids = [int(block) for block in ids]
+        ids = integers("block_tables", blocks)[:needed]
         low, high = min(ids, default=1), max(ids, default=0)
         if low < 1 or (num_blocks is not None and high >= num_blocks):
             raise ArgumentError(

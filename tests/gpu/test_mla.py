@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -48,6 +49,27 @@ def test_models_sizes(sizes: str, dtype: torch.dtype) -> None:
             spec, num_heads=num_heads, rank=rank, rope=rope, dtype=dtype, device="cuda", block_size=64
         )
         assert_latent_close(*run_mla_attention(BACKEND_OPS["cuda"], batch), batch)
+
+
+@pytest.mark.parametrize("keys", [97, 1024])
+def test_float32_sums_are_short(keys: int) -> None:
+    """16 + sqrt(keys) / 2 roundings of the largest result: one sum over a latent and its rotated key, or over
+    all keys, takes more."""
+    for seed in range(8):
+        batch = make_latent_batch(
+            BatchSpec("short sums", (keys, keys // 2), (1, 3)),
+            num_heads=16,
+            rank=512,
+            rope=64,
+            dtype=torch.float32,
+            device="cuda",
+            seed=seed,
+        )
+        wide = replace(batch, q=batch.q.double(), k_cache=batch.k_cache.double())
+        (out, _), (exact, _) = run_mla_attention(TRITON, batch), run_mla_attention(REFERENCE, wide)
+        largest = exact.abs().max()
+        error = float((out - exact).abs().max() / largest) / torch.finfo(torch.float32).eps
+        assert error <= 16 + keys**0.5 / 2
 
 
 def test_one_capture_serves_other_lengths() -> None:

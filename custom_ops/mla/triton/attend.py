@@ -240,13 +240,22 @@ def attend(
         if INTERPRET:
             kv, k_pe = kv.to(tl.float32), k_pe.to(tl.float32)
         s = tl.dot(q, tl.trans(kv), input_precision="ieee")  # [M, N]
-        s = tl.dot(q_pe, k_pe, acc=s, input_precision="ieee")
-        s = tl.where(n[None, :] < end[:, None], s * score_scale, float("-inf"))
+        if q.dtype == tl.float32:
+            # FMAs round one long sum at every product: the rotated key's begins anew, and so do a tile's
+            # values below; `fma`, since the compiler turns a sum with a dot into one
+            s = tl.fma(tl.dot(q_pe, k_pe, input_precision="ieee"), score_scale, s * score_scale)
+        else:
+            s = tl.dot(q_pe, k_pe, acc=s, input_precision="ieee") * score_scale
+        s = tl.where(n[None, :] < end[:, None], s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         shrink = tl.exp2(maximum - top)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(kv.dtype), kv, input_precision="ieee")
+        weighted = tl.dot(p.to(kv.dtype), kv, input_precision="ieee")
+        if q.dtype == tl.float32:
+            acc = tl.fma(acc, shrink[:, None], weighted)
+        else:
+            acc = acc * shrink[:, None] + weighted
         maximum = top
         block = next_block
     return maximum, total, acc

@@ -3,6 +3,7 @@ seeds, and the run goes on."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -17,7 +18,7 @@ import torch
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.testing.fuzz import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
-from torchpaged.testing.fuzz_aims import PREFILL_WIDTHS
+from torchpaged.testing.fuzz_aims import CASCADE_WIDTHS, PREFILL_WIDTHS
 from torchpaged.testing.fuzz_case import run_case
 from torchpaged.testing.pools import strided
 from torchpaged.testing.worker import WorkerPool
@@ -506,6 +507,35 @@ def test_a_replay_that_ignores_the_new_batch_is_seen(monkeypatch: pytest.MonkeyP
     assert not run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
     monkeypatch.setattr("torchpaged.testing.fuzz_case._Runner._capture", lambda *_: lambda: None)
     assert run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
+
+
+def test_configurations_aimed_at_shared_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pair of widths over pools of 16 and of 8 bits, captured and not; and the harness runs them: a
+    planted error in cascade_attention is seen, and none else."""
+    drawn = [
+        random_configuration(seed, backends=("cuda",), aim="cascade")
+        for seed in range(4 * len(CASCADE_WIDTHS))
+    ]
+    seen = {(c.head_dim, c.head_dim_v, c.kv_dtype != c.dtype, c.captured) for c in drawn}
+    assert len(seen) == len(drawn) and {key[:2] for key in seen} == set(CASCADE_WIDTHS)
+    assert {c.backend for c in drawn} == {"cuda"}
+    assert {c.groups for c in drawn} == {1, 2, 3, 8} and any(
+        c.num_heads // c.num_kv_heads == 5 for c in drawn
+    )
+    case = {**CASE, "seed": 3, "aim": "cascade", "batches": 1}
+    small = {"num_reqs": 3, "num_tokens": 60, "most_scores": 2**14, "backend": "reference"}
+    monkeypatch.setattr(
+        "torchpaged.testing.fuzz_case.random_configuration",
+        lambda *args, **options: dataclasses.replace(random_configuration(*args, **options), **small),
+    )
+    assert not run_case(case, lambda *args, **facts: None)["failures"]
+
+    def wrong(*args: Any, **options: Any) -> None:
+        REFERENCE.cascade_attention(*args, **options)
+        args[11].add_(0.5)
+
+    planted = {"reference": REFERENCE._replace(cascade_attention=wrong)}
+    assert run_case(case, lambda *args, **facts: None, planted)["failures"]
 
 
 def test_configurations_aimed_at_trees() -> None:

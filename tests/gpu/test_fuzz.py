@@ -150,8 +150,9 @@ def test_random_batches(kernel: str, share: int, shares: WorkerPool) -> None:
     )
 
 
+@pytest.mark.parametrize("aim", ["", "cascade"])
 @pytest.mark.parametrize("first_seed", range(1_000_000, 1_000_000 + CONFIGURATIONS, TOGETHER))
-def test_random_configurations(first_seed: int, configurations: WorkerPool) -> None:
+def test_random_configurations(first_seed: int, aim: str, configurations: WorkerPool) -> None:
     """A few of each kind; hundreds are the business of fuzz_attention.py."""
     shared = {
         "batches": 6,
@@ -159,6 +160,7 @@ def test_random_configurations(first_seed: int, configurations: WorkerPool) -> N
         "device": "cuda",
         "small": False,
         "captures": True,
+        "aim": aim,
     }
     outcomes = list(configurations.run({"seed": first_seed + i, **shared} for i in range(TOGETHER)))
     assert len(outcomes) == TOGETHER

@@ -20,6 +20,7 @@ from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.fuzz_aims import AIMS
 from torchpaged.testing.fuzz_configuration import Configuration
 from torchpaged.testing.pools import FP8_DTYPES, PoolLayout
+from torchpaged.testing.shared_prefixes import share_prefixes
 from torchpaged.testing.trees import TREE_KINDS, random_parents
 
 WIDTHS = (
@@ -294,4 +295,6 @@ def random_batch(c: Configuration, index: int, device: torch.device | str = "cpu
         batch.extras["semaphore"] = torch.zeros(
             c.num_reqs * c.num_kv_heads + r.choice((0, 0, 7)) * (not c.captured), dtype=torch.int32
         )
+    if c.groups:
+        batch = share_prefixes(batch, c.groups, r)
     return batch.to(device)

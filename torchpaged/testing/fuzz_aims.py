@@ -9,6 +9,7 @@ machine; tests/test_fuzz_harness.py asks the kernels.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ PREFILL_WIDTHS = (
     (64, 256),
     (256, 64),
 )
+CASCADE_WIDTHS = tuple(itertools.product((32, 64, 80, 96, 128, 192, 256), repeat=2))
 _GROUPS = (1, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 11, 12, 16, 16, 32, 64, 128)
 _LONGEST = (9, 17, 64, 65, 129, 257, 300, 513, 1100)
 
@@ -172,6 +174,50 @@ def for_trees(c: Configuration, r: random.Random) -> Configuration:
     )
 
 
+def for_cascade(c: Configuration, r: random.Random) -> Configuration:
+    """For cascade_attention, in its own launches or in two calls: every pair of `CASCADE_WIDTHS`, one seed
+    after the other, then over fp8, then the same captured, then all again; every fourth round on Triton's."""
+    turn, pair = divmod(c.seed, len(CASCADE_WIDTHS))
+    dim, dim_v = CASCADE_WIDTHS[pair]
+    group, kv_heads = r.choice(
+        ((1, 8), (2, 3), (3, 1), (4, 2), (4, 8), (5, 1), (5, 3), (7, 1), (8, 1), (16, 1))
+    )
+    longest = r.choice((1, 1, 1, 2, 4, 5, 8, 8, 17))
+    num_reqs = r.choice((1, 3, 3, 6, 20, 40, 130))
+    dtype = r.choice(("bfloat16", "bfloat16", "float16"))
+    kv_dtype = r.choice(("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2")) if turn % 2 else dtype
+    block_size = r.choice((8, 16, 16, 16, 32, 64))
+    layout = PoolLayout(r.random() < 0.25, 16 * r.choice((0, 0, 1)), 0, 16 * r.choice((0, 0, 1)))
+    least = -(-min(12_000, 2**22 // (kv_heads * max(dim, dim_v))) // block_size)
+    return dataclasses.replace(
+        c,
+        backend="triton" if turn // 4 % 4 == 3 else "cuda",
+        kernel="decode" if longest <= 8 else "prefill",
+        num_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_dim=dim,
+        head_dim_v=dim_v,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        scales="none" if kv_dtype == dtype else r.choice(("none", "one", "per_head", "per_head")),
+        block_size=block_size,
+        layout=layout,
+        q_padding=_eights(c.q_padding),
+        out_padding=_eights(c.out_padding),
+        num_reqs=num_reqs,
+        num_tokens=num_reqs * longest + r.choice((0, 3)),
+        max_query_len=r.choice((longest, longest, max(longest, 8))),
+        longest_query=longest,
+        columns=r.choice((least, -(-1025 // block_size))),
+        num_blocks=least + num_reqs + 1,
+        options={name: value for name, value in c.options.items() if name == "logits_soft_cap"},
+        sinks=r.choice(("none", "none", "same")),
+        alibi=False,
+        captured=turn // 2 % 2 == 1,
+        groups=r.choice((1, 2, 2, 3, 8)),
+    )
+
+
 def _eights(paddings: tuple[int, int, int]) -> tuple[int, int, int]:
     between_tokens, between_heads, before = paddings
     return between_tokens // 8 * 8, between_heads // 8 * 8, before // 8 * 8
@@ -182,4 +228,5 @@ AIMS: dict[str, Callable[[Configuration, random.Random], Configuration]] = {
     "cuda-prefill-fp8": for_cuda_prefill_fp8,
     "cuda-decode": for_cuda_decode,
     "tree": for_trees,
+    "cascade": for_cascade,
 }

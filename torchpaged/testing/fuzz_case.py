@@ -21,6 +21,7 @@ from torchpaged.testing.fuzz import random_batch, random_configuration
 from torchpaged.testing.fuzz_configuration import Configuration
 from torchpaged.testing.oracle import assert_within_budget, run_paged_attention
 from torchpaged.testing.pools import FP8_DTYPES, clone_storage, memory_of, strided
+from torchpaged.testing.shared_prefixes import OWN_TENSORS, PREFIX_TENSORS
 
 _REFERENCE = BACKEND_OPS["reference"]
 _FAILURES = 3  # of one configuration; then it is given up
@@ -136,7 +137,8 @@ def _expected(batch: Batch, options: dict[str, Any], dtype: torch.dtype) -> tupl
         name: x.to(dtype) if name == "sinks" and dtype == torch.float64 else x
         for name, x in batch.extras.items()
     }
-    extras.pop("semaphore", None)
+    for name in ("semaphore", *PREFIX_TENSORS, *OWN_TENSORS):
+        extras.pop(name, None)
     pools = (batch.k_cache, batch.v_cache)
     k_cache, v_cache = pools if batch.k_cache.dtype in FP8_DTYPES else (pool.to(dtype) for pool in pools)
     return run_paged_attention(
@@ -181,18 +183,26 @@ class _Runner:
         return out, torch.full((tokens, c.num_heads), float("nan"), device=self._device) if c.lse else None
 
     def _call(self, batch: Batch, out: Tensor, lse: Tensor | None) -> None:
-        self._ops.paged_attention(
+        extras = dict(batch.extras)
+        requests: tuple[Tensor, ...] = batch.block_table, batch.seq_lens
+        op, prefixes = self._ops.paged_attention, ()
+        if self.configuration.groups:
+            op = self._ops.cascade_attention
+            requests, prefixes = (
+                tuple(extras.pop(name) for name in names) for names in (OWN_TENSORS, PREFIX_TENSORS)
+            )
+        op(
             batch.q,
             batch.k_cache,
             batch.v_cache,
-            batch.block_table,
-            batch.seq_lens,
+            *requests,
             batch.query_start_loc,
+            *prefixes,
             out,
             lse,
             max_query_len=batch.max_query_len,
             scale=batch.scale,
-            **batch.extras,
+            **extras,
             **self.options,
         )
 
@@ -260,6 +270,18 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
         return c.backend
     from torchpaged.custom_ops.attention.triton import config
 
+    if c.groups:
+        if c.backend == "triton":
+            return "triton cascade"
+        from torchpaged.custom_ops.attention.cuda.cascade_attention import refuse
+
+        pools, tables = (
+            (batch.k_cache, batch.v_cache),
+            (batch.block_table, batch.extras["prefix_block_table"]),
+        )
+        sinks = batch.extras.get("sinks")
+        refused = refuse(batch.q, *pools, *tables, out, c.max_query_len, batch.scale, sinks)
+        return "cuda cascade" if refused is None else "cuda cascade in two calls"
     if c.backend == "cuda":
         from torchpaged.custom_ops.attention.cuda.paged_attention import route
 

@@ -25,6 +25,7 @@ class Configuration:
         most_scores: bounds queries x keys x heads of a request, so that the oracle stays fast.
         captured: into a CUDA graph that is replayed with every batch.
         tree: query tokens are trees, at most 64 of a request.
+        groups: of requests that share a prefix, at most: `cascade_attention`; 0: `paged_attention`.
     """
 
     seed: int
@@ -56,6 +57,7 @@ class Configuration:
     scale: float | None
     captured: bool
     tree: bool = False
+    groups: int = 0
 
     def describe(self) -> dict[str, Any]:
         """As JSON takes it."""

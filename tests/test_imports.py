@@ -62,7 +62,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "model_state",
         "profiling",
     ),
-    "testing": ENGINE,
+    "testing": (*ENGINE, "cascade"),
     "bench": ENGINE,
     "cli": (*ENGINE, "bench", "testing"),
     "": ("attention", "backends", "cache", "compile", "custom_ops", "functional", "metadata", "version"),

@@ -543,20 +543,14 @@ class PagedCache(Cache):
         """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is
         copied. Raises as `RowChanges.reindex` does, before anything is changed."""
         self._changes.reindex(beam_idx.tolist())
-        for layer in self.layers:
-            layer.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row ``repeats`` times, neighbours; raises as `reorder_cache`."""
         self._changes.reindex([row for row in range(len(self.rows.blocks)) for _ in range(repeats)])
-        for layer in self.layers:
-            layer.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, by their numbers; raises as `reorder_cache`."""
         self._changes.reindex(indices.tolist())
-        for layer in self.layers:
-            layer.batch_select_indices(indices)
 
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""

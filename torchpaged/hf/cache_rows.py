@@ -181,12 +181,7 @@ class CacheRows:
         """
         if not torch.compiler.is_compiling():
             if batch != len(self.blocks):
-                raise ArgumentError(
-                    "input_ids",
-                    f"{len(self.blocks)} rows, as in this cache's first batch",
-                    f"{batch} rows",
-                    "call cache.reset() before another batch",
-                )
+                raise other_rows(len(self.blocks), batch)
             self.require_room(query_len)
             self.require_complete()
             self._is_open = True
@@ -349,4 +344,14 @@ def incomplete() -> ArgumentError:
         "a PagedCache whose forwards all completed",
         "one whose last forward raised, or still runs, between two layers",
         "its layers hold different tokens: call cache.reset() and start from the prompt",
+    )
+
+
+def other_rows(rows: int, got: int) -> ArgumentError:
+    """The error of a forward over other rows than the cache's."""
+    return ArgumentError(
+        "input_ids",
+        f"{rows} rows, as in this cache's first batch",
+        f"{got} rows",
+        "call cache.reset() before another batch",
     )

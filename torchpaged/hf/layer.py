@@ -393,12 +393,6 @@ class PagedLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Nothing to do for one layer; see `PagedCache.reorder_cache`."""
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Nothing to do for one layer; see `PagedCache.batch_repeat_interleave`."""
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Nothing to do for one layer; see `PagedCache.batch_select_indices`."""
-
 
 class LayerCache:
     """A cache as one decoder layer sees it: the layer's own pools, whatever index it names.

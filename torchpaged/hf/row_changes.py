@@ -17,6 +17,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.row_groups import RowGroups
+from torchpaged.hf.state_layer import StateLayer
 
 
 class RowChanges:
@@ -24,7 +25,7 @@ class RowChanges:
 
     Args:
         rows: the cache's rows.
-        layers: all of the cache's layers, of which transformers' own may keep states of their own.
+        layers: all of the cache's layers, of which a `StateLayer` keeps states of the rows beside blocks.
         groups: of the rows.
     """
 
@@ -107,6 +108,9 @@ class RowChanges:
         rows.select(parents)
         self._copy_blocks(copies)
         self._copy_blocks(in_rings, rolls=True)
+        for layer in self._layers:
+            if isinstance(layer, StateLayer):
+                layer.reorder_cache(torch.tensor(parents))
         self._groups.find([lengths[parent] for parent in parents])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]], rolls: bool = False) -> None:

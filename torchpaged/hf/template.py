@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
@@ -26,33 +25,28 @@ from torchpaged.hf.indexed import IndexedLayer
 from torchpaged.hf.known_models import SELECTS_KEYS
 from torchpaged.hf.latent import LatentLayer
 from torchpaged.hf.layer import PagedLayer, PagedOwner
+from torchpaged.hf.state_layer import StateLayer
 
 
-class HybridPagedLayer(LinearAttentionLayer, PagedLayer):
-    """A layer with both a linear-attention state (HuggingFace's own) and paged keys and values."""
-
-    is_compileable = True
+class HybridPagedLayer(StateLayer, PagedLayer):
+    """A layer with both a linear-attention state and paged keys and values."""
 
     def __init__(
         self, owner: PagedOwner, index: int, window: int | None, chunk: int | None, number_of_states: int
     ) -> None:
         PagedLayer.__init__(self, owner, index, window, chunk)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+        StateLayer.__init__(self, number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Keys and values come as positions, states by keyword."""
         if len(args) == 2 and not kwargs:
             PagedLayer.lazy_initialization(self, *args)
         elif not args and kwargs:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+            StateLayer.lazy_initialization(self, **kwargs)
 
-    def reset(self) -> None:
-        """Zero the linear states."""
-        LinearAttentionLayer.reset(self)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the linear states."""
-        LinearAttentionLayer.reorder_cache(self, beam_idx)
+    def get_max_length(self) -> int:
+        """`PagedLayer.get_max_length`: the state has no length."""
+        return PagedLayer.get_max_length(self)
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
@@ -82,7 +76,7 @@ def _of_registered_kind(owner: PagedOwner, index: int, config: Any, template: An
 
 def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner, keeps_latents: bool = False) -> list[Any]:
     """The layers of a paged cache for ``config``: those of a registered kind its own, attention layers paged,
-    as latents if it ``keeps_latents``, linear ones HuggingFace's own.
+    as latents if it ``keeps_latents``, linear ones a `StateLayer`.
 
     Raises:
         UnsupportedModelError: the architecture keeps something in its cache that can be neither.
@@ -115,6 +109,8 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner, keeps_latents
             layers.append(LatentLayer(owner, index, config))
         elif isinstance(layer, StaticLayer):
             layers.append(PagedLayer(owner, index, window, chunk))
+        elif type(layer) is LinearAttentionLayer:
+            layers.append(StateLayer(layer.number_of_states))
         elif isinstance(layer, CacheLayerMixin):
             raise UnsupportedModelError(
                 f"{config.model_type}: layer {index} needs a cache of its own kind ({type(layer).__name__})"

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from torchpaged.hf.cache_rows import other_rows
-
 
 class StateLayer(LinearAttentionLayer):
     """Convolution and recurrent states, ``[rows, ...]`` each, that do what a `PagedCache` does to its rows:
@@ -34,43 +32,32 @@ class StateLayer(LinearAttentionLayer):
         there: dict[int, bool] = getattr(self, f"is_{name}_initialized")
         return there
 
-    def lazy_initialization(self, **states: Any) -> None:  # type: ignore[override]
+    def lazy_initialization(self, **states: Any) -> None:
         """Allocate; an inference tensor could not be written under no_grad later."""
         with torch.inference_mode(False):
             LinearAttentionLayer.lazy_initialization(self, **states)
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers has it.
-
-        Raises:
-            ArgumentError: other rows than this batch's.
-        """
-        self._require_rows("conv_states", state_idx, conv_states)
+        """As transformers has it."""
+        self._fit("conv_states", state_idx, conv_states)
         full: Tensor = LinearAttentionLayer.update_conv_state(self, conv_states, state_idx, **kwargs)
         return full
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers has it.
-
-        Raises:
-            ArgumentError: other rows than this batch's.
-        """
-        self._require_rows("recurrent_states", state_idx, recurrent_states)
+        """As transformers has it."""
+        self._fit("recurrent_states", state_idx, recurrent_states)
         kept: Tensor = LinearAttentionLayer.update_recurrent_state(
             self, recurrent_states, state_idx, **kwargs
         )
         return kept
 
-    def _require_rows(self, name: str, state_idx: int, states: Tensor) -> None:
-        """The first states behind a `reset` may be of another size; later ones are of the same rows."""
-        there = self._there(name)
-        kept = getattr(self, name)[state_idx]
-        same = not there[state_idx] or kept.shape[0] == states.shape[0]
+    def _fit(self, name: str, state_idx: int, states: Tensor) -> None:
+        """The first states behind a `reset` may be of another size: those that are left are dropped then."""
         if (name, state_idx) in self._left:
             self._left.discard((name, state_idx))
-            there[state_idx] = same and (kept.dtype, kept.device) == (states.dtype, states.device)
-        elif not same:
-            raise other_rows(kept.shape[0], states.shape[0])
+            kept = getattr(self, name)[state_idx]
+            wanted = (states.shape[0], states.dtype, states.device)
+            self._there(name)[state_idx] = (kept.shape[0], kept.dtype, kept.device) == wanted
 
     def reset(self) -> None:
         """Zero the states. Those of a recorded past are what a forward computed, perhaps in inference mode,

@@ -82,6 +82,16 @@ class StepCache(Cache):
     ) -> None:
         super().__init__(layers=paged_layers(config, max_seq_len, self, keeps_latents(config)))
         self.name = str(config.model_type)
+        for index, layer in enumerate(self.layers):
+            if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
+                holds = (
+                    "a recurrent state" if isinstance(layer, LinearAttentionCacheLayerMixin) else "no keys"
+                )
+                raise UnsupportedModelError(
+                    f"{config.model_type}: layer {index} keeps {holds} ({type(layer).__name__}), "
+                    "which the packed batches of the engine do not carry yet; use generate() with "
+                    "torchpaged.hf.PagedCache"
+                )
         if kv_dtype is not None:
             latent = {f"layer {layer.index} keeps latents" for layer in self.layers if layer.latent}
             require_paged(self.name, latent)
@@ -97,16 +107,6 @@ class StepCache(Cache):
         self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
         self.ready = False
         self._mask_token = mask_token(self)
-        for index, layer in enumerate(self.layers):
-            if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
-                holds = (
-                    "a recurrent state" if isinstance(layer, LinearAttentionCacheLayerMixin) else "no keys"
-                )
-                raise UnsupportedModelError(
-                    f"{config.model_type}: layer {index} keeps {holds} ({type(layer).__name__}), "
-                    "which the packed batches of the engine do not carry yet; use generate() with "
-                    "torchpaged.hf.PagedCache"
-                )
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, when the first keys show device and dtype."""

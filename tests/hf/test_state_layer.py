@@ -1,0 +1,105 @@
+"""Recurrent states in a paged cache: they follow its rows, and survive a `reset` that changes the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged.engine import Generator
+from torchpaged.hf import PagedCache, attach
+from torchpaged.hf.state_layer import StateLayer
+from torchpaged.testing.coverage.architectures import model_of
+
+#: States apart from attention, convolutions alone, both in one layer, several states in one.
+FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "inkling_text", "zaya"]
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.randint(3, 99, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def cached(model: PreTrainedModel) -> PagedCache:
+    return PagedCache(model.config, 4, 32, block_size=4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_follow_the_rows(family: str) -> None:
+    """Selected, repeated and reordered, against rows that were so from the start in transformers' cache."""
+    eager, model = model_of(family, "eager"), attach(model_of(family, "eager"))
+    prompts, step = tokens(3, 7), tokens(4, 1)
+    changes = {
+        "batch_select_indices": (torch.tensor([2, 0]), [2, 0]),
+        "reorder_cache": (torch.tensor([1, 1, 0]), [1, 1, 0]),
+        "batch_repeat_interleave": (2, [0, 0, 1, 1]),
+    }
+    for method, (argument, rows) in changes.items():
+        ids = prompts[: 2 if method == "batch_repeat_interleave" else 3]
+        with torch.no_grad():
+            theirs, cache = DynamicCache(config=model.config), cached(model)
+            eager(ids[rows], past_key_values=theirs)
+            want = eager(step[: len(rows)], past_key_values=theirs).logits
+            model(ids, past_key_values=cache)
+            getattr(cache, method)(argument)
+            got = model(step[: len(rows)], past_key_values=cache).logits
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()), msg=method)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_batch_size_behind_reset(family: str) -> None:
+    """Also behind a first forward under inference mode, whose tensors nobody may write outside of it."""
+    model, few, many = model_of(family, "eager"), tokens(2, 7), tokens(3, 9)
+    with torch.no_grad():
+        wants = [model(ids, use_cache=False).logits for ids in (few, many)]
+    cache = cached(attach(model))
+    with torch.inference_mode():
+        got = [model(few, past_key_values=cache).logits]
+    cache.reset()
+    with torch.no_grad():
+        got.append(model(many, past_key_values=cache).logits)
+    for logits, want in zip(got, wants, strict=True):
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_states_stay_where_compiled_code_knows_them() -> None:
+    """A batch of the same size, and rows in another order."""
+    model = attach(model_of("qwen3_next"))
+    cache, ids = cached(model), tokens(2, 7)
+    states = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        places = [(layer.conv_states[0], layer.recurrent_states[0]) for layer in states]
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.reset()
+        model(ids, past_key_values=cache)
+    for layer, (conv, recurrent) in zip(states, places, strict=True):
+        assert layer.conv_states[0] is conv and layer.recurrent_states[0] is recurrent
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_other_rows_without_a_reset_change_no_state(rows: int) -> None:
+    """One row would be copied into both, before the first layer of attention refuses it."""
+    model = attach(model_of("qwen3_next"))
+    cache = cached(model)
+    with torch.no_grad():
+        model(tokens(2, 7), past_key_values=cache)
+        before = [layer.recurrent_states[0].clone() for layer in cache.layers[:3]]
+        with pytest.raises(ArgumentError, match=rf"input_ids: expected 2 rows.*got {rows} rows.*reset\(\)"):
+            model(tokens(rows, 1), past_key_values=cache)
+    for layer, kept in zip(cache.layers[:3], before, strict=True):
+        assert torch.equal(layer.recurrent_states[0], kept)
+
+
+def test_the_length_of_a_layer_with_both() -> None:
+    """A state has none (-1), the keys beside it have."""
+    cache = cached(model_of("falcon_h1"))
+    assert cache.get_max_length() == cache.layers[0].get_max_length() == 32
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+def test_the_engine_refuses_states(kv_dtype: str | None) -> None:
+    model = model_of("qwen3_next")
+    with pytest.raises(UnsupportedModelError, match="qwen3_next: layer 0 keeps a recurrent state"):
+        Generator(model, max_batch_size=2, max_seq_len=32, kv_dtype=kv_dtype)

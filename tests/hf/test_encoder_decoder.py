@@ -285,6 +285,46 @@ def test_a_mask_of_ones_own() -> None:
         )
 
 
+@pytest.mark.parametrize("model_type", ["encoder-decoder", "moonshine", "t5"])
+def test_prompt_lookup(model_type: str) -> None:
+    """Tokens are taken back from the decoder's keys; of the encoder's there is nothing to take."""
+    from torchpaged.testing.coverage.encoder_decoders import inputs_of, model_of
+
+    model = model_of(model_type)
+    source = {name: x[:1] for name, x in inputs_of(model, model_type, 6).items()}
+    call = {**source, "max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    want, call["prompt_lookup_num_tokens"] = model.generate(**call), 3
+    with attached(model):
+        cache, taken = PagedEncoderDecoderCache.for_inputs(model, **call), []
+        crop = cache.self_attention_cache.crop
+        cache.self_attention_cache.crop = lambda count: (taken.append(count), crop(count))  # type: ignore[method-assign]
+        assert torch.equal(model.generate(**call, past_key_values=cache), want)
+    assert min(taken) < 0
+
+
+def test_rows_of_both_halves() -> None:
+    """Selected and repeated, as of any other cache."""
+    model, given = build("Bart", HEAD, "torchpaged"), inputs(padded=True)
+    step = {"decoder_input_ids": torch.full((2, 1), 7), "encoder_outputs": None}
+    found = []
+    with torch.no_grad():
+        encoded = model.get_encoder()(given["input_ids"], attention_mask=given["attention_mask"])[0]
+        for rows in ([0, 1], [1, 1]):
+            cache = PagedEncoderDecoderCache(model.config, 4, 32, block_size=4)
+            start = {**given, "input_ids": None, "encoder_outputs": (encoded,)}
+            if rows == [0, 1]:
+                model(**start, past_key_values=cache)
+                cache.batch_repeat_interleave(2)
+                cache.batch_select_indices(torch.tensor([2, 3]))
+            else:
+                start = {name: None if x is None else x[rows] for name, x in start.items() if name[0] != "e"}
+                model(**start, encoder_outputs=(encoded[rows],), past_key_values=cache)
+            mask = given["attention_mask"][[1, 1]]
+            step["encoder_outputs"] = (encoded[[1, 1]],)
+            found.append(model(**step, attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-3)
+
+
 def test_sizes_of_a_call() -> None:
     model, given = build("Bart", HEAD), inputs()
     cache = PagedEncoderDecoderCache.for_inputs(model, **given, max_new_tokens=7)

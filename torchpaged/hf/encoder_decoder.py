@@ -165,6 +165,10 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
             kv_scales=kv_scales,
         )
 
+    def check_dynamic_cache(self, method: str) -> None:
+        """Nothing is refused: transformers asks before ``crop``, ``batch_repeat_interleave`` and
+        ``batch_select_indices``, which both of these have."""
+
     def describe(self) -> str:
         """The memory arithmetic of both, a line each."""
         halves = {"decoder": self.self_attention_cache, "encoder": self.cross_attention_cache}

@@ -114,7 +114,9 @@ def test_a_cache_of_latents_is_for_attached_models(youtu: Any) -> None:
     cache.reset()
     detach(youtu)
     youtu.set_attn_implementation("torchpaged")
-    with pytest.raises((RuntimeError, UnsupportedModelError)):
+    with pytest.raises(
+        UnsupportedModelError, match=r"keeps latents.*this one is not; call .*attach\(model\)"
+    ):
         greedy(youtu, cache)
     assert cache_of(youtu).dense
 

@@ -130,10 +130,14 @@ def test_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["gptj", "bloom"])
 def test_a_model_that_was_not_attached_says_so(name: str) -> None:
-    model = model_of(name, "torchpaged")
-    cache = PagedCache(model.config, 2, 32)
-    with pytest.raises(UnsupportedModelError, match=rf"{name} ignores.*torchpaged.hf.attach\(model\)"):
-        checks._generate(model, padded_prompts(padding=0), cache)
+    """With a cache that nobody used, and with one that served an attached model."""
+    model, prompt = model_of(name, "torchpaged"), padded_prompts(padding=0)
+    used = PagedCache(model.config, 2, 32)
+    checks._generate(attach(model_of(name)), prompt, used)
+    used.reset()
+    for cache in (PagedCache(model.config, 2, 32), used):
+        with pytest.raises(UnsupportedModelError, match=rf"{name} ignores.*torchpaged.hf.attach\(model\)"):
+            checks._generate(model, prompt, cache)
 
 
 @pytest.mark.parametrize("name", ["gptj", "bloom", "gpt_neox_japanese"])

@@ -300,9 +300,10 @@ class PagedLayer(CacheLayerMixin):
             self._waiting = key_states, value_states
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
+        # Other models of such a type may not be attached.
+        if not traced and (not self._watched or self.owner.name in COMPUTES_WITH_KEYS):
+            return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
         if not self._watched:
-            if not traced:
-                return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
             self._require_attended()
         return self.keys, self.values
 

@@ -60,6 +60,11 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
             "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`, in eval mode: "
             "while it trains it runs its own attention"
         )
+    if watched._torchpaged_layer.latent:  # type: ignore[attr-defined]
+        return UnsupportedModelError(
+            f"{watched.model_name}: the cache keeps latents, for a model that is attached, and this one is "
+            "not; call torchpaged.hf.attach(model), or make a PagedCache of this model's config"
+        )
     attach = (
         "call torchpaged.hf.attach(model) first, so that its latents are kept, or "
         if watched.model_name in CACHES_LATENTS

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from models import padded_prompts, tiny
 from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
@@ -153,7 +154,7 @@ def test_a_cut_into_padding_is_asked_about_once(still_padding: int) -> None:
 
 
 def test_rows_cut_to_nothing_take_a_padded_prompt() -> None:
-    """No padding before, and so no word of any; a mask of another number of rows is still refused."""
+    """No padding before, and so no word of any; another number of rows is still refused."""
     model, inputs = tiny("Llama"), padded_prompts()
     positions, real = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0), inputs["attention_mask"].bool()
     with torch.no_grad():
@@ -161,7 +162,7 @@ def test_rows_cut_to_nothing_take_a_padded_prompt() -> None:
         model.set_attn_implementation("torchpaged")
         cache, _ = filled(model, rows=2)
         cache.crop(-8)
-        with pytest.raises(ArgumentError, match="attention_mask"):
+        with pytest.raises(ArgumentError, match="input_ids: expected 2 rows"):
             model(inputs["input_ids"][:1], attention_mask=inputs["attention_mask"][:1], past_key_values=cache)
         got = model(**inputs, position_ids=positions, past_key_values=cache).logits
     torch.testing.assert_close(got[real], want[real], rtol=1e-4, atol=1e-4)
@@ -248,7 +249,7 @@ def test_a_forward_that_raised_between_layers(when: str, fused: bool) -> None:
                 lambda: cache.reorder_cache(torch.tensor([1, 0])),
             ]
         for use in uses:
-            with pytest.raises(ArgumentError, match=r"past_key_values.*reset\(\)"):
+            with pytest.raises(ArgumentError, match=r"(past_key_values|attention_mask).*reset\(\)"):
                 use()
         cache.reset()
         pieces = [
@@ -455,3 +456,84 @@ def test_a_shallow_copy_is_refused() -> None:
     with pytest.raises(NotCopyableError, match="deepcopy"):
         copy.copy(cache)
     assert copy.deepcopy(cache).rows is not cache.rows
+
+
+# ------------------------------------------------------------------------------------------- another prompt
+@pytest.mark.parametrize(("length", "padding"), [(1, 0), (5, 0), (5, 3), (8, 0), (12, 3), (16, 3), (17, 3)])
+@pytest.mark.parametrize("dense", [False, True])
+def test_another_prompt_without_a_reset(length: int, padding: int, dense: bool) -> None:
+    """generate() takes as many of its tokens as the cache holds for those; transformers' cache hides the rest
+    behind the mask's end, or fails over no tokens at all."""
+    model, prompt = paged(), torch.randint(3, 99, (2, 12))
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    cache = PagedCache(model.config, 2, 64, block_size=4, dense=dense)
+    model.generate(prompt, **options, past_key_values=cache)
+    assert int(cache.get_seq_length()) == 17
+    other = torch.randint(3, 99, (2, length))
+    mask = torch.ones_like(other)
+    mask[0, :padding] = 0
+    call = {"input_ids": other, "attention_mask": mask, **options}
+    with pytest.raises(ArgumentError, match=r"(_mask|_ids): .*17 in the cache.*; call cache.reset\(\)"):
+        model.generate(**call, past_key_values=cache)
+    assert int(cache.get_seq_length()) == 17
+    cache.reset()
+    want = paged().generate(**call)
+    assert torch.equal(model.generate(**call, past_key_values=cache), want)
+
+
+def test_another_prompt_that_looks_like_the_next_turn() -> None:
+    """Longer than the cached tokens, or without a mask that would tell (generate() of 5.17 always makes one):
+    as transformers has it."""
+    model, prompt = paged(), torch.randint(3, 99, (2, 12))
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    for length in (24,) if transformers.__version__.startswith("5.17.") else (12, 24):
+        caches = [PagedCache(model.config, 2, 64, block_size=4), DynamicCache(config=model.config)]
+        other = torch.randint(3, 99, (2, length))
+        found = []
+        for cache in caches:
+            model.generate(prompt, **options, past_key_values=cache)
+            found.append(model.generate(other, **options, past_key_values=cache))
+        assert torch.equal(*found)
+
+
+def test_the_next_turn() -> None:
+    """All tokens so far and some more, as transformers has it, or the new ones behind a mask over all."""
+    model, prompt, more = paged(), torch.randint(3, 99, (2, 12)), torch.randint(3, 99, (2, 4))
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
+    cache = PagedCache(model.config, 2, 64, block_size=4)
+    first = model.generate(prompt, **options, past_key_values=cache)
+    second = torch.cat([first, more], 1)
+    got = model.generate(second, **options, past_key_values=cache)
+    assert torch.equal(got, model.generate(second, **options))
+
+
+@pytest.mark.parametrize("size", [1, 3, 19])
+def test_a_padded_prompt_in_chunks(size: int) -> None:
+    """Of a row of nothing but padding, the next mask may say more; chunks of one token look like steps."""
+    model, call = paged(), {**padded_prompts(), "max_new_tokens": 4, "do_sample": False}
+    want = model.generate(**call)
+    cache = PagedCache.for_inputs(model, **call, block_size=4)
+    assert torch.equal(model.generate(**call, prefill_chunk_size=size, past_key_values=cache), want)
+    assert cache.rows.padding == [7, 0] and not cache.rows.cut_padding
+    more = torch.cat([call["attention_mask"], torch.ones(2, 4, dtype=torch.int64)], 1)
+    more[1, 0] = 0
+    with pytest.raises(ArgumentError, match="rows can't be padded again later"), torch.no_grad():
+        model(torch.full((2, 1), 5), attention_mask=more, past_key_values=cache)
+
+
+class Total(OnADevice):
+    """Tokens that each look would synchronise for."""
+
+    def __int__(self) -> int:
+        OnADevice.reads += 1
+        return 3
+
+
+def test_steps_on_a_device_are_not_read() -> None:
+    """Their masks grow; one that is shorter than one before is asked about."""
+    cache, _ = filled(paged(), rows=2)
+    cache.rows.total = torch.tensor(3).as_subclass(Total)
+    for length, reads in ((9, 0), (9, 0), (10, 0), (4, 1)):
+        OnADevice.reads = 0
+        cache.masks.require_next(torch.ones(2, length).as_subclass(OnADevice), 2, 1)
+        assert OnADevice.reads == reads

@@ -12,7 +12,7 @@ from models import padded_prompts, tiny
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError
-from torchpaged.hf import PagedCache
+from torchpaged.hf import PagedCache, PagedEncoderDecoderCache, paged
 from torchpaged.hf.known_models import NEEDS_DENSE
 from torchpaged.testing.coverage import examine
 
@@ -56,7 +56,7 @@ def test_sizes_of_a_decoder_behind_an_encoder() -> None:
     assert (cache.rows.max_rows, cache.max_seq_len) == (2, 9)
     both = EncoderDecoderCache(cache, DynamicCache(config=model.config))
     assert model.generate(**call, past_key_values=both).shape == (2, 9)  # it starts with a token of its own
-    with pytest.raises(ArgumentError, match=r"decoder_input_ids: expected a tensor \[batch, length\]"):
+    with pytest.raises(ArgumentError, match=r"decoder_input_ids: .*PagedEncoderDecoderCache.for_inputs"):
         PagedCache.for_inputs(model, input_ids=ids, **GREEDY)
 
 
@@ -93,3 +93,38 @@ def test_dense_is_said() -> None:
     cache = PagedCache(config, 2, 32, dense=False)
     assert not cache.dense and not cache.dense_reason and "gathered" not in cache.describe()
     assert not PagedCache(tiny("Llama").config, 2, 32).dense
+
+
+def test_a_model_that_caches_nothing_by_default() -> None:
+    """MPT's config says use_cache=False, and with it its generation_config: every step would run, and append,
+    all tokens."""
+    from transformers import MptConfig, MptForCausalLM
+
+    torch.manual_seed(0)
+    model = MptForCausalLM(MptConfig(d_model=32, n_heads=4, n_layers=2, vocab_size=99, max_seq_len=64)).eval()
+    call = {**padded_prompts(), **GREEDY}
+    want = model.generate(**call)
+    with paged(model):
+        with pytest.raises(ArgumentError, match="use_cache: expected True.*got False.*give use_cache=True"):
+            PagedCache.for_inputs(model, **call)
+        cache = PagedCache(model.config, 2, 500)
+        with pytest.raises(ArgumentError, match="use_cache: expected True for mpt.*generation_config"):
+            model.generate(**call, past_key_values=cache)
+        call["use_cache"] = True
+        cache = PagedCache.for_inputs(model, **call)
+        assert torch.equal(model.generate(**call, past_key_values=cache), want)
+        del call["use_cache"]
+        model.config.use_cache = model.generation_config.use_cache = True
+        for cache in (PagedCache(model.config, 2, 500), PagedCache.for_inputs(model, **call)):
+            assert torch.equal(model.generate(**call, past_key_values=cache), want)
+
+
+def test_a_model_for_its_config_and_a_config_for_its_model() -> None:
+    model, call = tiny("Llama"), {**padded_prompts(), **GREEDY}
+    for make in (PagedCache, PagedEncoderDecoderCache):
+        with pytest.raises(ArgumentError, match="config: expected the config.*got a LlamaForCausalLM; pass"):
+            make(model, 2, 32)
+        with pytest.raises(ArgumentError, match="model: expected the model.*got a LlamaConfig; pass"):
+            make.for_inputs(model.config, **call)
+    with pytest.raises(ArgumentError, match=r"call for_inputs\(model, \*\*call\)"):
+        PagedCache(model)  # type: ignore[call-arg]

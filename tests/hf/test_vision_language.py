@@ -124,6 +124,21 @@ def test_chunks_of_a_prompt(size: int) -> None:
     same_logits(got, generate(model, call))
 
 
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+def test_prompt_lookup(name: str) -> None:
+    """PaliGemma's whole prompt is one span: candidates behind it are no chunks of it. The caller's name is
+    private to transformers. Its 5.17 takes candidates for a part of the span, and is refused."""
+    if name == "paligemma" and transformers.__version__.startswith("5.17."):
+        pytest.skip("its candidates see each other")
+    model, call = case(name, ("tit",))
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None}
+    want = model.generate(**call, **options)
+    options["prompt_lookup_num_tokens"] = 3
+    with paged(model):
+        cache = PagedCache.for_inputs(model, **call, **options)
+        assert torch.equal(model.generate(**call, **options, past_key_values=cache), want)
+
+
 def test_a_forward_does_not_end_in_a_picture() -> None:
     model, call = case("gemma3", ("titt",))
     part = {"input_ids": call["input_ids"][:, :5] % 99, "token_type_ids": call["token_type_ids"]}

@@ -343,6 +343,7 @@ def paged_mask(
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=kwargs.get("device", "cpu"))
         return marked
     if cache is not None:
+        cache.masks.require_next(attention_mask, batch_size, q_length)
         kv_offset = 0
     # Attention of a model's own adds the mask, and takes None for no mask at all, and so does a module that
     # leaves causality to its mask; T5 of transformers 5.17 adds it to a bias even under SDPA. Without a

@@ -102,8 +102,8 @@ class PagedCache(Cache):
     """
 
     def __new__(cls, *args: Any, **options: Any) -> PagedCache:
-        """Refuse to be made by transformers, see `require_made_by_user`."""
-        require_made_by_user(options)
+        """Refuse to be made by transformers, or of a model, see `require_made_by_user`."""
+        require_made_by_user(args, options)
         return super().__new__(cls)
 
     def __init__(
@@ -188,6 +188,8 @@ class PagedCache(Cache):
         self.groups = RowGroups(self.rows, self.paged, cascade if self.keys_of_queries else False)
         self._changes = RowChanges(self.rows, self.layers, self.groups)
         self._rolling_chosen = False
+        # By default generate() runs the models of some configs without a cache, even if it is given one.
+        self._caches = getattr(type(text_config), "use_cache", True) is not False
         self._mask_token = mask_token(self)
 
     @classmethod
@@ -220,11 +222,12 @@ class PagedCache(Cache):
                 model's. Of an encoder-decoder model, the decoder's prompt must be among them.
 
         Raises:
-            ArgumentError: the prompt is missing, or nothing says how many tokens may come.
+            ArgumentError: the prompt is missing, nothing says how many tokens may come, or the call has
+                ``use_cache=False``.
             UnsupportedModelError: as `PagedCache`.
         """
         rows, tokens = sizes_of_call(model, call)
-        return cls(
+        cache = cls(
             model.config,
             rows,
             tokens,
@@ -238,6 +241,8 @@ class PagedCache(Cache):
             batch_invariant=batch_invariant,
             sliding_step=sliding_step,
         )
+        cache._caches = True
+        return cache
 
     def _not_of_fp8(self) -> set[str]:
         own = {
@@ -345,6 +350,14 @@ class PagedCache(Cache):
                 if self.name in OWN_ATTENTION
                 else "call model.set_attn_implementation('torchpaged')",
             )
+        if not self._caches and self._text_config.use_cache is False:
+            raise ArgumentError(
+                "use_cache",
+                f"True for {self.name} with a PagedCache",
+                "False, its config's default, with which generate() runs all tokens again in every step",
+                "set model.config.use_cache = model.generation_config.use_cache = True, or give use_cache="
+                "True to PagedCache.for_inputs(model, **call) and to generate() alike",
+            )
         specs = [layer.attention_spec(self._text_config, key_states, head_dim_v) for layer in self.paged]
         like = (key_states.device, key_states.dtype)
         # Asked before a reset.
@@ -354,7 +367,7 @@ class PagedCache(Cache):
             if layer.asked is None:
                 self.backend.give_workspace(layer, spec)
         self._choose_rolling()
-        self.rows.begin(batch, key_states.device, padding)
+        self.rows.begin(batch, key_states.device, padding, key_states.shape[2])
         self.session.reset()  # a forward that was cut short may have left it in any state
 
     def _choose_rolling(self) -> None:
@@ -486,8 +499,9 @@ class PagedCache(Cache):
                 not both.
         """
         raise UnsupportedModelError(
-            f"{self.name} is an encoder-decoder model and asks its cache for `is_updated`; "
-            "pass past_key_values=EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+            f"{self.name} is an encoder-decoder model and asks its cache for `is_updated`; pass "
+            "past_key_values=PagedEncoderDecoderCache.for_inputs(model, **call), or EncoderDecoderCache("
+            "PagedCache(...), DynamicCache(config=model.config))"
         )
 
     @property

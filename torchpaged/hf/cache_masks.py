@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.cache_rows import CacheRows
+from torchpaged.hf.cache_rows import ANOTHER_PROMPT, CacheRows, other_rows
 from torchpaged.hf.known_models import OWN_ATTENTION
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.masks import MaskKind, is_causal, kinds_of, left_padding
@@ -57,8 +57,52 @@ class CacheMasks:
         self.causal: bool | None = None
         self._kinds: set[MaskKind] = set()  # that the model asked for, as far as they were looked at
         self._cut: FrameType | None = None  # who prepared a forward that ended inside or behind a span
+        self._longest_mask = 0  # in tokens
         self._mask_seen = False  # a mask came, so that decode steps on a device need not look at theirs
         self.pending.forget()
+
+    def require_next(self, mask: Tensor | None, batch: int, query_length: int) -> None:
+        """Refuse a forward that does not go on behind what the cache holds, as far as it shows; host facts,
+        but for a mask that looks like another prompt's.
+
+        generate() takes the first tokens of a prompt for the cached ones, and so those of another prompt; a
+        mask that is not all ones gives it away. transformers hides what lies behind the mask's end, the new
+        tokens too.
+
+        Args:
+            mask: 2-D ``[batch, length]``, or None.
+            batch, query_length: rows, and new tokens per row.
+
+        Raises:
+            ArgumentError: rows of a broken forward, other rows than the cache's, no tokens, or a mask that
+                ends before they do.
+        """
+        rows = self._rows
+        if not rows.ready or torch.compiler.is_compiling():
+            return
+        rows.require_complete()
+        if batch != len(rows.blocks):
+            raise other_rows(len(rows.blocks), batch)
+        if not query_length:
+            raise ArgumentError(
+                "input_ids", f"tokens behind the {int(rows.total)} in the cache", "none", ANOTHER_PROMPT
+            )
+        if mask is None or mask.dim() != 2:
+            return
+        length, longest = mask.shape[1], self._longest_mask
+        self._longest_mask = max(length, longest)
+        # The masks of decode steps on a device grow: to look at the lengths there would synchronise.
+        if query_length == 1 and length >= longest and mask.device.type != "cpu":
+            return
+        total = int(rows.total)
+        if length < total + query_length:
+            self._longest_mask = longest
+            raise ArgumentError(
+                "attention_mask",
+                f"a mask over all {total + query_length} tokens: {total} in the cache, {query_length} new",
+                f"one over {length}",
+                ANOTHER_PROMPT,
+            )
 
     def observe(
         self,
@@ -95,6 +139,7 @@ class CacheMasks:
                 self.causal = is_causal(mask_function)
                 self._assert_no_spans(mask_function, batch, device)
             return None
+        self.require_next(mask, batch, query_length)
         ready, on_device = self._rows.ready, mask is None or mask.device.type != "cpu"
         if ready and self._mask_seen and query_length == 1 and on_device and not self._rows.cut_padding:
             return None  # a decode step of generate() appends ones; checking would synchronise
@@ -113,7 +158,10 @@ class CacheMasks:
             if any(of_kind.rows for of_kind in found.values()):
                 spans = SpanMask(self._name, found, prompt, self._rows)
                 ends = {row[-1][1] for of_kind in found.values() for row in of_kind.rows if row}
-                self._cut = preparing_caller() if prompt.end in ends else None
+                caller = preparing_caller() if prompt.end in ends else None
+                # Behind a whole prompt candidates come from there, too; were it renamed, they'd be refused.
+                whole = caller is not None and caller.f_code.co_name == "_assisted_decoding"
+                self._cut = None if whole else caller
         if not ready:
             self.pending.learn(padding, batch, query_length, local_size)
         elif mask is not None:

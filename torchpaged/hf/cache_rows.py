@@ -33,6 +33,11 @@ from torchpaged.metadata import (
 # Tokens per row that the decode kernels take at most: MAX_DECODE_QUERY_LEN of
 # custom_ops/attention/triton/config.py.
 _SHORT_QUERY_LEN = 8
+#: What to do about a prompt that does not go on behind the cached tokens.
+ANOTHER_PROMPT = (
+    "call cache.reset() before another prompt, and before the same one again; generate(use_cache=False) runs "
+    "all tokens in every step: give it use_cache=True"
+)
 
 
 class CacheRows:
@@ -51,7 +56,7 @@ class CacheRows:
         total: int64 scalar tensor, tokens per row with padding.
         written_total: likewise, without a forward that has not completed.
         padding: left padding of each row, in tokens; None before a mask told any.
-        cut_padding: whether padding was taken back, so that the next mask says how much there is.
+        cut_padding: whether a row holds nothing but padding, so that the next mask may say more.
         num_forwards: that began since the last reset, as far as the host knows.
     """
 
@@ -87,8 +92,9 @@ class CacheRows:
         self._bound = 0  # tokens per row at most, as far as the host knows
         self._counted: int | None = None  # exactly, while the host has seen every forward
 
-    def begin(self, batch: int, device: torch.device, padding: list[int] | None) -> None:
+    def begin(self, batch: int, device: torch.device, padding: list[int] | None, query_len: int) -> None:
         """Give ``batch`` rows their blocks and an empty start behind their ``padding``; none had any before.
+        ``query_len``: tokens per row of the forward that comes.
 
         Raises:
             BlockPoolExhaustedError: there are too few blocks.
@@ -107,6 +113,7 @@ class CacheRows:
             if padding is not None:
                 self.add_padding(padding)
         self.padding, self._counted = padding, 0
+        self.cut_padding = padding is not None and max(padding) >= query_len
         self.ready = True
 
     def require_device(self, name: str, device: torch.device) -> None:
@@ -325,7 +332,8 @@ class CacheRows:
                 "max_seq_len",
                 f"room for {self._bound + query_len} tokens per row (padding included)",
                 str(self.max_seq_len),
-                "build a PagedCache with a larger max_seq_len, or generate fewer tokens",
+                "build a PagedCache with a larger max_seq_len, or generate fewer tokens"
+                + (f"; {ANOTHER_PROMPT}" if self.ready and query_len > 1 else ""),
             )
         self._bound += query_len
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError
 
@@ -27,8 +27,20 @@ def _prompt(model: PreTrainedModel, call: Mapping[str, Any]) -> Tensor:
     found = next((call[name] for name in names if call.get(name) is not None), None)
     if not isinstance(found, Tensor) or found.dim() < 2:
         got = f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
-        raise ArgumentError(names[0], "a tensor [batch, length], as generate() takes it", got)
+        todo = "or call PagedEncoderDecoderCache.for_inputs, which pages both halves and needs none"
+        expected = "a tensor [batch, length], as generate() takes it"
+        raise ArgumentError(names[0], expected, got, todo if crosses else "")
     return found
+
+
+def _require_model(model: Any) -> None:
+    if isinstance(model, PreTrainedConfig):
+        raise ArgumentError(
+            "model",
+            "the model that generate() is called of",
+            f"a {type(model).__name__}",
+            "pass the model, or give the config and sizes to the class itself",
+        )
 
 
 def sizes_of_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int, int]:
@@ -42,8 +54,9 @@ def sizes_of_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int,
         ``max_batch_size`` and ``max_seq_len``.
 
     Raises:
-        ArgumentError: the prompt is missing, or nothing says how many tokens may come.
+        ArgumentError: the prompt is missing, nothing says how many tokens may come, or ``use_cache=False``.
     """
+    _require_model(model)
     prompt = _prompt(model, call)
     batch, length = prompt.shape[:2]
     # the decoder's start token, where the prompt lacks it
@@ -53,6 +66,13 @@ def sizes_of_call(model: PreTrainedModel, call: Mapping[str, Any]) -> tuple[int,
 def _sizes(model: PreTrainedModel, call: Mapping[str, Any], batch: int, length: int) -> tuple[int, int]:
     """Rows and tokens per row behind a prompt of ``length`` tokens."""
     copies = max(_option(model, call, "num_beams") or 1, _option(model, call, "num_return_sequences") or 1)
+    if _option(model, call, "use_cache") is False:
+        raise ArgumentError(
+            "use_cache",
+            "True, for a cache to be of use",
+            "False (given, or by the model's generation_config)",
+            "give use_cache=True here and to generate() alike",
+        )
     new, most = _option(model, call, "max_new_tokens"), _option(model, call, "max_length")
     if new is None and most is None:
         raise ArgumentError(
@@ -70,8 +90,9 @@ def sizes_of_encoder_decoder_call(model: PreTrainedModel, call: Mapping[str, Any
     """As `sizes_of_call`, of a call that may leave the decoder's prompt to generate().
 
     Raises:
-        ArgumentError: there is no input for the encoder, or nothing says how many tokens may come.
+        ArgumentError: there is no input for the encoder, or as `sizes_of_call`.
     """
+    _require_model(model)
     if isinstance(call.get("decoder_input_ids"), Tensor):
         return sizes_of_call(model, call)
     names = ("inputs", model.main_input_name, "inputs_embeds", "input_ids", "input_features", "input_values")

@@ -120,7 +120,8 @@ class ForwardOrder:
             raise UnsupportedModelError(
                 f"{self.name}: layer {layer.index} writes twice in one forward, as a decoder does that keeps "
                 "its cross-attention's keys in the same cache; pass "
-                "past_key_values=EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"
+                "past_key_values=PagedEncoderDecoderCache.for_inputs(model, **call), or EncoderDecoderCache("
+                "PagedCache(...), DynamicCache(config=model.config))"
             )
 
     def is_behind(self, layer: PagedLayer) -> bool:

@@ -222,13 +222,22 @@ def require_paged_layers(config: Any, layers: Sequence[Any]) -> None:
         )
 
 
-def require_made_by_user(options: Mapping[str, Any]) -> None:
+def require_made_by_user(arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Refuse ``options`` that transformers gives to a cache: T5Gemma makes its cross cache itself, of the
-    class that it finds.
+    class that it finds. And a model in the place of its config.
 
     Raises:
         UnsupportedModelError: there is one that only transformers gives.
+        ArgumentError: the first of ``arguments`` is a model.
     """
+    config = arguments[0] if arguments else options.get("config")
+    if isinstance(config, torch.nn.Module):
+        raise ArgumentError(
+            "config",
+            "the config of a model",
+            f"a {type(config).__name__}",
+            "pass model.config and sizes, or call for_inputs(model, **call), which takes them from a call",
+        )
     if "offloading" in options:
         raise UnsupportedModelError(
             f"{getattr(options.get('config'), 'model_type', 'the model')} makes a cache in the place of "

@@ -46,6 +46,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "custom_ops",
         "functional",
         "metadata",
+        "model_state",
         "profiling",
     ),
     "model_state": ("custom_ops",),

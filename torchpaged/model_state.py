@@ -7,11 +7,13 @@ were active. A part, a weight, a forward or a hook that came since would not be 
 from __future__ import annotations
 
 import copy
+import functools
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, ParamSpec
 
+import torch
 from torch import Tensor, nn
 
 from torchpaged.custom_ops.errors import ArgumentError
@@ -20,6 +22,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: Where transformers' hooks are from. tests/hf/test_fuse.py notices if that changes.
 _COLLECTORS = "transformers.utils.output_capturing"
+P = ParamSpec("P")
 Modules = Mapping[str, nn.Module]
 
 
@@ -38,6 +41,21 @@ def _adapters(module: nn.Module) -> dict[str, str]:
 
 def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def undone_if_it_raises(init: Callable[P, None]) -> Callable[P, None]:
+    """An ``__init__`` that calls ``self._give_back``, once that is set, where it raises: a model that it
+    refuses stays as it was."""
+
+    @functools.wraps(init)
+    def made(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            init(*args, **kwargs)
+        except BaseException:
+            getattr(args[0], "_give_back", lambda: None)()
+            raise
+
+    return made
 
 
 class ModelState:
@@ -132,6 +150,8 @@ class ModelState:
             pairs = zip(self._places, self._tensors, strict=True)
             moved = [where for (where, held, name), tensor in pairs if held.get(name) is not tensor]
             return f"{moved[0]} lies elsewhere"
+        if torch.compiler.is_compiling():  # code can't be traced that compares addresses
+            return None
         addresses = self._lie_at()
         if self._addresses is None:  # of a copy
             self._addresses = addresses

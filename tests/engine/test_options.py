@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from torchpaged import ArgumentError, BackendUnavailableError
+from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.backends import AttentionSpec, select_backend
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.options import decide_compile, decide_graphs
@@ -101,6 +101,75 @@ def test_passes_that_are_no_sequence(model: Any) -> None:
     for passes in (3, "qkv", [1], True):
         with pytest.raises(ArgumentError, match="^passes: expected a sequence of qkv"):
             hf.fuse(model, passes=passes)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("other", ["sdpa", "eager", "flex_attention"])
+def test_another_attention_implementation_behind_a_generator(
+    model: Any, fuse: bool, graphs: bool, other: str
+) -> None:
+    """It would take the pools for keys and values."""
+    generator = Generator(model, max_batch_size=2, max_seq_len=64, fuse=fuse, graphs=graphs)
+    want = tokens(generator)
+    model.set_attn_implementation(other)
+    words = f"^attn_implementation: expected 'torchpaged' .*, got '{other}'; call model.set_attn_impl"
+    with pytest.raises(ArgumentError, match=words):
+        generator.generate(PROMPTS, SAMPLING)
+    model.set_attn_implementation("torchpaged")
+    assert tokens(generator) == want
+
+
+def _of(name: str) -> Any:
+    """Models that the engine refuses once it has looked at their layers."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more: dict[str, dict[str, Any]] = {
+        "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
+        "Lfm2": {"layer_types": ["conv", "full_attention"]},
+        "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+        "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
+    }
+    config = getattr(transformers, f"{name}Config")(**sizes, intermediate_size=64, **more[name])
+    return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def _set(model: Any) -> Any:
+    """What paging sets of a model."""
+    implementation = model.config._attn_implementation
+    return implementation, [module.training for module in model.modules()], hf.fusion_of(model)
+
+
+@pytest.mark.parametrize("name", ["Bamba", "Lfm2", "DeepseekV3", "OPT"])
+def test_a_refused_model_stays_as_it_was(name: str) -> None:
+    model = _of(name)
+    model.set_attn_implementation("eager")
+    before = _set(model)
+    doors: list[Any] = [
+        lambda: hf.PagedModel(model, num_blocks=1),
+        lambda: hf.PagedModel(model, num_blocks=8, backend="nope"),
+        lambda: hf.accelerate(model, max_seq_len=32, lookahead=0, steps_per_launch=2, graphs=False),
+        lambda: Generator(model, max_seq_len=32, fuse=True, steps_per_launch=2, graphs=False),
+    ]
+    for door in doors:
+        with pytest.raises((ArgumentError, UnsupportedModelError, BackendUnavailableError)):
+            door()
+        assert _set(model) == before
+
+
+def test_what_accelerate_sets_comes_back(model: Any) -> None:
+    model.set_attn_implementation("eager")
+    model.train()
+    before = _set(model)
+    hf.accelerate(model, max_seq_len=32, fuse=True)
+    assert _set(model) != before and hf.fusion_of(model) is not None
+    hf.unaccelerate(model)
+    assert _set(model) == before
+    hf.fuse(model)
+    hf.accelerate(model, max_seq_len=32, fuse=True)
+    model.set_attn_implementation("sdpa")  # of the caller's own choice
+    hf.unaccelerate(model)
+    assert model.config._attn_implementation == "sdpa" and hf.fusion_of(model) is not None
 
 
 def test_a_paged_model_is_not_fused(model: Any) -> None:

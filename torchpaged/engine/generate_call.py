@@ -194,7 +194,7 @@ def accelerate(
             implementation becomes "torchpaged".
         max_batch_size: rows that run at once; a larger batch runs in turns.
         max_seq_len: tokens of prompt and output per row; default: the model's, at most 2048.
-        fuse: `torchpaged.hf.fuse` the model, which stays so afterwards; "auto": on a GPU.
+        fuse: `torchpaged.hf.fuse` the model; "auto": on a GPU.
         options: further ones of `Generator`, for instance ``steps_per_launch`` or ``backend``.
 
     Returns:
@@ -230,8 +230,8 @@ def accelerate(
 
 
 def unaccelerate(model: Any) -> None:
-    """Give ``model`` its own ``generate`` back and free the engine's cache and graphs. A model that was fused
-    stays fused (`torchpaged.hf.unfuse`).
+    """Give ``model`` its own ``generate``, attention implementation and mode back, unfuse it if `accelerate`
+    fused it, and free the engine's cache and graphs.
 
     Raises:
         ArgumentError: the model is not accelerated.
@@ -248,3 +248,4 @@ def unaccelerate(model: Any) -> None:
         del model.generate
     else:
         model.generate = generate.before
+    generate.generator._give_back()

@@ -56,7 +56,7 @@ from torchpaged.engine.stepper import Stepper
 from torchpaged.engine.text import TextStream
 from torchpaged.graphs import CaptureBackend, PackedGraphRunner
 from torchpaged.graphs.bucketed import check_capture, check_progress
-from torchpaged.model_state import ModelState
+from torchpaged.model_state import ModelState, undone_if_it_raises
 
 if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
@@ -89,8 +89,8 @@ class Generator(NotCopied):
             ``share_prefixes`` is True.
         prefill_chunk_size: prompt tokens per step.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
-            is fused already is taken as it is; the model stays fused afterwards,
-            until `torchpaged.hf.unfuse`.
+            is fused already is taken as it is; the model stays fused afterwards, until
+            `torchpaged.hf.unfuse`, unless it is refused.
         compile: run the decode step through torch.compile, with graphs; "auto": on a GPU, unless the model is
             fully fused.
         graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU);
@@ -143,6 +143,7 @@ class Generator(NotCopied):
 
     ADVICE = "copy or pickle the model, and make a Generator of it where you need one"
 
+    @undone_if_it_raises
     def __init__(
         self,
         model: Any,
@@ -188,7 +189,8 @@ class Generator(NotCopied):
         check_progress(progress)
         check_cascade(cascade)
         self.max_seq_len = tokens_per_request(model, max_seq_len)
-        self.model: PagedModelProtocol = paged_model(
+        self.model: PagedModelProtocol
+        self.model, self._give_back = paged_model(
             model,
             fuse=fuse,
             num_blocks=num_blocks,

@@ -7,7 +7,8 @@ Each decision comes with its reason, so that ``generator.graph_reason``, ``prefi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,12 +87,13 @@ def paged_model(
     kv_scales: Any = "head",
     batch_invariant: bool = False,
     rolling: bool = True,
-) -> PagedModelProtocol:
-    """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked.
+) -> tuple[PagedModelProtocol, Callable[[], None]]:
+    """``model`` itself if it is paged, else a `PagedModel` of it, fused first if asked; and what gives back
+    to the model what that has set.
 
     Without ``num_blocks`` and ``kv_cache_memory`` the pool holds ``max_batch_size`` requests of
     ``max_seq_len`` tokens; blocks hold 16 tokens unless ``block_size`` says otherwise. A model that is fused
-    already is taken as it is; one that is fused here stays so, also if it can't be paged.
+    already is taken as it is.
 
     Raises:
         ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is
@@ -170,8 +172,9 @@ def paged_model(
                 f"{max_seq_len} tokens, {columns} blocks",
                 "give PagedModel limits=Limits(max_blocks_per_req=...)",
             )
-        return model
+        return model, lambda: None
     from torchpaged.fuse import fuse as fuse_model
+    from torchpaged.fuse import unfuse
     from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
     from torchpaged.hf.support import require_causal_lm
     from torchpaged.hf.wrapped import unwrapped
@@ -179,24 +182,28 @@ def paged_model(
     model = unwrapped(model)
     require_causal_lm(model)
     require_supported(model)
-    if fuse and fusion_of(model) is None:
-        fuse_model(model)
     block_size = 16 if block_size is None else block_size
     if num_blocks is None and kv_cache_memory is None:
         num_blocks = max_batch_size * -(-max_seq_len // block_size) + 1
     limits = Limits(max_batch_size, max(prefill_chunk_size, max_batch_size), -(-max_seq_len // block_size))
-    return PagedModel(
-        model,
-        num_blocks=num_blocks,
-        memory_budget=kv_cache_memory,
-        block_size=block_size,
-        backend=backend,
-        limits=limits,
-        kv_dtype=kv_dtype,
-        kv_scales=kv_scales,
-        batch_invariant=batch_invariant,
-        sliding_step=prefill_chunk_size if rolling else None,
-    )
+    with ExitStack() as undo:
+        if fuse and fusion_of(model) is None:
+            fuse_model(model)
+            undo.callback(lambda: unfuse(model) if fusion_of(model) is not None else None)
+        paged = PagedModel(
+            model,
+            num_blocks=num_blocks,
+            memory_budget=kv_cache_memory,
+            block_size=block_size,
+            backend=backend,
+            limits=limits,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+            batch_invariant=batch_invariant,
+            sliding_step=prefill_chunk_size if rolling else None,
+        )
+        undo.callback(paged._give_back)
+        return paged, undo.pop_all().close
 
 
 def decide_sharing(share_prefixes: bool | str, batch_invariant: bool, rolls: bool) -> bool:

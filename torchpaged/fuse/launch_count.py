@@ -21,6 +21,7 @@ from torchpaged.fuse.report import Launches
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.step_cache import StepCache, padding_step
 from torchpaged.hf.support import uses_attention_interface
+from torchpaged.hf.switch import Settings
 
 #: Ops that give memory or another view of it, and launch nothing; views are known by their schema.
 _WITHOUT_KERNEL = frozenset(
@@ -69,7 +70,7 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
     config = model.config.get_text_config(decoder=True)
     if not uses_attention_interface(type(model)) or model.device.type == "meta":
         return None
-    before = model.config._attn_implementation
+    settings = Settings(model)
     try:
         cache = StepCache(config, Limits(num_blocks=2, block_size=16), 16, "auto")
     except UnsupportedModelError:
@@ -82,7 +83,6 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
     def enter(index: int) -> Any:
         return lambda *_: setattr(counting, "where", index)
 
-    was_training = model.training
     model.eval().set_attn_implementation(NAME)
     try:
         with torch.no_grad():
@@ -97,7 +97,6 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
     finally:
         for handle in handles:
             handle.remove()
-        model.set_attn_implementation(before)
-        model.train(was_training)
+        settings.give_back()
     names = tuple(tuple(counting.calls.get(index, ())) for index in range(len(layers)))
     return Launches(tuple(map(len, names)), len(counting.calls.get(-1, ())), names)

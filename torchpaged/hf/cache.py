@@ -48,7 +48,12 @@ from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
 from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.row_groups import RowGroups
-from torchpaged.hf.support import require_made_by_user, require_paged_layers, require_supported_config
+from torchpaged.hf.support import (
+    require_implementation,
+    require_made_by_user,
+    require_paged_layers,
+    require_supported_config,
+)
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
 
@@ -340,16 +345,7 @@ class PagedCache(Cache):
                 str(self.rows.max_rows),
                 "build a larger PagedCache",
             )
-        implementation = self._text_config._attn_implementation
-        if implementation != "torchpaged" and not self.dense:
-            raise ArgumentError(
-                "attn_implementation",
-                "'torchpaged' for a model with a PagedCache",
-                repr(implementation),
-                "call torchpaged.hf.attach(model)"
-                if self.name in OWN_ATTENTION
-                else "call model.set_attn_implementation('torchpaged')",
-            )
+        self._require_implementation()
         if not self._caches and self._text_config.use_cache is False:
             raise ArgumentError(
                 "use_cache",
@@ -407,6 +403,10 @@ class PagedCache(Cache):
         return rolling is None or not layer.rolls or query_len <= rolling.blocks.step
 
     # ------------------------------------------------------------------------------------------- one forward
+    def _require_implementation(self) -> None:
+        if not self.dense:
+            require_implementation(self._text_config, "with a PagedCache")
+
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         """The slots of this forward's tokens; the first layer moves the lengths on (in place, in the
         graph)."""
@@ -417,6 +417,8 @@ class PagedCache(Cache):
                 f"{self.name}: the first keys of a cache with fp8 pools come in compiled or fused code, "
                 "where no scales can be found; run a forward eagerly and unfused before, or give kv_scales"
             )
+        if layer.is_first:
+            self._require_implementation()
         self.order.enter(layer, query_len)
         if not torch.compiler.is_compiling() and not layer.has_written:
             self.first_use(layer)

@@ -33,12 +33,15 @@ from torchpaged.hf.step_rings import StepRings
 from torchpaged.hf.support import (
     fusion_of,
     require_causal_lm,
+    require_implementation,
     require_supported,
     require_weights,
     rotated_alike,
 )
+from torchpaged.hf.switch import Settings
 from torchpaged.hf.wrapped import unwrapped
 from torchpaged.metadata import AttentionMetadata
+from torchpaged.model_state import undone_if_it_raises
 
 _MAX_NUM_REQS = 1024  # requests of a batch, where nobody said how many
 
@@ -48,7 +51,7 @@ class PagedModel(NotCopied):
 
     Args:
         model: the model, in eval mode from now on; its attention implementation becomes "torchpaged". Of a
-            ``PeftModel``, the one in it.
+            ``PeftModel``, the one in it. If it is refused, it stays as it was.
         num_blocks: blocks per layer, the null block included. Give this or ``memory_budget``.
         memory_budget: bytes for all pools together.
         block_size: tokens per block.
@@ -83,6 +86,7 @@ class PagedModel(NotCopied):
     BOUND = "its pools and session are places in this process's memory"
     ADVICE = "copy or pickle its .model, and make a PagedModel of it where you need one"
 
+    @undone_if_it_raises
     def __init__(
         self,
         model: PreTrainedModel,
@@ -109,6 +113,7 @@ class PagedModel(NotCopied):
         require_causal_lm(model)
         require_supported(model)
         require_weights(model)
+        self._give_back = Settings(model).give_back
         model.set_attn_implementation(NAME)
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
@@ -243,6 +248,7 @@ class PagedModel(NotCopied):
                 "None",
                 "build it with AttentionMetadata.from_lists",
             )
+        require_implementation(self._config, "in a PagedModel or Generator")
         if not torch.compiler.is_compiling():
             self._require_length(metadata)
             session = self._cache.backend.session
@@ -308,9 +314,9 @@ def kv_layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
     """What each attention layer of ``model`` stores: `KVLayerSpec`, unless another kind took the layer."""
     model = unwrapped(model)
     require_supported(model)
-    before = model.config._attn_implementation
+    settings = Settings(model)
     model.set_attn_implementation(NAME)
     try:
         return _probe(model, model.config.get_text_config(decoder=True), 16)[0]
     finally:
-        model.set_attn_implementation(before)
+        settings.give_back()

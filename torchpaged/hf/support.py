@@ -110,6 +110,25 @@ def _same_rotation(module: Any, layer_type: str | None, kind: str) -> int | None
     return int(parameters["original_max_position_embeddings"]) if by_length else None
 
 
+def require_implementation(config: Any, holder: str) -> None:
+    """Refuse a step of a model whose attention implementation is not ours, or is no longer: it would take the
+    pools for keys and values.
+
+    Raises:
+        ArgumentError: what ``config``, of the text, names, and what to call.
+    """
+    implementation = config._attn_implementation
+    if implementation != "torchpaged":
+        raise ArgumentError(
+            "attn_implementation",
+            f"'torchpaged' for a model {holder}",
+            repr(implementation),
+            "call torchpaged.hf.attach(model)"
+            if config.model_type in OWN_ATTENTION
+            else "call model.set_attn_implementation('torchpaged')",
+        )
+
+
 def require_weights(model: PreTrainedModel) -> None:
     """Refuse a model whose weights are not all there between forwards, on one device.
 

@@ -47,6 +47,27 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
+class Settings:
+    """What paging a model sets: the attention implementations of all its parts, and eval mode.
+
+    Args:
+        model: the model, as it is before.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._before = [(config, config._attn_implementation) for config in _configs(model)]
+        self._training = [module for module in model.modules() if module.training]
+
+    def give_back(self) -> None:
+        """Set what was before; an implementation that someone else has chosen since stays."""
+        for config, implementation in self._before:
+            if config._attn_implementation == NAME:
+                # of this config alone; the setter goes on to its parts
+                config._attn_implementation_internal = implementation
+        for module in self._training:
+            module.training = True
+
+
 def _reach_copies(model: PreTrainedModel) -> None:
     """Switch parts that have a copy of the model's config, as T5's stacks: transformers 5.17 takes them for
     the model itself, and passes them by."""

@@ -165,20 +165,21 @@ class StepCache(Cache):
             options: further ones of its forward.
 
         Returns:
-            Logits ``[num_tokens, vocab_size]``, or of as many as ``options`` say.
+            Logits ``[num_tokens, vocab_size]``, or of as many as ``options`` say; a base model's last states.
         """
         assert metadata.positions is not None
         self.metadata = metadata
         if self.name in MAKES_ONES:
             ones = torch.ones(1, input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
             options["attention_mask"] = self.masks.given = ones
-        logits: Tensor = model(
+        outputs = model(
             input_ids=input_ids[None],
             position_ids=metadata.positions[None],
             past_key_values=self,
             use_cache=True,
             **options,
-        ).logits[0]
+        )
+        logits: Tensor = outputs[0][0]
         return logits
 
     # What models and transformers' mask functions ask of a cache.

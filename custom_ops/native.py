@@ -20,6 +20,7 @@ _HOW = (
     "(needs a C++17 compiler; -Ccmake.define.TORCHPAGED_NATIVE=ON turns a failed build into an error)"
 )
 _state: tuple[bool, str] = (False, "not looked for yet")
+wrong = ""  #: what is wrong with the variable, if it means nothing
 
 
 def _candidates() -> list[Path]:
@@ -36,9 +37,16 @@ def _candidates() -> list[Path]:
 
 
 def load() -> bool:
-    """Load the library if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load)."""
-    global _state
-    if not variables.get("TORCHPAGED_NATIVE"):
+    """Load the library if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load); a value that means
+    nothing is refused by whoever asks what was loaded, and by every op on a CPU: not by an import."""
+    global _state, wrong
+    try:
+        wanted = variables.get("TORCHPAGED_NATIVE")
+    except ValueError as error:
+        wrong = str(error)
+        _state = (False, wrong)
+        return False
+    if not wanted:
         _state = (False, "switched off by TORCHPAGED_NATIVE=0")
         return False
     found = _candidates()
@@ -56,7 +64,9 @@ def load() -> bool:
 
 
 def status() -> tuple[bool, str]:
-    """``(loaded, path or reason)``."""
+    """``(loaded, path or reason)``. Raises ValueError if ``TORCHPAGED_NATIVE`` means nothing."""
+    if wrong:
+        raise ValueError(wrong)
     return _state
 
 

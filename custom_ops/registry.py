@@ -181,7 +181,7 @@ def _register() -> None:
     for op in SCHEMAS:
         reference = _reference(op)
         if not loaded:
-            LIBRARY.impl(op, reference, "CPU")
+            LIBRARY.impl(op, native.raise_absent if native.wrong else reference, "CPU")
             LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
         elif op not in NATIVE_OPS:
             module = f"torchpaged.custom_ops.{_FAMILY[op]}.cpu"

@@ -29,7 +29,10 @@ def _name(text: str) -> str:
 def _folder(text: str) -> Path:
     if not text.strip():
         raise ValueError("a folder")
-    return Path(text).expanduser()
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:  # a user that is not known, or no home: caches are left aside where they can be
+        raise FileNotFoundError(f"expected a folder, got {text!r}, whose home is not known") from None
 
 
 def _flex_compiler(text: str) -> str:
@@ -107,10 +110,13 @@ def get(name: str) -> Any:
 
     Raises:
         ValueError: its text means nothing.
+        FileNotFoundError: it names a folder in a home that is not known.
     """
     variable = _BY_NAME[name]
     text = os.environ.get(name, variable.default)
     try:
         return variable.parse(text)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{name}: {error}; name one that can be written") from None
     except ValueError as error:
         raise ValueError(f"{name}: expected {error}, got {text!r}") from None

@@ -5,9 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import pickle
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -495,14 +500,192 @@ def test_backends_refuses_an_attention_that_cannot_be(arguments: tuple[str, ...]
 
 
 def test_damaged_weights_are_one_line(folder: str, tmp_path: Path) -> None:
-    import shutil
-
     copied = shutil.copytree(folder, tmp_path / "cut")
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
     done = run("generate", "hello", "--model", str(copied))
-    assert (
-        done.returncode == 2
-        and "--model: expected whole weights" in done.stderr
-        and "Traceback" not in done.stderr
-    ), done.stderr
+    assert done.returncode == 2 and "--model: expected weights that transformers can read" in done.stderr
+    assert "SafetensorError" in done.stderr and "Traceback" not in done.stderr
+
+
+def write(name: str, text: str | bytes) -> Callable[[Path], None]:
+    """Puts a file into a model's folder."""
+    return lambda path: (
+        path.joinpath(name).write_bytes(text.encode() if isinstance(text, str) else text) and None
+    )
+
+
+def drop(pattern: str) -> Callable[[Path], None]:
+    """Takes files out of it."""
+    return lambda path: [file.unlink() for file in path.glob(pattern)] and None
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        held = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**held, **changes}))
+
+    return change
+
+
+def pickled(path: Path) -> None:
+    """Weights that would run a command when they are read."""
+
+    class Command:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {path}/ran",)
+
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(pickle.dumps(Command()))
+
+
+def other_weights(path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, str(path / "model.safetensors"), metadata={"format": "pt"})
+
+
+SIZES = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 100}
+TEMPLATE = "a chat template that transformers can read"
+#: What is done to a good folder -> how the line goes on, and, at last, arguments.
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
+    "no tokenizer": (drop("tokenizer*"), "a tokenizer that transformers can read", ()),
+    "empty": (drop("*"), "a HuggingFace folder or hub id, got .*without config.json", ()),
+    "weights alone": (lambda path: [drop("*")(path), write("a.gguf", b"GGUF")(path)], "GGUF; convert it", ()),
+    "no weights": (drop("*.safetensors"), "weights that transformers can read", ()),
+    "others' weights": (other_weights, "weights of every parameter.* lacks .* random numbers", ()),
+    "pickled weights": (pickled, "weights that transformers can read", ()),
+    "config cut": (
+        write("config.json", '{"model_type": "llama",'),
+        "a config that transformers can read",
+        (),
+    ),
+    "config list": (write("config.json", "[1, 2]"), "a config that transformers can read", ()),
+    "config of bytes": (write("config.json", b"\xff\xfe"), "a config that transformers can read", ()),
+    "config type": (config(model_type="nonesuch"), "a config that transformers can read", ()),
+    "config heads": (config(num_attention_heads=0), "a config.* that transformers can read", ()),
+    "config text": (config(hidden_size="32"), "a config.* that transformers can read", ()),
+    "config activation": (config(hidden_act="nope"), "a config of sizes that transformers can read", ()),
+    "encoder-decoder": (
+        write("config.json", '{"model_type": "t5"}'),
+        "t5, an encoder-decoder; run it by",
+        (),
+    ),
+    "a vision model": (
+        write("config.json", '{"model_type": "vit"}'),
+        "a causal language model, got .*vit",
+        (),
+    ),
+    "sizes": (config(**SIZES), "one that fits into the .* M parameters, .* GiB in fp32", ()),
+    "tokenizer cut": (write("tokenizer.json", '{"version": '), "a tokenizer that transformers can read", ()),
+    "tokenizer list": (write("tokenizer.json", "[]"), "a tokenizer that transformers can read", ()),
+    "end as text": (
+        write("generation_config.json", '{"eos_token_id": "x"}'),
+        "eos_token_id: expected token",
+        (),
+    ),
+    "end too large": (
+        write("generation_config.json", f'{{"eos_token_id": {2**70}}}'),
+        "eos_token_id: expected",
+        (),
+    ),
+    "template raises": (write("chat_template.jinja", "{{ raise_exception('no') }}"), TEMPLATE, ("--chat",)),
+    "template spies": (write("chat_template.jinja", "{{ ''.__class__.x }}"), TEMPLATE, ("--chat",)),
+    "template empty": (write("chat_template.jinja", "{# #}"), "a template that make tokens", ("--chat",)),
+    "template divides": (write("chat_template.jinja", "{{ 1 / 0 }}"), TEMPLATE, ("--chat",)),
+    "template cut": (write("chat_template.jinja", "{% for %}"), TEMPLATE, ("--chat",)),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FOLDERS)
+def test_a_bad_folder_is_one_line(what: str, folder: str, tmp_path: Path) -> None:
+    change, words, options = BAD_FOLDERS[what]
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    change(model)
+    done = run("generate", "hello", "--model", str(model), "--device", "cpu", *options)
+    errors = [line for line in done.stderr.splitlines() if line and not line.startswith("model: ")]
+    assert done.returncode == 2 and done.stdout == "" and len(errors) == 1, done.stderr
+    assert re.search(f"^error: .*{words}", errors[0]), errors
+    assert not (model / "ran").exists()
+
+
+def test_a_file_of_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    done = run("generate", "hello", "--model", str(tmp_path / "model.gguf"))
+    assert done.returncode == 2 and "model.gguf', a file of GGUF; convert it" in done.stderr
+
+
+def test_a_backend_is_looked_up_before_the_model() -> None:
+    for options, variables in ((("--backend", "nope"), {}), ((), {"TORCHPAGED_BACKEND": "nope"})):
+        done = run("generate", "hello", "--model", "./no/such/folder", *options, **variables)
+        assert done.returncode == 2 and "backend: expected one of auto, cuda" in done.stderr, done.stderr
+
+
+def test_backends_that_was_asked_for_one_by_name() -> None:
+    for options in (("--backend", "nope"), ("--backend", "cpu", "--dtype", "fp8_e4m3")):
+        assert run("backends", *options).returncode == run("backends", *options, "--json").returncode == 2
+    assert run("backends", "--backend", "cpu", "--dtype", "fp32").returncode == 0
+
+
+def test_a_chat_begins_the_answer_on_a_line_of_its_own(folder: str, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    write("chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}")(model)
+    arguments = ("generate", "hello", "--model", str(model), "--max-new-tokens", "4")
+    plain, chat = run(*arguments), run(*arguments, "--chat")
+    answer = plain.stdout.splitlines()[0].removeprefix("hello")
+    assert chat.stdout.splitlines()[:2] == ["hello", answer], chat.stdout
+
+
+def test_a_prompt_that_is_no_utf8_leaves_the_others(folder: str) -> None:
+    arguments = ("generate", "hello", os.fsdecode(b"\xff\xfe"), "bye", "--model", folder)
+    done = run(*arguments, "--max-new-tokens", "3", "--json")
+    assert done.returncode == 2 and "error: prompt 2: prompt: expected text in UTF-8" in done.stderr
+    assert ["error" in output for output in json.loads(done.stdout)["outputs"]] == [False, True, False]
+    done = run("generate", "hello", "--model", folder, "--stop", os.fsdecode(b"\xff"))
+    assert done.returncode == 2 and "--stop: expected text in UTF-8" in done.stderr
+
+
+def test_blocks_that_no_memory_holds(folder: str) -> None:
+    done = run("generate", "hello", "--model", folder, "--num-blocks", str(10**12))
+    assert done.returncode == 2 and "num_blocks: expected pools that fit into" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "env", "backends"])
+def test_variables_are_read_before_anything_else(command: str, folder: str) -> None:
+    arguments = ("generate", "hello", "--model", folder) if command == "generate" else (command,)
+    for name, text, expected in (
+        ("TORCHPAGED_DEBUG", "2", "0 or 1"),
+        ("TORCHPAGED_NATIVE", "off", "0 or 1"),
+        ("TORCHPAGED_CHECK", "", "0 or 1"),
+        ("TORCHPAGED_CACHE", "~nouser/x", "a folder"),
+    ):
+        done = run(*arguments, **{name: text})
+        assert done.returncode == 2 and done.stdout == "", done.stdout
+        assert done.stderr.startswith(f"error: {name}: expected {expected}, got {text!r}")
+
+
+def test_a_process_that_begins_with_a_bad_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an import's traceback."""
+    monkeypatch.setenv("TORCHPAGED_NATIVE", "off")
+    done = run_process("env")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: TORCHPAGED_NATIVE: expected 0 or 1, got 'off'\n"
+
+
+def test_an_interrupt_before_anything_is_imported(tmp_path: Path) -> None:
+    """No traceback out of torch's imports; what can be caught is one line (`main`)."""
+    begun = subprocess.Popen(
+        [sys.executable, "-v", "-m", "torchpaged", "env"],  # -v: says on stderr what it imports
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert begun.stderr is not None
+    for line in begun.stderr:
+        if line.startswith("import 'torch._C"):
+            break
+    begun.send_signal(signal.SIGINT)
+    out, errors = begun.communicate(timeout=60)
+    assert begun.returncode == -signal.SIGINT and out == "" and "Traceback" not in errors

@@ -24,6 +24,7 @@ from torchpaged.compile.compile_cache import (
     load_compile_cache,
     save_compile_cache,
 )
+from torchpaged.custom_ops.cuda import jit
 
 ROOT = Path(__file__).parents[1]
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -181,6 +182,45 @@ def test_damaged_and_absent_files(tmp_path: Path) -> None:
         archive.writestr("torch", b"nonsense")
     with pytest.raises(CompileCacheError, match="torch can't read its own artifacts"):
         load_compile_cache(path)
+
+
+def test_any_flipped_byte(folders: Path) -> None:
+    """zipfile and zlib raise what they like over a damaged file: it is always our error, or harmless."""
+    path = folders / "cache.tpc"
+    jit.cache_folder().mkdir(parents=True)
+    (jit.cache_folder() / "abc.cubin").write_bytes(b"machine code" * 9)
+    save_compile_cache(path)
+    content, refused = path.read_bytes(), 0
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
+        try:
+            load_compile_cache(path)
+        except CompileCacheError as error:
+            refused += 1
+            assert str(error).startswith(f"{path}: expected a file of save_compile_cache()")
+    assert refused > len(content) // 2
+
+
+def test_torchs_own_error_is_ours(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folders / "cache.tpc"
+    save_compile_cache(path)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("torch", b"x")
+
+    def unreadable(_: bytes) -> None:
+        raise RecursionError("too deep")
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", unreadable)
+    with pytest.raises(
+        CompileCacheError, match=r"can't read its own artifacts in it \(RecursionError: too deep"
+    ):
+        load_compile_cache(path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "cache.tpc")
+    with pytest.raises(CompileCacheError, match="got a folder, a pipe or a device"):
+        load_compile_cache(tmp_path / "cache.tpc")
 
 
 def test_a_failed_save_leaves_the_old_file(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:

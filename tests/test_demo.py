@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,23 @@ def test_a_half_made_folder_is_redone_and_a_finished_one_kept(
     assert (folder / demo.FILES[0]).read_text() == demo.FILES[0]
     _stub(monkeypatch, lambda *a: pytest.fail("converted again"))
     demo.ensure_smollm2(progress=False)
+
+
+def test_what_a_killed_conversion_left_goes(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, age in ((".torchpaged-killed", 0), (".torchpaged-running", None)):
+        (cache / name).mkdir()
+        if age is not None:
+            os.utime(cache / name, (age, age))
+    _stub(monkeypatch, write_all)
+    folder = demo.ensure_smollm2(progress=False)
+    assert sorted(path.name for path in cache.iterdir()) == [".torchpaged-running", folder.name]
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~umask(), "others could not read it"
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def test_the_faster_of_two_processes_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torchpaged import ArgumentError, BackendUnavailableError
 from torchpaged.backends import AttentionSpec, Backend, get_backend, register_backend, select_backend
 from torchpaged.backends import selector as selector_module
-from torchpaged.backends.tuned import path_for
+from torchpaged.backends.tuned import TunedFileWarning, path_for, tuned_for
 from torchpaged.bench import timing
 from torchpaged.bench.attention import inputs
 from torchpaged.bench.attention.cases import _case
@@ -163,3 +164,12 @@ def test_the_command(small: Path) -> None:
     done = typer.CliRunner().invoke(app, given, env={"COLUMNS": "300"})
     assert done.exit_code == 0 and "decode: for_decodes, for_prompts" in done.output, done.output
     assert path_for(CPU).exists() and run.main(["--backends", "nobody"]) == 2
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHPAGED_CACHE", str(tmp_path))
+    path = path_for(CPU)
+    path.parent.mkdir()
+    os.mkfifo(path)
+    with pytest.warns(TunedFileWarning, match="it is no file"):
+        assert tuned_for(CPU) is None

@@ -12,8 +12,9 @@ import torch
 
 import torchpaged
 from torchpaged import AttentionMetadata
+from torchpaged.backends import tuned
 from torchpaged.custom_ops import checks, native, variables
-from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda import cubins, jit
 from torchpaged.graphs import DecodeGraphRunner, PackedGraphRunner
 
 ROOT = Path(__file__).parents[1]
@@ -63,9 +64,35 @@ def test_the_other_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("TORCHPAGED_BACKEND", "")
     with pytest.raises(ValueError, match="TORCHPAGED_BACKEND: expected a name"):
         torchpaged.PagedAttention(2, 8)
+
+
+def test_native_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import goes through, as with any other variable; whoever asks for the kernels is told."""
+    for name in ("_state", "wrong"):
+        monkeypatch.setattr(native, name, getattr(native, name))
     monkeypatch.setenv("TORCHPAGED_NATIVE", "off")
-    with pytest.raises(ValueError, match="TORCHPAGED_NATIVE: expected 0 or 1"):
-        native.load()
+    assert not native.load()
+    for use in (native.status, lambda: torchpaged.PagedAttention(2, 8), native.raise_absent):
+        with pytest.raises(Exception, match="TORCHPAGED_NATIVE: expected 0 or 1, got 'off'"):
+            use()
+
+
+@pytest.mark.parametrize("text", ["~nouser/x", None])
+def test_a_home_that_is_not_known(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry: caches are left aside, with a word; nothing else fails."""
+    monkeypatch.setattr(Path, "expanduser", _no_home)
+    monkeypatch.setenv("TORCHPAGED_CACHE", text) if text else monkeypatch.delenv("TORCHPAGED_CACHE", False)
+    with pytest.raises(FileNotFoundError, match=r"TORCHPAGED_CACHE: expected a folder, got '~.*home"):
+        variables.get("TORCHPAGED_CACHE")
+    monkeypatch.setattr(tuned, "_FOUND", {})
+    with pytest.warns(tuned.TunedFileWarning, match="home is not known"):
+        assert tuned.tuned_for(torch.device("cpu")) is None
+    assert cubins.load("a.cubin") is None
+    cubins.store("a.cubin", b"code")
+
+
+def _no_home(_: Path) -> Path:
+    raise RuntimeError("Could not determine home directory.")
 
 
 def test_nobody_else_reads_them() -> None:

@@ -5,6 +5,15 @@ Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (Huggin
 checked functions. Importing this package imports torch and nothing optional.
 """
 
+import signal
+import sys
+from pathlib import Path
+
+if (sys.argv[:1] == ["-m"] and "torchpaged" in sys.orig_argv) or Path(sys.argv[0]).name == "torchpaged":
+    # The command, by `python -m` or its script: an interrupt ends the imports without a traceback. cli.main
+    # takes it from there.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from torchpaged.attention import PagedAttention
 from torchpaged.backends import (
     AttentionSpec,

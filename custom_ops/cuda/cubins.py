@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from torchpaged.custom_ops import variables
+from torchpaged.custom_ops.whole_files import replacing
 
 _MAGIC = b"torchpaged cubin 1\n"
 _DIGEST = hashlib.sha256().digest_size
@@ -29,8 +29,9 @@ def load(name: str) -> bytes | None:
     """The code of file ``name``; None if it is absent, unreadable, cut or damaged: a cache costs time,
     not correctness."""
     try:
-        content = (folder() / name).read_bytes()
-    except (OSError, RuntimeError):  # RuntimeError: no home directory
+        path = folder() / name
+        content = path.read_bytes() if path.is_file() else b""  # a FIFO would be waited for
+    except OSError:  # no home directory, too
         return None
     head, digest = content[: len(_MAGIC)], content[len(_MAGIC) : len(_MAGIC) + _DIGEST]
     code = content[len(_MAGIC) + _DIGEST :]
@@ -40,13 +41,10 @@ def load(name: str) -> bytes | None:
 def store(name: str, code: bytes) -> None:
     """Keep ``code`` as file ``name``, over what may be there; nothing happens where nothing can
     be written."""
-    with contextlib.suppress(OSError, RuntimeError):
+    with contextlib.suppress(OSError):
         target = folder() / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as partial:
-            path = Path(partial) / name
-            with path.open("wb") as file:
-                file.write(_MAGIC + hashlib.sha256(code).digest() + code)
-                file.flush()
-                os.fsync(file.fileno())  # else a rename may outlive a power cut that the content does not
-            os.replace(path, target)
+        with replacing(target) as path, path.open("wb") as file:
+            file.write(_MAGIC + hashlib.sha256(code).digest() + code)
+            file.flush()
+            os.fsync(file.fileno())  # else a rename may outlive a power cut that the content does not

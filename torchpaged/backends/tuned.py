@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
-import tempfile
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 from torchpaged.custom_ops import variables
+from torchpaged.custom_ops.whole_files import replacing
 
 FORMAT = 1
 _PACKAGES = ("torchpaged", "triton", "flashinfer-python", "tokenspeed-fa3", "fa3-fwd", "flash-attn-3")
@@ -85,9 +84,8 @@ def save(tuned: Tuned, device: torch.device, evidence: dict[str, Any]) -> Path:
     path = path_for(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"format": FORMAT, **asdict(tuned), "evidence": evidence}, indent=1) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(text)
-    os.replace(file.name, path)
+    with replacing(path) as partial:
+        partial.write_text(text)
     _FOUND.clear()
     _SAVED.append(path)
     return path
@@ -113,24 +111,26 @@ def tuned_for(device: torch.device) -> Tuned | None:
         return None
     if device.type == "cuda" and not torch.cuda.is_available():
         return None
-    key = str(_folder()), str(device)
+    key = variables.text_of("TORCHPAGED_CACHE"), str(device)
     if key not in _FOUND:
-        _FOUND[key] = _read(device) if _is_there(_folder()) else None
+        _FOUND[key] = _read(device) if _is_there() else None
     return _FOUND[key]
 
 
-def _is_there(folder: Path) -> bool:
+def _is_there() -> bool:
     """Whether there is such a folder; a name that can't be looked up is said, as a file would be."""
     try:
-        return folder.is_dir()
+        return _folder().is_dir()
     except OSError as error:
-        _refused(folder, f"it can't be read: {error}")
+        _refused(Path(variables.text_of("TORCHPAGED_CACHE")), f"it can't be read: {error}")
         return False
 
 
 def _read(device: torch.device) -> Tuned | None:
     path = path_for(device)
     try:
+        if path.exists() and not path.is_file():  # a FIFO would be waited for
+            return _refused(path, "it is no file")
         content = path.read_bytes()
     except FileNotFoundError:
         return None

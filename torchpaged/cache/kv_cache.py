@@ -21,6 +21,7 @@ from torch import Tensor
 from torchpaged.cache.block_pool import BlockPool
 from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of
 from torchpaged.cache.kv import KVLayerSpec
+from torchpaged.cache.memory import memory_of
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
@@ -98,6 +99,14 @@ class PagedKVCache:
         if num_blocks < 2:
             raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
         self.num_blocks, self._marked = num_blocks, mark_static
+        memory = memory_of(self.device)
+        if memory is not None and self.num_bytes > memory:
+            raise ArgumentError(
+                "num_blocks",
+                f"pools that fit into the {memory / 2**30:,.1f} GiB of {self.device}",
+                f"{num_blocks} blocks of {self.bytes_per_block:,} bytes, {self.num_bytes / 2**30:,.1f} GiB",
+                "take fewer blocks, or a smaller kv dtype",
+            )
         self._pool: BlockPool | None = None
         self._pools = [self._make_layer(layer) for layer in range(len(self.layers))]
         self._mark_static()

@@ -312,7 +312,7 @@ def backends(
             "declared": {name: declared(name) for name in reasons},
         }
         print(json.dumps(report))
-        return
+        raise typer.Exit(0 if chosen or backend == "auto" else 2)
     shown = Table("backend", "usable", "graphs", "why not")
     for name, rejected in reasons.items():
         support = get_backend(name).capabilities.graph_support.name
@@ -320,6 +320,7 @@ def backends(
     console = Console()
     console.print(shown)
     console.print(f"chosen: {chosen or 'none'} ({why})", markup=False)
+    raise typer.Exit(0 if chosen or backend == "auto" else 2)
 
 
 @app.command()
@@ -395,13 +396,18 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
 
 def main() -> Any:
     """Entry point: errors are one line and exit code 2; TORCHPAGED_DEBUG=1 shows tracebacks."""
+    debug = False
     try:
+        debug = variables.get("TORCHPAGED_DEBUG")
+        for variable in variables.VARIABLES:
+            if variable.name in os.environ:
+                variables.get(variable.name)
         return app()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
     except (TorchpagedError, OSError, ValueError) as error:
-        if variables.get("TORCHPAGED_DEBUG"):
+        if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

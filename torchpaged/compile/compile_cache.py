@@ -15,12 +15,12 @@ you trust.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
 import re
 import sys
-import tempfile
 import time
 import warnings
 import zipfile
@@ -33,6 +33,7 @@ import torch
 
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.custom_ops.whole_files import replacing
 from torchpaged.version import __version__
 
 _FORMAT = 1
@@ -113,8 +114,7 @@ def save_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
     started, target = time.perf_counter(), Path(path)
     report = CompileCacheReport(str(target))
     saved = torch.compiler.save_cache_artifacts()
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        partial = Path(folder) / target.name
+    with replacing(target) as partial:
         with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
             archive.writestr("versions.json", json.dumps(_versions()))
             if saved is not None:
@@ -129,7 +129,6 @@ def save_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
                         archive.write(file, f"triton/{entry.name}/{file.name}")
                 report.triton_kernels += 1
         report.num_bytes = partial.stat().st_size
-        os.replace(partial, target)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -202,8 +201,12 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
     """
     started, source = time.perf_counter(), Path(path)
     report = CompileCacheReport(str(source), num_bytes=source.stat().st_size)
+    wanted = f"{source}: expected a file of save_compile_cache()"
+    if not source.is_file():
+        raise CompileCacheError(f"{wanted}, got a folder, a pipe or a device")
+    whole = io.BytesIO(source.read_bytes())
     try:
-        with zipfile.ZipFile(source) as archive:
+        with zipfile.ZipFile(whole) as archive:
             found, here = json.loads(archive.read("versions.json")), _versions()
             if not isinstance(found, dict):
                 raise ValueError(f"versions.json holds a {type(found).__name__}")
@@ -221,15 +224,16 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
             for name in members:
                 if name.rpartition("/")[2].startswith("__grp__"):
                     _children(members[name])
-    except (zipfile.BadZipFile, KeyError, ValueError) as error:
-        raise CompileCacheError(
-            f"{source}: expected a file of save_compile_cache(), got {error}; delete it and save anew"
-        ) from error
+    except Exception as error:  # a damaged file is anything to zipfile, zlib and json
+        raise CompileCacheError(f"{wanted}, got {error}; delete it and save anew") from error
     if "torch" in members:
-        info = torch.compiler.load_cache_artifacts(members["torch"])
+        try:
+            info, reason = torch.compiler.load_cache_artifacts(members["torch"]), ""
+        except Exception as error:
+            info, reason = None, f" ({type(error).__name__}: {error})"
         if info is None:
             raise CompileCacheError(
-                f"{source}: torch can't read its own artifacts in it; delete it and save anew"
+                f"{source}: torch can't read its own artifacts in it{reason}; delete it and save anew"
             )
         report.artifacts = {kind: len(keys) for kind, keys in info.artifacts.items()}
     entries: dict[str, dict[str, bytes]] = {}
@@ -254,10 +258,9 @@ def _write_files(folder: Path, files: dict[str, bytes]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     missing = {name: content for name, content in files.items() if not (folder / name).exists()}
     if missing:
-        with tempfile.TemporaryDirectory(dir=folder) as partial:
-            for name, content in missing.items():
-                (Path(partial) / name).write_bytes(content)
-                os.replace(Path(partial) / name, folder / name)
+        for name, content in missing.items():
+            with replacing(folder / name) as partial:
+                partial.write_bytes(content)
 
 
 def _children(group: bytes) -> list[str]:

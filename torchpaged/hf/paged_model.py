@@ -122,9 +122,10 @@ class PagedModel(NotCopied):
         self.max_position_embeddings: int | None = getattr(config, "max_position_embeddings", None)
         self._longest, self._rotation = rotated_alike(model)
         eos = getattr(model.generation_config, "eos_token_id", None)
-        self.eos_token_ids: tuple[int, ...] = (
-            () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
-        )
+        ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+        if not all(is_int(token) and -(2**31) <= token < 2**31 for token in ends):
+            raise ArgumentError("eos_token_id", "token ids, of generation_config", repr(eos))
+        self.eos_token_ids: tuple[int, ...] = ends
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         pools = KVScales(kv_dtype, "head", 0).dtype
         specs, probed = _probe(model, config, block_size, pools)

@@ -130,7 +130,7 @@ def _read(device: torch.device) -> Tuned | None:
     path = path_for(device)
     try:
         if path.exists() and not path.is_file():  # a FIFO would be waited for
-            return _refused(path, "it is no file")
+            return _refused(path, "it can't be read: it is no file")
         content = path.read_bytes()
     except FileNotFoundError:
         return None

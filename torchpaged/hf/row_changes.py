@@ -110,7 +110,7 @@ class RowChanges:
         self._copy_blocks(in_rings, rolls=True)
         for layer in self._layers:
             if isinstance(layer, StateLayer):
-                layer.reorder_cache(torch.tensor(parents))
+                layer.reorder_cache(torch.tensor(parents, dtype=torch.int64, device="cpu"))
         self._groups.find([lengths[parent] for parent in parents])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]], rolls: bool = False) -> None:

@@ -654,6 +654,33 @@ def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next
     assert_unharmed(generator, want)
 
 
+def test_a_stream_interrupted_while_it_begins_leaves_no_request_without_an_owner(
+    model: Any, want: list[list[int]]
+) -> None:
+    """Ctrl-C at every line of stream(ids): its requests are cancelled, or still belong to all."""
+    generator, points = engine(model, graphs=False), 0
+    files = tuple(
+        str(Path(torchpaged.__file__).parent / "engine" / name) for name in ("generator.py", "calls.py")
+    )
+    while True:
+        ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS, EACH, strict=True)]
+        interrupt, taken = Interrupt(points + 1, files), None
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            taken = generator.stream(ids[1:3])
+        if taken is None:
+            owned = {sequence.request_id for sequence in generator._calls.inbox.live}
+            assert owned == generator._stepper.requests.keys() and owned >= {ids[0], ids[3]}, interrupt.where
+        done = {event.request_id: event.finish_reason for event in taken or ()}
+        done |= {event.request_id: event.finish_reason for event in generator.stream()}
+        assert not generator.has_unfinished and generator.pool.num_free == generator.pool.num_usable
+        assert done.keys() >= {ids[0], ids[3]} and set(done.values()) <= {"length", "cancelled"}
+        if interrupt.lines <= points:
+            break
+        points += 1
+    assert points > 20 and taken is not None and set(done.values()) == {"length"}
+    assert_unharmed(generator, want)
+
+
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("seed", range(2))
 def test_failures_at_random_points(

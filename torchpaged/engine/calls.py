@@ -4,7 +4,7 @@
     with calls.entered():           # nothing is half done, and no other thread is inside
         stepper.step()
     calls.give_way()
-    for event in calls.stream(calls.claim([7])):
+    for event in calls.stream():
         ...
 
 A call owns requests by an `Inbox`. A request's own `Sequence.log` holds its events; the inbox only says
@@ -143,8 +143,9 @@ class Calls:
             time.sleep(_GIVE_WAY_SECONDS)
 
     # ----------------------------------------------------------------------------------------- whose requests
-    def claim(self, request_ids: list[int]) -> Inbox:
-        """An inbox for these submitted requests alone; from inside.
+    def _claim(self, request_ids: list[int], inbox: Inbox) -> None:
+        """Make ``inbox`` the owner of these submitted requests; from inside. If it is interrupted, some
+        are: it must `leave` them then.
 
         Raises:
             ArgumentError: an id that is unknown, finished, or another stream's.
@@ -157,38 +158,40 @@ class Calls:
                     "submitted requests that are not done and belong to no other stream",
                     repr(request_id),
                 )
-        inbox = Inbox()
         for sequence in (known[request_id] for request_id in request_ids):
             for old, new in ((self.inbox.live, inbox.live), (self.inbox.ready, inbox.ready)):
                 if sequence in old:
-                    new[sequence] = old.pop(sequence)
+                    new[sequence] = None
+                    del old[sequence]
             with _TAKING:
                 sequence.inbox = inbox
-        return inbox
 
-    def stream(self, inbox: Inbox | None, begin: bool = False) -> Iterator[TokenEvent]:
-        """Step until the requests of ``inbox`` are done, giving events as they come.
+    def stream(self, request_ids: list[int] | None = None) -> Iterator[TokenEvent]:
+        """Step until requests are done, giving events as they come.
 
         Args:
-            inbox: whose requests; None: all submitted ones.
-            begin: the first ``next`` gives nothing. From then on it cancels its requests if it is dropped:
-                nobody else will take their events.
+            request_ids: whose; they belong to it from the first ``next`` on, which gives nothing, and it
+                cancels them if it is dropped: nobody else will take their events. None: all submitted ones.
 
         Raises:
+            ArgumentError: as `_claim`.
             TorchpagedError: a second stream over all requests.
         """
-        mark = object()
+        mark, inbox = object(), None
         try:
-            if begin:
-                yield  # type: ignore[misc]
-            if inbox is None:
-                with self.entered():
-                    if self._stream_of_all is not None:
-                        raise TorchpagedError(
-                            "stream(): another stream over all requests is open; close() it, or name the "
-                            "requests: stream(request_ids)"
-                        )
+            with self.entered():
+                if request_ids is not None:
+                    inbox = Inbox()
+                    self._claim(request_ids, inbox)
+                elif self._stream_of_all is None:
                     self._stream_of_all, inbox = mark, self.inbox
+                else:
+                    raise TorchpagedError(
+                        "stream(): another stream over all requests is open; close() it, or name the "
+                        "requests: stream(request_ids)"
+                    )
+            if request_ids is not None:
+                yield  # type: ignore[misc]
             while inbox.live or inbox.waiting:
                 with self.entered():
                     if not inbox.waiting:

@@ -340,10 +340,9 @@ class Generator(NotCopied):
             TorchpagedError: a second stream over all requests.
         """
         if request_ids is None:
-            return self._calls.stream(None)
-        with self._calls.entered():
-            stream = self._calls.stream(self._calls.claim(list(request_ids)), begin=True)
-            next(stream)
+            return self._calls.stream()
+        stream = self._calls.stream(list(request_ids))
+        next(stream)
         return stream
 
     def generate(
@@ -385,8 +384,8 @@ class Generator(NotCopied):
         return [sequence.result() for sequence in sequences]
 
     def step(self) -> list[TokenEvent]:
-        """One step of the whole batch; returns the events of submitted requests, those of open streams over
-        some of them left out.
+        """One step of the whole batch; returns the events of submitted requests that nobody was given, those
+        of open streams over some of them left out.
 
         If it is interrupted, the next call or stream gives the events that this one did not return.
         """

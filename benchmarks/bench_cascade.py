@@ -74,7 +74,7 @@ def case(
         device="cuda",
     )
     groups = find_prefix_groups(tables, [1] * rows, [shared + own] * rows, block_size=BLOCK)
-    prefixes.set(groups, tables, [1] * rows)
+    prefixes.set(groups, tables, [1] * rows, [shared + own] * rows)
     suffix = prefixes.suffix(table, lens)
     batch = table, lens, starts
     found = {

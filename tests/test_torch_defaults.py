@@ -175,7 +175,7 @@ def cascade() -> Any:
     prefixes = SharedPrefixes.allocate(
         max_num_groups=4, num_reqs=3, num_tokens=3, max_blocks_per_req=3, block_size=4
     )
-    prefixes.set(find_prefix_groups(tables, [1, 1, 1], lens, block_size=4), tables, [1, 1, 1])
+    prefixes.set(find_prefix_groups(tables, [1, 1, 1], lens, block_size=4), tables, [1, 1, 1], lens)
     batch = AttentionMetadata.from_lists([1, 1, 1], lens, tables, block_size=4)
     starts = batch.block_table, batch.seq_lens, batch.query_start_loc
     q, k, v = qkv(3)

@@ -110,7 +110,7 @@ def test_equal_to_the_plain_path(name: str) -> None:
         prefixes = SharedPrefixes.allocate(
             max_num_groups=4, num_reqs=10, num_tokens=q.shape[0], max_blocks_per_req=11, block_size=BLOCK
         )
-        prefixes.set(groups, tables, queries)
+        prefixes.set(groups, tables, queries, lens)
         common = dict(max_query_len=5, return_lse=True, **OPTIONS[name])
         got = cascade_attention(q, *pools, table, seq_lens, starts, prefixes, **common)
         want = torchpaged.paged_attention(q, *pools, table, seq_lens, starts, **common)
@@ -151,7 +151,7 @@ def test_one_graph_for_all_groups_and_lengths() -> None:
         tables, _, lens = batch(rng, num_reqs=6, width=10, blocks=120)
         groups = find(tables, lens)[: 3 if step else 0]
         found.append(len(groups))
-        prefixes.set(groups, tables, [1] * 6)
+        prefixes.set(groups, tables, [1] * 6, lens)
         table, seq_lens, starts = tensors(tables, [1] * 6, lens, 11)
         pools = torch.randn(120, BLOCK, 2, 16), torch.randn(120, BLOCK, 2, 16)
         q = torch.randn(6, 4, 16)
@@ -162,12 +162,12 @@ def test_one_graph_for_all_groups_and_lengths() -> None:
 
 def test_groups_that_do_not_fit() -> None:
     """Refused before anything is written."""
-    tables, queries = [[1, 2, 3], [1, 2, 4], [5, 6, 7]], [1, 1, 5]
+    tables, queries, lens = [[1, 2, 3], [1, 2, 4], [5, 6, 7]], [1, 1, 5], [12, 12, 12]
     prefixes = SharedPrefixes.allocate(
         max_num_groups=1, num_reqs=3, num_tokens=7, max_blocks_per_req=3, block_size=BLOCK
     )
     good = PrefixGroup((0, 1), 2)
-    prefixes.set([good], tables, queries)
+    prefixes.set([good], tables, queries, lens)
     before = [tensor.clone() for tensor in vars(prefixes).values() if isinstance(tensor, Tensor)]
     for groups, words in (
         ([good, PrefixGroup((2,), 1)], "groups: expected at most 1"),
@@ -178,9 +178,16 @@ def test_groups_that_do_not_fit() -> None:
         ([PrefixGroup((0, 1), 4)], "at most 3"),
     ):
         with pytest.raises(ArgumentError, match=words):
-            prefixes.set(groups, tables, queries)
+            prefixes.set(groups, tables, queries, lens)
     with pytest.raises(ArgumentError, match="query_lens: expected at most 7"):
-        prefixes.set([], tables, [1, 1, 6])
+        prefixes.set([], tables, [1, 1, 6], lens)
+    for name, given in (
+        ("groups: expected prefixes before the queries.*row 1 has 7", (tables, queries, [9, 8, 12])),
+        ("seq_lens: expected one for each of 3", (tables, queries, [12, 12])),
+        ("block_tables: expected one for each of 3", (tables[:2], queries, lens)),
+    ):
+        with pytest.raises(ArgumentError, match=name):
+            prefixes.set([good], *given)
     after = [tensor for tensor in vars(prefixes).values() if isinstance(tensor, Tensor)]
     assert all(map(torch.equal, before, after))
 
@@ -191,7 +198,7 @@ def test_groups_of_another_batch() -> None:
     prefixes = SharedPrefixes.allocate(
         max_num_groups=1, num_reqs=2, num_tokens=2, max_blocks_per_req=3, block_size=BLOCK
     )
-    prefixes.set(find(tables, lens), tables, queries)
+    prefixes.set(find(tables, lens), tables, queries, lens)
     q, pools = torch.randn(2, 4, 16), (torch.randn(9, BLOCK, 2, 16), torch.randn(9, BLOCK, 2, 16))
     table, seq_lens, starts = tensors(tables, queries, lens, 3)
     cascade_attention(q, *pools, table, seq_lens, starts, prefixes, max_query_len=1)

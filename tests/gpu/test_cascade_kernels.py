@@ -82,7 +82,7 @@ class Batch:
 
     def regroup(self, lens: list[int]) -> None:
         groups = find_prefix_groups(self.tables, self.queries, lens, block_size=BLOCK)
-        self.prefixes.set(groups[:8], self.tables, self.queries)
+        self.prefixes.set(groups[:8], self.tables, self.queries, lens)
 
     def plain(self, **options: Any) -> Any:
         batch = self.table, self.seq_lens, self.starts

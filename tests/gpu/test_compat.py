@@ -139,7 +139,7 @@ def test_one_graph_of_shared_prefixes() -> None:
         sizes = [rng.randint(16 * (len(row) - 8) + 1, 16 * len(row)) for row in rows]
         groups = find_prefix_groups(rows, [1] * 8, sizes, block_size=16)
         assert bool(groups) == bool(step)
-        prefixes.set(groups, rows, [1] * 8)
+        prefixes.set(groups, rows, [1] * 8, sizes)
         lens.copy_(torch.tensor(sizes, dtype=torch.int32))
         table.zero_()
         for i, row in enumerate(rows):

@@ -21,7 +21,7 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel, accelerate
 from torchpaged.hf.known_models import MAKES_ONES
 from torchpaged.hf.support import rotated_alike
-from torchpaged.testing.coverage import architectures
+from torchpaged.testing.coverage import architectures, vision_models
 from torchpaged.testing.coverage.architectures import config_of, model_of, model_types
 from torchpaged.testing.coverage.checks import difference
 
@@ -255,6 +255,12 @@ def test_wrong_models_are_named() -> None:
             door(transformers.T5ForConditionalGeneration(t5))
         with pytest.raises(UnsupportedModelError, match=r"LlamaModel has no head"):
             door(transformers.LlamaModel(llama))
+
+
+def test_models_that_need_pictures_are_refused() -> None:
+    model = vision_models.model_of("blip-2")
+    with pytest.raises(UnsupportedModelError, match="Blip2.* can't run without pixel_values"):
+        Generator(model)
 
 
 @pytest.mark.parametrize("given", ["1GB", 1.5e6, True])

@@ -2,7 +2,7 @@
 
     groups = find_prefix_groups(block_tables, query_lens, seq_lens, block_size=16)  # on the host
     prefixes = SharedPrefixes.allocate(**sizes, device="cuda")  # once
-    prefixes.set(groups, block_tables, query_lens)  # when they change
+    prefixes.set(groups, block_tables, query_lens, seq_lens)  # when they change
     batch = block_table, seq_lens, query_start_loc
     out = cascade_attention(q, k_cache, v_cache, *batch, prefixes, max_query_len=1)
 

@@ -86,7 +86,7 @@ class SharedPrefixes:
         groups: Sequence[PrefixGroup],
         block_tables: Sequence[Sequence[int]],
         query_lens: Sequence[int],
-        seq_lens: Sequence[int] | None = None,
+        seq_lens: Sequence[int],
     ) -> None:
         """Write the groups of a batch into the buffers, in place; copies to a GPU don't wait for it.
 
@@ -95,8 +95,7 @@ class SharedPrefixes:
             block_tables: of the batch's requests.
             query_lens: of the batch's requests, at most as many as the buffers were made for.
             seq_lens: KV tokens of each, the new ones included, or fewer: what the host knows that they have.
-                None: it knows nothing, and whether a prefix lies before the queries of its requests is
-                checked where values on the device are, and not else.
+                A prefix lies before the queries of its requests, or they would see what is behind them.
 
         Raises:
             ArgumentError: more groups, requests or tokens than there is room for, a request in two groups, or
@@ -113,6 +112,9 @@ class SharedPrefixes:
         ):
             if count > room:
                 raise ArgumentError(name, f"at most {room}, for which the buffers were made", str(count))
+        for name, lists in (("block_tables", block_tables), ("seq_lens", seq_lens)):
+            if len(lists) != len(query_lens):
+                raise ArgumentError(name, f"one for each of {len(query_lens)} requests", str(len(lists)))
         if len(set(members)) != len(members) or any(not 0 <= row < len(query_lens) for row in members):
             raise ArgumentError("groups", f"each of {len(query_lens)} requests at most once", str(members))
         shared = [list(block_tables[group.rows[0]][: group.num_blocks]) for group in groups]
@@ -166,7 +168,7 @@ class SharedPrefixes:
 
     def clear(self) -> None:
         """No groups: all requests are read alone."""
-        self.set([], [], [])
+        self.set([], [], [], [])
 
     def tensors(self) -> dict[str, Tensor]:
         """All buffers by name."""
@@ -206,10 +208,8 @@ def _check_group(
 
 
 def _check_lens(
-    group: PrefixGroup, query_lens: Sequence[int], seq_lens: Sequence[int] | None, block_size: int
+    group: PrefixGroup, query_lens: Sequence[int], seq_lens: Sequence[int], block_size: int
 ) -> None:
-    if seq_lens is None:
-        return
     for row in group.rows:
         context = seq_lens[row] - query_lens[row]
         if context < group.num_blocks * block_size:

@@ -4,6 +4,7 @@ can't), and whether it is fused."""
 from __future__ import annotations
 
 import functools
+import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +50,8 @@ def require_causal_lm(model: Any) -> None:
 
     Raises:
         ArgumentError: no model of transformers.
-        UnsupportedModelError: one with an encoder beside the decoder, or without a head for tokens.
+        UnsupportedModelError: one with an encoder beside the decoder, without a head for tokens, or that
+            needs more than tokens.
     """
     if not isinstance(model, PreTrainedModel):
         raise ArgumentError(
@@ -66,6 +68,13 @@ def require_causal_lm(model: Any) -> None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no head that gives logits of tokens; load it with "
             "transformers.AutoModelForCausalLM"
+        )
+    takes = inspect.signature(model.forward).parameters.values()
+    needs = [it.name for it in takes if it.default is it.empty and it.kind is it.POSITIONAL_OR_KEYWORD]
+    if set(needs) - {"input_ids"}:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} can't run without {', '.join(needs)}, and the engine runs tokens; use "
+            "generate() with torchpaged.hf.PagedCache"
         )
 
 

@@ -1,0 +1,30 @@
+"""A few of the random set-ups of `random_setups`, and that they would notice a wrong token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+import random_setups
+
+from torchpaged import TorchpagedError
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_set_up(seed: int) -> None:
+    setup = random_setups.SetUp(seed)
+    assert setup.run() >= 0
+
+
+def test_wrong_tokens_and_lost_blocks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(family: str, prompt: Any, sampling: Any) -> list[int]:
+        return [1] * sampling.max_new_tokens
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError):
+        patch.setattr(random_setups, "alone", wrong)
+        random_setups.SetUp(0).run()
+    monkeypatch.setattr("torchpaged.engine.scheduler.Scheduler._release", lambda *_: None)
+    with pytest.raises((AssertionError, TorchpagedError), match="were lost|one more|requested"):
+        random_setups.SetUp(0).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,8 +77,9 @@ def test_repetition_penalty_of_padded_rows(pair: tuple[Any, Any]) -> None:
         want, got = both(pair, inputs, repetition_penalty=1.7)
         assert torch.equal(got, want)
     else:
-        with pytest.raises(ArgumentError, match="none of its padding"):
-            both(pair, inputs, repetition_penalty=1.7)
+        with pytest.warns(UserWarning, match="can't do a repetition penalty that leaves 0 tokens out"):
+            want, got = both(pair, inputs, repetition_penalty=1.7)
+        assert torch.equal(got, want)
 
 
 def test_sampling_follows_the_options_and_torchs_seed(pair: tuple[Any, Any]) -> None:
@@ -184,20 +186,10 @@ def test_a_dictionary_is_returned_when_asked(pair: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("num_beams", {"num_beams": 2}),
-        ("logits_processor", {"logits_processor": [lambda ids, scores: scores]}),
-        ("logits_processor", {"no_repeat_ngram_size": 2}),
-        ("logits_processor", {"min_new_tokens": 3, "eos_token_id": 5}),
-        ("stopping_criteria", {"max_time": 9.0}),
-        (
-            "stopping_criteria",
-            {"stopping_criteria": [lambda ids, scores: torch.zeros(len(ids), dtype=torch.bool)]},
-        ),
-        ("output_scores", {"output_scores": True, "return_dict_in_generate": True}),
+        ("output_attentions", {"output_attentions": True, "return_dict_in_generate": True}),
         ("use_cache", {"use_cache": False}),
         ("cache_implementation", {"cache_implementation": "static"}),
         ("assistant_model", {"assistant_model": "pair"}),
-        ("prompt_lookup_num_tokens", {"prompt_lookup_num_tokens": 3}),
         ("position_ids", {"position_ids": torch.arange(7)[None] + 1}),
         ("max_new_tokens", {"max_new_tokens": 60}),
     ],
@@ -211,6 +203,99 @@ def test_what_the_loop_cant_do_is_refused(pair: tuple[Any, Any], name: str, opti
     assert not pair[1].generate.generator.has_unfinished
     want, got = both(pair, padded([7]))
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"logits_processor": [lambda ids, scores: -scores]},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 5, "eos_token_id": list(range(3, 60))},
+        {"min_length": 12, "eos_token_id": list(range(3, 60))},
+        {"bad_words_ids": [[n] for n in range(3, 50)]},
+        {"max_time": 90.0},
+        {"stopping_criteria": [lambda ids, scores: torch.full((len(ids),), ids.shape[1] > 12)]},
+        {"prompt_lookup_num_tokens": 3, "max_new_tokens": 20},
+        {"repetition_penalty": 1.7, "min_new_tokens": 2, "eos_token_id": 5},
+        {"max_new_tokens": None, "max_length": 14, "no_repeat_ngram_size": 1},
+        {"max_new_tokens": 60, "no_repeat_ngram_size": 3},  # more than the engine's rows hold
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_what_the_loop_cant_do_runs_in_transformers_own(
+    pair: tuple[Any, Any], options: dict[str, Any]
+) -> None:
+    """With a warning, padded rows as well; the engine goes on behind it."""
+    inputs = padded([9] if "prompt_lookup_num_tokens" in options else [4, 9, 6])
+    with pytest.warns(UserWarning, match="accelerated model runs step by step in transformers' own loop"):
+        want, got = both(pair, inputs, **options)
+    assert torch.equal(got, want)
+    want, got = both(pair, inputs)
+    assert torch.equal(got, want)
+
+
+def test_the_same_of_a_fused_model(pair: tuple[Any, Any]) -> None:
+    """By its config, as models have it that set one, and while another thread's call runs in the engine."""
+    model = copy.deepcopy(pair[0])
+    hf.accelerate(model, max_batch_size=3, max_seq_len=64, fuse=True)
+    model.generation_config.no_repeat_ngram_size = 2
+    found: list[Any] = []
+
+    def run(**options: Any) -> None:
+        call = {"do_sample": False, "max_new_tokens": 12, "eos_token_id": None, **options}
+        found.append((options, model.generate(**padded([4, 9]), **call)))
+
+    calls: list[dict[str, Any]] = [{}, {"no_repeat_ngram_size": 0}, {}, {"no_repeat_ngram_size": 0}]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        threads = [threading.Thread(target=run, kwargs=options) for options in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 4
+    for options, got in found:
+        want = both(pair, padded([4, 9]), **{"no_repeat_ngram_size": 2, **options})[0]
+        assert torch.equal(got, want), options
+
+
+def test_scores_and_hidden_states_of_transformers_own_loop(pair: tuple[Any, Any]) -> None:
+    names = ("scores", "logits", "hidden_states")
+    options = {"return_dict_in_generate": True, **{f"output_{name}": True for name in names}}
+    with pytest.warns(UserWarning, match="can't do output_scores=True"):
+        want, got = both(pair, padded([4, 6]), **options)
+    assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)
+    for a, b in zip(got.scores + got.logits, want.scores + want.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert len(got.hidden_states) == len(want.hidden_states)
+
+
+def test_a_streamer_gets_the_prompt_once_in_either_loop(pair: tuple[Any, Any]) -> None:
+    class Streamer:
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.tokens += value.flatten().tolist()
+
+        def end(self) -> None:
+            self.tokens.append(-1)
+
+    streams = [Streamer(), Streamer()]
+    for model, streamer in zip(pair, streams, strict=True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            call = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "no_repeat_ngram_size": 2}
+            model.generate(**padded([7]), **call, streamer=streamer)
+    assert streams[1].tokens == streams[0].tokens and len(streams[1].tokens) == 14
+
+
+def test_the_error_of_a_length_names_the_tightest_row(pair: tuple[Any, Any]) -> None:
+    inputs = padded([3, 40, 8])
+    with pytest.raises(ArgumentError, match="^max_new_tokens: expected at most 24 for a prompt of 40 tokens"):
+        pair[1].generate(**inputs, max_new_tokens=62)
 
 
 def test_right_padding_and_caches_of_the_caller_are_refused(pair: tuple[Any, Any]) -> None:

@@ -1,7 +1,7 @@
 """What a call of transformers' ``generate()`` asks of the engine's loop, and what of it the engine can't do.
 
 transformers turns its options into logits processors and stopping criteria. Those the engine knows are read
-back exactly; any other is refused by name: none is left out.
+back exactly; a call with any other runs in transformers' own loop, or is refused by name: none is left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ _LEAVE = "call torchpaged.hf.unaccelerate(model) first, or leave it out"
 _OTHER_LOOPS = ("assistant_model", "assistant_tokenizer", "synced_gpus")
 # What generate() itself adds to a call.
 _KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_OUTPUTS = ("output_scores", "output_logits", "output_hidden_states")
+_OWN_MODES = ("beam_search", "beam_sample", "assisted_generation")  # the last by prompt lookup
+
+
+class PlainSteps(Exception):
+    """Not an error: the call is one for transformers' own loop. Says what the engine's can't do.
+
+    Attributes:
+        rows, tokens: what a cache for it must hold: rows, beams included, and tokens of each.
+    """
+
+    rows = tokens = 0
 
 
 @dataclass(frozen=True)
@@ -69,24 +80,24 @@ def call_sampling(
         input_ids: ``[rows, length]`` int64, left-padded.
 
     Raises:
-        ArgumentError: something the engine's loop can't do; names it.
+        ArgumentError: something that neither loop can do with a paged cache; names it.
+        PlainSteps: something that transformers' own loop can do.
     """
+    if getattr(config, "output_attentions", None):
+        raise _refuse("output_attentions", "False: paged attention keeps no weights", True)
     _require_known_inputs(model_kwargs, input_ids)
-    for name in _OUTPUTS:
-        if getattr(config, name, None):
-            raise _refuse(name, "False on an accelerated model, which returns tokens alone", True)
-    if (config.num_beams or 1) != 1:
-        raise _refuse("num_beams", "1 on an accelerated model", config.num_beams)
     mode = config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample"):
-        name = (
-            "prompt_lookup_num_tokens" if config.prompt_lookup_num_tokens is not None else "generation_config"
-        )
-        raise _refuse(name, "greedy decoding or sampling on an accelerated model", mode)
+    if mode not in ("greedy_search", "sample", *_OWN_MODES):
+        raise _refuse("generation_config", "greedy decoding, sampling or beams on an accelerated model", mode)
     if config.use_cache is False:
         raise _refuse("use_cache", "True on an accelerated model", False)
     if config.cache_implementation is not None:
         raise _refuse("cache_implementation", "None on an accelerated model", config.cache_implementation)
+    for name in _OUTPUTS:
+        if getattr(config, name, None):
+            raise PlainSteps(f"{name}=True")
+    if mode in _OWN_MODES:
+        raise PlainSteps(mode.replace("_", " "))
     max_length, stops = _ends(stopping_criteria)
     new = max_length - input_ids.shape[1]
     if new < 1:
@@ -98,7 +109,7 @@ def call_sampling(
     if config.do_sample:
         drawn.setdefault("temperature", 1.0)
     elif extra := [name for name in drawn if name != "repetition_penalty"]:
-        raise _refuse(extra[0], "no such logits processor without do_sample", drawn[extra[0]])
+        raise PlainSteps(f"{extra[0]} without do_sample")
     # The call's own ends are all there are.
     sampling = SamplingParams(max_new_tokens=new, stop_token_ids=stops, ignore_eos=True, **drawn)
     return CallSampling(sampling, padding)
@@ -107,7 +118,11 @@ def call_sampling(
 def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) -> None:
     for name, value in model_kwargs.items():
         # generate() adds the outputs of a model's towers, of which a text has none.
-        if name in _KNOWN_INPUTS or value is None or (name == "mm_encoder_outputs" and not value):
+        if (
+            name in (*_KNOWN_INPUTS, *_OUTPUTS)
+            or value is None
+            or (name == "mm_encoder_outputs" and not value)
+        ):
             continue
         raise _refuse(
             name,
@@ -140,9 +155,7 @@ def _ends(criteria: Any) -> tuple[int, tuple[int, ...]]:
         elif type(one) is EosTokenCriteria:
             stops += one.eos_token_id.flatten().tolist()
         else:
-            raise _refuse(
-                "stopping_criteria", "a length and end tokens on an accelerated model", type(one).__name__
-            )
+            raise PlainSteps(type(one).__name__)
     if not lengths:
         raise ArgumentError("max_new_tokens", "the number of tokens that generate() may add", "None")
     return min(lengths), tuple(dict.fromkeys(stops))
@@ -166,32 +179,23 @@ def _drawing(processors: Any, attention_mask: Tensor | None) -> dict[str, Any]:
     for one in processors:
         entry = names.get(type(one))
         if entry is None or entry[0] in found or order.index(type(one)) < last:
-            raise _refuse(
-                "logits_processor",
-                "repetition penalty, temperature, top-k, top-p and min-p, each once and in this order, on an "
-                "accelerated model",
-                type(one).__name__,
-            )
+            raise PlainSteps(f"{type(one).__name__}, or its place among the logits processors")
         last = order.index(type(one))
         found[entry[0]] = getattr(one, entry[1])
         if getattr(one, "filter_value", -float("inf")) != -float("inf"):
-            raise _refuse("filter_value", "-inf on an accelerated model", one.filter_value)
+            raise PlainSteps(f"filter_value={one.filter_value}")
         if getattr(one, "min_tokens_to_keep", 1) != 1:
-            raise _refuse("min_tokens_to_keep", "1 on an accelerated model", one.min_tokens_to_keep)
+            raise PlainSteps(f"min_tokens_to_keep={one.min_tokens_to_keep}")
         if entry[0] == "repetition_penalty":
             _require_whole_prompts(one, attention_mask)
     return found
 
 
 def _require_whole_prompts(processor: Any, attention_mask: Tensor | None) -> None:
-    """Refuse a repetition penalty for other tokens than those of the prompt and the output: for padding, as
-    transformers 5.17 has it, or for a part of the prompt."""
+    """Leave to transformers a repetition penalty for other tokens than those of the prompt and the output:
+    for padding, as 5.17 has it, or for a part of the prompt."""
     device = torch.device("cpu") if attention_mask is None else attention_mask.device
     padding = 0 if attention_mask is None else (attention_mask == 0).sum(-1)
     ignored = 0 if processor.prompt_ignore_length is None else processor.prompt_ignore_length
     if bool((torch.as_tensor(ignored, device=device) != torch.as_tensor(padding, device=device)).any()):
-        raise _refuse(
-            "repetition_penalty",
-            "one over all tokens of the prompt and none of its padding, on an accelerated model",
-            f"{ignored} tokens left out, {padding} of them padding",
-        )
+        raise PlainSteps(f"a repetition penalty that leaves {ignored} tokens out, {padding} being padding")

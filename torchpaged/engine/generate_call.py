@@ -4,14 +4,15 @@
     out = model.generate(**inputs, max_new_tokens=128)      # as before
 
 transformers prepares the call as it always does (`generation_config`, padding, stopping criteria) and hands
-the loop over; a `Generator` that belongs to the model runs it. What its loop can't do is refused, with the
-reason, before anything runs.
+the loop over; a `Generator` that belongs to the model runs it. What its loop can't do runs in transformers'
+own, step by step over a PagedCache, with a warning that says why.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
-from torchpaged.engine.call_options import call_sampling, require_plain_call
+from torchpaged.engine.call_options import PlainSteps, call_sampling, require_plain_call
 from torchpaged.engine.generator import Generator
 from torchpaged.engine.sampling import SamplingParams
 
@@ -45,7 +46,24 @@ class _Generate:
         self._require_unchanged()
         # transformers hands a streamer on to its own loops only.
         bound.arguments["custom_generate"] = _Loop(self.generator, call.get("streamer")).run
-        return own(*bound.args[1:], **bound.kwargs)
+        try:
+            return own(*bound.args[1:], **bound.kwargs)
+        except PlainSteps as reason:
+            said = reason
+        warnings.warn(
+            "torchpaged: this call of an accelerated model runs step by step in transformers' own loop, "
+            f"which is slower: the engine's can't do {said}",
+            stacklevel=2,
+        )
+        for name in ("self", "kwargs", "custom_generate"):
+            call.pop(name, None)
+        if call.get("streamer") is not None:
+            call["streamer"] = _BehindPrompt(call["streamer"])
+        from torchpaged.hf import PagedCache  # transformers is optional
+
+        cache = PagedCache(self._model.config, said.rows, said.tokens)
+        with self.generator._calls.entered():  # forwards of a fused model must not overlap
+            return own(**call, past_key_values=cache)
 
     def _require_unchanged(self) -> None:
         """Refuse a model that no longer fits the pools and rows made for it."""
@@ -76,6 +94,19 @@ def _facts(model: Any) -> dict[str, Any]:
     }
 
 
+class _BehindPrompt:
+    """A streamer that has the prompt already: generate() gives it before each loop."""
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer, self._begun = streamer, False
+        self.end = streamer.end
+
+    def put(self, value: Tensor) -> None:
+        if self._begun:
+            self._streamer.put(value)
+        self._begun = True
+
+
 class _Loop:
     """One call's decoding loop, as transformers calls it."""
 
@@ -97,9 +128,15 @@ class _Loop:
         if self._streamer is not None and len(input_ids) != 1:
             raise ArgumentError("streamer", "one row", f"{len(input_ids)} rows", "stream them one by one")
         prompts = _without_padding(input_ids, model_kwargs.get("attention_mask"))
-        call = call_sampling(logits_processor, stopping_criteria, generation_config, model_kwargs, input_ids)
-        for ids in prompts:
-            self._require_room(len(ids), call.sampling.max_new_tokens)
+        try:
+            call = call_sampling(
+                logits_processor, stopping_criteria, generation_config, model_kwargs, input_ids
+            )
+        except PlainSteps as said:
+            ahead = generation_config.prompt_lookup_num_tokens or 0
+            said.rows, said.tokens = len(input_ids), generation_config.max_length + ahead
+            raise
+        self._require_room(max(map(len, prompts)), call.sampling.max_new_tokens)
         # Seeds from torch's own generator: torch.manual_seed repeats a call.
         draws = call.sampling.temperature > 0
         seeds = torch.randint(2**62, (len(prompts),), device="cpu").tolist() if draws else [0] * len(prompts)
@@ -186,8 +223,9 @@ def accelerate(
     ``generate()`` keeps its arguments: greedy decoding and sampling (temperature, top-k, top-p, min-p,
     repetition penalty), left padding, several end tokens, ``num_return_sequences``, one row's ``streamer``.
     Greedy tokens are those of transformers' own loop. Sampled ones follow the same distribution, with other
-    random numbers; ``torch.manual_seed`` repeats them. Beams, assistants, other logits processors and
-    stopping criteria, scores and caches of the caller are refused.
+    random numbers; ``torch.manual_seed`` repeats them. Beams, prompt lookup, other logits processors and
+    stopping criteria, and scores run in transformers' own loop over a PagedCache, with a warning that says
+    so. Assistants and caches of the caller are refused.
 
     Args:
         model: a causal LM of transformers, or a ``PeftModel`` of one, in eval mode from now on; its attention

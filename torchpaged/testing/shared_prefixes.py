@@ -46,7 +46,7 @@ def share_prefixes(batch: Batch, max_num_groups: int, r: random.Random) -> Batch
         max_blocks_per_req=table.shape[1],
         block_size=block_size,
     )
-    prefixes.set(groups, table.tolist(), query_lens)
+    prefixes.set(groups, table.tolist(), query_lens, batch.seq_lens.tolist())
     tensors = prefixes.block_table, prefixes.lens, prefixes.query_start_loc, prefixes.order, prefixes.inverse
     extras = dict(zip(PREFIX_TENSORS, tensors, strict=True))
     extras |= zip(OWN_TENSORS, prefixes.suffix(table, batch.seq_lens), strict=True)

@@ -3,6 +3,7 @@ wrong keys."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from families import GEMMA, IDS, build, logits_of, same
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
-from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
+from torchpaged import ArgumentError, BackendUnavailableError, NotCopyableError, UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedEncoderDecoderCache
 from torchpaged.hf import paged as attached
 from torchpaged.hf.encoder_decoder import CrossPagedCache
@@ -333,6 +334,14 @@ def test_sizes_of_a_call() -> None:
     assert PagedEncoderDecoderCache.for_inputs(model, **given, max_new_tokens=7).get_max_length() == 9
     with pytest.raises(ArgumentError, match="input_ids: expected the encoder's input"):
         PagedEncoderDecoderCache.for_inputs(model, max_new_tokens=7)
+
+
+def test_a_shallow_copy_is_refused() -> None:
+    """It would share the rows of both caches with its original; a deep copy has its own."""
+    cache = PagedEncoderDecoderCache.for_inputs(build("Bart", HEAD), **inputs(), max_new_tokens=7)
+    with pytest.raises(NotCopyableError, match="deepcopy"):
+        copy.copy(cache)
+    assert copy.deepcopy(cache).self_attention_cache.rows is not cache.self_attention_cache.rows
 
 
 def test_what_is_refused_at_once() -> None:

@@ -49,6 +49,18 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+def padded_widths(dim: int, dim_v: int, kv_itemsize: int) -> tuple[int, int]:
+    """Columns of a tile of keys and of one of values: powers of two.
+
+    Over fp8 both are at least 64 where one is: products of 64 rows read both, converted, from one place in
+    shared memory, and where their lines differ in bytes ptxas 12.8 loses that place for all values behind
+    the first 16 keys (tests/triton/test_sass.py).
+    """
+    pads = tuple(max(16, launching.next_power_of_2(width)) for width in (dim, dim_v))
+    least = 64 if kv_itemsize == 1 and max(pads) >= 64 else 16
+    return max(pads[0], least), max(pads[1], least)
+
+
 def decode_tiles(
     head_dim: int, rows: int, kv_itemsize: int, itemsize: int, hip: bool = torch.version.hip is not None
 ) -> DecodeTiles:

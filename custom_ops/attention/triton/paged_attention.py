@@ -120,12 +120,13 @@ def paged_attention(
         _head_stride(k_scale),
         _head_stride(v_scale),
     )
+    dim_pad, dim_v_pad = config.padded_widths(dim, dim_v, k_cache.element_size())
     flags: dict[str, Any] = {
         "GROUP": group,
         "DIM": dim,
-        "DIM_PAD": max(16, launching.next_power_of_2(dim)),
+        "DIM_PAD": dim_pad,
         "DIM_V": dim_v,
-        "DIM_V_PAD": max(16, launching.next_power_of_2(dim_v)),
+        "DIM_V_PAD": dim_v_pad,
         "BLOCK_SIZE": block_size,
         "CAUSAL": causal,
         "WINDOW_LEFT": window_left,

@@ -504,7 +504,10 @@ def test_damaged_weights_are_one_line(folder: str, tmp_path: Path) -> None:
     weights = copied / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
     done = run("generate", "hello", "--model", str(copied))
-    assert done.returncode == 2 and "--model: expected weights that transformers can read" in done.stderr
+    assert (
+        done.returncode == 2
+        and "--model: expected a config and weights that transformers can read" in done.stderr
+    )
     assert "SafetensorError" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -553,9 +556,9 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     "no tokenizer": (drop("tokenizer*"), "a tokenizer that transformers can read", ()),
     "empty": (drop("*"), "a HuggingFace folder or hub id, got .*without config.json", ()),
     "weights alone": (lambda path: [drop("*")(path), write("a.gguf", b"GGUF")(path)], "GGUF; convert it", ()),
-    "no weights": (drop("*.safetensors"), "weights that transformers can read", ()),
+    "no weights": (drop("*.safetensors"), "a config and weights that transformers can read", ()),
     "others' weights": (other_weights, "weights of every parameter.* lacks .* random numbers", ()),
-    "pickled weights": (pickled, "weights that transformers can read", ()),
+    "pickled weights": (pickled, "a config and weights that transformers can read", ()),
     "config cut": (
         write("config.json", '{"model_type": "llama",'),
         "a config that transformers can read",
@@ -566,7 +569,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     "config type": (config(model_type="nonesuch"), "a config that transformers can read", ()),
     "config heads": (config(num_attention_heads=0), "a config.* that transformers can read", ()),
     "config text": (config(hidden_size="32"), "a config.* that transformers can read", ()),
-    "config activation": (config(hidden_act="nope"), "a config of sizes that transformers can read", ()),
+    "config activation": (config(hidden_act="nope"), "a config.* that transformers can read", ()),
     "encoder-decoder": (
         write("config.json", '{"model_type": "t5"}'),
         "t5, an encoder-decoder; run it by",
@@ -608,6 +611,20 @@ def test_a_bad_folder_is_one_line(what: str, folder: str, tmp_path: Path) -> Non
     assert done.returncode == 2 and done.stdout == "" and len(errors) == 1, done.stderr
     assert re.search(f"^error: .*{words}", errors[0]), errors
     assert not (model / "ran").exists()
+
+
+def test_an_adapter_over_a_model(folder: str, tmp_path: Path) -> None:
+    """Its folder holds no config: the one of its base counts."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import AutoModelForCausalLM
+
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    for file in Path(folder).glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "adapter")
+    done = run("generate", "hello", "--model", str(tmp_path / "adapter"), "--max-new-tokens", "3")
+    assert done.returncode == 0 and done.stdout.startswith("hello"), done.stderr
 
 
 def test_a_file_of_gguf_is_named(tmp_path: Path) -> None:

@@ -91,13 +91,17 @@ def read_config(model: str) -> Any:
     if not path.exists():
         if model.startswith((".", "/", "~")):
             raise ArgumentError("--model", expected, f"{model!r}, which does not exist")
-    elif not (path / "config.json").is_file():
+    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         files = "a file" if path.is_file() else "a folder without config.json"
         gguf = path.suffix == ".gguf" or any(path.glob("*.gguf"))
         fix = "convert it: save_pretrained() of from_pretrained(folder, gguf_file=...)" if gguf else ""
         raise ArgumentError("--model", expected, f"{model!r}, {files}{' of GGUF' if gguf else ''}", fix)
     with _reading(model, "a config"):
-        config = AutoConfig.from_pretrained(model)
+        if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
+            base = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
+        else:
+            base = model
+        config = AutoConfig.from_pretrained(base)
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.is_encoder_decoder or not (remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
         kind = "an encoder-decoder" if config.is_encoder_decoder else "no such model"
@@ -122,22 +126,15 @@ def load(settings: Settings, config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     transformers.utils.logging.disable_progress_bar()
-    with _reading(settings.model, "a config of sizes"), torch.device("meta"):
+    count = 0
+    # What can't be built here says below, with its weights, why not; those that are quantised are smaller.
+    with contextlib.suppress(Exception), torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
-    count = sum(parameter.numel() for parameter in empty.parameters())
-    size = count * settings.dtype.itemsize / 2**30
-    text = f"{count / 1e6:,.1f} M parameters, {size:,.2f} GiB in {short_dtype(str(settings.dtype))}"
-    if not settings.as_json:
-        print(f"model: {type(empty).__name__}, {text}", file=sys.stderr)
-    memory = memory_of(settings.device)
-    if memory is not None and size > memory / 2**30:
-        raise ArgumentError(
-            "--model",
-            f"one that fits into the {memory / 2**30:,.1f} GiB of {settings.device}",
-            f"{settings.model!r}: {text}",
-            "take a smaller one or --dtype; sizes that config.json leaves out are the model type's own",
-        )
-    with _reading(settings.model, "weights"):
+        if getattr(config, "quantization_config", None) is None:
+            count = sum(parameter.numel() for parameter in empty.parameters())
+    if count:
+        _require_memory(settings, count)
+    with _reading(settings.model, "a config and weights"):
         model, report = AutoModelForCausalLM.from_pretrained(
             settings.model, dtype=settings.dtype, output_loading_info=True
         )
@@ -150,6 +147,21 @@ def load(settings: Settings, config: Any) -> Any:
             "they would be random numbers",
         )
     return model.to(settings.device).eval()
+
+
+def _require_memory(settings: Settings, count: int) -> None:
+    """Say how large a model of ``count`` parameters is, and refuse one that its device can't hold."""
+    size, memory = count * settings.dtype.itemsize, memory_of(settings.device)
+    text = f"{count / 1e6:,.1f} M parameters, {size / 2**30:,.2f} GiB in {short_dtype(str(settings.dtype))}"
+    if not settings.as_json:
+        print(f"model: {text}", file=sys.stderr)
+    if memory is not None and size > memory:
+        raise ArgumentError(
+            "--model",
+            f"one that fits into the {memory / 2**30:,.1f} GiB of {settings.device}",
+            f"{settings.model!r}: {text}",
+            "take a smaller one or --dtype; sizes that config.json leaves out are the model type's own",
+        )
 
 
 def run(settings: Settings) -> int:

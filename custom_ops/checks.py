@@ -30,6 +30,20 @@ def is_int(value: object) -> bool:
     return type(value) is int or (isinstance(value, numbers.Integral) and not isinstance(value, bool))
 
 
+def check_sizes(least: int = 1, **sizes: object) -> None:
+    """Each is an int of at least ``least``."""
+    for name, size in sizes.items():
+        if not is_int(size) or size < least:  # type: ignore[operator]
+            raise ArgumentError(name, f"an int of at least {least}", repr(size))
+
+
+def check_is_dtype(**dtypes: object) -> None:
+    """Each is a dtype of torch, not its name."""
+    for name, dtype in dtypes.items():
+        if not isinstance(dtype, torch.dtype):
+            raise ArgumentError(name, "a torch.dtype, such as torch.bfloat16", repr(dtype))
+
+
 def switch(name: str, value: object, *others: str | None) -> None:
     """``value`` is True, False or one of ``others``. 1, 0 and NumPy's booleans are none of them: whoever asks
     with ``is`` would take them for neither."""

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged import ArgumentError, AttentionMetadata, KVLayerSpec, PagedKVCache
+from torchpaged import ArgumentError, AttentionMetadata, BlockPool, KVLayerSpec, PagedKVCache
+from torchpaged.cache import LatentLayerSpec
 
 
 def test_arithmetic_by_hand() -> None:
@@ -54,11 +55,36 @@ def test_pools_made_in_inference_mode_can_be_written_outside() -> None:
         ("num_blocks", {"num_blocks": 1}),
         ("memory_budget", {"memory_budget": 100}),
         ("block_size", {"num_blocks": 4, "block_size": 0}),
+        ("block_size", {"num_blocks": 4, "block_size": 1.5}),
+        ("num_blocks", {"num_blocks": 4.5}),
+        ("num_blocks", {"num_blocks": "4"}),
+        ("memory_budget", {"memory_budget": "1GB"}),
+        ("memory_budget", {"memory_budget": 1e6}),
+        ("num_layers", {"num_blocks": 4, "num_layers": 1.5}),
+        ("num_kv_heads", {"num_blocks": 4, "num_kv_heads": 0}),
+        ("num_kv_heads", {"num_blocks": 4, "num_kv_heads": None}),
+        ("head_dim", {"num_blocks": 4, "head_dim": 2.5}),
+        ("head_dim_v", {"num_blocks": 4, "head_dim_v": 0}),
+        ("dtype", {"num_blocks": 4, "dtype": "bf16"}),
+        ("dtype", {"num_blocks": 4, "dtype": None}),
     ],
 )
 def test_bad_sizes(argument: str, options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=argument):
-        PagedKVCache.uniform(1, 1, 8, **options)
+    with pytest.raises(ArgumentError, match=f"^{argument}: expected"):
+        PagedKVCache.uniform(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8} | options)
+
+
+def test_other_arguments_of_another_kind() -> None:
+    spec = KVLayerSpec(1, 8)
+    for argument, call in (
+        ("layers", lambda: PagedKVCache(spec, num_blocks=4)),
+        ("mark_static", lambda: PagedKVCache([spec], num_blocks=4, mark_static=1)),
+        ("num_blocks", lambda: BlockPool(2.5)),
+        ("kv_lora_rank", lambda: LatentLayerSpec(1.5, 2)),
+        ("qk_rope_head_dim", lambda: LatentLayerSpec(16, 0)),
+    ):
+        with pytest.raises(ArgumentError, match=f"^{argument}: expected"):
+            call()
 
 
 def test_metadata_by_hand() -> None:

@@ -249,7 +249,7 @@ def test_options_that_compare_positions(option: str) -> None:
         CrossAttention(HEADS, DIM, **{option: 4})
 
 
-@pytest.mark.parametrize("lens", [[2.7, 1], ["2"], [True]], ids=str)
+@pytest.mark.parametrize("lens", [[2.7, 1], ["2"], [True], None, 3], ids=str)
 def test_lengths_of_encoders_are_not_rounded(lens: list[Any]) -> None:
     with pytest.raises(ArgumentError, match="lens: expected lengths of at least 0, as ints"):
         encoder_metadata(lens)
@@ -265,8 +265,11 @@ def test_a_decoders_batch_is_none_of_cross_attention() -> None:
 
 
 def test_rows_of_cross_metadata() -> None:
-    with pytest.raises(ArgumentError, match="one number for each of 2 rows"):
+    with pytest.raises(ArgumentError, match="^query_lens: expected one for each of 2 rows"):
         CrossMetadata.from_lists([1], [2, 3], [[1], [2]], block_size=4)
+    for tables, got in (([[1]], "1"), (None, "None")):
+        with pytest.raises(ArgumentError, match=f"^block_tables: expected .*, got {got}"):
+            CrossMetadata.from_lists([1, 1], [2, 3], tables, block_size=4)
 
 
 # ---------------------------------------------------------------------------------------- chunks and types

@@ -175,8 +175,19 @@ def test_what_was_measured_is_chosen(cache: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TORCHPAGED_TUNED", "0")
     assert select_backend(SPEC) == before
     monkeypatch.setenv("TORCHPAGED_TUNED", "1")
-    save(measured(prefill=("nobody", "cuda", "torch_sdpa"), decode=("nobody", "torch_sdpa")), CPU, {})
-    assert select_backend(SPEC).name == "torch_sdpa", "unknown names say nothing; others can't run here"
+    save(measured(prefill=("cuda", "torch_sdpa"), decode=("torch_sdpa",)), CPU, {})
+    assert select_backend(SPEC).name == "torch_sdpa", "others can't run here"
+
+
+def test_a_measurement_of_a_backend_that_is_not_here(cache: Path) -> None:
+    """Such as one that another process registers: said once, and used as soon as it is here."""
+    before = select_backend(SPEC)
+    save(measured(prefill=("mine", "nobody", "torch_sdpa"), decode=("mine", "torch_sdpa")), CPU, {})
+    with pytest.warns(TunedFileWarning, match="no backend here is named mine, nobody; run `torchpaged tune`"):
+        assert select_backend(SPEC) == before
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert select_backend(SPEC) == before
 
 
 def test_a_route_that_lacks_graphs_is_left(cache: Path) -> None:

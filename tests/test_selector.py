@@ -16,6 +16,7 @@ from torchpaged.backends import (
     Backend,
     Capabilities,
     GraphSupport,
+    attention_spec,
     get_backend,
     list_backends,
     register_backend,
@@ -52,6 +53,16 @@ def test_a_named_backend_is_never_swapped() -> None:
         select_backend(SPEC, "nope")
     with pytest.raises(torchpaged.BackendUnavailableError, match="nope"), use_backend("nope"):
         pass
+    for none in (None, 3, torch):
+        with pytest.raises(torchpaged.ArgumentError, match="^backend: expected a name"), use_backend(none):
+            pass
+
+
+def test_an_attention_has_heads_and_columns() -> None:
+    for name in ("num_heads", "num_kv_heads", "head_dim"):
+        sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8} | {name: 0}
+        with pytest.raises(torchpaged.ArgumentError, match=f"^{name}: expected an int of at least 1, got 0"):
+            attention_spec(device=torch.device("cpu"), dtype=torch.float32, **sizes)
 
 
 def test_every_rejection_has_its_reason() -> None:

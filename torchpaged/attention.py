@@ -42,7 +42,7 @@ from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad, switch
+from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, check_tensors, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FLOATS, FP8
 from torchpaged.metadata import AttentionMetadata
@@ -147,16 +147,11 @@ class PagedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_heads": num_heads,
-            "head_dim": head_dim,
-            "num_kv_heads": num_kv_heads,
-            "head_dim_v": head_dim_v,
-            "block_size": block_size,
-        }
-        for name, size in sizes.items():
-            if size is not None and (not is_int(size) or size < 1):
-                raise ArgumentError(name, "an int of at least 1", repr(size))
+        check_sizes(num_heads=num_heads, head_dim=head_dim)
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v, "block_size": block_size}
+        check_sizes(**{name: size for name, size in sizes.items() if size is not None})
+        dtypes = {"dtype": dtype, "kv_dtype": kv_dtype}
+        check_is_dtype(**{name: given for name, given in dtypes.items() if given is not None})
         window_size = check_options(scale, window_size, logits_soft_cap, chunk_size)
         switches = {"causal": causal, "batch_invariant": batch_invariant, "tree_mask": tree_mask}
         for name, value in switches.items():
@@ -191,11 +186,11 @@ class PagedAttention(nn.Module):
         self._limits, self._given = Limits() if limits is None else limits, session
         # an empty buffer that knows where the module lives, since there may be no parameter to ask
         self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        self.register_buffer("sinks", self._per_head("sinks", sinks, self._home.dtype))
+        self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
         # numbers that a buffer on the meta device can't hold
         per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes} if self._home.is_meta else {}
         self._numbers = {name: _numbers(values) for name, values in per_head.items()}
-        self.register_buffer("sinks", self._per_head("sinks", sinks, self._home.dtype))
-        self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
         self._choose()
 
     def _per_head(
@@ -203,7 +198,11 @@ class PagedAttention(nn.Module):
     ) -> Tensor | None:
         if values is None:
             return None
-        tensor = torch.as_tensor(values, dtype=dtype, device=self._home.device)
+        try:
+            held = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu", dtype=dtype)
+        except (TypeError, ValueError, RuntimeError):
+            raise ArgumentError(name, f"{self.num_heads} numbers, one per head", repr(values)) from None
+        tensor = held.to(self._home.device, dtype)
         if tensor.shape != (self.num_heads,):
             raise ArgumentError(name, f"shape [{self.num_heads}] (one per head)", str(list(tensor.shape)))
         return tensor

@@ -332,6 +332,8 @@ def packed_keys(*starts: int) -> dict[str, Any]:
         ("softmax_scale", {"softmax_scale": 0.0}),
         ("softmax_scale", {"softmax_scale": "1"}),
         ("sinks", {"sinks": torch.zeros(3)}),
+        ("alibi_slopes", {"alibi_slopes": [0.5] * 4}),
+        ("num_heads", {"q": torch.zeros(2, 1, 0, 16)}),
         ("page_table", {"page_table": torch.tensor([[1, 99, 0], [2, 0, 0]], dtype=torch.int32)}),
         ("out", {"out": torch.zeros(2, 1, 4, 8)}),
     ],

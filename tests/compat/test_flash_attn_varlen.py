@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from typing import Any
 
 import pytest
@@ -193,6 +195,10 @@ def test_fp8_descales() -> None:
             q.float(), pools.k_cache, pools.v_cache, k_descale=k_descale, v_descale=k_descale, **common
         )
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    for name, bad in itertools.product(("q_descale", "k_descale", "v_descale"), (0.0, math.nan, -1.0)):
+        descales = torch.where(torch.arange(6).view(3, 2) == 3, bad, each)  # of one head of one request
+        with pytest.raises(torchpaged.ArgumentError, match=f"^{name}: expected positive finite numbers"):
+            flash_attn_varlen_func(q, pools.k_cache, pools.v_cache, **{name: descales}, **common)
     fp8 = flash_attn_varlen_func(q, pools.k_cache, pools.v_cache, q_descale=each, **common)
     assert fp8.dtype == torch.bfloat16
     scaled = [x.float() * s.repeat_interleave(2)[:, None] for x, s in zip(queries, each, strict=True)]
@@ -257,6 +263,8 @@ def test_compiled_once_for_all_lengths(variant: str) -> None:
         ("window_size", (1, -3)),
         ("softcap", -1.0),
         ("alibi_slopes", torch.rand(2, 4)),
+        ("alibi_slopes", [0.5] * 4),
+        ("softcap", 1e300),
         ("max_seqlen_q", 1),
         ("max_seqlen_k", 3),
         ("seqused_k", None),

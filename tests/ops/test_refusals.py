@@ -391,6 +391,8 @@ def test_lists_and_none_for_tensors(function: str, argument: str, bad: Any) -> N
         ("max_query_len", {"max_query_len": 2.0}),
         ("max_query_len", {"max_query_len": True}),
         ("max_query_len", {"max_query_len": None}),
+        ("causal", {"causal": 1}),
+        ("return_lse", {"return_lse": "yes"}),
     ],
 )
 def test_options_of_another_type(argument: str, options: dict[str, Any]) -> None:
@@ -481,6 +483,12 @@ def test_scales_of_fp8_pools(ops: Any, bad: float) -> None:
         ("causal", {"causal": "no"}),
         ("batch_invariant", {"batch_invariant": 0}),
         ("tree_mask", {"tree_mask": torch.ones(3)}),
+        ("dtype", {"dtype": "bf16"}),
+        ("kv_dtype", {"kv_dtype": "fp8"}),
+        ("backend", {"backend": 3}),
+        ("alibi_slopes", {"alibi_slopes": ["a"] * 4}),
+        ("sinks", {"sinks": [None] * 4}),
+        ("sinks", {"sinks": [None] * 4, "device": "meta"}),
     ],
     ids=str,
 )
@@ -505,6 +513,20 @@ def test_lists_for_the_tensors_of_a_module(argument: str) -> None:
 
 
 BAD_LISTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "floats_of_a_tensor": ("seq_lens: expected integers", {"seq_lens": torch.tensor([5.0, 2.0])}),
+    "floats_behind_the_blocks": ("block_tables: expected integers", {"block_tables": [[1, 2, 0.5], [3]]}),
+    "none_for_queries": ("query_lens: expected integers, got None", {"query_lens": None}),
+    "none_for_tables": ("block_tables", {"block_tables": None}),
+    "none_for_a_row": ("block_tables", {"block_tables": [[1, 2], None]}),
+    "a_flat_table": ("block_tables", {"block_tables": [1, 3]}),
+    "text": ("query_lens", {"query_lens": "11"}),
+    "a_block_beyond_int32": ("block_tables", {"block_tables": [[1, 2**31], [3]]}),
+    "a_block_beyond_int32_that_is_not_read": ("block_tables", {"block_tables": [[1, 2, 2**40], [3]]}),
+    "a_length_beyond_int32": ("seq_lens", {"seq_lens": [2**31, 2]}),
+    "blocks_beyond_int32": ("block_size", {"block_size": 2**40}),
+    "half_a_pool": ("num_blocks", {"num_blocks": 9.5}),
+    "half_a_column": ("max_blocks_per_req", {"max_blocks_per_req": 2.5}),
+    "half_a_query": ("max_query_len", {"max_query_len": 1.5}),
     "block_size": ("block_size", {"block_size": -1}),
     "block_size_0": ("block_size", {"block_size": 0}),
     "one_block_twice": ("block_tables", {"block_tables": [[1, 1], [3]]}),

@@ -35,18 +35,18 @@ def ranking_of(
         device: where.
         automatic: names that may be chosen without being asked for; those that are not built in come first.
         built_in: names of all built-in backends.
-        registered: names of the others. What a measurement says of backends that are neither is left aside.
+        registered: names of the others. A measurement that names one that is neither is not used.
 
     Warns:
         TunedFileWarning: a measurement that can't be used.
     """
     first = tuple(name for name in automatic if name not in built_in)
-    tuned, row = tuned_for(device), platform_of(device)
+    tuned, row = tuned_for(device, {*built_in, *registered}), platform_of(device)
     if tuned is None:
         names = tuple(dict.fromkeys((*first, *row.order, *automatic)))
         return Ranking(names, names, row.order, f"{row.name}: {row.evidence}")
-    known = {*built_in, *registered}
-    parts = [tuple(name for name in part if name in known) for part in (tuned.decode, tuned.prefill)]
-    decode, prefill = (tuple(dict.fromkeys((*first, *part, *automatic))) for part in parts)
-    preferred = tuple(dict.fromkeys(parts[0] + parts[1]))
+    decode, prefill = (
+        tuple(dict.fromkeys((*first, *part, *automatic))) for part in (tuned.decode, tuned.prefill)
+    )
+    preferred = tuple(dict.fromkeys(tuned.decode + tuned.prefill))
     return Ranking(decode, prefill, preferred, f"measured on this {tuned.device} on {tuned.measured}")

@@ -13,6 +13,7 @@ import contextvars
 import importlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from types import NoneType
 
 import torch
 
@@ -100,6 +101,8 @@ def get_backend(name: str | Route) -> Backend:
         BackendUnavailableError: no backend has that name.
         ArgumentError: what is written as a route is none.
     """
+    if not isinstance(name, (str, Route)):
+        raise ArgumentError("backend", 'a name, a Route or "auto"', repr(name))
     if isinstance(name, Route) or is_route(name):
         return _routed(_own_route(name))
     if name in _REGISTERED:
@@ -143,6 +146,8 @@ def use_backend(name: str | Route) -> Iterator[None]:
 
 def requested(backend: str | Route | None) -> tuple[str, str]:
     """The name asked for and who asked."""
+    if not isinstance(backend, (str, Route, NoneType)):
+        raise ArgumentError("backend", 'a name, a Route or "auto"', repr(backend))
     if backend is not None and backend != "auto":
         return _own_name(str(backend)), f"backend={str(backend)!r} was given"
     forced = _forced.get()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: ``score_mod(score, request, head, query_position, key_position)``: tensors without dimensions, positions in
@@ -146,9 +147,11 @@ def attention_spec(
         batch_invariant: as in `AttentionSpec`.
 
     Raises:
-        ArgumentError: a ``score_mod`` or ``mask_mod`` that can't be called.
+        ArgumentError: a ``score_mod`` or ``mask_mod`` that can't be called, or no heads or columns.
     """
     check_mods(score_mod, mask_mod)
+    if min(num_heads, num_kv_heads, head_dim) < 1:
+        check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     return AttentionSpec(
         device=device,
         dtype=dtype,

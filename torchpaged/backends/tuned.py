@@ -1,6 +1,6 @@
 """The order that `torchpaged tune` measured on this device, kept in the user's cache folder.
 
-    tuned_for(device)       # Tuned(decode=("cuda", ...), prefill=(...), ...), or None
+    tuned_for(device, names)    # Tuned(decode=("cuda", ...), prefill=(...), ...), or None
 
 A file counts for the device and the versions that it was measured with. One that is of other versions, or
 can't be read, is said in a warning, once, and the table of platforms.py is used in its place.
@@ -14,6 +14,7 @@ import json
 import platform
 import re
 import warnings
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,7 @@ def save(tuned: Tuned, device: torch.device, evidence: dict[str, Any]) -> Path:
 
 _FOUND: dict[tuple[str, str], Tuned | None] = {}  # by path and device: read once in a process
 _SAVED: list[Path] = []  # by this process
+_TOLD: set[tuple[tuple[str, str], tuple[str, ...]]] = set()  # names that nobody has here, likewise
 
 
 def state() -> tuple[str, str, int]:
@@ -101,8 +103,9 @@ def state() -> tuple[str, str, int]:
     return variables.text_of("TORCHPAGED_TUNED"), variables.text_of("TORCHPAGED_CACHE"), len(_SAVED)
 
 
-def tuned_for(device: torch.device) -> Tuned | None:
-    """What was measured on ``device`` with these versions; None where nothing was, or it may not be used.
+def tuned_for(device: torch.device, backends: Collection[str]) -> Tuned | None:
+    """What was measured on ``device`` with these versions, of ``backends`` alone; None where nothing was, or
+    it may not be used.
 
     Warns:
         TunedFileWarning: there is a file, and it can't be used.
@@ -114,7 +117,13 @@ def tuned_for(device: torch.device) -> Tuned | None:
     key = variables.text_of("TORCHPAGED_CACHE"), str(device)
     if key not in _FOUND:
         _FOUND[key] = _read(device) if _is_there() else None
-    return _FOUND[key]
+    tuned = _FOUND[key]
+    unknown = () if tuned is None else tuple(dict.fromkeys(tuned.decode + tuned.prefill))
+    unknown = tuple(name for name in unknown if name not in backends)
+    if unknown and (key, unknown) not in _TOLD:
+        _TOLD.add((key, unknown))
+        _refused(path_for(device), f"no backend here is named {', '.join(unknown)}")
+    return None if unknown else tuned
 
 
 def _is_there() -> bool:

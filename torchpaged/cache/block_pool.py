@@ -21,6 +21,14 @@ from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 NULL_BLOCK = 0
 
 
+def check_num_blocks(num_blocks: object) -> None:
+    """There is at least one block beside the null block."""
+    if not is_int(num_blocks) or num_blocks < 2:  # type: ignore[operator]
+        raise ArgumentError(
+            "num_blocks", "an int of at least 2 (block 0 is the null block)", repr(num_blocks)
+        )
+
+
 class BlockPool:
     """A free list and reference counts over block ids ``1 .. num_blocks - 1``.
 
@@ -34,10 +42,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        if not is_int(num_blocks) or num_blocks < 2:
-            raise ArgumentError(
-                "num_blocks", "an int of at least 2 (block 0 is the null block)", repr(num_blocks)
-            )
+        check_num_blocks(num_blocks)
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._ref_counts[NULL_BLOCK] = 1

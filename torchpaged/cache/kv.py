@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -58,12 +59,9 @@ class KVLayerSpec(LayerSpec):
     head_dim_v: int | None = None
 
     def __post_init__(self) -> None:
-        if min(self.num_kv_heads, self.head_dim, self.value_dim) < 1:
-            raise ArgumentError(
-                "num_kv_heads, head_dim",
-                "positive sizes",
-                f"{self.num_kv_heads}, {self.head_dim}, {self.head_dim_v}",
-            )
+        check_sizes(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        if self.head_dim_v is not None:
+            check_sizes(head_dim_v=self.head_dim_v)
 
     @property
     def value_dim(self) -> int:

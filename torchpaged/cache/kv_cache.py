@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.cache.block_pool import BlockPool
+from torchpaged.cache.block_pool import BlockPool, check_num_blocks
 from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of
 from torchpaged.cache.kv import KVLayerSpec
 from torchpaged.cache.memory import memory_of
 from torchpaged.cache.requests import CacheRequests
-from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, is_int, switch
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -59,12 +59,13 @@ class PagedKVCache:
         blocks_of: Mapping[int, int] | None = None,
         mark_static: bool = True,
     ) -> None:
-        if not layers:
-            raise ArgumentError("layers", "at least one layer", "none")
+        if not isinstance(layers, Sequence) or not layers:
+            raise ArgumentError("layers", "a list of specs, at least one", repr(layers))
         for spec in layers:
             kind_of(spec)
-        if block_size < 1:
-            raise ArgumentError("block_size", "at least 1 token", str(block_size))
+        check_sizes(block_size=block_size)
+        switch("mark_static", mark_static)
+        check_is_dtype(dtype=dtype)
         if not dtype.is_floating_point:
             raise ArgumentError("dtype", "a floating point dtype", str(dtype))
         for name, size in (("num_blocks", num_blocks), ("memory_budget", memory_budget)):
@@ -96,8 +97,7 @@ class PagedKVCache:
                     f"at least {2 * self.bytes_per_block + self._bytes_apart} bytes (2 blocks)",
                     str(memory_budget),
                 )
-        if num_blocks < 2:
-            raise ArgumentError("num_blocks", "at least 2 (block 0 is the null block)", str(num_blocks))
+        check_num_blocks(num_blocks)
         self.num_blocks, self._marked = num_blocks, mark_static
         memory = memory_of(self.device)
         if memory is not None and self.num_bytes > memory:
@@ -154,6 +154,7 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
     ) -> PagedKVCache:
         """A cache whose layers are all alike."""
+        check_sizes(num_layers=num_layers)
         spec = KVLayerSpec(num_kv_heads, head_dim, head_dim_v)
         return cls(
             [spec] * num_layers,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.checks import check_sizes
 
 
 class LayerLatentCache(NamedTuple):
@@ -32,12 +32,7 @@ class LatentLayerSpec(LayerSpec):
     qk_rope_head_dim: int
 
     def __post_init__(self) -> None:
-        if min(self.kv_lora_rank, self.qk_rope_head_dim) < 1:
-            raise ArgumentError(
-                "kv_lora_rank, qk_rope_head_dim",
-                "positive sizes",
-                f"{self.kv_lora_rank}, {self.qk_rope_head_dim}",
-            )
+        check_sizes(kv_lora_rank=self.kv_lora_rank, qk_rope_head_dim=self.qk_rope_head_dim)
 
     def elements_per_token(self) -> int:
         """Numbers stored for one token in this layer."""

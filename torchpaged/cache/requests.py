@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchpaged.cache.block_pool import BlockPool
-from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.checks import check_sizes, is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 from torchpaged.metadata import AttentionMetadata, CrossMetadata
 
@@ -58,9 +58,9 @@ class CacheRequests:
         max_seq_len: int | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        for name, number in (("num_reqs", num_reqs), ("max_seq_len", max_seq_len)):
-            if number is not None and (not is_int(number) or number < 1):
-                raise ArgumentError(name, "an int of at least 1", repr(number))
+        check_sizes(num_reqs=num_reqs)
+        if max_seq_len is not None:
+            check_sizes(max_seq_len=max_seq_len)
         self.pool, self.block_size, self.max_seq_len, self.device = pool, block_size, max_seq_len, device
         self.seq_lens = [0] * num_reqs
         self.block_tables: list[list[int]] = [[] for _ in range(num_reqs)]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -42,9 +42,7 @@ class RollingBlocks:
 
     def __init__(self, window: int, step: int, block_size: int, num_rings: int) -> None:
         sizes = {"window": window, "step": step, "block_size": block_size, "num_rings": num_rings}
-        for name, size in sizes.items():
-            if not is_int(size) or size < 1:
-                raise ArgumentError(name, "an int of at least 1", repr(size))
+        check_sizes(**sizes)
         self.window, self.step, self.block_size, self.num_rings = window, step, block_size, num_rings
         self.blocks_per_ring = blocks_per_ring(window, step, block_size)
         self.num_blocks = num_rings * self.blocks_per_ring + 1

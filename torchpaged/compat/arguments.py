@@ -97,6 +97,8 @@ def slopes_of(alibi_slopes: Tensor | None, num_reqs: int, causal: bool) -> Tenso
     """
     if alibi_slopes is None:
         return None
+    if is_eager():
+        check_tensors(alibi_slopes=alibi_slopes)
     if not causal:
         raise argument_error(
             "alibi_slopes",

@@ -29,9 +29,7 @@ def tokens_of(x: Tensor, starts: Tensor | None) -> Tokens:
         index = torch.arange(num_reqs * each, device=x.device)
         counts = torch.full((num_reqs,), each, dtype=torch.int32, device=x.device)
         bounds = torch.arange(num_reqs + 1, dtype=torch.int32, device=x.device) * each
-        return Tokens(
-            x.reshape(-1, *x.shape[2:]), index // each, (index % each).to(torch.int32), None, counts, bounds
-        )
+        return Tokens(x.flatten(0, 1), index // each, (index % each).to(torch.int32), None, counts, bounds)
     index = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     request = torch.searchsorted(starts[1:], index, right=True)
     are_real = index < starts[-1]

@@ -120,6 +120,8 @@ def paged_attention(
             )
         if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
             raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
+        switch("causal", causal)
+        switch("return_lse", return_lse)
         check_options(scale, window_size, logits_soft_cap, chunk_size)
         check_tensors(
             q=q,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchpaged.attention import PagedAttention
-from torchpaged.custom_ops.checks import is_int
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.layers.attention_type import AttentionType
 
 
@@ -26,6 +25,5 @@ class ChunkedLocalAttention(PagedAttention):
     attention_type = AttentionType.DECODER
 
     def __init__(self, num_heads: int, head_dim: int, *args: Any, chunk_size: int, **options: Any) -> None:
-        if not is_int(chunk_size) or chunk_size < 1:
-            raise ArgumentError("chunk_size", "an int of at least 1 position", repr(chunk_size))
+        check_sizes(chunk_size=chunk_size)
         super().__init__(num_heads, head_dim, *args, chunk_size=chunk_size, **options)

@@ -12,7 +12,14 @@ from torchpaged.backends import Choice, attention_spec, select_backend
 from torchpaged.backends.fit import check_rows, require_block_size
 from torchpaged.cache import LayerLatentCache
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.checks import check_softmax, check_tensors, is_int, refuse_grad, switch
+from torchpaged.custom_ops.checks import (
+    check_is_dtype,
+    check_sizes,
+    check_softmax,
+    check_tensors,
+    refuse_grad,
+    switch,
+)
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.mla.check import check_mla_attention, check_write_latent
 from torchpaged.metadata import AttentionMetadata
@@ -67,16 +74,17 @@ class MLAAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "num_heads": num_heads,
-            "qk_nope_head_dim": qk_nope_head_dim,
-            "qk_rope_head_dim": qk_rope_head_dim,
-            "v_head_dim": v_head_dim,
-            "kv_lora_rank": kv_lora_rank,
-        }
-        for name, size in sizes.items():
-            if not is_int(size) or size < 1:
-                raise ArgumentError(name, "an int of at least 1", repr(size))
+        check_sizes(
+            num_heads=num_heads,
+            qk_nope_head_dim=qk_nope_head_dim,
+            qk_rope_head_dim=qk_rope_head_dim,
+            v_head_dim=v_head_dim,
+            kv_lora_rank=kv_lora_rank,
+        )
+        if block_size is not None:
+            check_sizes(block_size=block_size)
+        if dtype is not None:
+            check_is_dtype(dtype=dtype)
         if scale is not None:
             check_softmax(scale)
         switch("causal", causal)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata.checks import check_batch
 from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchSizes
@@ -251,6 +252,8 @@ class AttentionMetadata:
             ArgumentError: lengths, blocks or ids do not fit together.
         """
         check_batch(query_lens, seq_lens, block_tables, block_size, num_blocks)
+        limits = {"max_query_len": max_query_len, "max_blocks_per_req": max_blocks_per_req}
+        check_sizes(**{name: limit for name, limit in limits.items() if limit is not None})
         trees = None if tree_parents is None else known_trees(tree_parents, query_lens, seq_lens)
         longest = max(1, *query_lens, 1)
         if max_query_len is not None and max_query_len < longest:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import numbers
+import itertools
+import math
 import reprlib
 from array import array
 from collections.abc import Iterable, Sequence
 
+from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 
 
-def integers(name: str, values: Iterable[int]) -> list[int]:
+def integers(name: str, values: Iterable[int], bits: int = 64, given: object = None) -> list[int]:
     """The numbers of a list, an array or a tensor as Python's own; raises `ArgumentError` of what is no
-    integer of 64 bits, 2.0 included: a tensor of integers would be made of it without a word."""
+    integer of so many bits, 64 or 32, 2.0 included: a tensor of integers would be made of it without a
+    word. ``given``: what the message shows in place of ``values``."""
     try:
-        return array("q", iter(values)).tolist()
-    except (TypeError, OverflowError):
-        raise ArgumentError(name, "integers", reprlib.repr(values)) from None
+        return array("q" if bits == 64 else "i", iter(values)).tolist()
+    except (TypeError, OverflowError) as error:
+        raise ArgumentError(
+            name, "integers", f"{reprlib.repr(values if given is None else given)} ({error})"
+        ) from None
+
+
+def num_rows(block_tables: object) -> int:
+    """Of a list of rows; raises `ArgumentError` where it is none."""
+    if not hasattr(block_tables, "__len__"):
+        raise ArgumentError("block_tables", "a list of blocks for each request", repr(block_tables))
+    return len(block_tables)
 
 
 def check_batch(
@@ -31,16 +43,24 @@ def check_batch(
     That includes a block twice in one request, and two requests that write one slot. Shared blocks that are
     only read are fine.
     """
-    if not isinstance(block_size, numbers.Integral) or isinstance(block_size, bool) or block_size < 1:
-        raise ArgumentError("block_size", "an int of at least 1 token", repr(block_size))
-    if not len(query_lens) == len(seq_lens) == len(block_tables):
+    check_sizes(block_size=block_size)
+    integers("block_size", [block_size], 32)
+    if num_blocks is not None:
+        check_sizes(num_blocks=num_blocks)
+    query_lens, seq_lens = integers("query_lens", query_lens, 32), integers("seq_lens", seq_lens, 32)
+    if not len(query_lens) == len(seq_lens) == num_rows(block_tables):
         raise ArgumentError(
             "block_tables",
             f"one row and one length per request ({len(seq_lens)})",
             f"{len(query_lens)} query_lens, {len(seq_lens)} seq_lens, {len(block_tables)} rows",
         )
-    query_lens, seq_lens = integers("query_lens", query_lens), integers("seq_lens", seq_lens)
+    every = integers("block_tables", itertools.chain.from_iterable(block_tables), 32, block_tables)
+    most = math.inf if num_blocks is None else num_blocks - 1
+    # of all rows at once; a row is looked at by itself where what lies behind some length may be garbage
+    all_good = min(every, default=1) >= 1 and max(every, default=1) <= most
+    end = 0
     for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
+        start, end = end, end + len(blocks)
         if query_len < 0 or seq_len < 0:
             raise ArgumentError(
                 "seq_lens", "lengths of at least 0", f"query_len {query_len}, seq_len {seq_len} in row {row}"
@@ -53,13 +73,12 @@ def check_batch(
                 f"{len(blocks)}",
                 "allocate before building the batch",
             )
-        ids = integers("block_tables", blocks)[:needed]
-        low, high = min(ids, default=1), max(ids, default=0)
-        if low < 1 or (num_blocks is not None and high >= num_blocks):
+        ids = every[start : start + needed]
+        if not all_good and ids and not 1 <= min(ids) <= max(ids) <= most:
             raise ArgumentError(
                 "block_tables",
                 f"block ids in [1, {num_blocks or 'num_blocks'}) (0 is the null block)",
-                f"ids in [{low}, {high}] in row {row}",
+                f"ids in [{min(ids)}, {max(ids)}] in row {row}",
             )
         if len(set(ids)) < needed:
             raise ArgumentError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,14 +11,14 @@ import torch
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata.batch import AttentionMetadata
+from torchpaged.metadata.checks import num_rows
 from torchpaged.metadata.host import to_device
 
 
 def _check_lens(name: str, lens: Sequence[int]) -> list[int]:
-    numbers = list(lens)
-    if not all(is_int(n) and n >= 0 for n in numbers):
-        raise ArgumentError(name, "lengths of at least 0, as ints", str(numbers))
-    return [int(n) for n in numbers]
+    if not isinstance(lens, Iterable) or not all(is_int(n) and n >= 0 for n in lens):
+        raise ArgumentError(name, "lengths of at least 0, as ints", repr(lens))
+    return [int(n) for n in lens]
 
 
 def encoder_metadata(
@@ -96,8 +96,9 @@ class CrossMetadata:
             ArgumentError: lengths, blocks or ids do not fit together.
         """
         queries, lens = _check_lens("query_lens", query_lens), _check_lens("encoder_lens", encoder_lens)
-        if len(queries) != len(lens):
-            raise ArgumentError("query_lens", f"one number for each of {len(lens)} rows", f"{len(queries)}")
+        for name, count in (("query_lens", len(queries)), ("block_tables", num_rows(block_tables))):
+            if count != len(lens):
+                raise ArgumentError(name, f"one for each of {len(lens)} rows", str(count))
         rows = [row for row, count in enumerate(queries) for _ in range(count)]
         # No query writes; its position does not matter.
         attention = AttentionMetadata.from_lists(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
@@ -30,6 +31,9 @@ def host_block_table(
     table = torch.full(size, field.padding or 0, dtype=field.dtype, pin_memory=pin, device="cpu")
     width = max((len(blocks) for blocks in block_tables), default=0)
     if width:
-        rows = [field.pad(blocks, width) for blocks in block_tables]
-        table[: len(block_tables), :width] = torch.tensor(rows, dtype=table.dtype, device="cpu")
+        flat = array("i")  # one pass of C over the rows, where a tensor of lists looks at each number
+        for blocks in block_tables:
+            flat.extend(blocks)
+            flat.extend([field.padding or 0] * (width - len(blocks)))
+        table[: len(block_tables), :width] = torch.frombuffer(flat, dtype=table.dtype).view(-1, width)
     return table

@@ -172,4 +172,4 @@ def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
     path.parent.mkdir()
     os.mkfifo(path)
     with pytest.warns(TunedFileWarning, match="it is no file"):
-        assert tuned_for(CPU) is None
+        assert tuned_for(CPU, ()) is None

@@ -86,7 +86,7 @@ def test_a_home_that_is_not_known(text: str | None, monkeypatch: pytest.MonkeyPa
         variables.get("TORCHPAGED_CACHE")
     monkeypatch.setattr(tuned, "_FOUND", {})
     with pytest.warns(tuned.TunedFileWarning, match="home is not known"):
-        assert tuned.tuned_for(torch.device("cpu")) is None
+        assert tuned.tuned_for(torch.device("cpu"), ()) is None
     assert cubins.load("a.cubin") is None
     cubins.store("a.cubin", b"code")
 

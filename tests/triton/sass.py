@@ -126,3 +126,32 @@ def _reached(edges: dict[int, list[int]], start: int) -> set[int]:
             seen.add(at)
             ahead += edges[at]
     return seen
+
+
+def strange_descriptors(code: str) -> list[str]:
+    """Warpgroup products whose matrix in shared memory is said to lie where a kernel's parameter or something
+    loaded says: the compiler lost the place. Read from the first line to the last, as if nothing branched."""
+    origins: dict[str, set[str]] = {}
+    found = []
+    for line in code.splitlines():
+        if not (match := _LINE.match(line)):
+            continue
+        opcode, operands = match["opcode"], match["operands"]
+        if opcode.startswith("HGMMA"):
+            first = int(re.findall(r"gdesc\[UR(\d+)\]", operands)[-1]) + 2  # behind the other operand's
+            if set().union(*(origins.get(f"UR{n}", {"nothing"}) for n in (first, first + 1))):
+                found.append(match["text"])
+            continue
+        target, *sources = [operand.strip() for operand in operands.split(",")]
+        if not (register := re.match(r"(U?R)(\d+)", target)):
+            continue
+        origin = {name for name in sources if re.search(r"c\[0x0\]\[0x2[0-9a-f]{2}\]", name)}
+        for name in re.findall(r"\bU?R\d+\b", " ".join(sources)):
+            origin |= origins.get(name, set())
+        if opcode.startswith(("LDG", "LDS", "LDL")):
+            origin = {"memory"}
+        if match["guard"]:
+            origin |= origins.get(register[0], set())
+        for n in range(2 if ".64" in opcode or ".WIDE" in opcode else 1):
+            origins[f"{register[1]}{int(register[2]) + n}"] = origin
+    return found

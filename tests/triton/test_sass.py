@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 import sass
+import torch
 
 #: Two loops, one in the other, a block of the inner one behind the end of the kernel, and the trap that ends
 #: every kernel.
@@ -75,3 +76,45 @@ def test_other_memory_is_no_spill(instruction: str) -> None:
 def test_what_cannot_be_followed_is_no_proof(text: str) -> None:
     with pytest.raises(ValueError, match="machine code|branch"):
         sass.loop_spills(text)
+
+
+def test_descriptors_made_of_a_parameter_are_found() -> None:
+    lines = (
+        "ULDC UR6, c[0x0][0x280]",
+        "UIADD3 UR4, UP0, UR6, 0x40, URZ",
+        "R2UR UR6, R81",
+        "UMOV UR7, 0x80000020",
+        "HGMMA.64x32x16.F32 R56, R24, gdesc[UR4].tnspB, R56",
+        "UMOV UR6, UR4",
+        "HGMMA.64x32x16.F32 R56, R28, gdesc[UR4].tnspB, R56, gsb0",
+    )
+    code = "\n".join(f"        /*{n:04x}*/                   {line} ;" for n, line in enumerate(lines))
+    code = "        /*fff0*/                   S2R R81, SR_CgaCtaId ;\n" + code
+    assert sass.strange_descriptors(code) == [lines[-1]]
+
+
+@pytest.mark.parametrize("widths", [(96, 32), (64, 32), (128, 16), (32, 64), (32, 32)], ids=str)
+def test_values_beside_wider_keys_are_read_where_they_lie(widths: tuple[int, int]) -> None:
+    """ptxas 12.8 lost the base of the values behind the first 16 keys of a tile, over fp8 and from 64 query
+    rows on, where values were 32 wide and keys wider: outputs were wrong and the LSE was right."""
+    import launched
+
+    from torchpaged.custom_ops import BACKEND_OPS
+    from torchpaged.testing import BatchSpec, make_batch, run_paged_attention
+
+    dim, dim_v = widths
+    batch = make_batch(
+        BatchSpec("suffixes", (71, 34, 24), (1, 8, 4)),
+        num_heads=5,
+        num_kv_heads=1,
+        head_dim=dim,
+        head_dim_v=dim_v,
+        dtype=torch.bfloat16,
+        kv_dtype=torch.float8_e4m3fn,
+        scales="per_head",
+    )
+    with launched.recorded() as launches:
+        run_paged_attention(BACKEND_OPS["triton"], batch)
+    (launch,) = launches
+    code = sass.machine_code(launched.compile_launch(launch))
+    assert "HGMMA" in code and not sass.strange_descriptors(code)

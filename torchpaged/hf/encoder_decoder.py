@@ -9,6 +9,7 @@ their own, and read by every step after it; rows whose source is padded on the r
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -128,6 +129,10 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
             PagedCache(config, max_batch_size, max_seq_len, dense=dense, **both),
             CrossPagedCache(config, max_batch_size, max_encoder_len, **both),
         )
+
+    def __copy__(self) -> Any:
+        """Refuse, as the two caches do: a shallow copy would write into its original's rows."""
+        return copy.copy(self.self_attention_cache)
 
     @classmethod
     def for_inputs(

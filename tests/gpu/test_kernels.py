@@ -193,3 +193,27 @@ def test_one_capture_serves_every_length(backend: str, options: dict[str, Any], 
         first = out.clone()
         graph.replay()
         assert torch.equal(out, first), "bitwise repeatable"
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("widths", [(64, 16), (64, 32), (96, 32), (128, 32), (256, 32), (32, 96)], ids=str)
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_many_query_rows_over_narrow_values(
+    backend: str, widths: tuple[int, int], kv_dtype: torch.dtype
+) -> None:
+    """40 and 80 query rows per kv head: products of 64 rows and more, of keys and of values."""
+    dim, dim_v = widths
+    for num_heads in (5, 10):
+        batch = make_batch(
+            BatchSpec("narrow values", (71, 34, 24, 700), (1, 8, 4, 8)),
+            num_heads=num_heads,
+            num_kv_heads=1,
+            head_dim=dim,
+            head_dim_v=dim_v,
+            dtype=torch.bfloat16,
+            kv_dtype=kv_dtype,
+            scales="none" if kv_dtype == torch.bfloat16 else "per_head",
+            device="cuda",
+        )
+        out, lse = run_paged_attention(BACKEND_OPS[backend], batch)
+        assert_attention_close(out, lse, batch)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import ArgumentError
@@ -261,13 +262,23 @@ def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
 
 
 def refuse_grad(**tensors: Tensor | None) -> None:
-    """Raise `ArgumentError` if grad mode is on and a tensor requires grad: these ops have no backward."""
-    if torch.is_grad_enabled():
-        for name, tensor in tensors.items():
-            if tensor is not None and tensor.requires_grad:
-                raise ArgumentError(
-                    name,
-                    "a tensor without grad (paged attention is for inference)",
-                    "requires_grad=True",
-                    "run under torch.inference_mode() or torch.no_grad()",
-                )
+    """Raise `ArgumentError` if grad mode is on and a tensor requires grad, or if it carries a tangent of
+    forward-mode AD (``torch.func.jvp`` too): these ops have no derivative, and would drop it. In a trace
+    too."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError(
+                name,
+                "a tensor without grad (paged attention is for inference)",
+                "requires_grad=True",
+                "run under torch.inference_mode() or torch.no_grad()",
+            )
+        if unpack_dual(tensor).tangent is not None:  # no_grad() does not stop it
+            raise ArgumentError(
+                name,
+                "a tensor without a tangent (paged attention is for inference)",
+                "a dual tensor of forward-mode AD",
+                "run under torch.inference_mode(), or pass unpack_dual(tensor).primal",
+            )

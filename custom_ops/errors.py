@@ -1,9 +1,14 @@
 """Typed errors of torchpaged. Every message names the argument, what was expected, what came, and what
-to do."""
+to do.
+
+An error of several parts keeps them as its ``args`` and makes its message when asked. None has an
+``__init__`` of its own, which a trace can't follow: one raised inside ``torch.compile(fullgraph=True)`` is
+shown with its parts then. Copies and pickles keep them, too.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 
 class TorchpagedError(Exception):
@@ -11,15 +16,20 @@ class TorchpagedError(Exception):
 
 
 class ArgumentError(TorchpagedError, ValueError):
-    """An argument has a wrong shape, dtype, device, layout or value. Raised before anything is written.
+    """An argument has a wrong shape, dtype, device, layout or value. Raised before anything is written."""
 
-    Attributes:
-        argument: the argument's name as the caller knows it.
-    """
+    if TYPE_CHECKING:
 
-    def __init__(self, argument: str, expected: str, got: str, fix: str = "") -> None:
-        self.argument = argument
-        super().__init__(f"{argument}: expected {expected}, got {got}" + (f"; {fix}" if fix else ""))
+        def __init__(self, argument: str, expected: str, got: str, fix: str = "", /) -> None: ...
+
+    @property
+    def argument(self) -> str:
+        """The argument's name as the caller knows it."""
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        argument, expected, got, *fix = self.args
+        return "; ".join([f"{argument}: expected {expected}, got {got}", *filter(None, fix)])
 
 
 class BackendUnavailableError(TorchpagedError, RuntimeError):
@@ -28,19 +38,33 @@ class BackendUnavailableError(TorchpagedError, RuntimeError):
 
 
 class BlockPoolExhaustedError(TorchpagedError, RuntimeError):
-    """More blocks were asked for than are free. The pool is left exactly as it was.
+    """More blocks were asked for than are free. The pool is left exactly as it was."""
 
-    Attributes:
-        requested: blocks asked for.
-        available: blocks free at that moment.
-    """
+    if TYPE_CHECKING:
 
-    def __init__(self, requested: int, available: int, total: int, fix: str = "") -> None:
-        self.requested, self.available, self.total = requested, available, total
+        def __init__(self, requested: int, available: int, total: int, fix: str = "", /) -> None: ...
+
+    @property
+    def requested(self) -> int:
+        """Blocks asked for."""
+        return int(self.args[0])
+
+    @property
+    def available(self) -> int:
+        """Blocks free at that moment."""
+        return int(self.args[1])
+
+    @property
+    def total(self) -> int:
+        """Blocks that can be used at all."""
+        return int(self.args[2])
+
+    def __str__(self) -> str:
+        requested, available, total, *fix = self.args
         need = total - available + requested + 1  # with the null block
-        super().__init__(
-            f"num_blocks: {requested} requested, {available} free of {total} usable; "
-            + (fix or f"free finished requests, or build the cache with num_blocks={need} or more")
+        free = f"free finished requests, or build the cache with num_blocks={need} or more"
+        return f"num_blocks: {requested} requested, {available} free of {total} usable; " + (
+            "".join(fix) or free
         )
 
 
@@ -60,18 +84,24 @@ class PlanError(TorchpagedError, RuntimeError):
 
 class RequestError(TorchpagedError, RuntimeError):
     """One request of an engine ended without what was asked; the others are not concerned. Given with its
-    last event, not raised.
+    last event, not raised."""
 
-    Attributes:
-        request_id: the request.
-    """
+    if TYPE_CHECKING:
 
-    def __init__(self, request_id: int, reason: str) -> None:
-        self.request_id, self.reason = request_id, reason
-        super().__init__(f"request {request_id}: {reason}")
+        def __init__(self, request_id: int, reason: str, /) -> None: ...
 
-    def __reduce__(self) -> tuple[type[RequestError], tuple[int, str]]:
-        return type(self), (self.request_id, self.reason)
+    @property
+    def request_id(self) -> int:
+        """The request."""
+        return int(self.args[0])
+
+    @property
+    def reason(self) -> str:
+        """What became of it."""
+        return str(self.args[1])
+
+    def __str__(self) -> str:
+        return f"request {self.request_id}: {self.reason}"
 
 
 class NotCopyableError(TorchpagedError, TypeError):

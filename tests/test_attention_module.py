@@ -408,9 +408,7 @@ def test_a_cache_of_another_block_size_than_the_batch(compiled: bool) -> None:
     pools = PagedKVCache.uniform(1, KV_HEADS, DIM, block_size=8, num_blocks=BLOCKS, dtype=torch.float32)[0]
     k, batch = torch.randn(2, 2, DIM), metadata([1, 1], [3, 4])
     with torch.no_grad():
-        with pytest.raises(
-            Exception, match="kv_cache: expected blocks of 4 tokens, as this batch.*blocks of 8"
-        ):
+        with pytest.raises(Exception, match="kv_cache.*blocks of 4 tokens, as this batch.*blocks of 8"):
             call(torch.randn(2, 4, DIM), k, k, pools, batch)
         assert not pools.k_cache.any() and not pools.v_cache.any()
         call(torch.randn(2, 4, DIM), k, k, cache()[0], batch)
@@ -426,7 +424,7 @@ def test_a_module_that_was_built_for_another_block_size(compiled: bool) -> None:
     k, q, batch = torch.randn(2, 2, DIM), torch.randn(2, 4, DIM), metadata([1, 1], [3, 4])
     layer = PagedAttention(4, DIM, 2, block_size=16)
     call: Any = torch.compile(layer, fullgraph=True, backend="eager") if compiled else layer
-    said = "kv_cache: expected blocks of 16 tokens, as this module was built for, got blocks of 4"
+    said = "kv_cache.*blocks of 16 tokens, as this module was built for.*blocks of 4"
     with torch.no_grad(), pytest.raises(Exception if compiled else ArgumentError, match=said):
         call(q, k, k, cache()[0], batch)
     outputs = [

@@ -345,10 +345,12 @@ class PagedAttention(nn.Module):
         if (key is None) != (value is None):
             raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
         if self._on_meta and query.device.type != "meta":
-            if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError
-                raise ValueError(
-                    "PagedAttention: expected a backend, got a module that was built on the meta device and "
-                    "whose tensors were assigned; call model.to(device), or one forward, before compiling it"
+            if torch.compiler.is_compiling():
+                raise ArgumentError(
+                    "PagedAttention",
+                    "a backend",
+                    "a module that was built on the meta device and whose tensors were assigned",
+                    "call model.to(device), or one forward, before compiling it",
                 )
             self._settle(query)
         if not torch.compiler.is_compiling():
@@ -405,8 +407,8 @@ class PagedAttention(nn.Module):
                     "or pass key=None, value=None",
                 )
             write = (k, v, pools.k_cache, pools.v_cache, slots, pools.k_scale, pools.v_scale)
+        refuse_grad(query=query, key=key, value=value)
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
-            refuse_grad(query=query, key=key, value=value)
             if write is not None:
                 check_write_kv(*write)
             check_paged_attention(*attend, **options)

@@ -162,11 +162,33 @@ def test_an_attention_implementation_that_was_not_set() -> None:
 def test_grad_is_refused_and_training_without_a_cache_works() -> None:
     model = paged()
     ids = torch.randint(3, 99, (2, 6))
-    with pytest.raises(ArgumentError, match="inference only"):
+    with pytest.raises(ArgumentError, match="for inference"):
         model(ids, past_key_values=PagedCache(model.config, 2, 32))
     model.train()
     model(ids, labels=ids, use_cache=False).loss.backward()
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
+
+
+@pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize("dense", [False, True])
+def test_one_trained_projection_is_refused(trained: str, dense: bool) -> None:
+    """The pools would keep its states and drop their gradient; a compiled forward says it, too."""
+    model = paged().requires_grad_(False)
+    ids, cache = torch.randint(3, 99, (2, 6)), PagedCache(model.config, 2, 32, dense=dense)
+    want = model(ids, past_key_values=cache).logits
+    cache.reset()
+    getattr(model.model.layers[0].self_attn, trained).requires_grad_()
+    if trained != "q_proj" or not dense:  # dense keys are SDPA's, and so is the gradient of queries
+        with pytest.raises(ArgumentError, match="expected a tensor without grad"):
+            model(ids, past_key_values=cache)
+        assert trained == "q_proj" or not cache.ready
+        cache.reset()
+    with torch.no_grad():
+        assert torch.equal(model(ids, past_key_values=cache).logits, want)
+    if not dense:
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        with pytest.raises(Exception, match="ArgumentError.*a tensor without grad"):
+            compiled(ids[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize(("name", "argument"), [("Gemma2", "softcap"), ("GptOss", "s_aux")])

@@ -3,7 +3,6 @@ its session was opened for, and an output that can be written into."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torchpaged.backends.capabilities import Capabilities
@@ -33,7 +32,7 @@ def require_fit(
         block_size: that the module was built for; None: not said.
 
     Raises:
-        ArgumentError: another block size, or more blocks than the limits say; ValueError in a trace.
+        ArgumentError: another block size, or more blocks than the limits say.
         BackendUnavailableError: the backend does not take such pools, or such a batch.
     """
     require_block_size(k_cache, metadata, block_size)
@@ -52,8 +51,6 @@ def require_fit(
             f"{num_blocks} blocks",
         )
     if expected:
-        if torch.compiler.is_compiling():
-            raise ValueError(f"kv_cache: expected {expected}, got {got}")
         raise ArgumentError("kv_cache", expected, got, "open the session with the Limits of the pools")
     if able.block_sizes is not None and size not in able.block_sizes:
         raise BackendUnavailableError(
@@ -77,7 +74,7 @@ def require_block_size(k_cache: Tensor, metadata: AttentionMetadata, block_size:
     arguments as in `require_fit`.
 
     Raises:
-        ArgumentError: no `AttentionMetadata`, or another block size; ValueError in a trace.
+        ArgumentError: no `AttentionMetadata`, or another block size.
     """
     if not isinstance(metadata, AttentionMetadata):
         raise ArgumentError(
@@ -91,12 +88,6 @@ def require_block_size(k_cache: Tensor, metadata: AttentionMetadata, block_size:
     size = k_cache.shape[1]
     metadata.check_block_size(size)
     if block_size is not None and size != block_size:
-        # dynamo can't make an ArgumentError, and its own error quotes this one
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                f"kv_cache: expected blocks of {block_size} tokens, as this module was built for, "
-                f"got blocks of {size}"
-            )
         raise ArgumentError(
             "kv_cache",
             f"blocks of {block_size} tokens, as this module was built for",

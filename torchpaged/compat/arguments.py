@@ -29,7 +29,7 @@ def refuse(function: str, fix: str = "", **given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             text = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise argument_error(
+            raise ArgumentError(
                 name, f"None ({function} of torchpaged.compat has no kernel that honours it)", text, fix
             )
 
@@ -38,7 +38,7 @@ def check_zero(function: str, **given: float) -> None:
     """Raise for the first number that is not zero, likewise."""
     for name, value in given.items():
         if value:
-            raise argument_error(
+            raise ArgumentError(
                 name, f"0 ({function} of torchpaged.compat has no kernel that honours it)", repr(value)
             )
 
@@ -58,13 +58,6 @@ def note_hints(function: str, **given: Any) -> None:
             )
 
 
-def argument_error(name: str, expected: str, got: str, fix: str = "") -> Exception:
-    """An `ArgumentError`; in a trace a ValueError, which dynamo quotes: it can't make one of ours."""
-    if is_eager():
-        return ArgumentError(name, expected, got, fix)
-    return ValueError(f"{name}: expected {expected}, got {got}")
-
-
 def window_of(causal: bool, window_size: Any) -> tuple[bool, tuple[int, int]]:
     """FlashAttention's ``causal`` and ``window_size`` -> ours. Causal closes the right side, whatever the
     window says; None is open.
@@ -75,7 +68,7 @@ def window_of(causal: bool, window_size: Any) -> tuple[bool, tuple[int, int]]:
     if window_size is None:
         window_size = (-1, -1)
     if not (isinstance(window_size, (tuple, list)) and len(window_size) == 2):
-        raise argument_error(
+        raise ArgumentError(
             "window_size", "None or a pair (left, right) of numbers of keys, -1 = open", repr(window_size)
         )
     left, right = window_size
@@ -100,14 +93,14 @@ def slopes_of(alibi_slopes: Tensor | None, num_reqs: int, causal: bool) -> Tenso
     if is_eager():
         check_tensors(alibi_slopes=alibi_slopes)
     if not causal:
-        raise argument_error(
+        raise ArgumentError(
             "alibi_slopes",
             "None unless causal (the bias of keys after the query would have the wrong sign)",
             "slopes",
         )
     if alibi_slopes.dim() == 2:
         if alibi_slopes.shape[0] != 1 and alibi_slopes.stride(0) != 0:
-            raise argument_error(
+            raise ArgumentError(
                 "alibi_slopes",
                 "one slope per head, the same for all requests",
                 f"shape {list(alibi_slopes.shape)}",
@@ -158,17 +151,8 @@ def check_out(out: Tensor, like: Tensor, width: int, dtype: torch.dtype) -> None
 
 def by_their_names(names: dict[str, str], call: Callable[[], Any]) -> Any:
     """``call()``, whose `ArgumentError` speaks of the caller's arguments: ours -> theirs in ``names``."""
-    if not is_eager():
-        return call()
     try:
         return call()
     except ArgumentError as error:
-        theirs = names.get(error.argument)
-        if theirs is None or theirs == error.argument:
-            raise
-        raise ArgumentError(theirs, *_parts(error)) from error
-
-
-def _parts(error: ArgumentError) -> tuple[str, str]:
-    expected, _, got = str(error).partition(": expected ")[2].rpartition(", got ")
-    return expected, got
+        argument, *parts = error.args
+    raise ArgumentError(names.get(argument, argument), *parts)  # no "from": torch 2.11 can't trace it

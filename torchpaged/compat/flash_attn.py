@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from torchpaged.compat.arguments import (
-    argument_error,
     by_their_names,
     check_out,
     check_zero,
@@ -146,7 +145,7 @@ def flash_attn_varlen_func(
     if block_table is None:
         if cu_seqlens_k is None:
             expected = "where each request's keys lie, since k is packed"
-            raise argument_error("cu_seqlens_k", expected, "None", "or pass block_table and seqused_k")
+            raise ArgumentError("cu_seqlens_k", expected, "None", "or pass block_table and seqused_k")
         lens = cu_seqlens_k.diff()
         k_cache, v_cache, table = packed_pools(k, v, cu_seqlens_k[:-1], max_seqlen_k)
     else:
@@ -155,7 +154,7 @@ def flash_attn_varlen_func(
         elif cu_seqlens_k is not None:
             lens = cu_seqlens_k.diff()
         else:
-            raise argument_error("seqused_k", "the keys of each request, beside a block_table", "None")
+            raise ArgumentError("seqused_k", "the keys of each request, beside a block_table", "None")
         k_cache, v_cache, table = k, v, block_table
     is_causal, window = window_of(causal, window_size)
     options = {
@@ -229,7 +228,7 @@ def refuse_invariant_splits(num_splits: int | None) -> None:
     """Raise for ``num_splits=1``: with it FlashAttention promises the same bits for a request in any company,
     and we don't yet."""
     if type(num_splits) is int and num_splits == 1:
-        raise argument_error(
+        raise ArgumentError(
             "num_splits",
             "0 or None (results that do not depend on the batch's other requests are not promised)",
             "1",

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from torchpaged.compat.arguments import (
-    argument_error,
     by_their_names,
     check_out,
     check_zero,
@@ -23,6 +22,7 @@ from torchpaged.compat.flash_attn import packed_call, refuse_invariant_splits
 from torchpaged.compat.kvcache_check import check_kvcache
 from torchpaged.compat.rotary import check_rotary
 from torchpaged.compat.tokens import rotated, slots_of, tokens_of
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.functional import write_kv
 
@@ -213,7 +213,7 @@ def flash_attn_with_kvcache(
         flat_out = out if cu_seqlens_q is not None else out.view(-1, *out.shape[2:])
     if new is not None:
         if call.k_descale is not None or call.v_descale is not None:
-            raise argument_error(
+            raise ArgumentError(
                 "k_descale",
                 "the same for all requests, since new keys are stored",
                 "descales of each request",
@@ -235,7 +235,7 @@ def flash_attn_with_kvcache(
 
 def _one_of(name: str, value: Tensor | None, other: str, other_value: Tensor | None) -> Tensor | None:
     if value is not None and other_value is not None:
-        raise argument_error(other, f"None beside {name}, which is the same", "both")
+        raise ArgumentError(other, f"None beside {name}, which is the same", "both")
     return other_value if value is None else value
 
 

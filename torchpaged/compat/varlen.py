@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.compat.arguments import argument_error, by_their_names, check_out, is_eager, window_of
+from torchpaged.compat.arguments import by_their_names, check_out, is_eager, window_of
 from torchpaged.compat.call import PackedCall
 from torchpaged.compat.dense import packed_pools
 from torchpaged.compat.flash_attn import packed_call, refuse_invariant_splits
@@ -121,12 +121,12 @@ def _call(
     if block_table is None:
         if cu_seq_k is None:
             expected = "where each request's keys lie, since key is packed"
-            raise argument_error("cu_seq_k", expected, "None", "or pass block_table and seqused_k")
+            raise ArgumentError("cu_seq_k", expected, "None", "or pass block_table and seqused_k")
         lens = cu_seq_k.diff() if seqused_k is None else seqused_k
         key, value, block_table = packed_pools(key, value, cu_seq_k[:-1], max_k)
     else:
         if seqused_k is None:
-            raise argument_error("seqused_k", "the keys of each request, beside a block_table", "None")
+            raise ArgumentError("seqused_k", "the keys of each request, beside a block_table", "None")
         lens = seqused_k
     causal, window = window_of(False, window_size)
     options = {"scale": scale, "causal": causal, "window_size": window}

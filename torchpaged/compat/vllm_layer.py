@@ -13,6 +13,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from torchpaged.backends import AttentionSpec, Backend, Limits, Session, attention_spec, select_backend
 from torchpaged.backends.capabilities import Planning
 from torchpaged.compat.vllm_ops import FP8_NAMES
+from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 #: vLLM's names of cache dtypes that are served.
@@ -122,6 +123,7 @@ class TorchpagedAttentionImpl(AttentionImpl):
         if not attn_metadata.causal and (self.window_left >= 0 or self.alibi_slopes is not None):
             raise NotImplementedError("torchpaged: a window or ALiBi where keys after the query are seen")
         batch, k_cache, v_cache = attn_metadata, *self._pools(kv_cache)
+        refuse_grad(query=query, key=key, value=value)
         num_tokens = batch.num_actual_tokens
         q = query.view(-1, self.num_heads, self.head_size)[:num_tokens]
         session, workspace = self._session_of(q, k_cache, batch.causal)

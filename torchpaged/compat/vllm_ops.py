@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.compat.arguments import argument_error, by_their_names, is_eager
+from torchpaged.compat.arguments import by_their_names, is_eager
 from torchpaged.custom_ops.checks import check_dims, check_tensors
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FP8
@@ -57,7 +57,7 @@ def reshape_and_cache_flash(
     is_fp8 = kv_cache_dtype in FP8_NAMES
     if key_cache.dtype == torch.uint8:
         if not is_eager():
-            raise argument_error(
+            raise ArgumentError(
                 "key_cache", "a float dtype in a traced call (view it as one before)", "torch.uint8"
             )
         key_cache, value_cache = (cache.view(FP8_NAMES[kv_cache_dtype]) for cache in (key_cache, value_cache))

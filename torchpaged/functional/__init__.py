@@ -10,7 +10,7 @@ the automatic choice; one that was asked for and can't serve a call raises with 
 Under ``torch.compile`` they trace to one op call (and one allocation). The backend is chosen when the call is
 traced, by the same rules, and the compiled code keeps it; heads, widths and block size are constants of it.
 ``ops`` are held to what their backend declares there, too; a backend that plans needs a workspace. The checks
-of tensors run in eager mode only. Inference only: they refuse inputs that require grad.
+of tensors run in eager mode only. Inference only: they refuse inputs that require grad or carry a tangent.
 
 One file per family of ops, as in `torchpaged.custom_ops`.
 """

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_device
+from torchpaged.custom_ops.checks import check_device, check_dtype
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FP8, check_scale
 
@@ -37,18 +37,15 @@ def scale_of_products(
     """
     if q_scale is None:
         return k_scale
-    if torch.compiler.is_compiling():  # dynamo can't make an ArgumentError
-        if q.dtype not in FP8:
-            raise ValueError(f"q_scale: expected None for queries of {q.dtype}, got a tensor")
-        for name, scale in given(q_scale=q_scale, k_scale=k_scale).items():
-            if scale.dtype != torch.float32:  # a product might be of it nevertheless
-                raise ValueError(f"{name}: expected float32, got {scale.dtype}")
+    if q.dtype not in FP8:
+        raise ArgumentError(
+            "q_scale", f"None for queries of {q.dtype}", "a tensor", "scales belong to fp8 queries"
+        )
+    scales = given(q_scale=q_scale, k_scale=k_scale)
+    if torch.compiler.is_compiling():
+        for name, scale in scales.items():  # a product might be of it nevertheless
+            check_dtype(name, scale, torch.float32)
     else:
-        if q.dtype not in FP8:
-            raise ArgumentError(
-                "q_scale", f"None for queries of {q.dtype}", "a tensor", "scales belong to fp8 queries"
-            )
-        scales = given(q_scale=q_scale, k_scale=k_scale)
         check_device(q.device, **scales)
         for name, scale in scales.items():  # each by itself: their product may be good where they are not
             check_scale(name, scale, num_kv_heads)

@@ -148,8 +148,8 @@ def paged_attention(
     scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
     soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
     chunk = 0 if chunk_size is None else chunk_size
+    refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, alibi_slopes=alibi_slopes)
     if not torch.compiler.is_compiling():
-        refuse_grad(q=q, sinks=sinks, alibi_slopes=alibi_slopes)
         check_paged_attention(
             q,
             k_cache,
@@ -261,9 +261,11 @@ def paged_attention(
 def _require_own_session(workspace: Mapping[str, Tensor] | None) -> None:
     """Batch invariance is a matter of what a backend's session keeps: one that was opened for such a spec."""
     if torch.compiler.is_compiling():
-        raise ValueError(
-            "batch_invariant: expected False in a traced call, which can't open a session, got True; use "
-            "torchpaged.PagedAttention(batch_invariant=True), which keeps one"
+        raise ArgumentError(
+            "batch_invariant",
+            "False in a traced call, which can't open a session",
+            "True",
+            "use torchpaged.PagedAttention(batch_invariant=True), which keeps one",
         )
     if workspace is not None:
         raise ArgumentError(

@@ -55,7 +55,8 @@ def write_kv(
             slot_mapping=slot_mapping,
             **given(k_scale=k_scale, v_scale=v_scale),
         )
-        refuse_grad(k=k, v=v)
+    refuse_grad(k=k, v=v)
+    if not torch.compiler.is_compiling():
         check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
         ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
         check_native_dtype(ops.write_kv, k=k)  # pools are of this dtype, or of fp8
@@ -137,8 +138,8 @@ def rope_write_kv(
             **given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale),
         )
     q_out = q.new_empty(q.shape)
+    refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
     if not torch.compiler.is_compiling():
-        refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
         check_rope_write_kv(
             q,
             k,

@@ -33,8 +33,8 @@ def merge_attn_states(
     if not torch.compiler.is_compiling():
         check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if not torch.compiler.is_compiling():
-        refuse_grad(out_a=out_a, out_b=out_b)
         check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
         ops = choose_ops(out_a.device) if ops is None else ops
         check_native_dtype(ops.merge_attn_states, out_a=out_a)

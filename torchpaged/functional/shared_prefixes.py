@@ -80,8 +80,8 @@ def attend_with_prefixes(
 ) -> None:
     """The op on arguments that are checked here; ``tensors``: those before ``out`` in
     ``custom_ops/attention/schema.py``."""
+    refuse_grad(q=tensors[0], sinks=options.get("sinks"))
     if not torch.compiler.is_compiling():
-        refuse_grad(q=tensors[0], sinks=options.get("sinks"))
         check: Any = check_cascade_attention
         check(*tensors, out, lse, **options)
     ops.cascade_attention(*tensors, out, lse, **options)

@@ -17,6 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from torchpaged.cascade import attend_in_groups
+from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import cross_batch, require_no_plan
@@ -245,13 +246,7 @@ def _refuse(
         raise ArgumentError(
             "dropout", "0 with a PagedCache (inference only)", str(dropout), "call model.eval()"
         )
-    if query.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(
-            "query",
-            "no grad with a PagedCache (inference only)",
-            "requires_grad=True",
-            "run under torch.no_grad() or torch.inference_mode()",
-        )
+    refuse_grad(query=query)
 
 
 def _dense(

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torchpaged.backends import AttentionSpec
 from torchpaged.cache import KVLayerSpec, LayerSpec
+from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import incomplete
 from torchpaged.hf.chosen_backend import ChosenBackend, config_spec
@@ -280,6 +281,7 @@ class PagedLayer(CacheLayerMixin):
 
     def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """`update` without `complete`."""
+        refuse_grad(key_states=key_states, value_states=value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self.owner.ready:

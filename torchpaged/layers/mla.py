@@ -172,10 +172,10 @@ class MLAAttention(nn.Module):
             check_tensors(query=query)
             if kv_c is not None:
                 check_tensors(kv_c=kv_c, k_pe=k_pe)
-            # the projection's half for keys would get no gradient
-            refuse_grad(query=query, kv_c=kv_c, k_pe=k_pe, **{"kv_b_proj.weight": weight})
-            if (weight.device, weight.dtype) != self._chosen_for:
-                self._choose()  # loaders replace tensors one by one
+        # the projection's half for keys would get no gradient
+        refuse_grad(query=query, kv_c=kv_c, k_pe=k_pe, **{"kv_b_proj.weight": weight})
+        if not torch.compiler.is_compiling() and (weight.device, weight.dtype) != self._chosen_for:
+            self._choose()  # loaders replace tensors one by one
         check_rows("query", query, self.num_heads, width)
         if kv_c is not None and k_pe is not None:
             check_rows("kv_c", kv_c, self.kv_lora_rank)

@@ -201,15 +201,9 @@ class AttentionMetadata:
         ints only: it may be traced.
 
         Raises:
-            ArgumentError: they differ. In a traced call dynamo's own error.
+            ArgumentError: they differ.
         """
         if self.block_size is not None and self.block_size != block_size:
-            # Dynamo can't make an ArgumentError, and its own error quotes this one.
-            if torch.compiler.is_compiling():
-                raise ValueError(
-                    f"kv_cache: expected blocks of {self.block_size} tokens, as this batch was made for, "
-                    f"got blocks of {block_size}"
-                )
             raise ArgumentError(
                 "kv_cache",
                 f"blocks of {self.block_size} tokens, as this batch's slots and tables were made for",

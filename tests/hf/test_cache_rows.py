@@ -153,6 +153,22 @@ def test_a_cut_into_padding_is_asked_about_once(still_padding: int) -> None:
     assert cache.rows.seq_lens.tolist() == [5 - still_padding, 9]
 
 
+def test_padding_told_late_is_refused_without_reading_it() -> None:
+    """By an assertion on the device, where a decode step's mask is not read."""
+    model, inputs = tiny("Llama"), padded_prompts()
+    model.set_attn_implementation("torchpaged")
+    cache, mask = PagedCache(model.config, 2, 32, block_size=4), inputs["attention_mask"]
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+    OnADevice.reads = 0
+    mask = torch.cat((mask, mask[:, -1:]), dim=1)
+    cache.masks.observe(mask.as_subclass(OnADevice), 2, 1, None, None)
+    mask[1, :3] = 0
+    with pytest.raises(RuntimeError, match="mask with other padding"):
+        cache.masks.observe(mask.as_subclass(OnADevice), 2, 1, None, None)
+    assert OnADevice.reads == 0
+
+
 def test_rows_cut_to_nothing_take_a_padded_prompt() -> None:
     """No padding before, and so no word of any; another number of rows is still refused."""
     model, inputs = tiny("Llama"), padded_prompts()

@@ -195,6 +195,40 @@ def test_overlong_compiled_steps_fail_loudly() -> None:
             compiled(position_ids=torch.tensor([[8]]), **step)
 
 
+def test_compiled_steps_look_at_their_masks_and_rows() -> None:
+    """What an eager step refuses, the graph's own assertions refuse; the right mask passes."""
+    torch._dynamo.reset()
+    model, inputs = tiny("Llama"), padded_prompts()
+    want = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    model.set_attn_implementation("torchpaged")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for wrong in ("late", "hole", "behind", "row", ""):
+        cache, mask = PagedCache(model.config, 2, 32, block_size=4), inputs["attention_mask"]
+        with torch.no_grad():
+            ids = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+            for step in range(3):
+                mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), dim=1)
+                places = (mask.sum(-1, keepdim=True) - 1).long()
+                if wrong and step == 2:
+                    bad, rows = mask.clone(), slice(0, 1 if wrong == "row" else 2)
+                    if wrong == "late":
+                        bad[1, :3] = 0
+                    elif wrong != "row":
+                        bad[:, {"hole": 12, "behind": -1}[wrong]] = 0
+                    call = {"input_ids": ids[rows], "attention_mask": bad[rows], "position_ids": places[rows]}
+                    said = "other rows" if wrong == "row" else "mask with other padding"
+                    with pytest.raises(RuntimeError, match=said):
+                        compiled(**call, past_key_values=cache)
+                    break
+                ids = (
+                    compiled(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache)
+                    .logits[:, -1:]
+                    .argmax(-1)
+                )
+            else:
+                assert torch.equal(ids[:, 0], want[:, 20 + 3])
+
+
 def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
     """SmolLM2 in float32, 24 tokens each: five prompts decoded eagerly, two of them by generate()'s compiled
     decode."""

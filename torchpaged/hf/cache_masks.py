@@ -130,11 +130,13 @@ class CacheMasks:
             UnsupportedModelError: a mask that paged attention would not apply.
         """
         if torch.compiler.is_compiling():
-            if mask is not None and query_length > 1:
+            if mask is not None and (query_length > 1 or not self._rows.ready):
                 raise RuntimeError(
                     "PagedCache: a prefill with an attention mask was compiled, where its padding can't be "
                     "read; run the prefill eagerly, as generate() does"
                 )
+            if mask is not None:
+                self._rows.assert_padding(mask)
             if query_length > 1:
                 self.causal = is_causal(mask_function)
                 self._assert_no_spans(mask_function, batch, device)
@@ -142,7 +144,9 @@ class CacheMasks:
         self.require_next(mask, batch, query_length)
         ready, on_device = self._rows.ready, mask is None or mask.device.type != "cpu"
         if ready and self._mask_seen and query_length == 1 and on_device and not self._rows.cut_padding:
-            return None  # a decode step of generate() appends ones; checking would synchronise
+            if mask is not None:
+                self._rows.assert_padding(mask)  # reading it would synchronise
+            return None
         self._mask_seen = self._mask_seen or mask is not None
         padding = [] if mask is None else left_padding(mask, self._todo)
         spans: SpanMask | None = None

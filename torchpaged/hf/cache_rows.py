@@ -109,6 +109,7 @@ class CacheRows:
             self.seq_lens.zero_()
             self.total.zero_()
             self.written_total.zero_()
+            self._num_rows.fill_(batch)
             self.upload()
             if padding is not None:
                 self.add_padding(padding)
@@ -162,9 +163,11 @@ class CacheRows:
             self._short_starts = counts[:, None] * rows[None]
             self.total = torch.zeros((), dtype=torch.int64, device=device)
             self.written_total = torch.zeros((), dtype=torch.int64, device=device)
+            self._num_rows = torch.zeros((), dtype=torch.int64, device=device)
             self._limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
-        others = (self._row_starts, self._short_starts, self.total, self.written_total, self._limit)
-        for tensor in (*tensors.values(), *others):  # guard=False: a new cache must not recompile the model
+        scalars = (self.total, self.written_total, self._num_rows, self._limit)
+        others = (*tensors.values(), self._row_starts, self._short_starts, *scalars)
+        for tensor in others:  # guard=False: a new cache must not recompile the model
             torch._dynamo.mark_static_address(tensor, guard=False)
         self._device = device
 
@@ -201,9 +204,9 @@ class CacheRows:
         # one goes.
         fits = (self.total + query_len <= self._limit) & (self.total == self.written_total)
         torch._assert_async(
-            fits,
-            "PagedCache: more tokens than max_seq_len, or a forward before did not complete; call "
-            "cache.reset()",
+            fits & (self._num_rows == batch),
+            "PagedCache: more tokens than max_seq_len, other rows than those of this cache's first batch, or "
+            "a forward before did not complete; call cache.reset()",
         )
         self.total.add_(query_len)
         self.seq_lens[:batch].add_(query_len)
@@ -213,6 +216,17 @@ class CacheRows:
                 self.rolling.note_decode(self._positions(batch, 1))
         elif query_len > _SHORT_QUERY_LEN:
             self.fill_query_starts(query_len)
+
+    def assert_padding(self, mask: Tensor) -> None:
+        """Assert on the device that a forward's 2-D mask ``[batch, length]`` has the left padding that the
+        rows have, and nothing else: in a trace, and where reading it would synchronise."""
+        padding = self.total - self.seq_lens[: mask.shape[0], None]
+        tokens = torch.arange(mask.shape[1], device=padding.device)[None] >= padding
+        torch._assert_async(
+            (mask.bool() == tokens).all(),
+            "PagedCache: an attention mask with other padding than this cache's first batch has; run the "
+            "step uncompiled to see which, or call cache.reset() before another batch",
+        )
 
     def complete(self) -> None:
         """The forward's tokens are in every layer: noted on the device, which compiled steps look at, and on
@@ -312,6 +326,7 @@ class CacheRows:
         already."""
         index = torch.tensor(list(parents), device=self.seq_lens.device)
         self.seq_lens[: len(parents)] = self.seq_lens[index]
+        self._num_rows.fill_(len(parents))
         if self.padding is not None:
             self.padding = [self.padding[parent] for parent in parents]
         self.upload()

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import padded_prompts, tiny
+from models import MODELS, padded_prompts, tiny
 from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
-from torchpaged.hf import PagedCache, PagedModel, require_supported
+from torchpaged.hf import PagedCache, PagedModel, attach, require_supported
+from torchpaged.testing.coverage.architectures import model_of
 
 DIFF: dict[str, Any] = {
     "vocab_size": 99,
@@ -189,6 +190,24 @@ def test_one_trained_projection_is_refused(trained: str, dense: bool) -> None:
         compiled = torch.compile(model, fullgraph=True, backend="eager")
         with pytest.raises(Exception, match="ArgumentError.*a tensor without grad"):
             compiled(ids[:, :1], past_key_values=cache)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "GptOss", "bloom", "gptj", "falcon"])
+def test_layers_that_checkpoint_gradients_lose_their_cache(name: str, grad: bool) -> None:
+    """In training mode transformers takes the cache from each layer, and with it what the pools know of
+    padding and windows. Without a cache such a model trains, also behind the refusal."""
+    model, inputs = (paged(name) if name in MODELS else attach(model_of(name, "eager"))), padded_prompts()
+    cache = PagedCache(model.config, 2, 32)
+    model.train().gradient_checkpointing_enable()
+    said = pytest.raises(ArgumentError, match="past_key_values: expected no PagedCache in training mode")
+    with said, torch.set_grad_enabled(grad):
+        model(**inputs, past_key_values=cache)
+    if name != "GptOss":  # its sinks want a cache or eager attention where gradients are wanted
+        model(**inputs, use_cache=False, labels=inputs["input_ids"]).loss.backward()
+    with torch.no_grad():
+        model.eval()(**inputs, past_key_values=cache)
+    assert cache.ready
 
 
 @pytest.mark.parametrize(("name", "argument"), [("Gemma2", "softcap"), ("GptOss", "s_aux")])

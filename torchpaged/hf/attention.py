@@ -8,6 +8,7 @@ argument: then it raises.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ NAME = "torchpaged"
 # Arguments of the interface that change which keys are seen, and that no op here knows: refused, never
 # dropped; gathered keys are selected by a mask from ``indices``.
 _SPARSE = ("indices", "block_indices")
+# The order of the cache that answered for the masks which this thread's models asked for last; None: no paged
+# one did.
+_asked = threading.local()
 
 
 def paged_attention_forward(
@@ -249,6 +253,29 @@ def _refuse(
     refuse_grad(query=query)
 
 
+def require_cache(module: nn.Module, mask: Tensor | None) -> None:
+    """Refuse a layer in training mode that came without the cache which answered for its mask: transformers
+    takes caches from layers that checkpoint gradients, and the padding and windows would be lost with them.
+
+    Args:
+        module: an attention layer of a decoder that attends without a paged cache.
+        mask: that it was given.
+
+    Raises:
+        ArgumentError: no layer has written what the masks were asked for.
+    """
+    if torch.compiler.is_compiling() or not module.training or not (mask is None or mask.numel() == 1):
+        return
+    order = getattr(_asked, "order", None)
+    if order is not None and order.announced is not None:
+        raise ArgumentError(
+            "past_key_values",
+            "no PagedCache in training mode, where gradient checkpointing takes caches from the layers",
+            f"one, and {type(module).__name__} without it",
+            "call model.eval(), or leave past_key_values out",
+        )
+
+
 def _dense(
     module: nn.Module,
     query: Tensor,
@@ -282,6 +309,8 @@ def _dense(
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend_with_sinks(query, key, value, mask, scale, sinks, bias), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if causal:
+        require_cache(module, mask)
     causal = bool(causal) and query.shape[2] > 1
     needs_kernel = softcap is not None or sinks is not None
     way = None if bias is not None else way_of(module, query, key, value, mask, causal, dropout, needs_kernel)
@@ -324,6 +353,8 @@ def paged_mask(
     directions, a placeholder carries them (`torchpaged.hf.span_mask`).
     """
     cache = cache_of(kv_offset)
+    if not torch.compiler.is_compiling():
+        _asked.order = getattr(cache, "order", None)
     if cache is not None and not cache.dense:
         marked: Tensor | None = cache.masks.observe(
             attention_mask,

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.attention import paged_attention_forward
+from torchpaged.hf.attention import paged_attention_forward, require_cache
 from torchpaged.hf.known_models import MAY_LACK_CAUSAL_MASK
 from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.replaced import MARK, Replaced, plain_of
@@ -72,6 +72,7 @@ def _attn(scaling: Callable[[Any], float], window: Callable[[Any], int | None]) 
             self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
         ) -> Any:
             if layer_of(key) is None:
+                require_cache(self, attention_mask)
                 return plain(self, query, key, value, attention_mask)
             out, weights = paged_attention_forward(
                 self,
@@ -213,6 +214,7 @@ def _forward(family: _Family) -> Callable[..., Any]:
                 return _cross_attention(self, hidden_states, given, scaling)
             cache = None if self.training else _paged_cache(given.get(family.cache), self.layer_idx)
             if cache is None:
+                require_cache(self, given.get("attention_mask"))
                 return plain(self, hidden_states, *args, **options)
             query, key, value = family.heads(self, hidden_states, given)
             key, value = cache.update(key, value, self.layer_idx)

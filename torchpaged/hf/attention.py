@@ -9,6 +9,7 @@ argument: then it raises.
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torchpaged.hf.latent import LatentLayer, latent_attention
 from torchpaged.hf.layer import PagedLayer, by_token, cache_of, layer_of
 from torchpaged.hf.mask_rows import describe
 from torchpaged.hf.masks import MaskKind
+from torchpaged.hf.masks import is_causal as is_causal_mask
 from torchpaged.hf.rolling_attention import attend_in_steps, require_kept
 from torchpaged.hf.span_mask import attend_spans, spans_of
 from torchpaged.hf.support import needs_eager_mask
@@ -41,8 +43,8 @@ NAME = "torchpaged"
 # Arguments of the interface that change which keys are seen, and that no op here knows: refused, never
 # dropped; gathered keys are selected by a mask from ``indices``.
 _SPARSE = ("indices", "block_indices")
-# The order of the cache that answered for the masks which this thread's models asked for last; None: no paged
-# one did.
+# Of the `PagedCache` that answered for the masks which this thread's models asked for last, ``order``: a
+# reference to its `ForwardOrder`; None: no such cache did.
 _asked = threading.local()
 
 
@@ -266,7 +268,8 @@ def require_cache(module: nn.Module, mask: Tensor | None) -> None:
     """
     if torch.compiler.is_compiling() or not module.training or not (mask is None or mask.numel() == 1):
         return
-    order = getattr(_asked, "order", None)
+    asked = getattr(_asked, "order", None)
+    order = None if asked is None else asked()
     if order is not None and order.announced is not None:
         raise ArgumentError(
             "past_key_values",
@@ -308,9 +311,9 @@ def _dense(
     if sinks is not None and mask is not None and plain and (indices is not None or bias is not None):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend_with_sinks(query, key, value, mask, scale, sinks, bias), None
+    # A dense cache's mask is as long as its rows can be.
+    require_cache(module, None if mask is not None and mask.shape[-1] != key.shape[2] else mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if causal:
-        require_cache(module, mask)
     causal = bool(causal) and query.shape[2] > 1
     needs_kernel = softcap is not None or sinks is not None
     way = None if bias is not None else way_of(module, query, key, value, mask, causal, dropout, needs_kernel)
@@ -353,8 +356,10 @@ def paged_mask(
     directions, a placeholder carries them (`torchpaged.hf.span_mask`).
     """
     cache = cache_of(kv_offset)
-    if not torch.compiler.is_compiling():
-        _asked.order = getattr(cache, "order", None)
+    if not torch.compiler.is_compiling() and (cache is not None or is_causal_mask(mask_function)):
+        # A mask of cross attention says nothing about caches.
+        order = getattr(cache, "order", None)  # a packed step has none
+        _asked.order = None if order is None else weakref.ref(order)
     if cache is not None and not cache.dense:
         marked: Tensor | None = cache.masks.observe(
             attention_mask,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, padded_prompts, tiny
-from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM
+from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, attach, require_supported
@@ -110,13 +110,19 @@ def test_rows_padded_again_later() -> None:
 
 
 def test_four_dimensional_masks() -> None:
-    model = paged()
-    with pytest.raises(ArgumentError, match="attention_mask"), torch.no_grad():
-        model(
-            torch.randint(3, 99, (1, 4)),
-            attention_mask=torch.zeros(1, 1, 4, 4),
-            past_key_values=PagedCache(model.config, 1, 32),
-        )
+    """Refused by paged and by gathered keys, and both name the cache that takes them."""
+    model, ids = tiny("Llama"), torch.randint(3, 99, (1, 9))
+    mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -float("inf"))
+    mask[..., 6:, 2:4] = -float("inf")
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask).logits
+        model.set_attn_implementation("torchpaged")
+        for dense, error in ((False, ArgumentError), (True, UnsupportedModelError)):
+            cache = PagedCache(model.config, 1, 32, dense=dense)
+            with pytest.raises(error, match=r"mask.*DynamicCache\(config=model.config\)"):
+                model(ids, attention_mask=mask, past_key_values=cache)
+        got = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -241,7 +241,7 @@ def _refuse(
             "attention_mask",
             "a 2-D padding mask (left padding) or None with a PagedCache",
             f"a mask of shape {list(mask.shape)}",
-            "use PagedCache(..., dense=True) for masks of your own"
+            "use DynamicCache(config=model.config) for masks of your own"
             if own
             else (
                 "for cross attention to a padded encoder pass EncoderDecoderCache(PagedCache(...), "

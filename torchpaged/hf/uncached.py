@@ -1,8 +1,9 @@
 """Attention without a cache on our kernels: encoders, vision towers, decoders that keep nothing.
 
-Keys and values are read where the model left them, as pools of blocks. Padding takes no part: a row is three
-requests, the padding in front, the tokens and the padding behind, of which only the tokens have keys. Nothing
-has a shape that depends on the lengths, so that one graph serves all of them.
+Keys and values are read where the model left them, as pools of blocks. Padding is no key, and no query
+either, but in front of the tokens: some heads read the state of the first position, whatever it is. A row is
+a request of its first positions, one of the other padding before the tokens, one of the tokens, and one of
+what is behind them. Nothing has a shape that depends on the lengths, so that one graph serves all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Way(Enum):
     """How a batch becomes requests of the op.
 
     ``ROWS``: a request for each row, which has no padding. ``TOKENS``: of each row its tokens, and its
-    padding before and behind as requests without keys; for queries that are the rows' own tokens.
+    padding in front, and that behind, which has no keys; for queries that are the rows' own tokens.
     ``QUERIES``: a request for each query, over all of its row's keys.
     """
 
@@ -91,14 +92,18 @@ def way_of(
     if not rows.is_padded and (query_len == kv_len or (is_full and query_len < kv_len)):
         return Way.ROWS
     if query_len == kv_len and attends_itself(module, rows):
-        return Way.TOKENS if rows.are_spans() else None
+        # Padding in front sees what its window reaches, which no request of the tokens' keys says. In a trace
+        # no window is known.
+        fits = rows.are_spans() and (rows.window == (-1, -1) or bool(rows.all_at_zero))
+        return Way.TOKENS if fits else None
     return Way.QUERIES if needs_kernel and is_full and rows.are_spans() else None
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, way: Way, **options: Any
 ) -> Tensor:
-    """Attention of every row over its own keys; `Way.TOKENS` gives zeros where a query is padding.
+    """Attention of every row over its own keys; `Way.TOKENS` gives zeros where a query is padding
+    behind the tokens, or sees nothing.
 
     Args:
         query, key, value, mask, causal: as for `way_of`, which gave ``way``.
@@ -156,8 +161,15 @@ def _requests(
         starts = torch.arange(batch * query_len + 1, dtype=torch.int32, device=device)
         return table.repeat_interleave(query_len, 0), lens.repeat_interleave(query_len), starts
     assert rows is not None and rows.starts is not None
-    none = torch.zeros_like(lens)
-    begin, end = first[:-1] + rows.starts, first[:-1] + rows.starts + lens
-    ends = torch.stack((begin, end, first[1:]), 1).flatten()
-    lens = torch.stack((none, lens, none), 1).flatten()
-    return table.repeat_interleave(3, 0), lens, torch.cat((first[:1], ends))
+    none, begin = torch.zeros_like(lens), first[:-1] + rows.starts
+    ends, own = [begin + lens, first[1:]], [lens, none]
+    if rows.all_at_zero is not True:
+        # Of the padding in front, as many positions as there are keys see them; queries must not be more.
+        ends = [first[:-1] + torch.minimum(rows.starts, lens), begin, *ends]
+        own = [none if rows.causal else lens, none, *own]
+    ends_of_all = torch.stack(ends, 1).flatten()
+    return (
+        table.repeat_interleave(len(own), 0),
+        torch.stack(own, 1).flatten(),
+        torch.cat((first[:1], ends_of_all)),
+    )

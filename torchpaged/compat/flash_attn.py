@@ -122,7 +122,7 @@ def flash_attn_varlen_func(
     """
     name = "flash_attn_varlen_func"
     if isinstance(max_seqlen_q, Tensor):
-        raise argument_error(
+        raise ArgumentError(
             "max_seqlen_q",
             "an int, as in vLLM's order: max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k",
             "a tensor, as in flash_attn's own order: cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k",

@@ -76,8 +76,8 @@ class ForwardOrder:
             raise UnsupportedModelError(
                 f"{self.name} builds no mask from the sizes of this dense cache, as in cross attention or "
                 "where a 4-D mask came: the keys behind the last token would be seen; for cross attention "
-                "pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config)), for a mask of your "
-                "own DynamicCache(config=model.config)"
+                "pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config)), for a mask "
+                "of your own DynamicCache(config=model.config)"
             )
 
     def enter(self, layer: PagedLayer, query_len: int) -> None:

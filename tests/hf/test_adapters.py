@@ -173,6 +173,20 @@ def test_a_generator_looks_at_its_model() -> None:
     assert not generator.has_unfinished
 
 
+def test_a_stream_looks_at_its_model() -> None:
+    """What came between a request and its steps."""
+    model = by_hand()
+    generator = Generator(model, max_batch_size=2, max_seq_len=64)
+    request = generator.submit([5, 6, 7], SamplingParams(max_new_tokens=2))
+    layer = model.base.get_decoder().layers[0]
+    hook = layer.mlp.register_forward_hook(lambda module, args, out: -out)
+    for ids in (None, [request]):
+        with pytest.raises(ArgumentError, match=r"layers\.0\.mlp has other forward hooks"):
+            generator.stream(ids)
+    hook.remove()
+    assert len(list(generator.stream())) == 2
+
+
 def test_merged_adapters_fuse() -> None:
     model = by_peft()
     model.set_adapter("b")

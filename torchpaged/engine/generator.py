@@ -336,9 +336,11 @@ class Generator(NotCopied):
                 one such stream at a time; threads name their requests.
 
         Raises:
-            ArgumentError: an id that is unknown, finished, or another stream's.
+            ArgumentError: an id that is unknown, finished, or another stream's; or the model is not what its
+                graphs were made with.
             TorchpagedError: a second stream over all requests.
         """
+        self._require_unchanged()
         if request_ids is None:
             return self._calls.stream()
         stream = self._calls.stream(list(request_ids))

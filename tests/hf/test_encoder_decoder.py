@@ -15,7 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from torchpaged import ArgumentError, BackendUnavailableError, NotCopyableError, UnsupportedModelError
-from torchpaged.hf import PagedCache, PagedEncoderDecoderCache
+from torchpaged.hf import PagedCache, PagedEncoderDecoderCache, attach
 from torchpaged.hf import paged as attached
 from torchpaged.hf.encoder_decoder import CrossPagedCache
 
@@ -240,6 +240,24 @@ def test_one_cache_for_several_batches() -> None:
         logits_of(model, long, cache)
 
 
+@pytest.mark.parametrize("stem", ["Bart", "T5"])
+def test_another_source_without_a_reset(stem: str) -> None:
+    """The keys are those of the first source, which its mask would cut; transformers' cache fails over the
+    shapes. Without padding there is no mask to tell."""
+    model, given = build(stem, HEAD), inputs(padded=True)
+    other = {**given, **{name: given[name][:, 1:] for name in ("input_ids", "attention_mask")}}
+    with attached(model):
+        cache = PagedEncoderDecoderCache(model.config, 2, 64, block_size=4)
+        logits_of(model, given, cache)
+        with pytest.raises(
+            ArgumentError, match=r"the 12 tokens of the encoder.*one over 11.*cache.reset\(\)"
+        ):
+            logits_of(model, other, cache)
+        cache.reset()
+        got = logits_of(model, other, cache)
+    torch.testing.assert_close(got, logits_of(model, other), rtol=1e-4, atol=1e-3)
+
+
 def test_a_source_padded_on_the_left() -> None:
     model, given = build("Bart", HEAD, "torchpaged"), inputs()
     given["attention_mask"][0, :3] = 0
@@ -247,11 +265,26 @@ def test_a_source_padded_on_the_left() -> None:
         logits_of(model, given, PagedEncoderDecoderCache(model.config, 2, 32))
 
 
+def test_the_states_of_a_source_that_is_all_padding() -> None:
+    """T5's encoder, whose mask is one to add, averages such a row as eager attention does."""
+    given = inputs()
+    given["attention_mask"][1] = 0
+    with torch.no_grad():
+        want, got = (
+            build("T5", HEAD, name).get_encoder()(given["input_ids"], attention_mask=given["attention_mask"])[
+                0
+            ]
+            for name in ("eager", "torchpaged")
+        )
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("stem", ["Bart", "T5"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_source_that_is_all_padding(compiled: bool) -> None:
+def test_a_source_that_is_all_padding(compiled: bool, stem: str) -> None:
     """Eager attention averages such a row, SDPA and the kernels do otherwise: there is nothing to be right
     about."""
-    model, given = build("Bart", HEAD, "torchpaged"), inputs()
+    model, given = attach(build(stem, HEAD)), inputs()
     cache = PagedEncoderDecoderCache(model.config, 2, 32, block_size=4)
     with torch.no_grad():
         encoded = model.get_encoder()(given["input_ids"])
@@ -379,7 +412,7 @@ def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchpaged.testing.coverage import encoder_decoders
 
     plain = attention.cross_batch
-    monkeypatch.setattr(attention, "cross_batch", lambda batch, mask, n: plain(batch, None, n))
+    monkeypatch.setattr(attention, "cross_batch", lambda batch, mask, n, keys: plain(batch, None, n, keys))
     row = encoder_decoders.examine("bart", compiled=False)
     assert row.mode == "wrong" and row.checks["forward"] == "right", row
 

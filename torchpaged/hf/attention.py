@@ -128,7 +128,8 @@ def paged_attention_forward(
     requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
     if crosses:
         require_no_plan(owner.backend.session)
-        requests = cross_batch(metadata, attention_mask, query_len)
+        known = None if torch.compiler.is_compiling() else owner.rows.first_position(0)
+        requests = cross_batch(metadata, attention_mask, query_len, known)
     if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
         owner.masks.require_kind(layer, window)
     scale = head_dim**-0.5 if scaling is None else float(scaling)

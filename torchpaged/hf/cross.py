@@ -14,7 +14,7 @@ from torchpaged.metadata import AttentionMetadata
 
 
 def cross_batch(
-    metadata: AttentionMetadata, mask: Tensor | None, query_len: int
+    metadata: AttentionMetadata, mask: Tensor | None, query_len: int, num_keys: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Block table, lengths and query starts of cross attention.
 
@@ -26,8 +26,12 @@ def cross_batch(
         metadata: one query for each of the rows that hold the encoder's keys.
         mask: of the encoder, as transformers makes it; None = no padding.
         query_len: queries per row.
+        num_keys: the encoder's tokens per row that the cache holds, padding included; None: not known.
+
+    Raises:
+        ArgumentError: the mask is of another kind, or of another source.
     """
-    rows = encoder_rows(mask, metadata.num_reqs)
+    rows = encoder_rows(mask, metadata.num_reqs, num_keys)
     table, starts = metadata.block_table, metadata.query_start_loc
     lens = metadata.seq_lens if rows is None else rows.pinned_lens()
     if query_len == 1:

@@ -167,15 +167,17 @@ def _kind(mask_function: Any, local_size: int | None, sizes: tuple[int, int, int
     return None
 
 
-def encoder_rows(mask: Tensor | None, batch: int) -> MaskRows | None:
+def encoder_rows(mask: Tensor | None, batch: int, num_keys: int | None = None) -> MaskRows | None:
     """The rows of a mask of cross attention; None where there is no padding.
 
     Args:
         mask: as transformers makes it; None = no padding.
         batch: rows.
+        num_keys: keys per row that there are, padding included; None: not known.
 
     Raises:
-        ArgumentError: the mask is of another kind, or its rows have padding before their keys.
+        ArgumentError: the mask is of another kind, of another number of keys, or its rows have padding before
+            their keys.
     """
     if mask is None:
         return None
@@ -191,6 +193,13 @@ def encoder_rows(mask: Tensor | None, batch: int) -> MaskRows | None:
     ):
         raise ArgumentError(
             "attention_mask", expected, f"another one of shape {list(mask.shape)}", f"or {otherwise}"
+        )
+    if num_keys not in (None, rows.sizes[1]):
+        raise ArgumentError(
+            "attention_mask",
+            f"a mask over the {num_keys} tokens of the encoder in the cache",
+            f"one over {rows.sizes[1]}",
+            "call cache.reset() before another source",
         )
     if rows.starts is None:
         return None

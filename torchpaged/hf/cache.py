@@ -393,10 +393,6 @@ class PagedCache(Cache):
         rolling = self.rows.rolling
         return rolling.blocks.num_blocks if rolling is not None and layer.rolls else self.num_blocks
 
-    def rolling_rows(self) -> CacheRows:
-        """The rows, of whose rings a layer has some."""
-        return self.rows
-
     def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
         """Whether ``layer`` can write ``query_len`` tokens per row before the first of them attends."""
         rolling = self.rows.rolling

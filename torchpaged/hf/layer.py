@@ -59,6 +59,7 @@ class PagedOwner(Protocol):
     backend: ChosenBackend
     masks: Masks
     kv: KVScales
+    rows: Any  # a `torchpaged.hf.cache_rows.CacheRows`; None where somebody else makes the steps
     paged: list[PagedLayer]
     name: str  # the model's type, for messages
     block_size: int
@@ -93,9 +94,6 @@ class PagedOwner(Protocol):
 
     def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
         """Whether ``layer`` can write ``query_len`` tokens per row before the first of them attends."""
-
-    def rolling_rows(self) -> Any:
-        """The `torchpaged.hf.cache_rows.CacheRows` of layers that roll."""
 
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """kv length, and an offset that carries the cache to the mask function."""

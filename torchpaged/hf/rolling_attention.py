@@ -92,7 +92,7 @@ def attend_in_steps(
     Raises:
         UnsupportedModelError: another layer attends with this one's keys.
     """
-    rows, states = layer.owner.rolling_rows(), layer.take_waiting()
+    rows, states = layer.owner.rows, layer.take_waiting()
     batch, num_heads, query_len, _ = query.shape
     if states is None or states[0].shape[2] != query_len:
         raise UnsupportedModelError(

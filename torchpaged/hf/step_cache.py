@@ -69,6 +69,7 @@ class StepCache(Cache):
     """A cache whose step is set from outside: the engine owns blocks and lengths."""
 
     dense = False
+    rows = None
     keys_of_queries = True
 
     def __init__(
@@ -145,9 +146,6 @@ class StepCache(Cache):
     def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
         """True: whoever made the step has blocks for all its tokens."""
         return True
-
-    def rolling_rows(self) -> Any:
-        """None: no forward is attended in steps."""
 
     def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
         """The step's tensors."""

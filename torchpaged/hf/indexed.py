@@ -40,7 +40,7 @@ class IndexedLayer(PagedLayer):
         pool = self.index_pool
         assert pool is not None
         batch, query_len, width = indexer_key_states.shape
-        rows: Any = self.owner.rows  # type: ignore[attr-defined]
+        rows: Any = self.owner.rows
         # Padding has slot -1: it goes into the null block, which nothing reads.
         slots = rows.slots(batch, query_len).clamp_min(0)
         pool.view(-1, width).index_put_((slots,), indexer_key_states.reshape(-1, width))

@@ -22,8 +22,8 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 
 def shape_of(tensor: Tensor) -> str:
-    """For a message."""
-    return str(list(tensor.shape))
+    """For a message; a trace can't make one of a list of symbols."""
+    return "[" + ", ".join([f"{size}" for size in tensor.shape]) + "]"
 
 
 def is_int(value: object) -> bool:

@@ -210,7 +210,9 @@ class SetUp:
             with faults:
                 events = generator.step()
             for event in events:
-                assert event.request_id in asked and event.request_id not in ended, "an event of nobody's"
+                assert event.request_id in asked and event.request_id not in ended, (
+                    f"an event of nobody: {event}"
+                )
                 got[event.request_id] += [] if event.token_id is None else [event.token_id]
                 if event.finish_reason is not None:
                     ended[event.request_id] = event.finish_reason

@@ -423,6 +423,27 @@ def test_a_stream_and_steps_of_two_threads_give_each_event_once(model: Any, want
     assert_unharmed(generator, want)
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_submit_that_breaks_off_leaves_no_event(
+    model: Any, want: list[list[int]], graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody got to know the request's id, so that nobody is told that it was cancelled."""
+    generator = Generator(model, max_batch_size=2, max_seq_len=64, prefill_chunk_size=16, graphs=graphs)
+    add = generator._stepper.add
+
+    def interrupted(sequence: Any) -> None:
+        add(sequence)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(generator._stepper, "add", interrupted)
+        generator.submit([5, 6, 7])
+    assert not generator.has_unfinished and generator.step() == [] and list(generator.stream()) == []
+    request = generator.submit(PROMPTS[0], EACH[0])
+    assert [event.token_id for event in generator.stream()] == want[0] and request == 1
+    assert generator.pool.num_used == 0
+
+
 def test_a_stream_that_nobody_begins_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
     """They belong to it: no other call would give their events, and they would run on, and hold their blocks,
     in later calls."""

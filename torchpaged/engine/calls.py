@@ -222,5 +222,10 @@ class Calls:
             if requests is self.inbox:
                 self.inbox = Inbox()  # what was not taken is of no use to a later call
             for sequence in list(requests.live if isinstance(requests, Inbox) else requests):
+                if not isinstance(requests, Inbox):  # of a `submit`, whose id nobody got to know
+                    sequence.inbox.live.pop(sequence, None)
+                    sequence.inbox.ready.pop(sequence, None)
+                    with _TAKING:
+                        sequence.inbox = Inbox()
                 self._stepper.cancel(sequence.request_id)
             self._left.popleft()

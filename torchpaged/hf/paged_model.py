@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Planning, Session, select_backend
 from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
-from torchpaged.custom_ops.checks import is_int, switch
+from torchpaged.custom_ops.checks import is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
@@ -238,8 +238,8 @@ class PagedModel(NotCopied):
             ArgumentError: the batch was made for another block size than the cache's, has no positions or
                 slots, or is over the limits; requests of it have no rings (where values are read, or where
                 nobody has one); or it has requests so long that the longest of them would rotate
-                the keys of all (longrope, dynamic NTK): on a CPU by their lengths, elsewhere by the width of
-                their tables.
+                the keys of all (longrope, dynamic NTK): by their lengths where values are read, elsewhere by
+                the width of their tables.
         """
         metadata.check_block_size(self.kv_cache.block_size)
         if metadata.positions is None or metadata.slot_mapping is None:
@@ -274,7 +274,7 @@ class PagedModel(NotCopied):
         if self._longest is None:
             return
         longest, got = int((metadata.block_table.shape[1] - 1) * self.kv_cache.block_size + 1), "tables for"
-        if self.device.type == "cpu":
+        if reads_values(self.device):
             longest, got = int(metadata.seq_lens.max()), "one of"
         if longest > self._longest:
             raise ArgumentError(

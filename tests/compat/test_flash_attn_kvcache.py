@@ -14,6 +14,7 @@ from torch._inductor.utils import run_and_get_code
 
 import torchpaged
 from torchpaged.compat import flash_attn_with_kvcache
+from torchpaged.compat.tokens import slots_of, tokens_of
 
 LENS = [11, 0, 8]
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -374,3 +375,12 @@ def test_a_backend_that_was_asked_for_is_refused_before_anything_is_written() ->
             sinks=torch.zeros(4),
         )
     torch.testing.assert_close((pools.k_cache, pools.v_cache), before, equal_nan=True)
+
+
+def test_tokens_without_a_place_are_not_stored() -> None:
+    """Where values are not read, as on a GPU."""
+    k = torch.ones(2, 2, 2, 16)
+    table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    for first, want in ((-3, [-1, -1]), (2**31 - 1, [-1, -1]), (-1, [-1, 8]), (15, [23, -1])):
+        lens = torch.tensor([first, 3], dtype=torch.int32)
+        assert slots_of(tokens_of(k, None), lens, table, 8).tolist() == [*want, 27, 28]

@@ -47,9 +47,11 @@ def rotated(
 
 def slots_of(new: Tokens, lens: Tensor, table: Tensor, block_size: int) -> Tensor:
     """``[num_tokens]`` int64: where each new token is stored; -1 of padding and of what has no place in the
-    table."""
+    table, as behind a negative length or one that int32 can't hold, which nobody reads on a GPU."""
     position = lens[new.request] + new.place
     column = position // block_size
     block = table[new.request, column.clamp(0, table.shape[1] - 1)].long()
-    has_place = column < table.shape[1] if new.are_real is None else (column < table.shape[1]) & new.are_real
+    has_place = (column >= 0) & (column < table.shape[1])
+    if new.are_real is not None:
+        has_place &= new.are_real
     return torch.where(has_place, block * block_size + position % block_size, -1)

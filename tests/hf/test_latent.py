@@ -226,5 +226,5 @@ def test_the_kind() -> None:
     spec = LatentLayerSpec(16, 8)
     pools = spec.make_pools(5, 4, torch.bfloat16, torch.device("cpu"))
     assert spec.bytes_per_block(4, torch.bfloat16) * 5 == pools.kv_cache.nbytes == 5 * 4 * 24 * 2
-    with pytest.raises(ArgumentError, match="kv_lora_rank"):
+    with pytest.raises(ArgumentError, match="qk_rope_head_dim"):
         LatentLayerSpec(16, 0)

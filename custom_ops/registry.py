@@ -41,11 +41,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from torchpaged.custom_ops import launches, native
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.attention.fake import FAKES as ATTENTION_FAKES
 from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
 from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
@@ -54,6 +56,7 @@ from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
+from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
 from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
 from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
@@ -76,8 +79,14 @@ _SCHEMAS = {
 }
 #: The family that an op belongs to: its folder.
 _FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
-_FAKES = ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES | MLA_FAKES
 SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items()}
+
+#: What makes an op's record out of its flat arguments; the Python functions behind these ops take it alone.
+_RECORDS: dict[str, Callable[..., Any]] = {
+    "paged_attention": AttentionCall.of,
+    "cascade_attention": CascadeCall.of,
+    "mla_attention": LatentCall.of,
+}
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
 #: .cpu overload, but for those of `_ON_NATIVE_OPS`.
@@ -109,6 +118,12 @@ class BackendOps(NamedTuple):
 
 
 # -------------------------------------------------------------------------------------------- implementations
+def _recorded(op: str, function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` as the dispatcher calls it, with flat arguments."""
+    record = _RECORDS.get(op)
+    return function if record is None else lambda *args, **kwargs: function(record(*args, **kwargs))
+
+
 def _lazy(module: str, function: str) -> Any:
     """A kernel whose module is imported at its first launch, so that importing torchpaged stays light."""
     cached: Any = None
@@ -116,7 +131,7 @@ def _lazy(module: str, function: str) -> Any:
     def launch(*args: Any, **kwargs: Any) -> None:
         nonlocal cached
         if cached is None:
-            cached = getattr(importlib.import_module(module), function)
+            cached = _recorded(function, getattr(importlib.import_module(module), function))
         device = args[0].device
         foreign = device.type == "cuda" and device.index != torch.cuda.current_device()
         if foreign or launches.around is not None:
@@ -164,12 +179,19 @@ def _nothing(*_: Any, **__: Any) -> None:
     """The fake kernel of an op without facts to state."""
 
 
+#: Of each op that has facts to state, what a trace runs in its place, with flat arguments.
+FAKES = {
+    op: _recorded(op, fake)
+    for op, fake in (ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES | MLA_FAKES).items()
+}
+
+
 def _register() -> None:
     for op, schema in SCHEMAS.items():
         for overload in OVERLOADS:
             name = f"{op}.{overload}" if overload else op
             LIBRARY.define(name + schema, tags=_TAGS)
-            torch.library.register_fake(f"torchpaged::{name}", _FAKES.get(op, _nothing), lib=LIBRARY)
+            torch.library.register_fake(f"torchpaged::{name}", FAKES.get(op, _nothing), lib=LIBRARY)
         reference = _reference(op)
         triton = _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.triton.{op}", op)
         LIBRARY.impl(f"{op}.reference", reference, "CompositeExplicitAutograd")

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 import torchpaged
 from torchpaged import PagedAttention
 from torchpaged.backends import Backend, Capabilities, GraphSupport, register_backend
-from torchpaged.backends.library_op import Call, Options, attention_op
+from torchpaged.backends.library_op import attention_op
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.testing import check_conformance, check_graph_support
 
 
-def attend(call: Call, options: Options) -> None:
+def attend(call: AttentionCall) -> None:
     """The op's kernel: its arguments are checked, and it writes into ``call.out``."""
     block_size = call.k_cache.shape[1]
     starts, lens = call.query_start_loc.tolist(), call.seq_lens.tolist()
@@ -35,7 +36,7 @@ def attend(call: Call, options: Options) -> None:
         key = torch.arange(seq_len, device=k.device)
         seen = (query >= 0) & (key <= query)
         q = call.q[start:end].transpose(0, 1)[None]
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=options.scale, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=call.scale, enable_gqa=True)
         call.out[start:end] = y[0].transpose(0, 1).masked_fill(~seen.any(1)[:, None, None], 0.0)
 
 
@@ -77,11 +78,11 @@ print(check_graph_support(MINE))
 frozen: list[torch.Tensor] = []
 
 
-def freeze(call: Call, options: Options) -> None:
+def freeze(call: AttentionCall) -> None:
     """As a graph would: the lengths of the first batch, for ever."""
     frozen.append(call.seq_lens.clone())
     lens = torch.minimum(frozen[0][:1].expand_as(call.seq_lens) // 2, call.seq_lens)
-    attend(call._replace(seq_lens=lens), options)
+    attend(call._replace(seq_lens=lens))
 
 
 OPS = attention_op("frozen", freeze)

@@ -275,6 +275,8 @@ def test_a_runner_goes_by_the_declared_level(declared: GraphSupport) -> None:
         def new_pool(self) -> None:
             return None
 
+        warmup = capture = None
+
     session = liar(get_backend("reference").ops.paged_attention, declared).open([], Limits(), "cpu")
     sizes: dict[str, Any] = {"max_blocks_per_req": 2, "block_size": 4, "session": session}
 

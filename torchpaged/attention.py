@@ -40,6 +40,7 @@ from torchpaged.cache import LayerKVCache
 from torchpaged.cache.kv import layer_pools
 from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, check_tensors, refuse_grad, switch
@@ -411,7 +412,7 @@ class PagedAttention(nn.Module):
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
             if write is not None:
                 check_write_kv(*write)
-            check_paged_attention(*attend, **options)
+            check_paged_attention(AttentionCall.of(*attend, **options))
             self.session.require(metadata, q.shape[0])
             workspace = self.session.workspace_for(workspace, metadata.num_reqs)
             check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.batch_values import check_batch_values, check_starts
 from torchpaged.custom_ops.checks import (
     check_apart,
@@ -47,35 +48,12 @@ def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> Non
         )
 
 
-def check_paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    max_query_len: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    chunk_size: int = 0,
-    tree_mask: Tensor | None = None,
-    semaphore: Tensor | None = None,
-    fp8_queries: bool = False,
-) -> None:
+def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> None:
     """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written.
 
     ``fp8_queries``: whether whoever asks takes queries of e4m3 over pools of e4m3.
     """
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     check_pools(k_cache, v_cache)
     num_kv_heads = k_cache.shape[2]
     check_dims("q", q, None, None, k_cache.shape[3])
@@ -104,13 +82,13 @@ def check_paged_attention(
         check_dtype("lse", lse, torch.float32)
         others = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
         check_apart({"lse": lse}, others, "allocate lse with torch.empty")
-    for name, per_head in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+    for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
         if per_head is not None:
             check_dims(name, per_head, q.shape[1])
             check_dtype(name, per_head, *FLOATS)
             check_last_dim(**{name: per_head})
-    if alibi_slopes is not None:
-        check_dtype("alibi_slopes", alibi_slopes, torch.float32)
+    if call.alibi_slopes is not None:
+        check_dtype("alibi_slopes", call.alibi_slopes, torch.float32)
     check_device(
         q.device,
         k_cache=k_cache,
@@ -119,24 +97,24 @@ def check_paged_attention(
         block_table=block_table,
         seq_lens=seq_lens,
         query_start_loc=query_start_loc,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        alibi_slopes=call.alibi_slopes,
+        sinks=call.sinks,
+        k_scale=call.k_scale,
+        v_scale=call.v_scale,
     )
-    check_cache_dtype(q, k_cache, k_scale, v_scale)
-    if max_query_len < 1:
-        raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
-    check_softmax(scale, logits_soft_cap)
-    for name, size in (("window_left", window_left), ("window_right", window_right)):
+    check_cache_dtype(q, k_cache, call.k_scale, call.v_scale)
+    if call.max_query_len < 1:
+        raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
+    check_softmax(call.scale, call.logits_soft_cap)
+    for name, size in (("window_left", call.window_left), ("window_right", call.window_right)):
         if size < -1:
             raise ArgumentError(name, "-1 (open) or a number of keys >= 0", str(size))
-    if chunk_size < 0:
-        raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(chunk_size))
-    if semaphore is not None:
-        _check_semaphore(semaphore, block_table.shape[0] * num_kv_heads, q.device)
-    if tree_mask is not None:
-        _check_tree_mask(tree_mask, q, causal, max_query_len)
+    if call.chunk_size < 0:
+        raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(call.chunk_size))
+    if call.semaphore is not None:
+        _check_semaphore(call.semaphore, block_table.shape[0] * num_kv_heads, q.device)
+    if call.tree_mask is not None:
+        _check_tree_mask(call.tree_mask, q, call.causal, call.max_query_len)
     if reads_values(q.device):
         check_batch_values(
             q.shape[0],
@@ -144,12 +122,12 @@ def check_paged_attention(
             block_table,
             seq_lens,
             query_start_loc,
-            max_query_len,
-            window_left,
-            chunk_size,
+            call.max_query_len,
+            call.window_left,
+            call.chunk_size,
         )
-        if tree_mask is not None:
-            _check_tree_values(tree_mask, seq_lens, query_start_loc)
+        if call.tree_mask is not None:
+            _check_tree_values(call.tree_mask, seq_lens, query_start_loc)
 
 
 def _check_query_dtype(q: Tensor, k_cache: Tensor, out: Tensor, fp8_queries: bool) -> None:
@@ -235,47 +213,11 @@ def check_merge_attn_states(
         check_own_elements("lse", lse)
 
 
-def check_cascade_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    prefix_block_table: Tensor,
-    prefix_lens: Tensor,
-    prefix_query_start_loc: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    max_query_len: int,
-    scale: float,
-    logits_soft_cap: float = 0.0,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    semaphore: Tensor | None = None,
-) -> None:
+def check_cascade_attention(call: CascadeCall) -> None:
     """Every argument of ``cascade_attention``; raises `ArgumentError` before anything is written."""
-    check_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        lse,
-        max_query_len=max_query_len,
-        scale=scale,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        semaphore=semaphore,
-    )
+    own, prefix_block_table, prefix_lens, prefix_query_start_loc, order, inverse = call
+    check_paged_attention(own)
+    q = own.q
     groups = {
         "prefix_block_table": prefix_block_table,
         "prefix_lens": prefix_lens,
@@ -293,7 +235,7 @@ def check_cascade_attention(
     check_last_dim(**groups, **rows)
     check_device(q.device, **groups, **rows)
     if reads_values(q.device):
-        _check_values(q, k_cache, groups, order, inverse, query_start_loc)
+        _check_values(q, own.k_cache, groups, order, inverse, own.query_start_loc)
 
 
 def _check_values(

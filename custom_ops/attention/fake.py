@@ -8,28 +8,16 @@ All ops return ``()``, so that there is nothing to compute. Sizes may be symbols
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.early_launch import refuse_inductors_for
 from torchpaged.custom_ops.pools import FLOATS, expect_pools
 
 
-def _paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    tree_mask: Tensor | None = None,
-    **_: Any,
-) -> None:
+def _paged_attention(call: AttentionCall) -> None:
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out = call[:7]
     refuse_inductors_for(q)
     torch._check(
         q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}"
@@ -56,6 +44,7 @@ def _paged_attention(
     torch._check(
         block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row"
     )
+    tree_mask = call.tree_mask
     if tree_mask is not None:
         torch._check(
             tree_mask.dtype == torch.int64, lambda: f"tree_mask: expected int64, got {tree_mask.dtype}"
@@ -64,29 +53,12 @@ def _paged_attention(
         torch._check(tree_mask.shape[0] == q.shape[0], lambda: "tree_mask: expected one word per query token")
 
 
-def _cascade_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    prefix_block_table: Tensor,
-    prefix_lens: Tensor,
-    prefix_query_start_loc: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    **_: Any,
-) -> None:
-    own, prefixes = (
-        (block_table, seq_lens, query_start_loc),
-        (prefix_block_table, prefix_lens, prefix_query_start_loc),
-    )
-    for batch in (own, prefixes):
-        _paged_attention(q, k_cache, v_cache, *batch, out, lse)
-    for name, rows in (("order", order), ("inverse", inverse)):
+def _cascade_attention(call: CascadeCall) -> None:
+    own = call.own
+    q = own.q
+    for batch in (own, call.prefixes(q, own.out, own.lse)):
+        _paged_attention(batch)
+    for name, rows in (("order", call.order), ("inverse", call.inverse)):
         torch._check(
             rows.dtype == torch.int64,
             lambda name=name, rows=rows: f"{name}: expected int64, got {rows.dtype}",

@@ -7,11 +7,10 @@ Accumulation is float32, or float64 when the inputs are float64.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.attention.check import (
     check_cascade_attention,
     check_merge_attn_states,
@@ -53,30 +52,7 @@ def _weigh(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return result
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    max_query_len: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    chunk_size: int = 0,
-    tree_mask: Tensor | None = None,
-    semaphore: Tensor | None = None,
-) -> None:
+def paged_attention(call: AttentionCall) -> None:
     """Softmax attention of packed queries over paged keys and values, one request after the other.
 
     Scores: ``s = scale * q.k``, then ``cap * tanh(s / cap)``, then ``+ slope * (key_pos - query_pos)``, then
@@ -84,30 +60,8 @@ def paged_attention(
     ``tree_mask`` (tree attention, arXiv:2305.09781) positions are as each query counts them, see
     `tree_positions`.
     """
-    check_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        lse,
-        max_query_len=max_query_len,
-        scale=scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        chunk_size=chunk_size,
-        tree_mask=tree_mask,
-        semaphore=semaphore,
-        fp8_queries=True,
-    )
+    check_paged_attention(call, fp8_queries=True)
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     # of what fp8 queries stand for, nothing is rounded before the end
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
@@ -120,27 +74,31 @@ def paged_attention(
         if length <= 0 or end == start:
             continue
         blocks = block_table[request, : -(-length // block_size)].long()
-        keys = _gather(k_cache, blocks, length, group, dtype, k_scale)  # [L, H, D]
-        values = _gather(v_cache, blocks, length, group, dtype, v_scale)
+        keys = _gather(k_cache, blocks, length, group, dtype, call.k_scale)  # [L, H, D]
+        values = _gather(v_cache, blocks, length, group, dtype, call.v_scale)
         order = torch.arange(length - (end - start), length, device=q.device)
         queries, keys_at, hidden = order, torch.arange(length, device=q.device), None
-        if tree_mask is not None:
-            queries, keys_at, hidden = tree_positions(tree_mask[start:end], length)
+        if call.tree_mask is not None:
+            queries, keys_at, hidden = tree_positions(call.tree_mask[start:end], length)
         # A copy: products give other bits at other alignments, and who comes before must not matter.
         own = q[start:end].to(dtype, copy=True)
-        scores = torch.einsum("shd,lhd->hsl", own, keys) * scale
-        if logits_soft_cap > 0:
-            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
-        if alibi_slopes is not None:
-            scores = scores + alibi_slopes.to(dtype)[:, None, None] * (keys_at - queries[:, None])
-        mask = in_reach(queries[:, None], keys_at, causal, window_left, window_right, chunk_size)
+        scores = torch.einsum("shd,lhd->hsl", own, keys) * call.scale
+        if call.logits_soft_cap > 0:
+            scores = call.logits_soft_cap * torch.tanh(scores / call.logits_soft_cap)
+        if call.alibi_slopes is not None:
+            scores = scores + call.alibi_slopes.to(dtype)[:, None, None] * (keys_at - queries[:, None])
+        mask = in_reach(
+            queries[:, None], keys_at, call.causal, call.window_left, call.window_right, call.chunk_size
+        )
         mask = mask & (order >= 0)[:, None]
         if hidden is not None:
             mask = mask & ~hidden
         scores = scores.masked_fill(~mask, float("-inf"))
         logits = scores
-        if sinks is not None:
-            logits = torch.cat([scores, sinks.to(dtype).view(-1, 1, 1).expand(-1, end - start, 1)], dim=-1)
+        if call.sinks is not None:
+            logits = torch.cat(
+                [scores, call.sinks.to(dtype).view(-1, 1, 1).expand(-1, end - start, 1)], dim=-1
+            )
         denominator = torch.logsumexp(logits, dim=-1)  # [H, S]
         # inf / inf, as softmax has it
         denominator = denominator.masked_fill(denominator == float("inf"), float("nan"))
@@ -171,38 +129,18 @@ def merge_attn_states(
         lse.copy_(total)
 
 
-def cascade_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    prefix_block_table: Tensor,
-    prefix_lens: Tensor,
-    prefix_query_start_loc: Tensor,
-    order: Tensor,
-    inverse: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    **options: Any,
-) -> None:
+def cascade_attention(call: CascadeCall) -> None:
     """Plain attention over each request's whole context; arguments as in
     ``custom_ops/attention/schema.py``."""
-    own, prefixes = (
-        (block_table, seq_lens, query_start_loc),
-        (prefix_block_table, prefix_lens, prefix_query_start_loc),
-    )
-    check_cascade_attention(q, k_cache, v_cache, *own, *prefixes, order, inverse, out, lse, **options)
-    table, lens = _whole(own, prefixes, inverse, k_cache.shape[1])
-    paged_attention(q, k_cache, v_cache, table, lens, query_start_loc, out, lse, **options)
+    check_cascade_attention(call)
+    table, lens = _whole(call)
+    paged_attention(call.own._replace(block_table=table, seq_lens=lens))
 
 
-def _whole(
-    own: tuple[Tensor, Tensor, Tensor], prefixes: tuple[Tensor, Tensor, Tensor], inverse: Tensor, size: int
-) -> tuple[Tensor, Tensor]:
+def _whole(call: CascadeCall) -> tuple[Tensor, Tensor]:
     """Block table and lengths of the requests with their groups' blocks in front."""
-    (table, lens, starts), (prefix_table, prefix_lens, prefix_starts) = own, prefixes
+    own, prefix_table, prefix_lens, prefix_starts, _, inverse = call
+    table, lens, starts, size = own.block_table, own.seq_lens, own.query_start_loc, own.k_cache.shape[1]
     num_groups, num_reqs = prefix_lens.shape[0], lens.shape[0]
     group = torch.cat([group_of_rows(inverse, prefix_starts), inverse.new_tensor([num_groups])])
     first = torch.where(starts.diff() > 0, starts[:-1].long(), group.shape[0] - 1)

@@ -1,7 +1,7 @@
 """A kernel's machine code on one device: loaded by the driver, and launched.
 
 kernel = Kernel(cubin, "paged_decode", shared_bytes=104448)
-kernel.launch(grid, threads, packed_arguments, early=True)
+kernel.launch(grid, threads, params, early=True)
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 
 from torchpaged.custom_ops.cuda import gpu
+
+#: A CUtensorMap, as a kernel's parameters hold it.
+Map = ctypes.c_ubyte * 128
 
 
 def checked(result: Any, what: str) -> Any:
@@ -111,16 +114,21 @@ class Kernel:
         return self._resident[key]
 
     def launch(
-        self, grid: int, threads: int, arguments: bytes, *, early: bool, offsets: tuple[int, ...] = (0,)
+        self,
+        grid: int,
+        threads: int,
+        arguments: ctypes.Structure | ctypes.Array[Any],
+        *,
+        early: bool,
+        offsets: tuple[int, ...] = (0,),
     ) -> None:
-        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default.
-        ``early``: programmatic dependent launch."""
+        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default;
+        the driver has copied them when this returns. ``early``: programmatic dependent launch."""
         config = self._config()
         config.gridDimX, config.blockDimX = grid, threads
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs, config.numAttrs = ([self._early], 1) if early else ([], 0)
-        packed = ctypes.create_string_buffer(arguments, len(arguments))
-        begin = ctypes.addressof(packed)
+        begin = ctypes.addressof(arguments)
         pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
         (error,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         if int(error):

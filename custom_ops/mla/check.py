@@ -18,6 +18,7 @@ from torchpaged.custom_ops.checks import (
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.slots import check_slots
 
@@ -31,20 +32,9 @@ def _check_pool(kv_cache: Tensor) -> None:
     check_last_dim(kv_cache=kv_cache)
 
 
-def check_mla_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    max_query_len: int,
-    scale: float,
-    causal: bool = True,
-) -> None:
+def check_mla_attention(call: LatentCall) -> None:
     """Every argument of ``mla_attention``; raises `ArgumentError` before anything is written."""
+    q, kv_cache, block_table, seq_lens, query_start_loc, out, lse = call[:7]
     _check_pool(kv_cache)
     check_dims("q", q, None, None, kv_cache.shape[3])
     if not q.shape[1]:
@@ -73,11 +63,11 @@ def check_mla_attention(
         check_last_dim(**{name: tensor})
     check_last_dim(q=q, out=out)
     check_device(kv_cache.device, q=q, out=out, lse=lse, **batch)
-    if max_query_len < 1:
-        raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
-    check_softmax(scale)
+    if call.max_query_len < 1:
+        raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
+    check_softmax(call.scale)
     if reads_values(q.device):
-        check_batch_values(q.shape[0], kv_cache, block_table, seq_lens, query_start_loc, max_query_len)
+        check_batch_values(q.shape[0], kv_cache, block_table, seq_lens, query_start_loc, call.max_query_len)
 
 
 def check_write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

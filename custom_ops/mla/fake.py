@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.early_launch import refuse_inductors_for
+from torchpaged.custom_ops.mla.call import LatentCall
 
 
 def _expect_pool(kv_cache: Tensor) -> None:
@@ -16,16 +16,8 @@ def _expect_pool(kv_cache: Tensor) -> None:
     torch._check(kv_cache.shape[2] == 1, lambda: f"kv_cache: expected 1 kv head, got {kv_cache.shape[2]}")
 
 
-def _mla_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    **_: Any,
-) -> None:
+def _mla_attention(call: LatentCall) -> None:
+    q, kv_cache, block_table, seq_lens, query_start_loc, out = call[:6]
     torch._check(
         q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}"
     )

@@ -21,6 +21,7 @@ where cuda-bindings is absent.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib
@@ -103,9 +104,8 @@ class StoredKernel:
             value.data_ptr() if isinstance(value := arguments[place], torch.Tensor) else value
             for place in self._places
         ]
-        self._kernel.launch(
-            grid[0], self._threads, self._struct.pack(*values, 0, 0), early=self._early, offsets=self._offsets
-        )
+        packed = ctypes.create_string_buffer(self._struct.pack(*values, 0, 0), self._struct.size)
+        self._kernel.launch(grid[0], self._threads, packed, early=self._early, offsets=self._offsets)
 
 
 def _layout(types: tuple[str, ...]) -> list[tuple[int, int]]:

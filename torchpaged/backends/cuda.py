@@ -2,9 +2,9 @@
 kernels for everything else.
 
 The kernels are compiled by NVRTC at the first call of a shape. Float32, and shapes that they do not take
-(``custom_ops/attention/cuda/specialise.py`` and ``custom_ops/attention/cuda/prefill.py`` list them), run the
-kernels of the ``triton`` backend, within the same error budget; so do all prompts with
-TORCHPAGED_CUDA_PREFILL=0. `Choice.reason` says which kernel prompts run.
+(``specialise.py`` and ``prefill_shape.py`` in ``custom_ops/attention/cuda`` list them), run the kernels of
+the ``triton`` backend, within the same error budget; so do all prompts with TORCHPAGED_CUDA_PREFILL=0.
+`Choice.reason` says which kernel prompts run.
 """
 
 from __future__ import annotations
@@ -42,20 +42,24 @@ class _Capabilities(Capabilities):
 
 
 def _prefill_why_not(spec: AttentionSpec) -> str | None:
-    from torchpaged.custom_ops.attention.cuda import prefill
+    from torchpaged.custom_ops.attention.call import Specialisation
+    from torchpaged.custom_ops.attention.cuda.prefill_shape import refuse
 
     if not variables.get("TORCHPAGED_CUDA_PREFILL"):
         return "TORCHPAGED_CUDA_PREFILL=0"
-    return prefill.refuse(
+    sizes = Specialisation(
         spec.dtype,
         spec.kv_dtype or spec.dtype,
+        spec.fp8_queries,
+        spec.num_heads // spec.num_kv_heads,
+        spec.num_kv_heads,
         spec.head_dim,
         spec.head_dim_v or spec.head_dim,
-        spec.num_heads // spec.num_kv_heads,
         spec.block_size or 16,
-        torch.cuda.get_device_capability(spec.device),
-        fp8_queries=spec.fp8_queries,
+        k_strides=(),
+        v_strides=(),
     )
+    return refuse(sizes, torch.cuda.get_device_capability(spec.device))
 
 
 def _route(spec: AttentionSpec) -> str:

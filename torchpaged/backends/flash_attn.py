@@ -26,10 +26,11 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
-from torchpaged.backends.library_op import Call, Held, Options, attention_op
+from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.planned_batch import PlannedBatchBuffers
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
@@ -62,14 +63,19 @@ class _Kind(NamedTuple):
     soft_cap: bool
 
 
-def _kind(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, options: Options) -> _Kind:
+def _kind(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    causal: bool,
+    window: tuple[int, int],
+    soft_cap: float,
+) -> _Kind:
     """The kind of a call; a causal query sees nothing to its right, whatever the window says."""
-    window = (options.window_left, options.window_right)
-    if options.causal:
-        window = (options.window_left, 0) if options.window_left >= 0 else (-1, -1)
-    return _Kind(
-        num_heads, num_kv_heads, head_dim, dtype, options.causal, window, options.logits_soft_cap > 0
-    )
+    if causal:
+        window = (window[0], 0) if window[0] >= 0 else (-1, -1)
+    return _Kind(num_heads, num_kv_heads, head_dim, dtype, causal, window, soft_cap > 0)
 
 
 def num_splits(num_reqs: int, max_query_len: int, num_heads: int, head_dim: int) -> int:
@@ -93,9 +99,8 @@ class FlashAttnSession(Session):
         self._lengths: dict[tuple[_Kind, int, int, int], int] = {}
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        left, right = spec.window_size
-        options = Options(1, 1.0, spec.causal, left, right, spec.logits_soft_cap)
-        kind = _kind(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, options)
+        asked = spec.causal, spec.window_size, spec.logits_soft_cap
+        kind = _kind(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.dtype, *asked)
         if spec.batch_invariant:
             self._most_splits = 1  # for all layers of the session: a schedule and its call must agree
         if kind not in self._schedules:
@@ -149,15 +154,16 @@ class FlashAttnSession(Session):
             f"schedule[{i}]": schedule for i, schedule in enumerate(self._schedules.values())
         }
 
-    def attend(self, call: Call, options: Options) -> None:
+    def attend(self, call: AttentionCall) -> None:
         """One layer."""
         q, rows, width = call.q, *call.block_table.shape
-        kind = _kind(q.shape[1], call.k_cache.shape[2], q.shape[2], q.dtype, options)
-        length = self._lengths.get((kind, rows, width, options.max_query_len))
+        asked = call.causal, (call.window_left, call.window_right), call.logits_soft_cap
+        kind = _kind(q.shape[1], call.k_cache.shape[2], q.shape[2], q.dtype, *asked)
+        length = self._lengths.get((kind, rows, width, call.max_query_len))
         if length is None:
             raise PlanError(
                 f"metadata: expected a batch that was planned, got {rows} requests of at most "
-                f"{options.max_query_len} tokens that backend {self.name!r} knows nothing of; "
+                f"{call.max_query_len} tokens that backend {self.name!r} knows nothing of; "
                 "call session.plan(metadata) before the step"
             )
         self.batch.check(call)
@@ -168,16 +174,16 @@ class FlashAttnSession(Session):
             cache_seqlens=self.batch.lens[:rows],
             page_table=self.batch.table[:rows, :width],
             cu_seqlens_q=self.batch.starts[: rows + 1],
-            max_seqlen_q=options.max_query_len,
-            softmax_scale=options.scale,
-            causal=options.causal,
+            max_seqlen_q=call.max_query_len,
+            softmax_scale=call.scale,
+            causal=call.causal,
             window_size=kind.window,
-            softcap=options.logits_soft_cap,
+            softcap=call.logits_soft_cap,
             scheduler_metadata=self._schedules[kind][:length],
-            num_splits=self._splits(rows, options.max_query_len, q.shape[1], q.shape[2]),
+            num_splits=self._splits(rows, call.max_query_len, q.shape[1], q.shape[2]),
             return_softmax_lse=True,
         )
-        self.batch.finish(call, y, y_lse.transpose(0, 1), options.sinks)  # its own is [H, T]
+        self.batch.finish(call, y, y_lse.transpose(0, 1), call.sinks)  # its own is [H, T]
 
     def close(self) -> None:
         """Give everything back."""
@@ -188,12 +194,12 @@ class FlashAttnSession(Session):
 _SESSIONS: Held[FlashAttnSession] = Held("session")
 
 
-def _attend(call: Call, options: Options, handle: Tensor | None) -> None:
-    if options.alibi_slopes is not None or options.chunk_size:
+def _attend(call: AttentionCall, handle: Tensor | None) -> None:
+    if call.alibi_slopes is not None or call.chunk_size:
         raise BackendUnavailableError(
             "backend 'flash_attn' cannot run this attention: alibi and chunked are not supported"
         )
-    _SESSIONS.of(handle).attend(call, options)
+    _SESSIONS.of(handle).attend(call)
 
 
 # ----------------------------------------------------------------------------------------------- the package

@@ -21,9 +21,10 @@ import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.library_op import Call, Options, attention_op
+from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 PACKAGE, MODULE = "flash_attn", "flash_attn.cute"
@@ -47,32 +48,32 @@ NEEDED = (
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def _attend(call: Call, options: Options) -> None:
-    if options.alibi_slopes is not None or options.chunk_size:
+def _attend(call: AttentionCall) -> None:
+    if call.alibi_slopes is not None or call.chunk_size:
         raise _unable("alibi and chunked are not supported")
     if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise _unable("graph support is NEVER")
     library = sys.modules.get(MODULE) or load()
-    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call
-    block_size, right = k_cache.shape[1], None if options.window_right < 0 else options.window_right
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
+    block_size, right = k_cache.shape[1], None if call.window_right < 0 else call.window_right
     y, y_lse = library.flash_attn_varlen_func(
         q,
         k_cache,
         v_cache,
         cu_seqlens_q=query_start_loc,
-        max_seqlen_q=options.max_query_len,
+        max_seqlen_q=call.max_query_len,
         max_seqlen_k=block_table.shape[1] * block_size,
         seqused_k=seq_lens.clamp_min(0),
         page_table=blocks_in_use(block_table, seq_lens, block_size),
-        softmax_scale=options.scale,
-        causal=options.causal,
+        softmax_scale=call.scale,
+        causal=call.causal,
         # a causal query sees nothing to its right, whatever the window says
         window_size=(
-            None if options.window_left < 0 else options.window_left,
-            None if options.causal else right,
+            None if call.window_left < 0 else call.window_left,
+            None if call.causal else right,
         ),
-        learnable_sink=options.sinks,
-        softcap=options.logits_soft_cap,
+        learnable_sink=call.sinks,
+        softcap=call.logits_soft_cap,
         num_splits=1,
         return_lse=True,
     )[:2]

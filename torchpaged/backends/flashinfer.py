@@ -30,10 +30,11 @@ from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.flashinfer_package import INSTALL, PACKAGE, load, unavailable
 from torchpaged.backends.flashinfer_prefix import WORKSPACE_BYTES, Pages, cumulated, host_pages
-from torchpaged.backends.library_op import Call, Held, Options, attention_op
+from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
 
@@ -235,7 +236,7 @@ class FlashInferSession(Session):
         self._decoders, self._prefills = {}, {}
 
     # ------------------------------------------------------------------------------------------- one layer
-    def attend(self, call: Call, options: Options) -> None:
+    def attend(self, call: AttentionCall) -> None:
         """The planned batch's attention; ``call.q`` may have padding behind the batch's tokens."""
         q, k_cache, v_cache, rows = call.q, call.k_cache, call.v_cache, call.block_table.shape[0]
         kind = _Kind(
@@ -244,16 +245,16 @@ class FlashInferSession(Session):
             q.shape[2],
             q.dtype,
             k_cache.dtype,
-            options.causal,
-            options.window_left,
-            options.logits_soft_cap,
-            options.scale,
+            call.causal,
+            call.window_left,
+            call.logits_soft_cap,
+            call.scale,
         )
         capturing = is_capturing(q.device)
-        if options.max_query_len == 1:
+        if call.max_query_len == 1:
             decoder = self._decoders.get((kind, rows))
             if decoder is None:
-                raise self._not_planned(rows, options)
+                raise self._not_planned(rows, call)
             if capturing:
                 decoder.captured = _integers(decoder.wrapper)
             wrapper, tokens = decoder.wrapper, rows
@@ -265,28 +266,28 @@ class FlashInferSession(Session):
                 )
             wrapper, tokens = self._prefills.get(kind), self._planned_rows
             if wrapper is None:
-                raise self._not_planned(rows, options)
+                raise self._not_planned(rows, call)
         self.batch.check(call)
-        with_lse = call.lse is not None or options.sinks is not None
-        given = _scaled(q, options.k_scale, k_cache.shape[2])
-        if tokens == len(q) and not with_lse and options.v_scale is None:
+        with_lse = call.lse is not None or call.sinks is not None
+        given = _scaled(q, call.k_scale, k_cache.shape[2])
+        if tokens == len(q) and not with_lse and call.v_scale is None:
             wrapper.run(given, (k_cache, v_cache), out=call.out)
             self.batch.finish(call, call.out, None)
             return
         if len(q) < tokens:
             given = torch.cat([given, given.new_zeros(tokens - len(q), *q.shape[1:])])
         y, y_lse = wrapper.run(given[:tokens], (k_cache, v_cache), return_lse=True)
-        y = _scaled(y, options.v_scale, k_cache.shape[2])
+        y = _scaled(y, call.v_scale, k_cache.shape[2])
         if tokens < len(q):
             y = torch.cat([y, y.new_zeros(len(q) - tokens, *y.shape[1:])])
             y_lse = torch.cat([y_lse, y_lse.new_zeros(len(q) - tokens, y_lse.shape[1])])
         natural = y_lse[: len(q)] * math.log(2.0)
-        self.batch.finish(call, y[: len(q)], natural, options.sinks)
+        self.batch.finish(call, y[: len(q)], natural, call.sinks)
 
-    def _not_planned(self, rows: int, options: Options) -> PlanError:
+    def _not_planned(self, rows: int, call: AttentionCall) -> PlanError:
         return PlanError(
             f"metadata: expected a batch that was planned, got {rows} requests of at most "
-            f"{options.max_query_len} tokens that backend {self.name!r} knows nothing of; "
+            f"{call.max_query_len} tokens that backend {self.name!r} knows nothing of; "
             "call session.plan(metadata) before the step"
         )
 
@@ -316,16 +317,16 @@ def _integers(wrapper: Any) -> tuple[int, ...]:
 _SESSIONS: Held[FlashInferSession] = Held("session")
 
 
-def _attend(call: Call, options: Options, handle: Tensor | None) -> None:
-    used = {"alibi": options.alibi_slopes is not None, "chunked": options.chunk_size > 0}
+def _attend(call: AttentionCall, handle: Tensor | None) -> None:
+    used = {"alibi": call.alibi_slopes is not None, "chunked": call.chunk_size > 0}
     lacking = [name for name, is_used in used.items() if is_used]
-    if not options.causal and options.window_right >= 0:
+    if not call.causal and call.window_right >= 0:
         lacking.append("a window to the right")
     if lacking:
         raise BackendUnavailableError(
             f"backend 'flashinfer' cannot run this attention: {', '.join(lacking)} is not supported"
         )
-    _SESSIONS.of(handle).attend(call, options)
+    _SESSIONS.of(handle).attend(call)
 
 
 def prefill_kernels(head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> str:

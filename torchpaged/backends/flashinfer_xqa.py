@@ -20,9 +20,10 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.flashinfer_package import PACKAGE, load, unavailable
-from torchpaged.backends.library_op import Call, Options, attention_op
+from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 #: Semaphores, 8 MiB that start as zeros and are left as zeros, and partial results behind them.
@@ -50,14 +51,14 @@ class XqaSession(Session):
         self._buffer.zero_()
 
 
-def _attend(call: Call, options: Options, workspace: Tensor | None) -> None:
-    _refuse(call, options)
+def _attend(call: AttentionCall, workspace: Tensor | None) -> None:
+    _refuse(call)
     if workspace is None:
         raise BackendUnavailableError(
             "backend 'flashinfer_xqa' cannot run this attention: it needs a workspace; pass "
             "**session.workspace(spec)"
         )
-    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, _ = call
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out = call[:7]
     num_tokens, starts = q.shape[0], query_start_loc[:-1]
     # A request of no keys gets one of block 0, so that no row is without any; its result is not taken.
     is_empty = seq_lens <= 0
@@ -70,10 +71,10 @@ def _attend(call: Call, options: Options, workspace: Tensor | None) -> None:
         block_table.masked_fill(is_empty[:, None], 0),
         seq_lens.clamp_min(1),
         block_table.shape[1] * k_cache.shape[1],
-        bmm1_scale=options.scale,
+        bmm1_scale=call.scale,
         bmm2_scale=1.0,
-        window_left=options.window_left,
-        sinks=None if options.sinks is None else options.sinks.float(),
+        window_left=call.window_left,
+        sinks=None if call.sinks is None else call.sinks.float(),
         kv_layout="NHD",
         enable_pdl=False,
     )
@@ -83,13 +84,13 @@ def _attend(call: Call, options: Options, workspace: Tensor | None) -> None:
     out.copy_(packed[:num_tokens])
 
 
-def _refuse(call: Call, options: Options) -> None:
+def _refuse(call: AttentionCall) -> None:
     used = {
-        f"queries of up to {options.max_query_len} tokens": options.max_query_len > 1,
+        f"queries of up to {call.max_query_len} tokens": call.max_query_len > 1,
         "lse": call.lse is not None,
-        "logits_soft_cap": bool(options.logits_soft_cap),
-        "alibi": options.alibi_slopes is not None,
-        "chunked": options.chunk_size > 0,
+        "logits_soft_cap": bool(call.logits_soft_cap),
+        "alibi": call.alibi_slopes is not None,
+        "chunked": call.chunk_size > 0,
         "an fp8 pool": call.k_cache.dtype != call.q.dtype,
     }
     lacking = [name for name, is_used in used.items() if is_used]

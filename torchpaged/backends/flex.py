@@ -34,11 +34,12 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.library_op import Call, Held, Options, attention_op
+from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.query_tiles import Mask, query_tiles, visible_blocks
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport, MaskMod, ScoreMod, check_mods
 from torchpaged.custom_ops import variables
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
@@ -91,17 +92,17 @@ def _shared(score_mod: ScoreMod | None, mask_mod: MaskMod | None, batch_invarian
 
 
 # -------------------------------------------------------------------------------------------------- one call
-def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
-    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call
+def _attend(call: AttentionCall, own: Mods = _PLAIN) -> None:
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     _check_pools(k_cache, v_cache, block_table, seq_lens)
     num_tokens, num_reqs = q.shape[0], block_table.shape[0]
-    mask = Mask(options.causal, options.window_left, options.window_right, options.chunk_size)
+    mask = Mask(call.causal, call.window_left, call.window_right, call.chunk_size)
     compiler, group = variables.get("TORCHPAGED_FLEX_COMPILER"), q.shape[1] // k_cache.shape[2]
     tokens, reqs = _power_of_two(num_tokens), _power_of_two(num_reqs)
     q = _padded(q, tokens, 0)
     lens = _padded(seq_lens, reqs, 0)
     starts = torch.cat([query_start_loc, query_start_loc[-1:].expand(reqs - num_reqs)])
-    tile_q = _WIDE if own.batch_invariant else _tile_q(options.max_query_len, group)
+    tile_q = _WIDE if own.batch_invariant else _tile_q(call.max_query_len, group)
     tiles = query_tiles(lens, starts, tokens, tile_q)
     first, count = visible_blocks(tiles, mask, k_cache.shape[1])
     listed, logical = _lists(block_table, tiles.request, first, count, reqs, k_cache.shape[0], compiler)
@@ -113,10 +114,10 @@ def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
         (tokens, reqs, *q.shape[1:], *k_cache.shape, v_cache.shape[3]),
         k_cache.shape[1],
         mask,
-        options.scale,
-        options.logits_soft_cap,
-        options.alibi_slopes is not None,
-        options.sinks is not None,
+        call.scale,
+        call.logits_soft_cap,
+        call.alibi_slopes is not None,
+        call.sinks is not None,
         lse is not None,
     )
     compiled = own.compiled.get(shape)
@@ -140,20 +141,20 @@ def _attend(call: Call, options: Options, own: Mods = _PLAIN) -> None:
         count.int()[:, None, None],
         listed[:, None, None],
         logical,
-        options.alibi_slopes,
-        options.sinks,
+        call.alibi_slopes,
+        call.sinks,
     )
     out.copy_(result[:num_tokens])
     if lse is not None and result_lse is not None:
         lse.copy_(result_lse[:num_tokens])
 
 
-def _attend_plain(call: Call, options: Options, mods: Tensor | None) -> None:
-    _attend(call, options, _PLAIN if mods is None else _MODS.of(mods))
+def _attend_plain(call: AttentionCall, mods: Tensor | None) -> None:
+    _attend(call, _PLAIN if mods is None else _MODS.of(mods))
 
 
-def _attend_with_mods(call: Call, options: Options, mods: Tensor | None) -> None:
-    _attend(call, options, _MODS.of(mods))
+def _attend_with_mods(call: AttentionCall, mods: Tensor | None) -> None:
+    _attend(call, _MODS.of(mods))
 
 
 def _tile_q(max_query_len: int, group: int) -> int:

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_paged_attention
-from torchpaged.custom_ops.attention.fake import FAKES
 from torchpaged.custom_ops.attention.schema import SCHEMAS
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.registry import FAKES
 
 #: Kept for the life of the process: dropping one deregisters its op.
 _LIBRARIES: dict[str, torch.library.Library] = {}
@@ -30,42 +31,13 @@ _SEMAPHORE = ", Tensor(c!)? semaphore=None"
 Kept = TypeVar("Kept")
 
 
-class Call(NamedTuple):
-    """The tensors of a call, as the contract has them (`torchpaged.custom_ops.registry`)."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    out: Tensor
-    lse: Tensor | None = None
-
-
-class Options(NamedTuple):
-    """The options of a call, without the contract's ``semaphore`` and ``tree_mask``, which is refused."""
-
-    max_query_len: int
-    scale: float
-    causal: bool = True
-    window_left: int = -1
-    window_right: int = -1
-    logits_soft_cap: float = 0.0
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    chunk_size: int = 0
-
-
 def attention_op(namespace: str, kernel: Callable[..., None], **further: str) -> dict[str, Any]:
     """Define ``namespace::paged_attention`` with ``kernel`` behind it on every device.
 
     Args:
         namespace: of the op, new in this process.
-        kernel: ``kernel(call, options, **further)``, run on checked arguments and never on an empty batch;
-            its ``call`` is a `Call`, its ``options`` are `Options`.
+        kernel: ``kernel(call, **further)``, run on a checked `AttentionCall` without a ``tree_mask``, and
+            never on an empty batch.
         further: types of keyword arguments, by name, in place of the contract's ``semaphore``, as a schema
             has them and None by default: what the session's workspace gives.
 
@@ -78,17 +50,15 @@ def attention_op(namespace: str, kernel: Callable[..., None], **further: str) ->
     if namespace in _LIBRARIES:
         raise ValueError(f"namespace: expected a new one, got {namespace!r}")
 
-    def launch(*arguments: Any, **keywords: Any) -> None:
-        call, kept = Call(*arguments), {name: keywords.pop(name, None) for name in further}
-        refuse_tree(namespace, keywords.pop("tree_mask", None))
-        options = Options(**keywords)
-        check_paged_attention(*call, **options._asdict())
+    def launch(*tensors: Any, **options: Any) -> None:
+        kept = {name: options.pop(name, None) for name in further}
+        call = AttentionCall.of(*tensors, **options)
+        refuse_tree(namespace, call.tree_mask)
+        check_paged_attention(call)
         if not call.q.shape[0] or not call.block_table.numel():
-            call.out.zero_()
-            if call.lse is not None:
-                call.lse.fill_(float("-inf"))
+            call.empty()
             return
-        kernel(call, options, **kept)
+        kernel(call, **kept)
 
     contract = SCHEMAS["paged_attention"]
     assert _SEMAPHORE in contract, "the contract has changed"

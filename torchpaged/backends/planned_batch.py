@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends.library_op import Call
 from torchpaged.backends.session import Limits, PlannedBatch, assert_planned
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import reads_values
 
 
@@ -72,7 +72,7 @@ class PlannedBatchBuffers:
             self.table[:rows, :width].copy_(blocks_in_use(batch.block_table, batch.seq_lens, self.block_size))
             self.hidden.copy_(hidden_queries(batch.seq_lens, batch.query_start_loc, len(self.hidden)))
 
-    def check(self, call: Call) -> None:
+    def check(self, call: AttentionCall) -> None:
         """On the device: the batch of a call is the one that was planned.
 
         In a captured step the first layer's comparison stands for all of them, since nothing between them may
@@ -95,7 +95,9 @@ class PlannedBatchBuffers:
             (call.seq_lens, call.block_table, call.query_start_loc),
         )
 
-    def finish(self, call: Call, y: Tensor, y_lse: Tensor | None, sinks: Tensor | None = None) -> None:
+    def finish(
+        self, call: AttentionCall, y: Tensor, y_lse: Tensor | None, sinks: Tensor | None = None
+    ) -> None:
         """`finish` with the hidden rows of the planned batch."""
         zero = self._zeros.get(call.out.dtype)
         finish(self.hidden[: len(call.out)], call.out, call.lse, y, y_lse, sinks, zero)

@@ -18,20 +18,21 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.library_op import Call, Options, attention_op
+from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.query_tiles import Mask, listed_blocks, query_tiles, visible_blocks
 from torchpaged.backends.spec import GraphSupport
+from torchpaged.custom_ops.attention.call import AttentionCall
 
 _TILE_Q = 64  # of queries of more than one token
 _MOST_BYTES = 1 << 28  # gathered at a time
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _attend(call: Call, options: Options) -> None:
-    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call
-    alibi_slopes, sinks, max_query_len = options.alibi_slopes, options.sinks, options.max_query_len
+def _attend(call: AttentionCall) -> None:
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
+    alibi_slopes, sinks, max_query_len = call.alibi_slopes, call.sinks, call.max_query_len
     num_tokens, block_size = q.shape[0], k_cache.shape[1]
-    mask = Mask(options.causal, options.window_left, options.window_right, options.chunk_size)
+    mask = Mask(call.causal, call.window_left, call.window_right, call.chunk_size)
     tile_q = min(1 << (max_query_len - 1).bit_length(), _TILE_Q)
     most = mask.most_keys(tile_q)
     width = block_table.shape[1] if most is None else min(block_table.shape[1], (most - 1) // block_size + 2)
@@ -41,14 +42,14 @@ def _attend(call: Call, options: Options) -> None:
     column = torch.arange(width * block_size, device=q.device)
     key = (first[:, None] * block_size + column)[:, None]  # [N, 1, L], positions
     exists = key < (torch.minimum((first + count) * block_size, tiles.seq_lens))[:, None, None]
-    scores = _Scores(options.scale, options.logits_soft_cap, alibi_slopes, sinks)
+    scores = _Scores(call.scale, call.logits_soft_cap, alibi_slopes, sinks)
     bytes_of_tile = (
         width * block_size * k_cache.shape[2] * (k_cache.shape[3] + v_cache.shape[3]) * q.element_size()
     )
     step = max(_MOST_BYTES // max(bytes_of_tile, 1), 1)
     # torch's function takes a bias in the queries' dtype alone, which would round distances
     of_other_dtype = sinks is not None and sinks.dtype != q.dtype
-    by_hand = lse is not None or bool(options.logits_soft_cap) or alibi_slopes is not None or of_other_dtype
+    by_hand = lse is not None or bool(call.logits_soft_cap) or alibi_slopes is not None or of_other_dtype
     parts = []
     for begin in range(0, len(blocks), step):
         part = slice(begin, begin + step)
@@ -58,7 +59,7 @@ def _attend(call: Call, options: Options) -> None:
         nobodys = ~exists[part, 0, :, None, None]
         k, v = (
             _gathered(cache, blocks[part], q.dtype, of_fp8).masked_fill(nobodys, 0.0).transpose(1, 2)
-            for cache, of_fp8 in ((k_cache, options.k_scale), (v_cache, options.v_scale))
+            for cache, of_fp8 in ((k_cache, call.k_scale), (v_cache, call.v_scale))
         )
         rows = q[tiles.token[part]].transpose(1, 2)
         parts.append(

@@ -18,35 +18,36 @@ import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.library_op import Call, Options, attention_op
+from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
-def _attend(call: Call, options: Options) -> None:
-    if options.alibi_slopes is not None or options.sinks is not None or call.lse is not None:
+def _attend(call: AttentionCall) -> None:
+    if call.alibi_slopes is not None or call.sinks is not None or call.lse is not None:
         raise _unable("alibi, sinks and lse are not supported")
-    if options.logits_soft_cap or options.chunk_size:
+    if call.logits_soft_cap or call.chunk_size:
         raise _unable("logits_soft_cap and chunked are not supported")
     if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise _unable("graph support is NEVER")
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, _ = call
-    block_size, right = k_cache.shape[1], 0 if options.causal else options.window_right
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out = call[:7]
+    block_size, right = k_cache.shape[1], 0 if call.causal else call.window_right
     y: Any = varlen_attn(
         q,
         k_cache,
         v_cache,
         query_start_loc,
         None,
-        options.max_query_len,
+        call.max_query_len,
         block_table.shape[1] * block_size,
-        scale=options.scale,
-        window_size=(options.window_left, right),
+        scale=call.scale,
+        window_size=(call.window_left, right),
         enable_gqa=q.shape[1] != k_cache.shape[2],
         seqused_k=seq_lens.clamp_min(0),
         block_table=blocks_in_use(block_table, seq_lens, block_size),

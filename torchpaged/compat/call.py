@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchpaged.backends import attention_spec
 from torchpaged.backends.ops_choice import choose_ops
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.checks import reads_values, refuse_grad
 from torchpaged.custom_ops.pools import FP8
@@ -89,7 +90,7 @@ class PackedCall:
             **options,
         )
         scale, (left, right) = options.pop("scale"), options.pop("window_size")
-        check_paged_attention(
+        call = AttentionCall.of(
             q,
             self.k_cache,
             self.v_cache,
@@ -104,6 +105,7 @@ class PackedCall:
             **options,
             **of_pools,
         )
+        check_paged_attention(call)
         choose_ops(q.device, spec)
 
     def _descaled_queries(self) -> Tensor:

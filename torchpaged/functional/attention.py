@@ -12,6 +12,7 @@ from torch import Tensor
 from torchpaged.backends import attention_spec
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
@@ -102,7 +103,6 @@ def paged_attention(
     switch("batch_invariant", batch_invariant)
     if batch_invariant:
         _require_own_session(workspace)
-    trees = given(tree_mask=tree_mask)  # a backend that does not take one need not know the argument
     if not torch.compiler.is_compiling():
         if not isinstance(kept, Mapping):
             raise ArgumentError(
@@ -131,8 +131,7 @@ def paged_attention(
             seq_lens=seq_lens,
             query_start_loc=query_start_loc,
             **given(alibi_slopes=alibi_slopes, sinks=sinks, q_scale=q_scale, k_scale=k_scale),
-            **given(v_scale=v_scale, out=out),
-            **trees,
+            **given(v_scale=v_scale, out=out, tree_mask=tree_mask),
             **kept,
         )
         # of these the outputs take their shape
@@ -149,31 +148,31 @@ def paged_attention(
     soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
     chunk = 0 if chunk_size is None else chunk_size
     refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, alibi_slopes=alibi_slopes)
+    call = AttentionCall(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        out,
+        lse,
+        max_query_len=max_query_len,
+        scale=scale,
+        causal=causal,
+        window_left=window_size[0],
+        window_right=window_size[1],
+        logits_soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        chunk_size=chunk,
+        tree_mask=tree_mask,
+        semaphore=kept.get("semaphore"),
+    )
     if not torch.compiler.is_compiling():
-        check_paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            block_table,
-            seq_lens,
-            query_start_loc,
-            out,
-            lse,
-            max_query_len=max_query_len,
-            scale=scale,
-            causal=causal,
-            window_left=window_size[0],
-            window_right=window_size[1],
-            logits_soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            chunk_size=chunk,
-            tree_mask=tree_mask,
-            semaphore=kept.get("semaphore"),
-            fp8_queries=fp8_queries,
-        )
+        check_paged_attention(call, fp8_queries)
         spec = attention_spec(
             device=q.device,
             dtype=out.dtype,
@@ -232,29 +231,8 @@ def paged_attention(
             *features,
         )
         ops = traced_ops(q.device, attention, ops, workspace is not None)
-    ops.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        lse,
-        max_query_len=max_query_len,
-        scale=scale,
-        causal=causal,
-        window_left=window_size[0],
-        window_right=window_size[1],
-        logits_soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        chunk_size=chunk,
-        **trees,
-        **kept,
-    )
+    tensors, options = call.flat()
+    ops.paged_attention(*tensors, **{**options, **kept})
     return out if lse is None else (out, lse)
 
 

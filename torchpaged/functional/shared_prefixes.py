@@ -11,6 +11,7 @@ from torch import Tensor
 from torchpaged.backends import attention_spec
 from torchpaged.backends.ops_choice import choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.custom_ops.attention.call import CascadeCall
 from torchpaged.custom_ops.attention.check import check_cascade_attention
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.functional.arguments import traced_sizes
@@ -82,6 +83,5 @@ def attend_with_prefixes(
     ``custom_ops/attention/schema.py``."""
     refuse_grad(q=tensors[0], sinks=options.get("sinks"))
     if not torch.compiler.is_compiling():
-        check: Any = check_cascade_attention
-        check(*tensors, out, lse, **options)
+        check_cascade_attention(CascadeCall.of(*tensors, out, lse, **options))
     ops.cascade_attention(*tensors, out, lse, **options)

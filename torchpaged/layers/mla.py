@@ -21,6 +21,7 @@ from torchpaged.custom_ops.checks import (
     switch,
 )
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import check_mla_attention, check_write_latent
 from torchpaged.metadata import AttentionMetadata
 
@@ -201,7 +202,7 @@ class MLAAttention(nn.Module):
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
             if write is not None:
                 check_write_latent(*write)
-            check_mla_attention(*attend, **options)
+            check_mla_attention(LatentCall.of(*attend, **options))
         if write is not None:
             self._ops.write_latent(*write)
         self._ops.mla_attention(*attend, **options)

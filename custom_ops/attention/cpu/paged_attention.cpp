@@ -129,8 +129,8 @@ void merge_splits(const Problem& p, const Kernels& kernels, const std::vector<Wo
 void run(const Problem& p) {
   const Kernels kernels = choose(p.dtype);
   const int64_t group = p.num_heads / p.num_kv_heads;
-  // Query tiles, each with its range of keys. A group of more than MAX_ROWS heads is cut into parts, which read
-  // the same keys.
+  // Query tiles, each with its range of keys. A group of more than MAX_ROWS heads is cut into parts, which
+  // read the same keys.
   const int64_t parts = (group + MAX_ROWS - 1) / MAX_ROWS;
   const int64_t tile_tokens = std::max<int64_t>(1, std::min<int64_t>(MAX_ROWS, 32) / group);
   std::vector<WorkItem> whole;

@@ -10,8 +10,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
@@ -230,122 +230,99 @@ def refuse(
     return None
 
 
-def unsupported(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    sinks: Tensor | None,
-    max_query_len: int,
-    num_reqs: int,
-) -> str | None:
+def unsupported(call: AttentionCall, spec: Specialisation, max_query_len: int, num_reqs: int) -> str | None:
     """Why the decode kernel can't take this call, or None. Checked arguments; shapes, dtypes, strides and
-    addresses only."""
-    if q.device.type != "cuda":
-        return f"device {q.device.type}"
-    index, (block_size, num_kv_heads, dim), dim_v = q.device.index or 0, k_cache.shape[1:], v_cache.shape[3]
-    rows = q.shape[1] // num_kv_heads * _power_of_2(max_query_len)
-    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, gpu.capability(index), 0)
+    addresses only. ``max_query_len``: of the requests that it is to take."""
+    if call.q.device.type != "cuda":
+        return f"device {call.q.device.type}"
+    index, dim, dim_v, kv_bytes = call.q.device.index or 0, spec.dim, spec.dim_v, spec.kv_dtype.itemsize
+    rows = spec.group * _power_of_2(max_query_len)
+    numbers = (spec.dtype, spec.kv_dtype, dim, dim_v, rows, spec.block_size, gpu.capability(index))
+    reason = refuse(*numbers, 0)
     if reason is not None:
         return reason
-    head_pairs, sms = num_reqs * num_kv_heads, gpu.num_sms(index)
-    heads = pair_heads(
-        rows,
-        num_kv_heads,
-        dim,
-        dim_v,
-        k_cache.element_size(),
-        k_cache.stride(2),
-        v_cache.stride(2),
-        head_pairs,
-        sms,
-    )
-    shape = decode_shape(
-        dim, dim_v, k_cache.element_size(), rows, head_pairs, sms, gpu.shared_per_sm(index), heads
-    )
-    reason = refuse(q.dtype, k_cache.dtype, dim, dim_v, rows, block_size, gpu.capability(index), shape.keys)
+    head_pairs, sms = num_reqs * spec.num_kv_heads, gpu.num_sms(index)
+    heads = _pair_heads_of(spec, rows, head_pairs, sms)
+    shape = decode_shape(dim, dim_v, kv_bytes, rows, head_pairs, sms, gpu.shared_per_sm(index), heads)
+    reason = refuse(*numbers, shape.keys)
     if reason is not None:
         return reason
-    if sinks is not None and sinks.dtype != q.dtype:
-        return f"sinks in {sinks.dtype}"
+    if call.sinks is not None and call.sinks.dtype != spec.dtype:
+        return f"sinks in {call.sinks.dtype}"
     aligned = all(
         t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        for t in (k_cache, v_cache)
+        for t in (call.k_cache, call.v_cache)
     )
-    if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (q, out)):
+    if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (call.q, call.out)):
         return "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"
     return None
 
 
+def _pair_heads_of(spec: Specialisation, rows: int, pairs: int, sms: int) -> int:
+    return pair_heads(
+        rows,
+        spec.num_kv_heads,
+        spec.dim,
+        spec.dim_v,
+        spec.kv_dtype.itemsize,
+        spec.k_strides[2],
+        spec.v_strides[2],
+        pairs,
+        sms,
+    )
+
+
 def decode_config(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    group: int,
+    spec: Specialisation,
     max_query_len: int,
-    block_size: int,
-    num_kv_heads: int,
-    dim: int,
-    dim_v: int,
-    k_stride: tuple[int, ...],
-    v_stride: tuple[int, ...],
-    causal: bool,
-    window_left: int,
-    window_right: int,
-    chunk: int,
-    soft_cap: bool,
-    alibi: bool,
-    sinks: bool,
-    scales: bool,
-    lse: bool,
-    early: bool,
     pairs: int,
+    *,
+    early: bool,
     sms: int,
     shared_per_sm: int,
     longest: int = 0,
-    tree: bool = False,
 ) -> tuple[Config, DecodeShape]:
-    """The constants of ``decode.cu`` for a call, and its shape. Strides of the caches in numbers, as torch
-    gives them.
+    """The constants of ``decode.cu`` for a call, and its shape.
 
-    ``longest``: requests with more query tokens are left to the prefill launch ahead; 0: there is none.
-    ``tree``: there is a tree mask, which changes nothing for requests of one query token.
+    ``max_query_len``: of the requests that it is to take; ``pairs``: requests times kv heads; ``early``:
+    whether kernels begin beside the one ahead; ``longest``: requests with more query tokens are left to the
+    prefill launch ahead; 0: there is none.
     """
-    query_len = _power_of_2(max_query_len)
-    heads = pair_heads(
-        group * query_len, num_kv_heads, dim, dim_v, kv_dtype.itemsize, k_stride[2], v_stride[2], pairs, sms
-    )
-    shape = decode_shape(dim, dim_v, kv_dtype.itemsize, group * query_len, pairs, sms, shared_per_sm, heads)
+    query_len, kv_bytes = _power_of_2(max_query_len), spec.kv_dtype.itemsize
+    rows = spec.group * query_len
+    heads = _pair_heads_of(spec, rows, pairs, sms)
+    shape = decode_shape(spec.dim, spec.dim_v, kv_bytes, rows, pairs, sms, shared_per_sm, heads)
     if not early:  # compute capability 9.0 brought clusters, and kernels that begin beside the one ahead
         shape = dataclasses.replace(shape, cluster=1, max_registers=0)
     values = {
-        "DIM": dim,
-        "DIM_V": dim_v,
-        "GROUP": group,
-        "NUM_KV_HEADS": num_kv_heads,
+        "DIM": spec.dim,
+        "DIM_V": spec.dim_v,
+        "GROUP": spec.group,
+        "NUM_KV_HEADS": spec.num_kv_heads,
         "PAIR_HEADS": shape.pair_heads,
         "QUERY_LEN": query_len,
-        "BLOCK_SIZE": block_size,
-        "KV_BYTES": kv_dtype.itemsize,
-        "E5M2": kv_dtype == torch.float8_e5m2,
-        "Q_HALF": dtype == torch.float16,
-        "HALF": dtype == torch.float16 or kv_dtype in _FP8,
-        "K_BLOCK": k_stride[0],
-        "K_SLOT": k_stride[1],
-        "K_HEAD": k_stride[2],
-        "V_BLOCK": v_stride[0],
-        "V_SLOT": v_stride[1],
-        "V_HEAD": v_stride[2],
-        "CAUSAL": causal,
-        "WINDOW_LEFT": window_left,
-        "WINDOW_RIGHT": window_right,
-        "CHUNK": chunk,
-        "TREE": tree and query_len > 1,
+        "BLOCK_SIZE": spec.block_size,
+        "KV_BYTES": kv_bytes,
+        "E5M2": spec.kv_dtype == torch.float8_e5m2,
+        "Q_HALF": spec.dtype == torch.float16,
+        "HALF": spec.dtype == torch.float16 or spec.kv_dtype in _FP8,
+        "K_BLOCK": spec.k_strides[0],
+        "K_SLOT": spec.k_strides[1],
+        "K_HEAD": spec.k_strides[2],
+        "V_BLOCK": spec.v_strides[0],
+        "V_SLOT": spec.v_strides[1],
+        "V_HEAD": spec.v_strides[2],
+        "CAUSAL": spec.causal,
+        "WINDOW_LEFT": spec.window_left,
+        "WINDOW_RIGHT": spec.window_right,
+        "CHUNK": spec.chunk_size,
+        "TREE": spec.tree and query_len > 1,
         "SAME_MASK": query_len == 1,
-        "SOFT_CAP": soft_cap,
-        "ALIBI": alibi,
-        "SINKS": sinks,
-        "SCALES": scales,
-        "LSE": lse,
+        "SOFT_CAP": spec.soft_cap,
+        "ALIBI": spec.alibi,
+        "SINKS": spec.sinks,
+        "SCALES": spec.scales,
+        "LSE": spec.lse,
         "PDL": early,
         "LONGEST": longest,
         "WARPS": shape.warps,
@@ -354,15 +331,17 @@ def decode_config(
         "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles,
         "CLUSTER": shape.cluster,
-        "ONE_PLANS": int(one_plans(pairs // num_kv_heads, shape.ctas_per_sm)),
-        "ASKED": asked(pairs // num_kv_heads),
+        "ONE_PLANS": int(one_plans(pairs // spec.num_kv_heads, shape.ctas_per_sm)),
+        "ASKED": asked(pairs // spec.num_kv_heads),
         "NEAR": shape.near,
         "ASK_EARLY": shape.ask_early,
         "GROUPED": shape.grouped,
         "PREFETCH": min(shape.prefetch, shape.stages - 1),
         "PREFETCH_L2": shape.prefetch_l2,
         "MAX_REGISTERS": shape.max_registers,
-        "TEAM": team(num_kv_heads // shape.pair_heads, shape.ctas_per_sm * sms) if shape.cluster == 1 else 1,
+        "TEAM": team(spec.num_kv_heads // shape.pair_heads, shape.ctas_per_sm * sms)
+        if shape.cluster == 1
+        else 1,
     }
     return DECODE.config(values), shape
 

@@ -152,15 +152,6 @@ def programs_for_longer(num_reqs: int, num_tokens: int, skip: int, tokens: int) 
     return single, min(most - single, 8)
 
 
-def bounded_masks(
-    window_left: int, window_right: int, chunk_size: int, capacity: int
-) -> tuple[int, int, int]:
-    """Masks that reach past ``capacity`` tokens as open ones: positions plus a huge window would overflow 32
-    bits in a kernel."""
-    left, right = (-1 if window >= capacity else window for window in (window_left, window_right))
-    return left, right, 0 if chunk_size >= capacity else chunk_size
-
-
 def has_large_tiles(device: torch.device) -> bool:
     """Whether a thread block may use 227 KiB of shared memory: compute capability 9.0 and 10.0."""
     if device.type != "cuda" or torch.version.hip is not None:

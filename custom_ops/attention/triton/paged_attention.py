@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.triton import launching
@@ -22,259 +23,171 @@ _PREFILL = KernelRef(
 _DECODE = KernelRef("attention.triton.decode", "decode_kernel", unspecialised=frozenset({18, 19, 26}))
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    max_query_len: int,
-    scale: float,
-    causal: bool = True,
-    window_left: int = -1,
-    window_right: int = -1,
-    logits_soft_cap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    chunk_size: int = 0,
-    tree_mask: Tensor | None = None,
-    semaphore: Tensor | None = None,
-) -> None:
+def paged_attention(call: AttentionCall) -> None:
     """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never
     on lengths."""
-    launching.require_launchable(q)
-    check_paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        lse,
-        max_query_len=max_query_len,
-        scale=scale,
-        causal=causal,
-        window_left=window_left,
-        window_right=window_right,
-        logits_soft_cap=logits_soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        chunk_size=chunk_size,
-        tree_mask=tree_mask,
-        semaphore=semaphore,
-    )
-    if max_query_len == 1:  # a query token that is alone in its request sees itself, whatever its word says
-        tree_mask = None
-    launching.require_fp8(k_cache)
-    num_tokens, num_heads, dim = q.shape
-    num_reqs, (block_size, num_kv_heads, dim_v) = (
-        block_table.shape[0],
-        (k_cache.shape[1], k_cache.shape[2], v_cache.shape[3]),
-    )
-    if not num_reqs:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
+    launching.require_launchable(call.q)
+    check_paged_attention(call)
+    launching.require_fp8(call.k_cache)
+    if not call.num_reqs:
+        call.empty()
         return
-    if not num_tokens:
+    if not call.q.shape[0]:
         return
-    if (k_scale is None) != (v_scale is None):  # one flag serves both
-        one = torch.ones(1, dtype=torch.float32, device=q.device)
-        k_scale, v_scale = one if k_scale is None else k_scale, one if v_scale is None else v_scale
-    capacity = block_table.shape[1] * block_size
-    window_left, window_right, chunk_size = config.bounded_masks(
-        window_left, window_right, chunk_size, capacity
-    )
-    group = num_heads // num_kv_heads
-    tensors = (
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        lse,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        tree_mask,
-    )
-    out_strides = (*out.stride()[:2], *(lse.stride() if lse is not None else (0, 0)))
-    strides = (
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *out_strides,
-        block_table.stride(0),
-        _head_stride(k_scale),
-        _head_stride(v_scale),
-    )
-    dim_pad, dim_v_pad = config.padded_widths(dim, dim_v, k_cache.element_size())
-    flags: dict[str, Any] = {
-        "GROUP": group,
-        "DIM": dim,
-        "DIM_PAD": dim_pad,
-        "DIM_V": dim_v,
-        "DIM_V_PAD": dim_v_pad,
-        "BLOCK_SIZE": block_size,
-        "CAUSAL": causal,
-        "WINDOW_LEFT": window_left,
-        "WINDOW_RIGHT": window_right,
-        "CHUNK": chunk_size,
-        "SOFT_CAP": logits_soft_cap > 0,
-        "ALIBI": alibi_slopes is not None,
-        "SINKS": sinks is not None,
-        "KV_SCALES": k_scale is not None,
-        "HAS_LSE": lse is not None,
-        "TREE": tree_mask is not None,
-        "INTERPRET": launching.INTERPRET,
-    }
-    if max_query_len <= config.MAX_DECODE_QUERY_LEN and max_query_len * group <= config.MAX_DECODE_ROWS:
-        _decode(
-            tensors,
-            strides,
-            flags,
-            semaphore,
-            max_query_len,
-            num_reqs,
-            num_tokens,
-            num_kv_heads,
-            scale,
-            logits_soft_cap,
-        )()
+    call = call.for_launch()
+    arguments, longest = _arguments(call), call.max_query_len
+    if longest <= config.MAX_DECODE_QUERY_LEN and longest * call.group <= config.MAX_DECODE_ROWS:
+        _decode(call, arguments, longest)()
         return
-    skip, decode = config.decode_len_in_mixed(group, num_reqs, num_tokens, max_query_len), None
-    if skip:  # prepared ahead: the launch must follow that of the other queries with no kernel between them
-        decode = _decode(
-            tensors,
-            strides,
-            flags,
-            semaphore,
-            skip,
-            num_reqs,
-            num_tokens,
-            num_kv_heads,
-            scale,
-            logits_soft_cap,
-            skip,
-        )
-    tiles = config.prefill_tiles(
-        max(dim, dim_v),
-        group,
-        q.element_size(),
-        max_query_len,
-        capacity,
-        config.has_large_tiles(q.device),
-        flags["TREE"] and (flags["WINDOW_LEFT"] >= 0 or flags["CHUNK"] > 0 or flags["ALIBI"]),
-    )
-    tokens = tiles.rows // group
-    if skip:
-        single, shared = config.programs_for_longer(num_reqs, num_tokens, skip, tokens)
-    else:
-        single, shared = num_tokens // tokens + num_reqs, 0
-    arguments = (
-        *tensors,
-        scale,
-        logits_soft_cap,
-        num_reqs,
-        num_tokens,
-        num_kv_heads,
-        single,
-        launching.num_sms(q.device),
-        *strides,
-    )
-    options = dict(
-        TOKENS=tokens,
-        TILE_M=tiles.rows,
-        TILE_KV=tiles.keys,
-        SKIP_DECODES=skip,
-        **flags,
-        **launching.early_launch(q.device),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
-    prefill = Launch(_PREFILL, ((single + shared) * num_kv_heads,), arguments, options)
+    skip = config.decode_len_in_mixed(call.group, call.num_reqs, call.q.shape[0], longest)
+    # prepared ahead: the launch must follow that of the other queries with no kernel between them
+    decode = _decode(call, arguments, skip, skip) if skip else None
+    prefill = _prefill(call, arguments, skip)
     if decode is not None:
-        key = (
-            q.device,
-            q.dtype,
-            k_cache.dtype,
-            num_heads,
-            *flags.values(),
-            tiles,
-            skip,
-            k_cache.stride(),
-            v_cache.stride(),
-        )
-        compile_together(key, q.device, prefill, decode)
+        key = (call.q.device, call.q.dtype, call.q.shape[1], Specialisation.of(call), longest, skip)
+        compile_together(key, call.q.device, prefill, decode)
     prefill()
     if decode is not None:
         decode()
+
+
+class _Arguments(NamedTuple):
+    """What both kernels are launched with: positional arguments in their order, and constants by name.
+
+    Attributes:
+        tensors: pointers, of the record's tensors.
+        q_strides, cache_strides, strides: in numbers; those of the pools are constants of the decode kernel.
+        flags: constants.
+    """
+
+    tensors: tuple[Tensor | None, ...]
+    q_strides: tuple[int, ...]
+    cache_strides: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: dict[str, Any]
+
+
+def _arguments(call: AttentionCall) -> _Arguments:
+    spec = Specialisation.of(call)
+    tensors = (
+        *call[:8],
+        call.alibi_slopes,
+        call.sinks,
+        call.k_scale,
+        call.v_scale,
+        call.tree_mask,
+    )
+    strides = (
+        *call.out.stride()[:2],
+        *(call.lse.stride() if call.lse is not None else (0, 0)),
+        call.block_table.stride(0),
+        _head_stride(call.k_scale),
+        _head_stride(call.v_scale),
+    )
+    dim_pad, dim_v_pad = config.padded_widths(spec.dim, spec.dim_v, spec.kv_dtype.itemsize)
+    flags: dict[str, Any] = {
+        "GROUP": spec.group,
+        "DIM": spec.dim,
+        "DIM_PAD": dim_pad,
+        "DIM_V": spec.dim_v,
+        "DIM_V_PAD": dim_v_pad,
+        "BLOCK_SIZE": spec.block_size,
+        "CAUSAL": spec.causal,
+        "WINDOW_LEFT": spec.window_left,
+        "WINDOW_RIGHT": spec.window_right,
+        "CHUNK": spec.chunk_size,
+        "SOFT_CAP": spec.soft_cap,
+        "ALIBI": spec.alibi,
+        "SINKS": spec.sinks,
+        "KV_SCALES": spec.scales,
+        "HAS_LSE": spec.lse,
+        "TREE": spec.tree,
+        "INTERPRET": launching.INTERPRET,
+    }
+    cache_strides = spec.k_strides + spec.v_strides
+    return _Arguments(tensors, call.q.stride()[:2], cache_strides, strides, flags)
 
 
 def _head_stride(scale: Tensor | None) -> int:
     return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
 
-def _decode(
-    tensors: tuple[Tensor | None, ...],
-    strides: tuple[int, ...],
-    flags: dict[str, Any],
-    semaphore: Tensor | None,
-    max_query_len: int,
-    num_reqs: int,
-    num_tokens: int,
-    num_kv_heads: int,
-    scale: float,
-    soft_cap: float,
-    longest: int = 0,
-) -> Launch:
-    """What launches the decode kernel; every allocation is made here, ahead of the launch."""
-    q, k_cache = tensors[0], tensors[1]
-    assert q is not None and k_cache is not None
-    query_len = launching.next_power_of_2(max_query_len)
-    rows = launching.next_power_of_2(query_len * flags["GROUP"])
-    tiles = config.decode_tiles(
-        max(flags["DIM"], flags["DIM_V"]), rows, k_cache.element_size(), q.element_size()
+def _prefill(call: AttentionCall, arguments: _Arguments, skip: int) -> Launch:
+    """What launches the prefill kernel; ``skip``: longest query that is left to a decode launch behind it."""
+    device, group, num_reqs, num_tokens = call.q.device, call.group, call.num_reqs, call.q.shape[0]
+    low = call.window_left >= 0 or call.chunk_size > 0
+    tiles = config.prefill_tiles(
+        max(call.q.shape[2], call.dim_v),
+        group,
+        call.q.element_size(),
+        call.max_query_len,
+        call.capacity,
+        config.has_large_tiles(device),
+        call.tree_mask is not None and (low or call.alibi_slopes is not None),
     )
-    programs = config.num_programs(q.device, tiles)
+    tokens = tiles.rows // group
+    if skip:
+        single, shared = config.programs_for_longer(num_reqs, num_tokens, skip, tokens)
+    else:
+        single, shared = num_tokens // tokens + num_reqs, 0
+    positional = (
+        *arguments.tensors,
+        call.scale,
+        call.logits_soft_cap,
+        num_reqs,
+        num_tokens,
+        call.num_kv_heads,
+        single,
+        launching.num_sms(device),
+        *arguments.q_strides,
+        *arguments.cache_strides,
+        *arguments.strides,
+    )
+    options = dict(
+        TOKENS=tokens,
+        TILE_M=tiles.rows,
+        TILE_KV=tiles.keys,
+        SKIP_DECODES=skip,
+        **arguments.flags,
+        **launching.early_launch(device),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return Launch(_PREFILL, ((single + shared) * call.num_kv_heads,), positional, options)
+
+
+def _decode(call: AttentionCall, arguments: _Arguments, max_query_len: int, longest: int = 0) -> Launch:
+    """What launches the decode kernel; every allocation is made here, ahead of the launch. ``longest``:
+    requests with more query tokens are left to the prefill launch ahead; 0: there is none."""
+    device, num_reqs, flags = call.q.device, call.num_reqs, arguments.flags
+    query_len = launching.next_power_of_2(max_query_len)
+    rows = launching.next_power_of_2(query_len * call.group)
+    tiles = config.decode_tiles(
+        max(call.q.shape[2], call.dim_v), rows, call.k_cache.element_size(), call.q.element_size()
+    )
+    programs = config.num_programs(device, tiles)
+    semaphore = call.semaphore
     if semaphore is None:
-        semaphore = torch.zeros(num_reqs * num_kv_heads, dtype=torch.int32, device=q.device)
-    part_acc = torch.empty(programs * 2 * rows * flags["DIM_V_PAD"], dtype=torch.float32, device=q.device)
-    part_state = torch.empty(programs * 4 * rows, dtype=torch.float32, device=q.device)
+        semaphore = torch.zeros(num_reqs * call.num_kv_heads, dtype=torch.int32, device=device)
+    part_acc = torch.empty(programs * 2 * rows * flags["DIM_V_PAD"], dtype=torch.float32, device=device)
+    part_state = torch.empty(programs * 4 * rows, dtype=torch.float32, device=device)
     reqs = next((size for size in config.SCANS if num_reqs <= size), config.SCANS[-1])
-    k_block, k_slot, k_head, v_block, v_slot, v_head = strides[2:8]
-    arguments = (
-        *tensors,
+    positional = (
+        *arguments.tensors,
         part_acc,
         part_state,
         semaphore,
-        scale,
-        soft_cap,
+        call.scale,
+        call.logits_soft_cap,
         num_reqs,
-        num_tokens,
-        *strides[:2],
-        *strides[8:],
+        call.q.shape[0],
+        *arguments.q_strides,
+        *arguments.strides,
     )
+    names = ("K_BLOCK", "K_SLOT", "K_HEAD", "V_BLOCK", "V_SLOT", "V_HEAD")
     options = dict(
-        K_BLOCK=k_block,
-        K_SLOT=k_slot,
-        K_HEAD=k_head,
-        V_BLOCK=v_block,
-        V_SLOT=v_slot,
-        V_HEAD=v_head,
-        NUM_KV_HEADS=num_kv_heads,
+        **dict(zip(names, arguments.cache_strides, strict=True)),
+        NUM_KV_HEADS=call.num_kv_heads,
         QUERY_LEN=query_len,
         TILE_M=tiles.rows,
         TILE_KV=tiles.keys,
@@ -284,9 +197,9 @@ def _decode(
         MIN_TILES=tiles.min_tiles,
         ROWS=rows,
         PARTS=config.merged_parts(flags["DIM_V"]),
-        PDL=launching.launches_early(q.device),
+        PDL=launching.launches_early(device),
         LONGEST=longest,
         **flags,
-        **config.decode_options(q.device, tiles),
+        **config.decode_options(device, tiles),
     )
-    return Launch(_DECODE, (programs,), arguments, options)
+    return Launch(_DECODE, (programs,), positional, options)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import struct
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.loaded_kernel import Map
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.layers.check import check_linear
 from torchpaged.custom_ops.layers.cuda import blaslt
@@ -30,8 +31,32 @@ from torchpaged.custom_ops.layers.cuda.linear_shape import (
 )
 from torchpaged.custom_ops.layers.triton.linear import compose, torch_product
 
-_PARAMS = struct.Struct("6Q3q2f2i")  # struct Params of linear_params.cuh
-_NORM_PARAMS = struct.Struct("3Q2q2f")  # and of norm.cu
+
+class LinearParams(ctypes.Structure):
+    """``struct Params`` of linear_params.cuh."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "residual", "norm_weight", "out")),
+        *((name, ctypes.c_int64) for name in ("x_token", "residual_token", "out_token")),
+        *((name, ctypes.c_float) for name in ("eps", "offset")),
+        *((name, ctypes.c_int) for name in ("tokens", "unused")),
+    ]
+
+
+class WideParams(ctypes.Structure):
+    """Parameters of the wide kernel: two tensor maps and the others."""
+
+    _fields_ = [("weight_map", Map), ("x_map", Map), ("params", LinearParams)]
+
+
+class NormParams(ctypes.Structure):
+    """``struct Params`` of norm.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "out")),
+        *((name, ctypes.c_int64) for name in ("x_token", "out_token")),
+        *((name, ctypes.c_float) for name in ("eps", "offset")),
+    ]
 
 
 def linear(
@@ -99,23 +124,24 @@ def linear(
         aligned,
         shape,
     )
-    arguments = _PARAMS.pack(
+    params: ctypes.Structure = LinearParams(
         *(0 if t is None else t.data_ptr() for t in (x, weight, bias, residual, norm_weight, out)),
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        out.stride(0),
-        norm_eps,
-        norm_offset,
-        x.shape[0],
-        0,
+        x_token=x.stride(0),
+        residual_token=0 if residual is None else residual.stride(0),
+        out_token=out.stride(0),
+        eps=norm_eps,
+        offset=norm_offset,
+        tokens=x.shape[0],
     )
     if shape.wide:
         half = x.dtype == torch.float16
         of_weight = _map(
             weight.data_ptr(), *weight.shape, weight.stride(0), shape.rows, half, pairs=activation != "none"
         )
-        arguments = of_weight + _map(x.data_ptr(), *x.shape, x.stride(0), max(bucket, 8), half) + arguments
-    kernel.launch(shape.grid(weight.shape[0]), shape.threads, arguments, early=early)
+        params = WideParams(
+            of_weight, _map(x.data_ptr(), *x.shape, x.stride(0), max(bucket, 8), half), params
+        )
+    kernel.launch(shape.grid(weight.shape[0]), shape.threads, params, early=early)
 
 
 def _large(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -180,7 +206,7 @@ def _specialised(
 @functools.lru_cache(maxsize=8192)
 def _map(
     address: int, rows: int, columns: int, row_stride: int, box_rows: int, half: bool, pairs: bool = False
-) -> bytes:
+) -> ctypes.Array[Any]:
     """What the bulk copy engine knows of a matrix: boxes of ``box_rows`` rows and 64 columns, swizzled as
     wgmma reads them, zeros outside.
 
@@ -217,7 +243,7 @@ def _map(
         raise RuntimeError(
             f"cuTensorMapEncodeTiled failed: {error} for [{rows}, {columns}] with rows {row_stride} apart"
         )
-    return ctypes.string_at(int(encoded.getPtr()), 128)
+    return Map.from_buffer_copy(ctypes.string_at(int(encoded.getPtr()), 128))
 
 
 def _normed(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -226,8 +252,8 @@ def _normed(x: Tensor, norm_weight: Tensor, eps: float, offset: float) -> Tensor
     early = gpu.launches_early(index)
     config = norm_config(x.dtype, norm_weight.dtype, x.shape[1], early)
     kernel = jit.kernel("norm.cu", "rms_norm", config, x.device, shared_bytes=0)
-    arguments = _NORM_PARAMS.pack(
+    params = NormParams(
         x.data_ptr(), norm_weight.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), eps, offset
     )
-    kernel.launch(x.shape[0], NORM_THREADS, arguments, early=early)
+    kernel.launch(x.shape[0], NORM_THREADS, params, early=early)
     return out

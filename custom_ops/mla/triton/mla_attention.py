@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import check_mla_attention
 from torchpaged.custom_ops.mla.triton import config
 from torchpaged.custom_ops.triton import launching
@@ -18,28 +16,16 @@ _ATTEND = KernelRef("mla.triton.attend", "mla_kernel", unspecialised=frozenset({
 _MERGE = KernelRef("mla.triton.merge", "merge_kernel", unspecialised=frozenset({5, 6}))
 
 
-def mla_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    max_query_len: int,
-    scale: float,
-    causal: bool = True,
-) -> None:
+def mla_attention(call: LatentCall) -> None:
     """Launch; arguments as in ``custom_ops/mla/schema.py``. Every choice here depends on shapes, never on
     lengths.
 
     Raises:
         ArgumentError: also for latents over 512 columns and rotated keys over 128.
     """
-    launching.require_launchable(q)
-    options: dict[str, Any] = {"max_query_len": max_query_len, "scale": scale, "causal": causal}
-    check_mla_attention(q, kv_cache, block_table, seq_lens, query_start_loc, out, lse, **options)
+    launching.require_launchable(call.q)
+    check_mla_attention(call)
+    q, kv_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len, scale, causal = call
     (num_tokens, num_heads, width), rank = q.shape, out.shape[2]
     rope, num_reqs, block_size = width - rank, block_table.shape[0], kv_cache.shape[1]
     if q.dtype == torch.float64 or rank > config.MAX_RANK or rope > config.MAX_ROPE:

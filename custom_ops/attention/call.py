@@ -1,0 +1,229 @@
+"""A call of an attention op as one record: made once where torch's flat arguments end (registry.py), and
+handed to the check, the fake, the reference and every launcher.
+
+A new option is a field here and an argument of schema.py; whoever computes with it reads it from the record.
+Shapes, dtypes and meanings: schema.py. ``T`` tokens, ``B`` requests, ``G`` groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.pools import FP8
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of ``paged_attention``, tensors and options, with the schema's defaults.
+
+    A NamedTuple and no frozen dataclass: it is made in a third of the time, and traces.
+    """
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    out: Tensor
+    lse: Tensor | None
+    max_query_len: int
+    scale: float
+    causal: bool = True
+    window_left: int = -1
+    window_right: int = -1
+    logits_soft_cap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    chunk_size: int = 0
+    tree_mask: Tensor | None = None
+    semaphore: Tensor | None = None
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None, **options: Any) -> AttentionCall:
+        """The call of flat arguments, as torch's dispatcher gives them: it leaves out trailing defaults."""
+        if len(tensors) == _POSITIONAL - 1 and "lse" not in options:
+            return cls(*tensors, None, **options)
+        return cls(*tensors, **options)
+
+    def flat(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+        """Positional arguments and keywords for an op's handle, without tensors that are None: an op of
+        another library need not know them."""
+        options = zip(self._fields[_POSITIONAL:], self[_POSITIONAL:], strict=True)
+        return self[:_POSITIONAL], {name: value for name, value in options if value is not None}
+
+    @property
+    def num_reqs(self) -> int:
+        """``B``."""
+        return self.block_table.shape[0]
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the pools."""
+        return self.k_cache.shape[2]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.q.shape[1] // self.k_cache.shape[2]
+
+    @property
+    def dim_v(self) -> int:
+        """Width of a value."""
+        return self.v_cache.shape[3]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the block table holds."""
+        return self.block_table.shape[1] * self.k_cache.shape[1]
+
+    @property
+    def fp8_queries(self) -> bool:
+        """Whether both products are of 8 bits."""
+        return self.q.dtype in FP8
+
+    def for_launch(self) -> AttentionCall:
+        """The same call as the GPU kernels take it: masks that reach past the block table are open, since a
+        position plus a huge window would overflow 32 bits; both scales or none, since one flag serves both;
+        no tree mask where each query token is alone in its request, and sees itself whatever its word says.
+        """
+        changed: dict[str, Any] = {}
+        most = max(self.window_left, self.window_right, self.chunk_size)
+        if most > 0 and most >= (capacity := self.capacity):
+            changed = {
+                name: -1 for name in ("window_left", "window_right") if getattr(self, name) >= capacity
+            }
+            if self.chunk_size >= capacity:
+                changed["chunk_size"] = 0
+        if (self.k_scale is None) != (self.v_scale is None):
+            one = torch.ones(1, dtype=torch.float32, device=self.q.device)
+            changed["k_scale" if self.k_scale is None else "v_scale"] = one
+        if self.tree_mask is not None and self.max_query_len == 1:
+            changed["tree_mask"] = None
+        return self._replace(**changed) if changed else self
+
+    def empty(self) -> None:
+        """What a call without requests gives: zeros and LSE -inf."""
+        self.out.zero_()
+        if self.lse is not None:
+            self.lse.fill_(float("-inf"))
+
+
+_POSITIONAL = AttentionCall._fields.index("lse") + 1
+
+
+class Specialisation(NamedTuple):
+    """What a kernel for `AttentionCall.for_launch` is compiled for, whatever its tiles: the cache key of a
+    compiled kernel, together with what the kernel's own room adds.
+
+    Attributes:
+        dtype: of results, and of queries but for ``fp8_queries``.
+        kv_dtype: of the pools.
+        group: query heads of a kv head.
+        k_strides, v_strides: of a block, a slot and a head, in numbers.
+    """
+
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    fp8_queries: bool
+    group: int
+    num_kv_heads: int
+    dim: int
+    dim_v: int
+    block_size: int
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    causal: bool = True
+    window_left: int = -1
+    window_right: int = -1
+    chunk_size: int = 0
+    soft_cap: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    scales: bool = False
+    lse: bool = False
+    tree: bool = False
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Specialisation:
+        """That of a call."""
+        _, block_size, num_kv_heads, dim = call.k_cache.shape
+        return cls(
+            call.out.dtype,
+            call.k_cache.dtype,
+            call.fp8_queries,
+            call.q.shape[1] // num_kv_heads,
+            num_kv_heads,
+            dim,
+            call.v_cache.shape[3],
+            block_size,
+            call.k_cache.stride()[:3],
+            call.v_cache.stride()[:3],
+            call.causal,
+            call.window_left,
+            call.window_right,
+            call.chunk_size,
+            call.logits_soft_cap > 0,
+            call.alibi_slopes is not None,
+            call.sinks is not None,
+            call.k_scale is not None,
+            call.lse is not None,
+            call.tree_mask is not None,
+        )
+
+    def without_features(self) -> Specialisation:
+        """The same sizes and dtypes with a causal mask alone."""
+        return Specialisation(*self[: self._fields.index("causal")])
+
+    @property
+    def low(self) -> bool:
+        """Whether rows may not see the first keys."""
+        return self.window_left >= 0 or self.chunk_size > 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether no mask at the low end and nothing but a scale changes a score."""
+        return not (self.low or self.soft_cap or self.alibi)
+
+
+class CascadeCall(NamedTuple):
+    """The arguments of ``cascade_attention``.
+
+    Attributes:
+        own: each request's call over what it has behind its group's blocks, causal; with the outputs and the
+            options of the whole.
+    """
+
+    own: AttentionCall
+    prefix_block_table: Tensor
+    prefix_lens: Tensor
+    prefix_query_start_loc: Tensor
+    order: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None, **options: Any) -> CascadeCall:
+        """The call of flat arguments, as torch's dispatcher gives them."""
+        before, shared, outputs = tensors[:6], tensors[6:11], tensors[11:]
+        return cls(AttentionCall.of(*before, *outputs, **options), *shared)
+
+    def prefixes(self, q: Tensor, out: Tensor, lse: Tensor | None) -> AttentionCall:
+        """The groups' call over their prefixes alone, with queries in the groups' order: all of a prefix lies
+        before all queries, and sinks count once, with the requests. Its semaphore is its own: there may be
+        more groups than requests."""
+        return self.own._replace(
+            q=q,
+            block_table=self.prefix_block_table,
+            seq_lens=self.prefix_lens,
+            query_start_loc=self.prefix_query_start_loc,
+            out=out,
+            lse=lse,
+            max_query_len=max(q.shape[0], 1),
+            causal=False,
+            sinks=None,
+            semaphore=None,
+        )

@@ -1,0 +1,124 @@
+"""Decode attention of the ``cuda`` backend: launches of ``decode.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.cuda import gpu, jit
+
+_POINTER = ctypes.c_void_p
+
+
+class DecodeParams(ctypes.Structure):
+    """``struct Params`` of shapes.cuh."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("q", "k", "v", "table", "seq_lens", "starts", "out", "lse")),
+        *((name, _POINTER) for name in ("slopes", "sinks", "k_scale", "v_scale", "part_acc", "part_state")),
+        ("semaphore", _POINTER),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "o_token", "o_head", "l_token", "l_head")),
+        ("table_row", ctypes.c_int64),
+        *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
+        *((name, ctypes.c_int) for name in ("num_reqs", "num_tokens", "ks_head", "vs_head")),
+        ("tree", _POINTER),
+    ]
+
+
+def prepare(
+    call: AttentionCall, spec: Specialisation, max_query_len: int, longest: int = 0
+) -> tuple[Callable[[], None], int]:
+    """What launches the decode kernel, and how many numbers of the semaphore a request has. Every allocation
+    is made here: beside prefill's launch it has to follow that one at once.
+
+    Args:
+        call: checked, as `AttentionCall.for_launch` gives it, with a semaphore.
+        spec: of the call.
+        max_query_len: of the requests that the launch takes.
+        longest: as in `specialise.decode_config`; then nothing may be launched between the prefill kernel
+            and this.
+    """
+    index, pairs = call.q.device.index or 0, call.num_reqs * spec.num_kv_heads
+    kernel, shape, rows = _specialised(index, spec, max_query_len, pairs, longest)
+    programs = kernel.resident(shape.warps * 32, shape.cluster, shape.ctas_per_sm * gpu.num_sms(index))
+    count = programs * 2 * rows
+    scratch = torch.empty(count * (spec.dim_v + 2), dtype=torch.float32, device=call.q.device)
+    params, early = _params(call, scratch, count * spec.dim_v), gpu.launches_early(index)
+
+    def launch(_held: Tensor = scratch) -> None:
+        kernel.launch(programs, shape.warps * 32, params, early=early)
+
+    return launch, spec.num_kv_heads // shape.pair_heads
+
+
+def _params(call: AttentionCall, scratch: Tensor, part_numbers: int) -> DecodeParams:
+    q, k, v, table, seq_lens, starts, out, lse = call[:8]
+    l_token, l_head = (0, 0) if lse is None else lse.stride()
+    assert call.semaphore is not None
+    return DecodeParams(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        table=table.data_ptr(),
+        seq_lens=seq_lens.data_ptr(),
+        starts=starts.data_ptr(),
+        out=out.data_ptr(),
+        lse=address(lse),
+        slopes=address(call.alibi_slopes),
+        sinks=address(call.sinks),
+        k_scale=address(call.k_scale),
+        v_scale=address(call.v_scale),
+        part_acc=scratch.data_ptr(),
+        part_state=scratch.data_ptr() + part_numbers * 4,
+        semaphore=call.semaphore.data_ptr(),
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        o_token=out.stride(0),
+        o_head=out.stride(1),
+        l_token=l_token,
+        l_head=l_head,
+        table_row=table.stride(0),
+        scale=call.scale,
+        soft_cap=call.logits_soft_cap,
+        num_reqs=call.num_reqs,
+        num_tokens=q.shape[0],
+        ks_head=head_stride(call.k_scale),
+        vs_head=head_stride(call.v_scale),
+        tree=address(call.tree_mask),
+    )
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of the first number, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def head_stride(scale: Tensor | None) -> int:
+    """Numbers from one kv head's scale to the next: 0 where there is one for all."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
+
+
+@functools.cache
+def _specialised(
+    index: int, spec: Specialisation, max_query_len: int, pairs: int, longest: int
+) -> tuple[jit.Kernel, specialise.DecodeShape, int]:
+    """The kernel of these shapes and features, its launch shape and its query rows per pair."""
+    config, shape = specialise.decode_config(
+        spec,
+        max_query_len,
+        pairs,
+        early=gpu.launches_early(index),
+        sms=gpu.num_sms(index),
+        shared_per_sm=gpu.shared_per_sm(index),
+        longest=longest,
+    )
+    rows = config["PAIR_HEADS"] * config["GROUP"] * config["QUERY_LEN"]
+    shared = shape.shared_bytes(spec.dim, spec.dim_v, spec.kv_dtype.itemsize, rows)
+    kernel = jit.kernel("decode.cu", "paged_decode", config, torch.device("cuda", index), shared_bytes=shared)
+    return kernel, shape, rows

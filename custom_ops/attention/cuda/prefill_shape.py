@@ -1,0 +1,295 @@
+"""How ``prefill.cu`` is cut for a call: tiles, stages, parts and constants, from shapes and dtypes alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.attention.call import Specialisation
+from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.pools import FP8
+
+MAX_DIM = 256
+#: Widths of keys and values that fp8 queries go with.
+FP8_QUERY_WIDTHS = ((64, 64), (128, 128), (256, 256))
+_SHARED_BYTES = 226 << 10
+_MOST_RAW_STAGES = 8
+_WORTH_STEPS = 8  # WORTH of prefill_tiles.cuh
+TURNS = 5  # of prefill_shares.cuh
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """How the prefill kernel is cut, from the widths of keys and values alone.
+
+    Attributes:
+        groups: math warpgroups of 64 packed query rows; 2, or 3 where a row's state is small.
+        keys: of a step.
+        k_stages, v_stages: steps of keys and of values that are on their way or in use.
+        q_buffers: tiles of queries; 2 where there is room.
+        raw_stages: steps of keys or of values of an fp8 cache that are on their way or being converted.
+    """
+
+    groups: int
+    keys: int
+    k_stages: int
+    v_stages: int
+    q_buffers: int
+    raw_stages: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Packed query rows of a tile."""
+        return self.groups * 64
+
+    @property
+    def threads(self) -> int:
+        """Of a CTA; one warpgroup loads."""
+        return (self.groups + 1) * 128
+
+
+@functools.cache
+def prefill_shape(dim: int, dim_v: int, wide: bool = True) -> PrefillShape:
+    """The cut for keys of ``dim`` and values of ``dim_v`` columns; not ``wide``: two warpgroups at most."""
+    groups = 3 if wide and max(dim, dim_v) <= 64 else 2
+    keys = 128 if dim <= 192 and dim_v <= 128 else 64
+    for q_buffers in (2, 1):
+        left, k_stages, v_stages = _SHARED_BYTES - q_buffers * groups * 64 * dim * 2, 0, 0
+        # in turns: keys are asked for first
+        while left >= (need := keys * 2 * (dim if k_stages == v_stages else dim_v)):
+            left -= need
+            k_stages, v_stages = (
+                (k_stages + 1, v_stages) if k_stages == v_stages else (k_stages, v_stages + 1)
+            )
+        if k_stages >= 3 and v_stages >= 2:
+            break
+    return PrefillShape(groups, keys, k_stages, v_stages, q_buffers)
+
+
+@functools.cache
+def prefill_shape_fp8(dim: int, dim_v: int) -> PrefillShape:
+    """The same over an fp8 cache, whose numbers come as they are and are converted into the stages: two of
+    each, and as many more that still come."""
+    for keys in (128, 64) if dim <= 192 and dim_v <= 128 else (64,):
+        left = _SHARED_BYTES - keys * 4 * (dim + dim_v)
+        for q_buffers in (2, 1):
+            raw = (left - q_buffers * 128 * dim * 2) // (keys * max(dim, dim_v))
+            if raw >= 3 or (keys == 64 and q_buffers == 1):
+                return PrefillShape(2, keys, 2, 2, q_buffers, min(raw, _MOST_RAW_STAGES))
+    raise AssertionError("the last cut is taken")
+
+
+@functools.cache
+def prefill_shape_fp8_queries(dim: int, dim_v: int, wide: bool) -> PrefillShape:
+    """The same with fp8 queries: keys are read as they come, values are turned on their way. ``raw_stages``
+    are of values alone; ``wide``: steps of 192 keys where a head is 128 wide."""
+    if wide and dim == dim_v == 128:
+        return PrefillShape(2, 192, 3, 2, 2, 2)
+    groups, keys = 2, 128 if max(dim, dim_v) <= 128 else 64
+    left = _SHARED_BYTES - 2 * groups * 64 * dim
+    stages = min(left // (keys * (dim + 2 * dim_v)), 4)
+    return PrefillShape(groups, keys, stages, stages, 2, stages)
+
+
+def shape_for(spec: Specialisation) -> PrefillShape:
+    """The cut of a specialisation: masks or scores that cost registers narrow it."""
+    if spec.fp8_queries:
+        # blocks are whole in the steps of either cut, and at most one for each of 16 lanes
+        wide = spec.plain and spec.block_size in (16, 32, 64)
+        return prefill_shape_fp8_queries(spec.dim, spec.dim_v, wide)
+    if spec.kv_dtype in FP8:
+        return prefill_shape_fp8(spec.dim, spec.dim_v)
+    return prefill_shape(spec.dim, spec.dim_v, wide=spec.plain)
+
+
+def refuse(
+    spec: Specialisation,
+    compute: tuple[int, int],
+    *,
+    scale: float = 1.0,
+    sinks_dtype: torch.dtype | None = None,
+) -> str | None:
+    """Why the kernel can't take these numbers, or None. ``compute``: the device's compute capability."""
+    dtype, kv_dtype, fp8_queries = spec.dtype, spec.kv_dtype, spec.fp8_queries
+    widths, block_size = (spec.dim, spec.dim_v), spec.block_size
+    if compute != (9, 0):
+        return f"compute capability {compute[0]}.{compute[1]}: the kernel is written for 9.0"
+    if dtype not in (torch.bfloat16, torch.float16) or kv_dtype not in (dtype, *FP8):
+        return f"dtypes {dtype} and {kv_dtype}"
+    if fp8_queries and kv_dtype != torch.float8_e4m3fn:
+        return f"fp8 queries over a cache of {kv_dtype}: both are e4m3"
+    if fp8_queries and widths not in FP8_QUERY_WIDTHS:
+        return f"fp8 queries of head_dim {spec.dim}/{spec.dim_v}"
+    if (
+        any(width % 32 or not 32 <= width <= MAX_DIM or (width % 64 and width > 96) for width in widths)
+        or spec.dim_v == 160
+    ):
+        return f"head_dim {spec.dim}/{spec.dim_v}"
+    keys = shape_for(spec.without_features()).keys
+    if block_size % 8 or keys % block_size:
+        return f"block_size {block_size}: not a divisor of {keys} that is a multiple of 8"
+    if not 1 <= spec.group <= prefill_shape(spec.dim, spec.dim_v, wide=False).rows:
+        return f"{spec.group} query heads per kv head"
+    if not scale > 0:
+        return f"scale {scale}: a row's largest score is sought before it is scaled"
+    if sinks_dtype not in (None, dtype):
+        return f"sinks of {sinks_dtype} beside queries of {dtype}"
+    return None
+
+
+def is_slower(
+    spec: Specialisation, num_tokens: int, num_reqs: int, capacity: int, programs: int
+) -> str | None:
+    """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the
+    block table holds; ``programs``: CTAs."""
+    shape = prefill_shape(spec.dim, spec.dim_v)
+    tiles = most_tiles(num_tokens, num_reqs, shape.rows // spec.group) * spec.num_kv_heads
+    if capacity <= shape.keys and tiles * 2 <= programs:
+        return (
+            f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than "
+            "Triton's for all"
+        )
+    return None
+
+
+class Mode(NamedTuple):
+    """What of a launch is compiled in beside the call's `Specialisation`.
+
+    Attributes:
+        short: requests of up to so many query tokens are left to a decode launch behind this one; 0: none.
+        split: few tiles may be cut into parts, for ``paged_prefill_merge`` behind this one.
+        paired: clusters of two CTAs share the copies of keys and values (`may_pair`).
+        cascade: the requests are groups' prefixes, merged with what a decode launch behind leaves.
+    """
+
+    short: int = 0
+    split: bool = False
+    paired: bool = False
+    cascade: bool = False
+
+
+class Debug(NamedTuple):
+    """Constants for tests and measurements.
+
+    Attributes:
+        clocks: count cycles.
+        patience: tries after which a wait is given up, 0: never.
+        beside: hold a step's exponentials in front of the wait for its products; without it they stand where
+            the compiler puts them.
+        every_lane: all lanes of a warp arrive at barriers, where one does for its warp: so that racecheck,
+            which follows each lane for itself, sees the order.
+    """
+
+    clocks: bool = False
+    patience: int = 0
+    beside: bool = True
+    every_lane: bool = False
+
+
+#: One launch of whole tiles, and nothing for tests.
+WHOLE, NO_DEBUG = Mode(), Debug()
+
+
+def prefill_config(spec: Specialisation, mode: Mode = WHOLE, debug: Debug = NO_DEBUG) -> Config:
+    """The constants of ``prefill.cu``."""
+    shape = shape_for(spec)
+    values = {
+        "DIM": spec.dim,
+        "DIM_V": spec.dim_v,
+        "GROUP": spec.group,
+        "NUM_KV_HEADS": spec.num_kv_heads,
+        "BLOCK_SIZE": spec.block_size,
+        "HALF": spec.dtype == torch.float16,
+        "KV_BYTES": spec.kv_dtype.itemsize,
+        "E5M2": spec.kv_dtype == torch.float8_e5m2,
+        "SCALES": spec.scales,
+        "Q_FP8": spec.fp8_queries,
+        "GROUPS": shape.groups,
+        "KEYS": shape.keys,
+        "K_STAGES": shape.k_stages,
+        "V_STAGES": shape.v_stages,
+        "Q_BUFFERS": shape.q_buffers,
+        "RAW_STAGES": shape.raw_stages,
+        "CAUSAL": spec.causal,
+        "WINDOW_LEFT": spec.window_left,
+        "WINDOW_RIGHT": spec.window_right,
+        "CHUNK": spec.chunk_size,
+        "TREE": spec.tree,
+        "SOFT_CAP": spec.soft_cap,
+        "ALIBI": spec.alibi,
+        "SINKS": spec.sinks,
+        "LSE": spec.lse,
+        "CLOCKS": debug.clocks,
+        "PATIENCE": debug.patience,
+        "EVERY_LANE": debug.every_lane,
+        "BESIDE": debug.beside,
+        "SHORT": mode.short,
+        "SPLIT": mode.split,
+        "PAIRED": mode.paired,
+        "CASCADE": mode.cascade,
+    }
+    return PREFILL.config(values, exact=True)
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of a CTA: the stages, the tiles of queries and what waits to be converted."""
+    stages = config["KEYS"] * (config["K_STAGES"] * config["DIM"] + config["V_STAGES"] * config["DIM_V"])
+    widest = config["DIM_V"] if config["Q_FP8"] else max(config["DIM"], config["DIM_V"])
+    raw = config["RAW_STAGES"] * config["KEYS"] * widest
+    multiplied = stages + config["Q_BUFFERS"] * config["GROUPS"] * 64 * config["DIM"]
+    return multiplied * (1 if config["Q_FP8"] else 2) + raw
+
+
+def most_tiles(num_tokens: int, num_reqs: int, tokens: int) -> int:
+    """Tiles of ``tokens`` query tokens of one kv head that so many query tokens of so many requests take at
+    most."""
+    begun = min(num_reqs, num_tokens)
+    return (num_tokens - begun) // tokens + begun
+
+
+def may_split(
+    num_tokens: int, num_reqs: int, short: int, num_kv_heads: int, tokens: int, steps: int, programs: int
+) -> bool:
+    """Whether tiles of ``tokens`` query tokens may be so few that they are worth cutting, by shapes: two for
+    each of the ``programs`` are too many.
+
+    Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right.
+    ``steps``: that the block table has room for.
+    """
+    tiles = most_tiles(num_tokens, min(num_reqs, 4) if short else num_reqs, tokens)
+    return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
+
+
+def may_pair(shape: PrefillShape, block_size: int, kv_dtype: torch.dtype) -> bool:
+    """Whether two CTAs can bring half of a step's blocks each, for both; not with masks at the low end, parts
+    or a decode launch, for which this was not thought through."""
+    return shape.groups == 2 and shape.keys // block_size >= 2 and kv_dtype not in FP8
+
+
+def part_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0) -> int:
+    """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut
+    of prefill_shapes.cuh. ``tiles``: with suffixes, tiles of all kv heads at most; 0: without."""
+    part = (dim_v // 8 + 1) * (shape.threads - 128) * 4
+    return programs * (TURNS if tiles else 1) * part + 16 + (tiles or programs) * 8
+
+
+def merge_items(shape: PrefillShape, dim_v: int) -> int:
+    """CTAs of the merge launch that a tile in parts keeps busy: ITEMS of prefill_merge.cu."""
+    return shape.groups * dim_v // 32
+
+
+def late_ctas(programs: int, short: int, split: bool) -> int:
+    """How many of the ``programs`` CTAs are launched behind decode, where there is one (``short``: as in
+    `prefill_config`): a third. So decode has multiprocessors from its start, whatever the lengths are, and
+    prefill takes them when decode no longer needs them. Parts of tiles do not wait for that."""
+    return programs // 3 if short and not split else 0
+
+
+def shape_of(config: Config) -> PrefillShape:
+    """The cut that constants stand for."""
+    names = ("GROUPS", "KEYS", "K_STAGES", "V_STAGES", "Q_BUFFERS", "RAW_STAGES")
+    return PrefillShape(*(config[name] for name in names))

@@ -1,0 +1,41 @@
+"""A call of ``mla_attention`` as one record; shapes, dtypes and meanings: schema.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchpaged.custom_ops.attention.call import AttentionCall
+
+
+class LatentCall(NamedTuple):
+    """The arguments of ``mla_attention``, with the schema's defaults."""
+
+    q: Tensor
+    kv_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    out: Tensor
+    lse: Tensor | None
+    max_query_len: int
+    scale: float
+    causal: bool = True
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None, **options: Any) -> LatentCall:
+        """The call of flat arguments, as torch's dispatcher gives them: it leaves out trailing defaults."""
+        if len(tensors) == cls._fields.index("lse") and "lse" not in options:
+            return cls(*tensors, None, **options)
+        return cls(*tensors, **options)
+
+    @property
+    def rank(self) -> int:
+        """Columns of a latent, which are its value."""
+        return self.out.shape[2]
+
+    def as_attention(self) -> AttentionCall:
+        """The same as a call of ``paged_attention``: values are the first columns of the keys."""
+        values = self.kv_cache[..., : self.rank]
+        return AttentionCall(self.q, self.kv_cache, values, *self[2:])

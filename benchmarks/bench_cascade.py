@@ -25,6 +25,7 @@ from torchpaged import paged_attention
 from torchpaged.bench import conditions
 from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.cascade import SharedPrefixes, cascade_attention, find_prefix_groups
+from torchpaged.custom_ops.attention.call import CascadeCall
 from torchpaged.custom_ops.attention.triton.cascade_attention import compose
 
 BLOCK = 16
@@ -100,10 +101,8 @@ def two_passes(q: Tensor, pools: tuple[Tensor, Tensor], arguments: tuple[Tensor,
     """Two calls of ``paged_attention`` and ``merge_attn_states``, with the copies that bring groups
     together: what serves a call that the op's own launches can't take."""
     ops, out = torch.ops.torchpaged, torch.empty_like(q)
-    handles = ops.paged_attention.cuda, ops.merge_attn_states.triton
-    own, prefixes, places = arguments[:3], arguments[3:6], arguments[6:]
-    options = {"max_query_len": 1, "scale": q.shape[2] ** -0.5}
-    compose(*handles, q, pools, own, prefixes, places, out, None, **options)
+    call = CascadeCall.of(q, *pools, *arguments, out, max_query_len=1, scale=q.shape[2] ** -0.5)
+    compose(ops.paged_attention.cuda, ops.merge_attn_states.triton, call)
     return out
 
 

@@ -20,8 +20,7 @@ import torch
 
 from torchpaged.bench.attention.cases import SUITES
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.attention.cuda import paged_attention as cuda_attention
-from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.attention.cuda import decode, specialise
 from torchpaged.custom_ops.attention.triton import config
 
 
@@ -125,7 +124,7 @@ def call(case: Case, x: dict[str, Any], layer: int, out: torch.Tensor, backend: 
 def use(case: Case, setting: tuple[Any, ...]) -> None:
     if setting[0] == "cuda":
         specialise.decode_shape = lambda *_: specialise.DecodeShape(*setting[1:])  # type: ignore[assignment]
-        cuda_attention._specialised.cache_clear()
+        decode._specialised.cache_clear()
         return
     _, keys, warps, stages, per_sm, least, slices = setting
     config.decode_tiles = lambda dim, rows, kv, size: config.DecodeTiles(

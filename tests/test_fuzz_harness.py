@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.testing.fuzz import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
 from torchpaged.testing.fuzz_aims import CASCADE_WIDTHS, PREFILL_WIDTHS
@@ -290,6 +291,14 @@ class _OnHopper:
         return getattr(self._tensor, name)
 
 
+def _on_hopper(batch: Any, out: torch.Tensor) -> AttentionCall:
+    tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache)]
+    lengths = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+    result: Any = _OnHopper(out)
+    options = {"max_query_len": batch.max_query_len, "scale": batch.scale, **batch.extras}
+    return AttentionCall(*tensors, *lengths, result, None, **options)
+
+
 def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -310,10 +319,9 @@ def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(
         out = strided(
             (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
         )
-        tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
-        taken += (
-            specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs) is None
-        )
+        call = _on_hopper(batch, out)
+        spec = Specialisation.of(call)
+        taken += specialise.unsupported(call, spec, c.max_query_len, c.num_reqs) is None
     assert 20 <= taken <= 34
 
 
@@ -328,7 +336,7 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
     monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
     monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
     monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
-    monkeypatch.setattr(paged_attention, "_prefill_is_on", lambda: True)
+    monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "1")
     for seed in range(24):
         c = random_configuration(seed, aim=aim)
         batch, (token, head, offset) = random_batch(c, 0), c.out_padding
@@ -336,15 +344,8 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
         out = strided(
             (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
         )
-        tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
-        taken = paged_attention.route(
-            *tensors,
-            c.num_reqs,
-            c.max_query_len,
-            batch.scale,
-            batch.extras.get("sinks"),
-            c.columns * c.block_size,
-        )
+        call = _on_hopper(batch, out)
+        taken = paged_attention.route(call, Specialisation.of(call))
         assert taken.kernel == ("prefill" if c.kernel == "prefill" else "prefill and decode"), (c, taken)
     configurations = [random_configuration(seed, aim=aim) for seed in range(600)]
     assert {(c.head_dim, c.head_dim_v) for c in configurations} == set(PREFILL_WIDTHS)
@@ -396,8 +397,8 @@ def test_all_configurations_aimed_at_the_cuda_decode_kernel_are_taken_by_it(
         out = strided(
             (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
         )
-        tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache, out)]
-        refused = specialise.unsupported(*tensors, batch.extras.get("sinks"), c.max_query_len, c.num_reqs)
+        call = _on_hopper(batch, out)
+        refused = specialise.unsupported(call, Specialisation.of(call), c.max_query_len, c.num_reqs)
         assert refused is None, (c, refused)
     moving = grouped = 0
     for c in configurations:
@@ -428,7 +429,7 @@ def test_batches_of_a_gpu_are_valid() -> None:
         configuration = random_configuration(seed)
         batch = random_batch(configuration, 0)
         out = batch.q.new_empty(*batch.q.shape[:2], configuration.head_dim_v)
-        check_paged_attention(
+        call = AttentionCall.of(
             batch.q,
             batch.k_cache,
             batch.v_cache,
@@ -441,6 +442,7 @@ def test_batches_of_a_gpu_are_valid() -> None:
             **batch.extras,
             **configuration.options,
         )
+        check_paged_attention(call)
 
 
 def test_a_seed_gives_the_same_batch_again() -> None:

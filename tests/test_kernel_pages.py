@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import torch
+from specialisations import specialisation
 
-from torchpaged.custom_ops.attention.cuda import prefill, specialise
+from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
+from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.layers.cuda import linear_shape
 
 PAGES = Path(__file__).parents[1] / "docs" / "kernels"
@@ -49,31 +51,15 @@ def test_decode() -> None:
             numbers(name.split(",")[2])[0] if name.count(",") > 1 else 1,
         )
         kv_dtype = torch.float8_e4m3fn if "fp8" in name else torch.bfloat16
-        strides = (16 * kv_heads * dim, kv_heads * dim, dim, 1)
+        spec = specialisation(
+            dim=dim,
+            group=heads // kv_heads,
+            num_kv_heads=kv_heads,
+            kv_dtype=kv_dtype,
+            scales="fp8" in name,
+        )
         config, shape = specialise.decode_config(
-            torch.bfloat16,
-            kv_dtype,
-            heads // kv_heads,
-            query_len,
-            16,
-            kv_heads,
-            dim,
-            dim,
-            strides,
-            strides,
-            True,
-            -1,
-            -1,
-            0,
-            False,
-            False,
-            False,
-            "fp8" in name,
-            False,
-            True,
-            pairs,
-            SMS,
-            PER_SM,
+            spec, query_len, pairs, early=True, sms=SMS, shared_per_sm=PER_SM
         )
         query_rows = config["PAIR_HEADS"] * config["GROUP"] * config["QUERY_LEN"]
         assert numbers(cut) == [shape.warps, shape.keys, shape.stages], name
@@ -124,7 +110,7 @@ def test_prefill() -> None:
             shape.v_stages,
             shape.q_buffers,
         ], widths
-        config = prefill.prefill_config(torch.bfloat16, dim, 4, 8, 16, True, False, dim_v=dim_v)
+        config = prefill.prefill_config(specialisation(dim=dim, dim_v=dim_v))
         assert numbers(shared) == [prefill.shared_bytes(config)], widths
 
 
@@ -137,9 +123,7 @@ def test_prefill_over_fp8() -> None:
         cut = [shape.threads, shape.keys, shape.raw_stages, shape.q_buffers]
         assert [int(threads), int(keys), int(raw), int(buffers)] == cut, widths
         assert (shape.groups, shape.k_stages, shape.v_stages) == (2, 2, 2), widths
-        config = prefill.prefill_config(
-            torch.bfloat16, dim, 4, 8, 16, True, False, dim_v=dim_v, kv_dtype=e4m3
-        )
+        config = prefill.prefill_config(specialisation(dim=dim, dim_v=dim_v, kv_dtype=e4m3))
         assert numbers(shared) == [prefill.shared_bytes(config)], widths
 
 

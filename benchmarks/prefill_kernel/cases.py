@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops.attention.cuda import prefill as native
+from torchpaged.custom_ops.attention.call import Specialisation
+from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug, prefill_config
 from torchpaged.custom_ops.cuda.config import Config
 
 PATIENCE = 1 << 20  # tries of the loader's waits in checks
@@ -35,25 +36,29 @@ class Case:
     sinks: bool = False
     layout: str = "NHD"  # of the pools; HND: heads outside of slots; both: keys and values in one allocation
 
-    def config(self, **options: Any) -> Config:
-        return native.prefill_config(
+    def config(self, **debug: Any) -> Config:
+        return prefill_config(self.specialisation(), debug=Debug(**debug))
+
+    def specialisation(self) -> Specialisation:
+        heads, kv_heads = self.heads
+        sizes = (heads // kv_heads, kv_heads, self.dim, self.dim_v or self.dim, self.block_size)
+        return Specialisation(
             self.dtype,
-            self.dim,
-            self.heads[0] // self.heads[1],
-            self.heads[1],
-            self.block_size,
-            self.causal,
-            self.lse,
-            dim_v=self.dim_v,
+            self.dtype,
+            False,
+            *sizes,
+            k_strides=(),
+            v_strides=(),
+            causal=self.causal,
             **self.masks(),
             soft_cap=self.soft_cap > 0,
             alibi=self.alibi,
             sinks=self.sinks,
-            **options,
+            lse=self.lse,
         )
 
     def masks(self) -> dict[str, int]:
-        return {"window_left": self.window_left, "window_right": self.window_right, "chunk": self.chunk}
+        return {"window_left": self.window_left, "window_right": self.window_right, "chunk_size": self.chunk}
 
 
 def whole(*lengths: int, **options: Any) -> Case:

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from prefill_kernel.cases import Case
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.attention.cuda import prefill as native
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.attention.cuda.prefill import prefill
+from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug
 from torchpaged.custom_ops.attention.mask import visible_keys
 
 
@@ -87,7 +89,7 @@ class Inputs:
         self.starts.copy_(torch.tensor([0, *query_lens]).cumsum(0).int())
 
     def native(self, clocks: Tensor | None = None, patience: int = 0, beside: bool = True) -> None:
-        native.prefill(
+        call = AttentionCall(
             self.q,
             self.k_cache,
             self.v_cache,
@@ -96,17 +98,17 @@ class Inputs:
             self.starts,
             self.out,
             self.lse,
-            self.scale,
-            self.case.causal,
-            self.tickets,
+            max_query_len=max(self.case.query_lens),
+            scale=self.scale,
+            causal=self.case.causal,
             **self.case.masks(),
-            soft_cap=self.case.soft_cap,
+            logits_soft_cap=self.case.soft_cap,
             alibi_slopes=self.slopes,
             sinks=self.sinks,
-            clocks=clocks,
-            patience=patience,
-            beside=beside,
-        )
+            semaphore=self.tickets,
+        ).for_launch()
+        debug = Debug(clocks=clocks is not None, patience=patience, beside=beside)
+        prefill(call, Specialisation.of(call), debug=debug, clocks=clocks)
 
     def triton(self) -> None:
         BACKEND_OPS["triton"].paged_attention(

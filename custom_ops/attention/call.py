@@ -44,13 +44,13 @@ class AttentionCall(NamedTuple):
     semaphore: Tensor | None = None
 
     @classmethod
-    def of(cls, *tensors: Tensor | None, **options: Any) -> AttentionCall:
+    def of(cls, *tensors: Any, **options: Any) -> AttentionCall:
         """The call of flat arguments, as torch's dispatcher gives them: it leaves out trailing defaults."""
-        if len(tensors) == _POSITIONAL - 1 and "lse" not in options:
-            return cls(*tensors, None, **options)
+        if len(tensors) < _POSITIONAL:
+            tensors = (*tensors, options.pop("lse", None))
         return cls(*tensors, **options)
 
-    def flat(self) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    def flat(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional arguments and keywords for an op's handle, without tensors that are None: an op of
         another library need not know them."""
         options = zip(self._fields[_POSITIONAL:], self[_POSITIONAL:], strict=True)
@@ -177,7 +177,8 @@ class Specialisation(NamedTuple):
 
     def without_features(self) -> Specialisation:
         """The same sizes and dtypes with a causal mask alone."""
-        return Specialisation(*self[: self._fields.index("causal")])
+        sizes: tuple[Any, ...] = self[: self._fields.index("causal")]
+        return Specialisation(*sizes)
 
     @property
     def low(self) -> bool:
@@ -206,7 +207,7 @@ class CascadeCall(NamedTuple):
     inverse: Tensor
 
     @classmethod
-    def of(cls, *tensors: Tensor | None, **options: Any) -> CascadeCall:
+    def of(cls, *tensors: Any, **options: Any) -> CascadeCall:
         """The call of flat arguments, as torch's dispatcher gives them."""
         before, shared, outputs = tensors[:6], tensors[6:11], tensors[11:]
         return cls(AttentionCall.of(*before, *outputs, **options), *shared)

@@ -24,10 +24,10 @@ class LatentCall(NamedTuple):
     causal: bool = True
 
     @classmethod
-    def of(cls, *tensors: Tensor | None, **options: Any) -> LatentCall:
+    def of(cls, *tensors: Any, **options: Any) -> LatentCall:
         """The call of flat arguments, as torch's dispatcher gives them: it leaves out trailing defaults."""
-        if len(tensors) == cls._fields.index("lse") and "lse" not in options:
-            return cls(*tensors, None, **options)
+        if len(tensors) == cls._fields.index("lse"):
+            tensors = (*tensors, options.pop("lse", None))
         return cls(*tensors, **options)
 
     @property

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from specialisations import specialisation
 
 from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
-from torchpaged.custom_ops.attention.cuda.prefill import prefill_config
 from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
+from torchpaged.custom_ops.attention.cuda.prefill_shape import prefill_config
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.layers.cuda import linear_shape
@@ -32,29 +33,7 @@ def examples() -> dict[str, Config]:
     """Header -> what its file beside the sources is made from: layers of Llama 3 8B on an H200."""
     shape = linear_shape.linear_shape(64, 4096, 4096, 132, True, True, 228 << 10, 227 << 10)
     decode, _ = specialise.decode_config(
-        torch.bfloat16,
-        torch.bfloat16,
-        group=4,
-        max_query_len=1,
-        block_size=16,
-        num_kv_heads=8,
-        dim=128,
-        dim_v=128,
-        k_stride=(16384, 1024, 128, 1),
-        v_stride=(16384, 1024, 128, 1),
-        causal=True,
-        window_left=-1,
-        window_right=-1,
-        chunk=0,
-        soft_cap=False,
-        alibi=False,
-        sinks=False,
-        scales=False,
-        lse=False,
-        early=True,
-        pairs=64,
-        sms=132,
-        shared_per_sm=228 << 10,
+        specialisation(), 1, 64, early=True, sms=132, shared_per_sm=228 << 10
     )
     linear = linear_shape.linear_config(
         torch.bfloat16,
@@ -72,7 +51,7 @@ def examples() -> dict[str, Config]:
     )
     return {
         "decode_config.cuh": decode,
-        "prefill_config.cuh": prefill_config(torch.bfloat16, 128, 4, 8, 16, True, False),
+        "prefill_config.cuh": prefill_config(specialisation()),
         "linear_config.cuh": linear,
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),
     }

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from specialisations import specialisation
 
 from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.cuda import jit
@@ -24,40 +25,23 @@ def config(capability: tuple[int, int], **spec: Any) -> tuple[Config, specialise
     """The constants of a spec: heads (group, num_kv_heads, dim[, dim_v]), dtype, kv_dtype, query_len,
     block_size, pairs, features."""
     group, heads, dim, dim_v = (*spec["heads"], spec["heads"][2])[:4]
-    dtype = spec.get("dtype", torch.bfloat16)
-    block = spec.get("block_size", 16)
-    features = {
-        "causal": True,
-        "window_left": -1,
-        "window_right": -1,
-        "chunk": 0,
-        "soft_cap": False,
-        "alibi": False,
-        "sinks": False,
-        "scales": False,
-        "lse": False,
-        **spec.get("features", {}),
-    }
+    features = dict(spec.get("features", {}))
+    longest = features.pop("longest", 0)
+    sizes = {name: spec[name] for name in ("dtype", "kv_dtype", "block_size") if name in spec}
+    made = specialisation(dim=dim, dim_v=dim_v, group=group, num_kv_heads=heads, **sizes, **features)
     return specialise.decode_config(
-        dtype,
-        spec.get("kv_dtype", dtype),
-        group,
+        made,
         spec.get("query_len", 1),
-        block,
-        heads,
-        dim,
-        dim_v,
-        (block * heads * dim, heads * dim, dim, 1),
-        (block * heads * dim_v, heads * dim_v, dim_v, 1),
-        **features,
+        spec.get("pairs", 64),
         early=capability >= (9, 0),
-        pairs=spec.get("pairs", 64),
         sms=132,
         shared_per_sm=SHARED[capability],
+        longest=longest,
     )
 
 
-EVERYTHING = {"window_left": 100, "chunk": 256, "soft_cap": True, "alibi": True, "sinks": True, "lse": True}
+FLAGS = {"soft_cap": True, "alibi": True, "sinks": True, "lse": True}
+EVERYTHING = {"window_left": 100, "chunk_size": 256, **FLAGS}
 TUNED: dict[str, dict[str, Any]] = {  # zero spills are asserted for these
     "llama few pairs": {"heads": (4, 8, 128), "pairs": 8},
     "llama clusters": {"heads": (4, 8, 128), "pairs": 64},
@@ -86,7 +70,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "tree": {
         "heads": (4, 8, 128),
         "query_len": 2,
-        "features": {"tree": True, "window_left": 100, "chunk": 256, "alibi": True},
+        "features": {"tree": True, "window_left": 100, "chunk_size": 256, "alibi": True},
     },
     "two heads, everything": {
         "heads": (2, 2, 48, 32),

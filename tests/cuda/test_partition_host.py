@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
+from specialisations import specialisation
 
 from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
@@ -227,31 +227,7 @@ int main() {
 def build(folder: Path, program: str, **constants: int) -> Path:
     """``program`` beside copies of the kernel's headers and the machine above."""
     assert GXX
-    config, _ = specialise.decode_config(
-        torch.bfloat16,
-        torch.bfloat16,
-        group=4,
-        max_query_len=1,
-        block_size=16,
-        num_kv_heads=8,
-        dim=128,
-        dim_v=128,
-        k_stride=(16384, 1024, 128, 1),
-        v_stride=(16384, 1024, 128, 1),
-        causal=True,
-        window_left=-1,
-        window_right=-1,
-        chunk=0,
-        soft_cap=False,
-        alibi=False,
-        sinks=False,
-        scales=False,
-        lse=False,
-        early=True,
-        pairs=64,
-        sms=132,
-        shared_per_sm=233472,
-    )
+    config, _ = specialise.decode_config(specialisation(), 1, 64, early=True, sms=132, shared_per_sm=233472)
     cut = {"WARPS": 4, "KEYS": 16, "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2}
     values = {name: config[name] for name in DECODE.names()} | cut | constants
     jit.write_sources(folder, "decode.cu", DECODE.config(values))

@@ -3,6 +3,7 @@ products, the order that overlaps them."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import itertools
 import re
@@ -13,8 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from specialisations import specialisation
+from torch import Tensor
 
-from torchpaged.custom_ops.attention.cuda import prefill
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
+from torchpaged.custom_ops.attention.cuda.prefill import PrefillParams
+from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug, Mode
+from torchpaged.custom_ops.attention.cuda.tensor_maps import pool_box, refuse_layout
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config
 
@@ -44,12 +51,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "width 256": {"dim": 256, "group": 2},
     "width 256, window, soft cap": {"dim": 256, "group": 2, "window_left": 1023, "soft_cap": True},
     "window": {"window_left": 1023},
-    "chunks": {"chunk": 8192},
+    "chunks": {"chunk_size": 8192},
     "both windows": {"window_left": 100, "window_right": 50, "causal": False},
     "alibi": {"alibi": True},
     "all of it": {
         "window_left": 100,
-        "chunk": 77,
+        "chunk_size": 77,
         "soft_cap": True,
         "alibi": True,
         "sinks": True,
@@ -65,7 +72,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "in parts, width 256": {"split": True, "dim": 256, "group": 2},
     "in parts, all of it": {
         "window_left": 100,
-        "chunk": 77,
+        "chunk_size": 77,
         "soft_cap": True,
         "alibi": True,
         "sinks": True,
@@ -107,7 +114,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "kv_dtype": torch.float8_e4m3fn,
         "scales": True,
         "window_left": 100,
-        "chunk": 77,
+        "chunk_size": 77,
         "soft_cap": True,
         "alibi": True,
         "sinks": True,
@@ -130,7 +137,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "e4m3 queries, in parts, all of it": {
         **FP8_QUERIES,
         "window_left": 100,
-        "chunk": 77,
+        "chunk_size": 77,
         "soft_cap": True,
         "alibi": True,
         "sinks": True,
@@ -140,17 +147,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(
-    dtype: torch.dtype = torch.bfloat16,
-    dim: int = 128,
-    group: int = 4,
-    num_kv_heads: int = 8,
-    block_size: int = 16,
-    causal: bool = True,
-    lse: bool = False,
-    **options: Any,
-) -> Config:
-    return prefill.prefill_config(dtype, dim, group, num_kv_heads, block_size, causal, lse, **options)
+def config(**options: Any) -> Config:
+    """The constants of a `specialisation`, of a `Mode` and of `Debug`."""
+    mode, debug = (
+        {name: options.pop(name) for name in kind._fields if name in options} for kind in (Mode, Debug)
+    )
+    return prefill.prefill_config(specialisation(**options), Mode(**mode), Debug(**debug))
 
 
 def compile_with_nvcc(tmp_path: Path, values: Config, kind: str, file: str = "prefill.cu") -> tuple[str, str]:
@@ -193,7 +195,7 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     values = config(**SHAPES[name])
     text, report = compile_with_nvcc(tmp_path, values, "ptx", "prefill_merge.cu")
     size = int(re.search(r"paged_prefill_merge_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
-    assert 3 * 128 + prefill.PARAMS.size == size
+    assert ctypes.sizeof(PrefillParams) == size
     steps = re.findall(r"griddepcontrol\.\w+|ld\.global\S*|st\.global", text)
     assert (
         steps[:2] == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
@@ -304,7 +306,7 @@ def test_no_barrier_across_ctas_and_boxes_of_whole_blocks(tmp_path: Path) -> Non
     text, _ = compile_with_nvcc(tmp_path, config(), "ptx")
     assert "cp.async.bulk.tensor.4d" in text and "membar" not in text
     size = int(re.search(r"paged_prefill_param_0\[(\d+)\]", text)[1])  # type: ignore[index]
-    assert 3 * 128 + prefill.PARAMS.size == size, "the launch copies as many bytes as the kernel declares"
+    assert ctypes.sizeof(PrefillParams) == size, "the launch copies as many bytes as the kernel declares"
     assert "st.local" not in text and "ld.local" not in text
     assert set(re.findall(r"wgmma\.mma_async\S+", text)) == {
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"
@@ -338,7 +340,7 @@ def test_boxes_fill_a_stage_in_the_order_of_the_descriptors(dim: int, block_size
     """What the copy engine writes for one block, address by address, against where the kernel's descriptors
     look for a token's column."""
     cache = LAYOUTS[layout](5, block_size, 3, dim)
-    found = prefill.pool_box(tuple(cache.shape), cache.stride())
+    found = pool_box(tuple(cache.shape), cache.stride())
     assert found is not None
     width = found.box[0]
     assert (
@@ -402,23 +404,17 @@ def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int,
 
 
 def test_what_it_leaves_to_triton() -> None:
-    good: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "kv_dtype": torch.bfloat16,
-        "dim": 128,
-        "dim_v": 128,
-        "group": 4,
-        "block_size": 16,
-        "compute": (9, 0),
-    }
-    assert prefill.refuse(**good) is None
+    def refused(compute: tuple[int, int] = (9, 0), scale: float = 1.0, sinks: Any = None, **spec: Any) -> str:
+        return str(prefill.refuse(specialisation(**spec), compute, scale=scale, sinks_dtype=sinks))
+
+    assert refused() == "None"
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        fp8 = {**good, "kv_dtype": kv_dtype}
-        assert prefill.refuse(**fp8) is None and prefill.refuse(**{**fp8, "dtype": torch.float16}) is None
-        narrow = {"dim": 192, "dim_v": 128}  # 64 keys in a step of fp8, 128 in one of 16 bits
-        assert "block_size 128" in str(prefill.refuse(**{**fp8, **narrow, "block_size": 128}))
-        assert prefill.refuse(**{**good, **narrow, "block_size": 128}) is None
-    for changed, reason in (
+        assert refused(kv_dtype=kv_dtype) == refused(kv_dtype=kv_dtype, dtype=torch.float16) == "None"
+        narrow: dict[str, Any] = {"dim": 192, "dim_v": 128, "block_size": 128}
+        # 64 keys in a step of fp8, 128 in one of 16 bits
+        assert "block_size 128" in refused(kv_dtype=kv_dtype, **narrow)
+        assert refused(**narrow) == "None"
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"compute": (8, 0)}, "compute capability 8.0"),
         ({"compute": (10, 0)}, "compute capability 10.0"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "dtypes"),
@@ -428,32 +424,36 @@ def test_what_it_leaves_to_triton() -> None:
         ({"block_size": 4}, "block_size 4"),
         ({"block_size": 24}, "block_size 24"),
         ({"block_size": 256}, "block_size"),
-        ({"dim": 256, "dim_v": 256, "block_size": 128}, "block_size 128"),
+        ({"dim": 256, "block_size": 128}, "block_size 128"),
         ({"group": 129}, "129 query heads"),
         ({"scale": 0.0}, "scale 0.0"),
-        ({"sinks_dtype": torch.float32}, "sinks"),
-    ):
-        assert reason in str(prefill.refuse(**{**good, **changed})), changed
+        ({"sinks": torch.float32}, "sinks"),
+    )
+    for changed, reason in changes:
+        assert reason in refused(**changed), changed
 
 
 def test_which_layouts_it_leaves_to_triton() -> None:
+    def refused(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> str | None:
+        none = torch.zeros(0, dtype=torch.int32)
+        call = AttentionCall(q, k_cache, v_cache, none, none, none, out, None, max_query_len=1, scale=1.0)
+        return refuse_layout(call)
+
     cache, q = torch.empty(4, 16, 8, 128, dtype=torch.bfloat16), torch.empty(5, 32, 128, dtype=torch.bfloat16)
-    assert prefill.refuse_layout(q, cache, cache, q) is None
-    assert (
-        prefill.refuse_layout(torch.empty(5, 48, 128, dtype=torch.bfloat16)[:, :32], cache, cache, q) is None
-    )
+    assert refused(q, cache, cache, q) is None
+    assert refused(torch.empty(5, 48, 128, dtype=torch.bfloat16)[:, :32], cache, cache, q) is None
     for make in LAYOUTS.values():
-        assert prefill.refuse_layout(q, make(4, 16, 8, 128), make(4, 16, 8, 128), q) is None
+        assert refused(q, make(4, 16, 8, 128), make(4, 16, 8, 128), q) is None
     padded_heads = torch.empty(4, 16, 8, 136, dtype=torch.bfloat16)[..., :128]
     overlapping = torch.empty(40000, dtype=torch.bfloat16).as_strided((4, 16, 8, 128), (1024, 1024, 128, 1))
     narrow = torch.empty(4, 16, 1, 24, dtype=torch.float8_e4m3fn)  # slots of 24 bytes
-    assert "multiples of 16 bytes" in str(prefill.refuse_layout(q, narrow, narrow, q))
+    assert "multiples of 16 bytes" in str(refused(q, narrow, narrow, q))
     fp8 = torch.empty(4, 16, 8, 128, dtype=torch.float8_e4m3fn)
-    assert prefill.refuse_layout(q, fp8, fp8, q) is None
+    assert refused(q, fp8, fp8, q) is None
     for name, tensors in {
         "k_cache": (q, padded_heads, cache, q),
         "v_cache": (q, cache, overlapping, q),
         "q": (q.transpose(1, 2).contiguous().transpose(1, 2), cache, cache, q),
         "out": (q, cache, cache, torch.empty(5, 32, 132, dtype=torch.bfloat16)[..., :128]),
     }.items():
-        assert str(prefill.refuse_layout(*tensors)).startswith(name), name
+        assert str(refused(*tensors)).startswith(name), name

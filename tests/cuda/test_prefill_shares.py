@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from specialisations import specialisation
 
-from torchpaged.custom_ops.attention.cuda import prefill
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
 from torchpaged.custom_ops.cuda import jit
 
 GXX = shutil.which("g++")
@@ -45,7 +47,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert GXX
     folder = tmp_path_factory.mktemp("shares")
     (folder / "shares.cpp").write_text(PROGRAM)
-    config = prefill.prefill_config(torch.bfloat16, 128, 4, 8, 16, False, False, split=True, cascade=True)
+    config = prefill.prefill_config(specialisation(causal=False), prefill.Mode(split=True, cascade=True))
     jit.write_sources(folder, "prefill.cu", config)
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", "shares.cpp", "-o", "shares"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)
@@ -115,14 +117,14 @@ def test_work_is_shared_out_evenly(program: Path, tiles: int, ctas: int, steps: 
 
 def test_which_calls_take_three_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """By shapes, dtypes and room for parts."""
-    from torchpaged.custom_ops.attention.cuda import cascade_attention, paged_attention
+    from torchpaged.custom_ops.attention.cuda import cascade_attention
+    from torchpaged.custom_ops.attention.cuda.paged_attention import Route
     from torchpaged.custom_ops.cuda import gpu
 
-    def route(*given: object) -> paged_attention.Route:  # the decode kernel takes tensors on a GPU alone
-        short = given[5] == 1 or given[5] == 2
-        return paged_attention.Route("decode" if short else "prefill")
+    def route(call: AttentionCall, spec: object) -> Route:  # decode takes tensors on a GPU alone
+        return Route("decode" if call.max_query_len <= 2 else "prefill")
 
-    monkeypatch.setattr(paged_attention, "route", route)
+    monkeypatch.setattr(cascade_attention, "route", route)
     monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
     monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
 
@@ -132,8 +134,9 @@ def test_which_calls_take_three_launches(monkeypatch: pytest.MonkeyPatch) -> Non
         q, out = (torch.empty(tokens, 8 * group, dim, dtype=torch.bfloat16) for _ in range(2))
         pool = torch.empty(4, 16, 8, dim, dtype=torch.bfloat16)
         table = torch.empty(tokens // longest, 2048, dtype=torch.int32)
-        given = (q, pool, pool, table, torch.empty(groups, 2048, dtype=torch.int32), out)
-        return cascade_attention.refuse(*given, longest, 0.1, None)
+        prefix_table, none = torch.empty(groups, 2048, dtype=torch.int32), torch.empty(0)
+        own = AttentionCall(q, pool, pool, table, none, none, out, None, max_query_len=longest, scale=0.1)
+        return cascade_attention.refuse(CascadeCall(own, prefix_table, none, none, none, none))
 
     assert reason() is None and reason(dim=64) is None and reason(tokens=512, longest=2) is None
     assert "tiles" in str(reason(tokens=4096)) and "suffixes" in str(reason(longest=128))

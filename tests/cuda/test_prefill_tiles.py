@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from specialisations import specialisation
 
-from torchpaged.custom_ops.attention.cuda import prefill
+from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
 from torchpaged.custom_ops.attention.mask import visible_keys
 from torchpaged.custom_ops.cuda import jit
 
@@ -58,19 +59,15 @@ def build(
     assert GXX
     (folder / "line.cpp").write_text(text)
     config = prefill.prefill_config(
-        torch.bfloat16,
-        128,
-        128 // tokens,
-        heads,
-        16,
-        causal,
-        False,
-        window_left=left,
-        window_right=right,
-        chunk=chunk,
-        short=short,
-        split=split,
-        paired=paired,
+        specialisation(
+            group=128 // tokens,
+            num_kv_heads=heads,
+            causal=causal,
+            window_left=left,
+            window_right=right,
+            chunk_size=chunk,
+        ),
+        prefill.Mode(short=short, split=split, paired=paired),
     )
     assert (config["KEYS"], config["GROUPS"]) == (KEYS, 2), "128 query rows in a tile"
     jit.write_sources(folder, "prefill.cu", config)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from specialisations import specialisation
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.cuda import prefill
+from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
 from torchpaged.custom_ops.cuda import jit
 
 GXX = shutil.which("g++")
@@ -105,9 +106,7 @@ def test_products_of_turned_values(
     monkeypatch.setattr(
         prefill, "prefill_shape_fp8_queries", lambda *_: prefill.PrefillShape(2, keys, 2, 2, 1, 2)
     )
-    config = prefill.prefill_config(
-        torch.bfloat16, dim, 4, 8, 16, True, False, kv_dtype=torch.float8_e4m3fn, fp8_queries=True
-    )
+    config = prefill.prefill_config(specialisation(dim=dim, kv_dtype=torch.float8_e4m3fn, fp8_queries=True))
     jit.write_sources(tmp_path, "prefill.cu", config)
     (tmp_path / "turns.cpp").write_text(PROGRAM)
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", "turns.cpp", "-o", "turns"]

@@ -12,6 +12,7 @@ import torch
 from torchpaged import BackendUnavailableError
 from torchpaged.backends import get_backend
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.testing import BATCH_SPECS, make_batch, run_paged_attention
@@ -151,10 +152,12 @@ def test_which_kernels_serve_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.prefill, "why_not", lambda *a, **k: why["prefill"])
     monkeypatch.setattr(module.specialise, "unsupported", lambda *a: why["decode"])
     monkeypatch.setattr(module.gpu, "num_sms", lambda index: 132)
-    q, cache = torch.zeros(64, 8, 64), torch.zeros(9, 16, 2, 64)
+    q, cache = torch.zeros(64, 8, 64), torch.zeros(9, 1, 2, 64)
 
     def route(num_reqs: int = 1, max_query_len: int = 64, capacity: int = 1000) -> Any:
-        return module.route(q, cache, cache, q, num_reqs, max_query_len, 0.125, None, capacity)
+        table, none = torch.zeros(num_reqs, capacity, dtype=torch.int32), torch.zeros(0)
+        call = AttentionCall(q, cache, cache, table, none, none, q, None, max_query_len, 0.125)
+        return module.route(call, Specialisation.of(call))
 
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "1")
     assert (
@@ -188,24 +191,26 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
     """Prefill is compiled in a thread while decode is made ready; between the two launches there is nothing.
     A third of prefill's CTAs come behind decode, but not where tiles are cut: parts are put together last."""
     from torchpaged.custom_ops.attention.cuda import prefill
+    from torchpaged.custom_ops.attention.cuda.prefill_shape import prefill_shape
+    from torchpaged.custom_ops.cuda.loaded_kernel import Map
 
     events: list[str] = []
     mixed = True
 
     def kernel(name: str) -> Any:
-        def launch(grid: int, threads: int, arguments: bytes, *, early: bool) -> None:
-            packed = prefill.PARAMS.unpack(arguments)
+        def launch(grid: int, threads: int, params: Any, *, early: bool) -> None:
             events.append(f"{name} of {grid}{', early' if early else ''}")
             if name == "prefill":
                 late = 44 if mixed and not split else 0
                 these = int(mixed and early)
-                assert packed[-6:-3] == (132, late, these), "CTAs in all, late ones, whether it is these"
+                said = params.ctas, params.late, params.is_late
+                assert said == (132, late, these), "CTAs in all, late ones, whether it is these"
 
         return SimpleNamespace(launch=launch)
 
     def specialised(*_: Any) -> Any:
         events.append("loaded")
-        return kernel("prefill"), kernel("merge") if split else None, prefill.prefill_shape(64, 64)
+        return kernel("prefill"), kernel("merge") if split else None, prefill_shape(64, 64)
 
     def behind() -> Any:
         events.append("decode made ready")
@@ -216,16 +221,17 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
     monkeypatch.setattr(prefill.gpu, "num_sms", lambda index: 132)
     monkeypatch.setattr(prefill, "may_split", lambda *_: split)
     monkeypatch.setattr(prefill.gpu, "launches_early", lambda index: True)
-    monkeypatch.setattr(prefill, "queries_map", lambda *_: b"")
-    monkeypatch.setattr(prefill, "pool_map", lambda *_: (b"", (0, 0, 0)))
+    monkeypatch.setattr(prefill, "queries_map", lambda *_: Map())
+    monkeypatch.setattr(prefill, "pool_map", lambda *_: (Map(), (0, 0, 0)))
     q, cache, ints = (
         torch.zeros(40, 4, 64, dtype=torch.bfloat16),
         torch.zeros(9, 16, 2, 64, dtype=torch.bfloat16),
         torch.zeros(9, dtype=torch.int32),
     )
-    prefill.prefill(
-        q, cache, cache, ints.view(1, 9), ints, ints, q, None, 0.125, True, ints, short=2, behind=behind
-    )
+    tensors = (q, cache, cache, ints.view(1, 9), ints, ints, q, None)
+    call = AttentionCall(*tensors, max_query_len=40, scale=0.125, semaphore=ints)
+    spec = Specialisation.of(call)
+    prefill.prefill(call, spec, short=2, behind=behind)
     assert events == [
         "compiler begins",
         "decode made ready",
@@ -235,5 +241,5 @@ def test_a_mixed_batch_is_prepared_before_prefill_and_launched_right_behind_it(
     ]
     events.clear()
     mixed = False
-    prefill.prefill(q, cache, cache, ints.view(1, 9), ints, ints, q, None, 0.125, True, ints)
+    prefill.prefill(call, spec)
     assert events == ["loaded", "prefill of 132, early", *["merge of 12, early"] * split], "alone"

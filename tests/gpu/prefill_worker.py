@@ -19,6 +19,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention import reference as reference_ops
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
 
@@ -154,24 +155,16 @@ def launch(
     shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
     out = torch.full(shape, float("nan"), dtype=dtype, device=batch.q.device)
     lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)
-    arguments = {**batch.extras, **options}
-    reason = prefill.why_not(
-        batch.q, batch.k_cache, batch.v_cache, out, scale=batch.scale, sinks=arguments.get("sinks")
-    )
+    lengths = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+    longest = int(batch.query_start_loc.diff().max())
+    arguments = {"max_query_len": max(longest, 1), "scale": batch.scale, **batch.extras, **options}
+    call = AttentionCall.of(
+        batch.q, batch.k_cache, batch.v_cache, *lengths, out, lse, semaphore=tickets, **arguments
+    ).for_launch()
+    spec = Specialisation.of(call)
+    reason = prefill.why_not(call, spec)
     assert reason is None, reason
-    prefill.attend(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-        out,
-        lse,
-        scale=batch.scale,
-        semaphore=tickets,
-        **arguments,
-    )
+    prefill.prefill(call, spec)
     return out, lse
 
 

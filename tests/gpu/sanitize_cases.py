@@ -17,6 +17,7 @@ import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.cuda import prefill
+from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_attention
 
 
@@ -63,5 +64,5 @@ def main(backend: str) -> None:
 
 if __name__ == "__main__":
     if "every-lane" in sys.argv[2:]:
-        prefill.prefill = functools.partial(prefill.prefill, every_lane=True)
+        prefill.prefill = functools.partial(prefill.prefill, debug=Debug(every_lane=True))
     main(sys.argv[1])

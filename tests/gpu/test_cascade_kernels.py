@@ -145,13 +145,21 @@ def test_any_number_of_ctas(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_these_launches() -> None:
     """What the tests above are about is reached, and left where it has no room."""
+    from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
     from torchpaged.custom_ops.attention.cuda.cascade_attention import refuse
 
     batch = Batch(BATCHES["many"])
     out = torch.empty_like(batch.q)
-    given: tuple[Any, ...] = (batch.q, *batch.pools, batch.table, batch.prefixes.block_table, out)
-    assert refuse(*given, 1, 0.1, None) is None
-    assert "suffixes" in str(refuse(*given, 700, 0.1, None))
+
+    def refused(max_query_len: int) -> str | None:
+        lengths = (batch.table, batch.seq_lens, batch.starts)
+        own = AttentionCall(batch.q, *batch.pools, *lengths, out, None, max_query_len, 0.1)
+        shared = batch.prefixes
+        groups = (shared.block_table, shared.lens, shared.query_start_loc, shared.order, shared.inverse)
+        return refuse(CascadeCall(own, *groups))
+
+    assert refused(1) is None
+    assert "suffixes" in str(refused(700))
 
 
 def test_one_graph_for_all_lengths_and_groups() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from specialisations import specialisation
 from torch import Tensor
 
 import torchpaged
 from torchpaged.backends import attention_spec, get_backend, list_backends
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.cuda import paged_attention as cuda_op
 from torchpaged.custom_ops.attention.cuda import prefill
+from torchpaged.custom_ops.attention.cuda.prefill_shape import prefill_shape, refuse
+from torchpaged.custom_ops.cuda.loaded_kernel import Map
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.testing import Batch, BatchSpec, make_batch, run_paged_attention
 
@@ -101,28 +106,22 @@ def test_who_takes_them() -> None:
 
 
 def test_what_the_kernel_takes() -> None:
-    good: dict[str, Any] = {
-        "dtype": torch.bfloat16,
-        "kv_dtype": E4M3,
-        "dim": 128,
-        "dim_v": 128,
-        "group": 4,
-        "block_size": 16,
-        "compute": (9, 0),
-        "fp8_queries": True,
-    }
-    assert prefill.refuse(**good) is None and prefill.refuse(**{**good, "dtype": torch.float16}) is None
-    for changed, reason in (
+    def refused(compute: tuple[int, int] = (9, 0), **spec: Any) -> str | None:
+        return refuse(specialisation(**{"kv_dtype": E4M3, "fp8_queries": True, **spec}), compute)
+
+    assert refused() is None and refused(dtype=torch.float16) is None
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"compute": (10, 0)}, "compute capability 10.0"),
         ({"kv_dtype": E5M2}, "both are e4m3"),
         ({"kv_dtype": torch.bfloat16}, "both are e4m3"),
         ({"dtype": torch.float32}, "dtypes"),
-        ({"dim": 96, "dim_v": 96}, "fp8 queries of head_dim 96/96"),
-        ({"dim": 192}, "fp8 queries of head_dim 192/128"),
+        ({"dim": 96}, "fp8 queries of head_dim 96/96"),
+        ({"dim": 192, "dim_v": 128}, "fp8 queries of head_dim 192/128"),
         ({"block_size": 24}, "block_size 24"),
         ({"block_size": 4}, "block_size 4"),
-    ):
-        assert reason in str(prefill.refuse(**{**good, **changed})), changed
+    )
+    for changed, reason in changes:
+        assert reason in str(refused(**changed)), changed
 
 
 def op_arguments(batch: Batch, **changed: Any) -> tuple[list[Tensor], dict[str, Any]]:
@@ -169,7 +168,7 @@ def test_ops_that_take_none_refuse_them() -> None:
     """What all ops check that do not ask for them: Triton's, the libraries', and the CPU's own."""
     tensors, options = op_arguments(drawn())
     with pytest.raises(ArgumentError, match="declares fp8_queries") as caught:
-        check_paged_attention(*tensors, **options)
+        check_paged_attention(AttentionCall.of(*tensors, **options))
     assert caught.value.argument == "q"
     with pytest.raises((ArgumentError, RuntimeError), match=r"\bq: expected"):
         BACKEND_OPS["cpu"].paged_attention(
@@ -241,11 +240,13 @@ def test_the_cuda_backend_has_one_kernel_for_them(
     """However short they are; nothing else serves what it does not take."""
     monkeypatch.setattr(prefill.gpu, "capability", lambda index: (9, 0))
     batch = drawn()
-    out = torch.empty(batch.q.shape, dtype=torch.bfloat16)
+
+    def call(q: Tensor) -> AttentionCall:
+        tensors, _ = op_arguments(replace(batch, q=q))
+        return AttentionCall.of(*tensors, max_query_len=max_query_len, scale=batch.scale)
 
     def routed(q: Tensor) -> cuda_op.Route:
-        tensors = (q, batch.k_cache, batch.v_cache, out)
-        return cuda_op.route(*tensors, 4, max_query_len, batch.scale, None, 64)
+        return cuda_op.route(call(q), Specialisation.of(call(q)))
 
     assert routed(batch.q) == cuda_op.Route("prefill")
     odd = torch.empty(*batch.q.shape[:2], 72, dtype=E4M3)[..., :64]
@@ -255,17 +256,27 @@ def test_the_cuda_backend_has_one_kernel_for_them(
     kernel, _, reason = routed(odd)
     assert "multiples of 16 bytes" in reason
     with pytest.raises(BackendUnavailableError, match="multiples of 16 bytes"):
-        cuda_op._refuse_fp8_queries(kernel, reason, None)
+        cuda_op._refuse_fp8_queries(kernel, reason, call(odd))
     with pytest.raises(ArgumentError, match="None with fp8 queries"):
-        cuda_op._refuse_fp8_queries("prefill", "", torch.zeros(26, dtype=torch.int64))
+        words = torch.zeros(26, dtype=torch.int64)
+        cuda_op._refuse_fp8_queries("prefill", "", call(batch.q)._replace(tree_mask=words))
 
 
 def test_tokens_without_requests_have_a_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
     """A semaphore of no requests has no number that the kernel could count with."""
-    seen: list[Tensor] = []
-    monkeypatch.setattr(prefill, "prefill", lambda *tensors, **_: seen.append(tensors[10]))
-    batch = drawn()
-    tensors, _ = op_arguments(batch)
+    tickets: list[int] = []
+
+    def launch(grid: int, threads: int, params: Any, *, early: bool) -> None:
+        tickets.append(params.tickets)
+
+    kernel = SimpleNamespace(launch=launch)
+    monkeypatch.setattr(prefill.gpu, "num_sms", lambda index: 132)
+    monkeypatch.setattr(prefill.gpu, "launches_early", lambda index: True)
+    monkeypatch.setattr(prefill, "_specialised", lambda *_: (kernel, None, prefill_shape(64, 64)))
+    monkeypatch.setattr(prefill, "queries_map", lambda *_: Map())
+    monkeypatch.setattr(prefill, "pool_map", lambda *_: (Map(), (0, 0, 0)))
+    tensors, _ = op_arguments(drawn())
     none = torch.zeros(0, dtype=torch.int32)
-    prefill.attend(*tensors, scale=1.0, semaphore=none)
-    assert seen[0].numel() == 1 and not seen[0].any()
+    call = AttentionCall.of(*tensors, max_query_len=20, scale=1.0, semaphore=none)
+    prefill.prefill(call, Specialisation.of(call))
+    assert tickets[0]

@@ -25,6 +25,7 @@ from torchpaged import (
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops import pools as validation
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.checks import pools_meet, switch
@@ -634,7 +635,7 @@ def test_python_and_torch_agree_about_values(monkeypatch: pytest.MonkeyPatch) ->
         q = torch.zeros(sum(query_lens) + r.randint(0, 1), 1, 2)
         calls = (
             lambda q=q, cache=cache, tensors=tensors, limit=limit: check_paged_attention(
-                q, cache, cache.clone(), *tensors, torch.empty_like(q), max_query_len=limit, scale=1.0
+                AttentionCall(q, cache, cache.clone(), *tensors, torch.empty_like(q), None, limit, 1.0)
             ),
             lambda cache=cache, slots=slots: check_write_kv(
                 torch.zeros(len(slots), 1, 2),
@@ -665,9 +666,8 @@ def test_good_batches_of_few_numbers_are_taken_by_python(monkeypatch: pytest.Mon
     q, cache = torch.zeros(2, 1, 2), torch.zeros(5, 4, 1, 2)
     table, lens, starts = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 2], [3, 0]], [7, 3], [0, 1, 2]))
     check_write_kv(q, q.clone(), cache, cache.clone(), torch.tensor([10, 14]))
-    check_paged_attention(
-        q, cache, cache.clone(), table, lens, starts, torch.empty_like(q), max_query_len=1, scale=1.0
-    )
+    out = torch.empty_like(q)
+    check_paged_attention(AttentionCall(q, cache, cache.clone(), table, lens, starts, out, None, 1, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from launched import recorded
 
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.attention.triton.merge_attn_states import merge_attn_states
 from torchpaged.custom_ops.attention.triton.paged_attention import paged_attention
@@ -34,6 +35,7 @@ from torchpaged.custom_ops.cache_write.triton.write_kv import write_kv
 from torchpaged.custom_ops.layers.triton.act_and_mul import act_and_mul
 from torchpaged.custom_ops.layers.triton.embedding import embedding
 from torchpaged.custom_ops.layers.triton.rms_norm import rms_norm
+from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.triton.mla_attention import mla_attention
 from torchpaged.custom_ops.step_end.triton.accept_tokens import accept_tokens
 from torchpaged.custom_ops.step_end.triton.advance_step import advance_step
@@ -130,23 +132,25 @@ def attention(query_lens: tuple[int, ...]) -> Case:
 
     def call() -> None:
         paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            table,
-            seq_lens,
-            query_start_loc,
-            out,
-            lse,
-            max_query_len=max(query_lens),
-            scale=0.11,
-            logits_soft_cap=31.0,
-            alibi_slopes=slopes,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            tree_mask=tree_mask,
-            semaphore=semaphore,
+            AttentionCall(
+                q,
+                k_cache,
+                v_cache,
+                table,
+                seq_lens,
+                query_start_loc,
+                out,
+                lse,
+                max_query_len=max(query_lens),
+                scale=0.11,
+                logits_soft_cap=31.0,
+                alibi_slopes=slopes,
+                sinks=sinks,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                tree_mask=tree_mask,
+                semaphore=semaphore,
+            )
         )
 
     if max(query_lens) <= config.MAX_DECODE_QUERY_LEN:
@@ -190,7 +194,7 @@ def latent() -> Case:
     }
 
     def call() -> None:
-        mla_attention(q, pool, table, seq_lens, query_start_loc, out, lse, max_query_len=20, scale=0.11)
+        mla_attention(LatentCall(q, pool, table, seq_lens, query_start_loc, out, lse, 20, 0.11))
 
     return call, [("mla_kernel", attend), ("merge_kernel", result)]
 

@@ -283,19 +283,13 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
         refused = refuse(batch.q, *pools, *tables, out, c.max_query_len, batch.scale, sinks)
         return "cuda cascade" if refused is None else "cuda cascade in two calls"
     if c.backend == "cuda":
+        from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
         from torchpaged.custom_ops.attention.cuda.paged_attention import route
 
-        taken = route(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            out,
-            c.num_reqs,
-            c.max_query_len,
-            batch.scale,
-            batch.extras.get("sinks"),
-            c.columns * c.block_size,
-        )
+        lengths = (batch.block_table, batch.seq_lens, batch.query_start_loc)
+        options = {"max_query_len": c.max_query_len, "scale": batch.scale, **batch.extras}
+        call = AttentionCall.of(batch.q, batch.k_cache, batch.v_cache, *lengths, out, **options)
+        taken = route(call, Specialisation.of(call))
         if taken.kernel != "triton":
             return f"cuda {taken.kernel}"
     group = c.num_heads // c.num_kv_heads

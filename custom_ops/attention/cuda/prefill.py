@@ -55,6 +55,7 @@ class PrefillParams(ctypes.Structure):
         *((name, Where) for name in ("k_at", "v_at")),
         *((name, _INT) for name in ("ks_head", "vs_head", "ctas", "late", "is_late")),
         *((name, _POINTER) for name in ("tree", "order", "own_lse")),
+        ("_padding", ctypes.c_ubyte * 24),  # to a multiple of 64 bytes, as tensor maps are aligned
     ]
 
 

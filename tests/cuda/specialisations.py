@@ -1,0 +1,28 @@
+"""Specialisations of attention kernels for tests: layers of Llama 3 8B unless said otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchpaged.custom_ops.attention.call import Specialisation
+
+
+def specialisation(
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 128,
+    group: int = 4,
+    num_kv_heads: int = 8,
+    block_size: int = 16,
+    *,
+    dim_v: int = 0,
+    kv_dtype: torch.dtype | None = None,
+    fp8_queries: bool = False,
+    **features: Any,
+) -> Specialisation:
+    """Pools with heads beside each other in a slot; ``features``: the fields from ``causal`` on."""
+    dim_v = dim_v or dim
+    strides = tuple((block_size * num_kv_heads * d, num_kv_heads * d, d) for d in (dim, dim_v))
+    sizes = (group, num_kv_heads, dim, dim_v, block_size)
+    return Specialisation(dtype, kv_dtype or dtype, fp8_queries, *sizes, *strides, **features)

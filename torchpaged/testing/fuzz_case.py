@@ -273,14 +273,20 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
     if c.groups:
         if c.backend == "triton":
             return "triton cascade"
+        from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
         from torchpaged.custom_ops.attention.cuda.cascade_attention import refuse
 
-        pools, tables = (
-            (batch.k_cache, batch.v_cache),
-            (batch.block_table, batch.extras["prefix_block_table"]),
+        x = batch.extras
+        tensors = (batch.q, batch.k_cache, batch.v_cache, *(x[name] for name in OWN_TENSORS))
+        own = AttentionCall.of(
+            *tensors,
+            batch.query_start_loc,
+            out,
+            max_query_len=c.max_query_len,
+            scale=batch.scale,
+            sinks=x.get("sinks"),
         )
-        sinks = batch.extras.get("sinks")
-        refused = refuse(batch.q, *pools, *tables, out, c.max_query_len, batch.scale, sinks)
+        refused = refuse(CascadeCall(own, *(x[name] for name in PREFIX_TENSORS)))
         return "cuda cascade" if refused is None else "cuda cascade in two calls"
     if c.backend == "cuda":
         from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation

@@ -272,10 +272,10 @@ def test_a_runner_goes_by_the_declared_level(declared: GraphSupport) -> None:
     class Frozen:
         """As CUDA graphs are: no part of the others."""
 
-        def new_pool(self) -> None:
+        def new_pool(self, *_: Any) -> None:
             return None
 
-        warmup = capture = None
+        warmup = capture = new_pool
 
     session = liar(get_backend("reference").ops.paged_attention, declared).open([], Limits(), "cpu")
     sizes: dict[str, Any] = {"max_blocks_per_req": 2, "block_size": 4, "session": session}

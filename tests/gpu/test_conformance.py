@@ -81,7 +81,7 @@ def test_the_cuda_decode_kernel_conforms(no_triton: Any, case: Case, heads: str,
 def test_the_cuda_prefill_kernel_conforms(
     no_triton: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(no_triton, "_prefill_is_on", lambda: True)
+    monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "1")
     check_replays(
         get_backend("cuda"),
         PREFILL,

@@ -20,17 +20,18 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 #: What decides of a layer of the peft library which adapters run.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-#: Where transformers' hooks are from. tests/hf/test_fuse.py notices if that changes.
-_COLLECTORS = "transformers.utils.output_capturing"
+#: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse.py notices if that changes)
+#: and the ranges of a profile.
+_WATCHERS = ("transformers.utils.output_capturing", "torchpaged.profiling.kernel_report.trace")
 P = ParamSpec("P")
 Modules = Mapping[str, nn.Module]
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The forward hooks of a module, without those by which transformers collects hidden states and
-    attentions: it leaves them there for ever, and they change nothing."""
+    """The forward hooks of a module, without those that change nothing: by which transformers collects hidden
+    states and attentions, which it leaves there for ever, and those of `module_ranges`."""
     hooks = chain(module._forward_pre_hooks.values(), module._forward_hooks.values())
-    return [hook for hook in hooks if getattr(hook, "__module__", "") != _COLLECTORS]
+    return [hook for hook in hooks if getattr(hook, "__module__", "") not in _WATCHERS]
 
 
 def _adapters(module: nn.Module) -> dict[str, str]:

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz.aims import CASCADE_WIDTHS, PREFILL_WIDTHS
+from fuzz.case import run_case
+from fuzz.draw import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
+from worker_pool import WorkerPool
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
-from torchpaged.testing.fuzz import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
-from torchpaged.testing.fuzz_aims import CASCADE_WIDTHS, PREFILL_WIDTHS
-from torchpaged.testing.fuzz_case import run_case
 from torchpaged.testing.pools import strided
-from torchpaged.testing.worker import WorkerPool
 
 REFERENCE = BACKEND_OPS["reference"]
 CASE: dict[str, Any] = {
@@ -36,7 +36,7 @@ CASE: dict[str, Any] = {
 PLANTED = """
 import os, subprocess, sys, time
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing.fuzz_case import run_case
+from fuzz.case import run_case
 
 REFERENCE = BACKEND_OPS["reference"]
 HANG, CRASH, WRONG, ERROR = 3, 5, 7, 9
@@ -507,7 +507,7 @@ def test_a_replay_that_ignores_the_new_batch_is_seen(monkeypatch: pytest.MonkeyP
         s for s in range(100) if random_configuration(s, backends=("reference",), small=True).captured
     )
     assert not run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
-    monkeypatch.setattr("torchpaged.testing.fuzz_case._Runner._capture", lambda *_: lambda: None)
+    monkeypatch.setattr("fuzz.case._Runner._capture", lambda *_: lambda: None)
     assert run_case({**CASE, "seed": seed}, lambda *_, **__: None)["failures"]
 
 
@@ -527,7 +527,7 @@ def test_configurations_aimed_at_shared_prefixes(monkeypatch: pytest.MonkeyPatch
     case = {**CASE, "seed": 3, "aim": "cascade", "batches": 1}
     small = {"num_reqs": 3, "num_tokens": 60, "most_scores": 2**14, "backend": "reference"}
     monkeypatch.setattr(
-        "torchpaged.testing.fuzz_case.random_configuration",
+        "fuzz.case.random_configuration",
         lambda *args, **options: dataclasses.replace(random_configuration(*args, **options), **small),
     )
     assert not run_case(case, lambda *args, **facts: None)["failures"]

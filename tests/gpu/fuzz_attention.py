@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 
-from torchpaged.testing.fuzz_aims import AIMS
-from torchpaged.testing.worker import Outcome, WorkerPool
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from fuzz.aims import AIMS
+from worker_pool import Outcome, WorkerPool
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--run-limit", type=float, default=60.0, help="seconds of the device's part")
     p.add_argument("--json", type=Path, default=None)
-    p.add_argument("--target", default="torchpaged.testing.fuzz_case:run_case", help="what a worker runs")
+    p.add_argument("--target", default="fuzz.case:run_case", help="what a worker runs")
     return p
 
 

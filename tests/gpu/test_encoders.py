@@ -84,7 +84,7 @@ def test_cross_attention_captured() -> None:
 def test_an_encoder_of_transformers(model_type: str, compiled: bool) -> None:
     """In float32 against eager attention, padding on either side."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    from torchpaged.testing.coverage import encoders
+    from model_coverage import encoders
 
     model = encoders.model_of(model_type, "eager").cuda()
     ours: Any = encoders.model_of(model_type, "torchpaged").cuda()
@@ -102,8 +102,9 @@ def test_an_encoder_of_transformers(model_type: str, compiled: bool) -> None:
 def test_an_encoder_decoder_of_transformers(model_type: str, compiled: bool) -> None:
     """The logits of generate() in float32, with a padded source; decode steps compiled and in CUDA graphs."""
     pytest.importorskip("transformers", reason="transformers is not installed")
+    from model_coverage import encoder_decoders
+
     from torchpaged.hf import PagedEncoderDecoderCache, paged
-    from torchpaged.testing.coverage import encoder_decoders
 
     model = encoder_decoders.model_of(model_type).cuda()
     given = encoder_decoders.inputs_of(model, model_type)

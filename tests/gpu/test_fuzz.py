@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+from worker_pool import WorkerPool
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
-from torchpaged.testing.worker import WorkerPool
 
 pytestmark = pytest.mark.gpu
 BATCHES, SHARE = 2000, 50
@@ -177,7 +177,7 @@ def configurations() -> Iterator[WorkerPool]:
     """Several processes, since nearly all the time is the compilers'."""
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     with WorkerPool(
-        "torchpaged.testing.fuzz_case:run_case",
+        "fuzz.case:run_case",
         workers=min(TOGETHER, os.cpu_count() or 1),
         environment=environment,
     ) as pool:

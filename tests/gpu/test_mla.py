@@ -99,9 +99,10 @@ def test_write_latent() -> None:
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "auto_compiled"])
 def test_a_model_attends_over_latents(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
+    from model_coverage.architectures import model_of
+    from model_coverage.checks import prompts
+
     from torchpaged.hf import PagedCache, attach
-    from torchpaged.testing.coverage.architectures import model_of
-    from torchpaged.testing.coverage.checks import prompts
 
     model = model_of("youtu", "eager").to("cuda")
     inputs = {name: tensor.to("cuda") for name, tensor in prompts().items()}

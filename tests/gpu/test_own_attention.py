@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 def greedy(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
     """Logits of 12 new tokens ``[tokens, rows, vocab]`` behind a left-padded prompt."""
-    from torchpaged.testing.coverage.checks import prompts
+    from model_coverage.checks import prompts
 
     given = {} if cache is None else {"past_key_values": cache}
     inputs = {key: value.to("cuda") for key, value in prompts().items()}
@@ -57,8 +57,9 @@ def once_compiled(model: Any, make_cache: Any, caplog: pytest.LogCaptureFixture)
     ],
 )
 def test_attached(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    from model_coverage.architectures import model_of
+
     import torchpaged.hf as hf
-    from torchpaged.testing.coverage.architectures import model_of
 
     model = model_of(name, "eager").to("cuda")
     want = greedy(model, disable_compile=True)
@@ -78,8 +79,9 @@ def test_attached(name: str, caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("scales", ["head", "tensor"])
 def test_fp8_cache(kv_dtype: str, scales: str, caplog: pytest.LogCaptureFixture) -> None:
     """Against the reference backend over the same scales; rounding is the same, sums are in another order."""
+    from model_coverage.architectures import model_of
+
     import torchpaged.hf as hf
-    from torchpaged.testing.coverage.architectures import model_of
 
     model = model_of("llama", "torchpaged").to("cuda", torch.bfloat16)
     first = hf.PagedCache(model.config, 2, 64, kv_dtype=kv_dtype, kv_scales=scales)

@@ -8,13 +8,14 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install 'torchpaged[hf]'")
 
-from torchpaged.hf import PagedCache, paged
-from torchpaged.testing.coverage.vision_models import (
+from model_coverage.vision_models import (
     batch_of,
     config_of,
     model_class_of,
     tokens_per_picture,
 )
+
+from torchpaged.hf import PagedCache, paged
 
 pytestmark = pytest.mark.gpu
 ROWS = ("tttitttttit", "tittittttttttt", "tttttt")

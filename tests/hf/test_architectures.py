@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import logits_of
+from model_coverage.architectures import LEFT_OUT, model_of
+from model_coverage.checks import generate_masked
 from models import padded_prompts
 from torch import Tensor
 from transformers import CONFIG_MAPPING
@@ -25,8 +27,6 @@ from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, attach
 from torchpaged.hf.known_models import OWN_ATTENTION
 from torchpaged.hf.own_attention import lacks_causal_mask
-from torchpaged.testing.coverage.architectures import LEFT_OUT, model_of
-from torchpaged.testing.coverage.checks import generate_masked
 
 MODES = ["paged", "dense", "none"]
 TABLE: dict[str, list[str]] = json.loads((Path(__file__).parents[1] / "data/architectures.json").read_text())

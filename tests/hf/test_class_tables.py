@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 from families import logits_of
+from model_coverage.architectures import model_of
 from models import padded_prompts
 from transformers import Data2VecVisionConfig, Data2VecVisionModel, GitConfig, GitForCausalLM
 
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache
 from torchpaged.hf.class_tables import TABLES
-from torchpaged.testing.coverage.architectures import model_of
 
 
 def test_every_table_is_known() -> None:

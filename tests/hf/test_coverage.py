@@ -1,5 +1,5 @@
-"""``torchpaged coverage``: 25 architectures that stand for the rest, what a row says of a fault, and the
-table as file, page and command."""
+"""tests/support/cover_models.py: 25 architectures that stand for the rest, what a row says of a fault, and
+the table as file, page and command."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import model_coverage as coverage
 import pytest
 import torch
+from cover_models import app
+from model_coverage import Row, Table, examine, markdown, vision_language
+from model_coverage.architectures import LEFT_OUT, model_types
+from model_coverage.table import versions
 from typer.testing import CliRunner
 
 from torchpaged import ArgumentError
-from torchpaged.cli.app import app
 from torchpaged.hf import attention
-from torchpaged.testing import coverage
-from torchpaged.testing.coverage import Row, Table, examine, markdown, vision_language
-from torchpaged.testing.coverage.architectures import LEFT_OUT, model_types
-from torchpaged.testing.coverage.table import versions
 
 DOCS = Path(__file__).parents[2] / "docs"
 COMMITTED = sorted(DOCS.glob("architectures-*.json"), reverse=True)
@@ -161,7 +161,7 @@ def test_the_table_as_a_file(tmp_path: Path) -> None:
         "one graph": 2,
     }
     (tmp_path / "y.json").write_text('{"rows": []}')
-    with pytest.raises(ArgumentError, match="output: expected a JSON file that torchpaged coverage wrote"):
+    with pytest.raises(ArgumentError, match="output: expected a JSON file that cover_models.py wrote"):
         Table.load(tmp_path / "y.json")
 
 
@@ -183,7 +183,7 @@ def test_the_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(coverage, "cover", cover)
     output, page = tmp_path / "out.json", tmp_path / "page.md"
-    command = ["coverage", "--output", str(output), "--page", str(page), "--json"]
+    command = ["--output", str(output), "--page", str(page), "--json"]
     first = CliRunner().invoke(app, [*command, "--arch", "llama"])
     assert first.exit_code == 0 and json.loads(first.stdout.splitlines()[-1])["counts"]["paged"] == 1
     second = CliRunner().invoke(app, [*command, "--arch", "llama", "--arch", "opt"])
@@ -199,7 +199,7 @@ def test_the_command_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_architecture_that_is_not_there(tmp_path: Path) -> None:
     for name, why in (("lama", "no decoder of this transformers"), ("llama4", LEFT_OUT["llama4"])):
-        done = CliRunner().invoke(app, ["coverage", "--arch", name, "--output", str(tmp_path / "x.json")])
+        done = CliRunner().invoke(app, ["--arch", name, "--output", str(tmp_path / "x.json")])
         assert isinstance(done.exception, ArgumentError) and why in str(done.exception)
 
 
@@ -249,7 +249,7 @@ def test_tables_of_kinds_are_not_mixed(tmp_path: Path) -> None:
     Table(kind="encoder", rows={"bert": Row("bert", "text", "varlen")}).save(output)
     assert Table.load(output).kind == "encoder" and Table.load(output).counts()["varlen"] == 1
     for options, words in (((), "of kind encoder"), (("--kind", "coder"), "one of decoder, encoder")):
-        done = CliRunner().invoke(app, ["coverage", *options, "--output", str(output)])
+        done = CliRunner().invoke(app, [*options, "--output", str(output)])
         assert isinstance(done.exception, ArgumentError) and words in str(done.exception)
 
 

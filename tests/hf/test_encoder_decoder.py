@@ -322,7 +322,7 @@ def test_a_mask_of_ones_own() -> None:
 @pytest.mark.parametrize("model_type", ["encoder-decoder", "moonshine", "t5"])
 def test_prompt_lookup(model_type: str) -> None:
     """Tokens are taken back from the decoder's keys; of the encoder's there is nothing to take."""
-    from torchpaged.testing.coverage.encoder_decoders import inputs_of, model_of
+    from model_coverage.encoder_decoders import inputs_of, model_of
 
     model = model_of(model_type)
     source = {name: x[:1] for name, x in inputs_of(model, model_type, 6).items()}
@@ -398,9 +398,8 @@ def test_a_backend_that_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model_type", ["bart", "encoder-decoder", "fsmt", "t5", "whisper"])
 def test_a_family(model_type: str) -> None:
     """As the committed table says: one graph for a decode step."""
+    from model_coverage import encoder_decoders
     from test_coverage import committed_row
-
-    from torchpaged.testing.coverage import encoder_decoders
 
     row, want = encoder_decoders.examine(model_type), committed_row(model_type, "encoder-decoders")
     assert (row.mode, row.graphs, row.kind) == (want.mode, want.graphs, want.kind), row
@@ -408,8 +407,9 @@ def test_a_family(model_type: str) -> None:
 
 def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cross attention that sees the source's padding."""
+    from model_coverage import encoder_decoders
+
     from torchpaged.hf import attention
-    from torchpaged.testing.coverage import encoder_decoders
 
     plain = attention.cross_batch
     monkeypatch.setattr(attention, "cross_batch", lambda batch, mask, n, keys: plain(batch, None, n, keys))

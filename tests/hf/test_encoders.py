@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage import encoders, examine
+from model_coverage.checks import Row
+from model_coverage.encoders import Attended
 from test_query_tokens import Kernels
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -36,9 +39,6 @@ from torchpaged.hf.known_models import ENCODERS
 from torchpaged.hf.mask_rows import rows_of
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import Way, way_of
-from torchpaged.testing.coverage import encoders, examine
-from torchpaged.testing.coverage.checks import Row
-from torchpaged.testing.coverage.encoders import Attended
 
 SIZES: dict[str, Any] = {
     "vocab_size": 99,

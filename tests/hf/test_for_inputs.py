@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from families import build
+from model_coverage import examine
 from models import padded_prompts, tiny
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError
 from torchpaged.hf import PagedCache, PagedEncoderDecoderCache, paged
 from torchpaged.hf.known_models import NEEDS_DENSE
-from torchpaged.testing.coverage import examine
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 CALLS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {

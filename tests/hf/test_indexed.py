@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage import examine
+from model_coverage.architectures import model_of
 from models import padded_prompts
 from torch import Tensor
 
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, paged
 from torchpaged.hf.indexed import IndexedLayer, attend_with_sinks, select
-from torchpaged.testing.coverage import examine
-from torchpaged.testing.coverage.architectures import model_of
 
 GREEDY: dict[str, Any] = {
     "max_new_tokens": 8,

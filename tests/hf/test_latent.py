@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model_coverage.architectures import model_of, model_types
+from model_coverage.checks import difference, prompts
 from torch import nn
 
 from torchpaged import ArgumentError, UnsupportedModelError
@@ -16,8 +18,6 @@ from torchpaged.cache import LatentLayerSpec
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, detach, paged
 from torchpaged.hf.known_models import CACHES_LATENTS
-from torchpaged.testing.coverage.architectures import model_of, model_types
-from torchpaged.testing.coverage.checks import difference, prompts
 
 
 def greedy(model: Any, cache: PagedCache | None = None, **options: Any) -> torch.Tensor:

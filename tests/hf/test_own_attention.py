@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage import checks, examine
+from model_coverage.architectures import OPTIONS, model_of, model_types
 from models import padded_prompts
 from torch._dynamo.exc import Unsupported
 from transformers import DynamicCache, StaticCache
@@ -17,8 +19,6 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, attach, detach, own_attention
 from torchpaged.hf.known_models import MAY_LACK_CAUSAL_MASK, OWN_ATTENTION
-from torchpaged.testing.coverage import checks, examine
-from torchpaged.testing.coverage.architectures import OPTIONS, model_of, model_types
 
 
 def with_options(monkeypatch: pytest.MonkeyPatch, name: str, **options: Any) -> None:

@@ -14,6 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 import transformers
+from model_coverage import architectures, vision_models
+from model_coverage.architectures import config_of, model_of, model_types
+from model_coverage.checks import difference
 from transformers import PreTrainedModel
 
 from torchpaged import ArgumentError, AttentionMetadata, UnsupportedModelError
@@ -21,9 +24,6 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel, accelerate
 from torchpaged.hf.known_models import MAKES_ONES
 from torchpaged.hf.support import rotated_alike
-from torchpaged.testing.coverage import architectures, vision_models
-from torchpaged.testing.coverage.architectures import config_of, model_of, model_types
-from torchpaged.testing.coverage.checks import difference
 
 LENGTHS = (6, 41, 23)
 STEPS = ([4, 10, 7], [1, 12, 1], [1, 18, 0], [0, 1, 15])  # tokens of each request

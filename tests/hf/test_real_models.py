@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from model_coverage.encoders import Attended
 from real_models import minilm_path, spoken, whisper_tiny
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 
 from torchpaged.hf import PagedEncoderDecoderCache, paged
-from torchpaged.testing.coverage.encoders import Attended
 
 TEXTS = [
     "A cat sits on the mat.",

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage.architectures import model_of
 from models import MODELS, padded_prompts, tiny
 from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, attach, require_supported
-from torchpaged.testing.coverage.architectures import model_of
 
 DIFF: dict[str, Any] = {
     "vocab_size": 99,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from model_coverage.architectures import model_of
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -11,7 +12,6 @@ from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator
 from torchpaged.hf import PagedCache, attach
 from torchpaged.hf.state_layer import StateLayer
-from torchpaged.testing.coverage.architectures import model_of
 
 #: States apart from attention, convolutions alone, both in one layer, several states in one.
 FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "inkling_text", "zaya"]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from families import build
+from model_coverage.architectures import model_of
 from models import padded_prompts, tiny
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
 from torchpaged import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.hf import PagedCache, attach, detach, paged
-from torchpaged.testing.coverage.architectures import model_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 

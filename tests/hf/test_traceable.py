@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model_coverage import encoder_decoders, examine
+from model_coverage.architectures import model_of, model_types
 from torch import Tensor, nn
 
 from torchpaged.hf import PagedCache, attach, detach, paged, traceable
 from torchpaged.hf.own_attention import put_in
 from torchpaged.hf.traceable import TRACEABLE
-from torchpaged.testing.coverage import encoder_decoders, examine
-from torchpaged.testing.coverage.architectures import model_of, model_types
 
 OLD = transformers.__version__.startswith("5.17")
 

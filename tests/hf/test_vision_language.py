@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model_coverage.vision_language import examine, generate
+from model_coverage.vision_models import batch_of, model_of, tokens_per_picture
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import blockwise_overlay, causal_mask_function, or_masks
@@ -16,8 +18,6 @@ from transformers.masking_utils import blockwise_overlay, causal_mask_function, 
 from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf import PagedCache, accelerate, attach, attention, paged, unaccelerate
 from torchpaged.hf.span_mask import SpanMask, spans_of
-from torchpaged.testing.coverage.vision_language import examine, generate
-from torchpaged.testing.coverage.vision_models import batch_of, model_of, tokens_per_picture
 
 ROWS = ("tit", "titit", "ttt")
 

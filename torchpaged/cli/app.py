@@ -1,4 +1,4 @@
-"""The command line: ``torchpaged generate | bench | tune | backends | coverage | env``.
+"""The command line: ``torchpaged generate | bench | tune | backends | env``.
 
 typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen
 import them.
@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -321,52 +320,6 @@ def backends(
     console.print(shown)
     console.print(f"chosen: {chosen or 'none'} ({why})", markup=False)
     raise typer.Exit(0 if chosen or backend == "auto" else 2)
-
-
-@app.command()
-def coverage(
-    arch: Annotated[
-        list[str] | None,
-        typer.Option(help="a model type of transformers; may be given several times; default: all"),
-    ] = None,
-    kind: Annotated[
-        str, typer.Option(help="decoder, encoder, encoder-decoder or vision-language")
-    ] = "decoder",
-    output: Annotated[
-        str, typer.Option(help="JSON file of the rows; a run goes on from it")
-    ] = "coverage.json",
-    page: Annotated[str, typer.Option(help="write the rows as a Markdown page to this file")] = "",
-    beside: Annotated[
-        list[str] | None, typer.Option(help="another version's JSON file to show on the page, too")
-    ] = None,
-    workers: Annotated[int, typer.Option(help="processes at a time", min=1)] = 1,
-    seconds: Annotated[float | None, typer.Option(help="begin nothing new after so long")] = None,
-    compiled: Annotated[
-        bool,
-        typer.Option("--compiled/--no-compiled", help="check the compiled decode step, and count its graphs"),
-    ] = True,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="examine again what the output holds already")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-) -> None:
-    """Which architectures of transformers run right through a paged cache, or without one if they are
-    encoders; tiny and random."""
-    from torchpaged.cli.coverage import run
-
-    code = run(
-        arch or [],
-        Path(output),
-        Path(page) if page else None,
-        [Path(path) for path in beside or []],
-        workers=workers,
-        seconds=seconds,
-        compiled=compiled,
-        fresh=fresh,
-        as_json=as_json,
-        kind=kind,
-    )
-    raise typer.Exit(code)
 
 
 @app.command(name="env")

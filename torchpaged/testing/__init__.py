@@ -10,8 +10,8 @@ opcheck table.
     check_graph_support(MY_BACKEND)  # it holds what it declares, or an AssertionError says what it does hold
     check_batch_invariance(MY_BACKEND)  # a request has the same bits in any company, or an AssertionError
 
-``layers``, ``sampling`` and ``rope`` have the inputs of the other ops, ``fuzz`` and ``fuzz_case`` random
-ones, ``worker`` processes for what may hang, ``graph_conformance`` the proof of a declared graph support.
+``layers``, ``sampling`` and ``rope`` have the inputs of the other ops, ``graph_conformance`` the proof of a
+declared graph support.
 Nothing in the library imports this package.
 """
 

@@ -13,7 +13,7 @@ from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
-#: As in `torchpaged.testing.fuzz_case`: in float32 nothing hides in which order products are summed.
+#: As in the fuzz: in float32 nothing hides in which order products are summed.
 _FLOAT32_FACTOR = 6.0
 
 

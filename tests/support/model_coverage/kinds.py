@@ -7,7 +7,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from torchpaged.testing.coverage import (
+from model_coverage import (
     architectures,
     checks,
     encoder_decoders,
@@ -15,14 +15,15 @@ from torchpaged.testing.coverage import (
     vision_language,
     vision_models,
 )
-from torchpaged.testing.coverage.checks import TOLERANCE, Beat, Row
+from model_coverage.checks import TOLERANCE, Beat, Row
 
 _DECODERS = """# Architectures
 
 Every decoder architecture that transformers maps to a causal LM, tiny and random, through
 `torchpaged.hf.PagedCache` without further arguments, against transformers' own eager attention in float32:
-logits within {tolerance} of their scale, and the same greedy tokens. `torchpaged coverage` made this page;
-`--help` says how to run it again, and `torchpaged/testing/coverage/checks.py` what each check does.
+logits within {tolerance} of their scale, and the same greedy tokens. `python tests/support/cover_models.py`
+made this page; `--help` says how to run it again, and `tests/support/model_coverage/checks.py` what each
+check does.
 
 - **paged**: attention reads the block pools. **latent**: it reads pools of latents, one row per token for all
   heads. **dense**: keys and values are gathered first, and SDPA attends.
@@ -36,8 +37,9 @@ _ENCODERS = """# Encoders
 
 Families of encoders, tiny and random, under `attn_implementation="torchpaged"` and without a cache, against
 transformers' own eager attention in float32: hidden states of all tokens within {tolerance} of their scale,
-in batches without padding, with padding on the right and on the left. `torchpaged coverage --kind encoder`
-made this page; `torchpaged/testing/coverage/encoders.py` says what each check does.
+in batches without padding, with padding on the right and on the left.
+`python tests/support/cover_models.py --kind encoder` made this page;
+`tests/support/model_coverage/encoders.py` says what each check does.
 
 - **varlen**: every attention ran on the paged kernels, padding left out. **dense**: some ran on SDPA.
 - **own attention**: the modules don't call the attention interface; they run as without torchpaged.
@@ -49,8 +51,9 @@ _ENCODER_DECODERS = """# Encoder-decoder models
 
 Families of encoder-decoder models, tiny and random, through `torchpaged.hf.PagedEncoderDecoderCache` without
 further arguments, sources padded, against transformers' own eager attention in float32: logits within
-{tolerance} of their scale, and the same greedy tokens. `torchpaged coverage --kind encoder-decoder` made this
-page; `torchpaged/testing/coverage/encoder_decoders.py` says what each check does.
+{tolerance} of their scale, and the same greedy tokens.
+`python tests/support/cover_models.py --kind encoder-decoder` made this page;
+`tests/support/model_coverage/encoder_decoders.py` says what each check does.
 
 - **paged**: self- and cross attention read block pools. **dense**: cross attention does; the decoder's own
   keys and values are gathered first, and SDPA attends.
@@ -64,8 +67,8 @@ _VISION_LANGUAGE = """# Vision-language models
 Families of vision-language models, tiny and random, with pictures through `torchpaged.hf.PagedCache` without
 further arguments, against transformers' own eager attention in float32: logits within {tolerance} of their
 scale, and the same greedy tokens. Batches have rows with one picture, two and none, padded on the left.
-`torchpaged coverage --kind vision-language` made this page;
-`torchpaged/testing/coverage/vision_language.py` says what each check does.
+`python tests/support/cover_models.py --kind vision-language` made this page;
+`tests/support/model_coverage/vision_language.py` says what each check does.
 
 - **paged**: the text model's attention reads the block pools; pictures whose tokens see each other in both
   directions (gemma3, gemma4, paligemma) too. **latent**, **dense**: as for [decoders](architectures.md).

@@ -1,7 +1,7 @@
 """Cases in processes of their own, with a watchdog: a hang or a crash costs its case and its process, not
 the run.
 
-    with WorkerPool("torchpaged.testing.fuzz_case:run_case", workers=4) as pool:
+    with WorkerPool("fuzz.case:run_case", workers=4) as pool:
         for outcome in pool.run({"seed": seed} for seed in range(100)):
             print(outcome.kind, outcome.case, outcome.message)
 
@@ -61,13 +61,15 @@ class Outcome:
 class _Worker:
     def __init__(self, target: str, environment: Mapping[str, str], stderr: Path) -> None:
         self.stderr = stderr
+        variables = {**os.environ, **environment}
+        path = (variables.get("PYTHONPATH"), str(Path(__file__).parents[2]))  # a checkout needs no install
         with stderr.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "torchpaged.testing.worker", target],
+                [sys.executable, __file__, target],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                env={**os.environ, **environment},
+                env={**variables, "PYTHONPATH": os.pathsep.join(filter(None, path))},
                 start_new_session=True,
             )
         self.case: dict[str, Any] | None = None

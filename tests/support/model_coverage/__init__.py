@@ -5,12 +5,12 @@ own eager attention.
 
 ``architectures`` builds the models, ``checks`` runs one, ``encoders`` and ``encoder_decoders`` do both for
 theirs, ``vision_models`` and ``vision_language`` for those with images, ``kinds`` lists the four, ``sweep``
-runs many in processes of their own, ``table`` keeps what came out and writes it down. ``torchpaged coverage``
-is the command.
+runs many in processes of their own, ``table`` keeps what came out and writes it down.
+``tests/support/cover_models.py`` is the command.
 """
 
-from torchpaged.testing.coverage.checks import Row, examine
-from torchpaged.testing.coverage.sweep import cover
-from torchpaged.testing.coverage.table import Table, markdown
+from model_coverage.checks import Row, examine
+from model_coverage.sweep import cover
+from model_coverage.table import Table, markdown
 
 __all__ = ["Row", "Table", "cover", "examine", "markdown"]

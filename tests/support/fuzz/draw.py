@@ -1,5 +1,5 @@
 """Random attention configurations and batches, each out of one integer seed; what runs and checks
-them: fuzz_case.py.
+them: case.py.
 
     configuration = random_configuration(seed, backends=("cuda", "triton"))
     batch = random_batch(configuration, index)
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from fuzz.aims import AIMS
+from fuzz.configuration import Configuration
+from fuzz.shared_prefixes import share_prefixes
 from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
-from torchpaged.testing.fuzz_aims import AIMS
-from torchpaged.testing.fuzz_configuration import Configuration
 from torchpaged.testing.pools import FP8_DTYPES, PoolLayout
-from torchpaged.testing.shared_prefixes import share_prefixes
 from torchpaged.testing.trees import TREE_KINDS, random_parents
 
 WIDTHS = (
@@ -96,7 +96,7 @@ def random_configuration(
         backends: names in `torchpaged.custom_ops.BACKEND_OPS` to choose from.
         captures: whether a fifth is captured into CUDA graphs.
         small: lengths and heads for a CPU.
-        aim: a name in `torchpaged.testing.fuzz_aims.AIMS`: all are for one kernel, whatever ``backends``
+        aim: a name in `fuzz.aims.AIMS`: all are for one kernel, whatever ``backends``
             says; "" for any.
     """
     if aim:

@@ -31,10 +31,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, PreTrainedModel
 
+from model_coverage.architectures import model_of
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf import PagedCache, attach
 from torchpaged.hf.own_attention import lacks_causal_mask
-from torchpaged.testing.coverage.architectures import model_of
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 8

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torchpaged.testing.coverage.checks import Row, without_folders
-from torchpaged.testing.worker import Outcome, WorkerPool
+from worker_pool import Outcome, WorkerPool
+
+from model_coverage.checks import Row, without_folders
 
 #: Seconds that a phase may take before its worker is ended.
 LIMITS = {
@@ -60,7 +61,7 @@ def cover(
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     limit = None if seconds is None else seconds + 60
     with WorkerPool(
-        "torchpaged.testing.coverage.kinds:run_case", workers=workers, limits=LIMITS, environment=environment
+        "model_coverage.kinds:run_case", workers=workers, limits=LIMITS, environment=environment
     ) as pool:
         for outcome in pool.run(cases, seconds=limit, reserve=0.0 if seconds is None else 60.0):
             if outcome.kind != "cut":

@@ -22,8 +22,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MODEL_MAPPING, PreTrainedModel
 
-from torchpaged.testing.coverage.architectures import config_of, with_random_weights
-from torchpaged.testing.coverage.checks import Beat, Row, difference, outcome_of, sentence
+from model_coverage.architectures import config_of, with_random_weights
+from model_coverage.checks import Beat, Row, difference, outcome_of, sentence
 
 #: "varlen": every attention ran on our kernels; "dense": some on SDPA; "own attention": the modules attend by
 #: themselves, as without torchpaged.

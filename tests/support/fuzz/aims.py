@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torchpaged.testing.pools import PoolLayout
 
 if TYPE_CHECKING:
-    from torchpaged.testing.fuzz_configuration import Configuration
+    from fuzz.configuration import Configuration
 
 PREFILL_WIDTHS = (
     (32, 32),

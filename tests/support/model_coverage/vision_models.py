@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from torchpaged.testing.coverage.architectures import OPTIONS, config_of_class, with_random_weights
+from model_coverage.architectures import OPTIONS, config_of_class, with_random_weights
 
 #: What stands for a picture in a prompt; texts are of smaller ids.
 IMAGE_TOKEN = 125

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import transformers
 
+from model_coverage.checks import RUNS, Row
+from model_coverage.kinds import KINDS
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.testing.coverage.checks import RUNS, Row
-from torchpaged.testing.coverage.kinds import KINDS
 
 
 def versions() -> dict[str, str]:
@@ -46,7 +46,7 @@ class Table:
             return cls(document["versions"], rows, document.get("kind", "decoder"))
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(
-                "output", "a JSON file that torchpaged coverage wrote", f"{path}: {error}"
+                "output", "a JSON file that cover_models.py wrote", f"{path}: {error}"
             ) from None
 
     def save(self, path: Path) -> None:

@@ -27,9 +27,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from model_coverage.architectures import config_of, with_random_weights
+from model_coverage.checks import Beat, Row, difference, outcome_of, sentence
 from torchpaged.hf import PagedEncoderDecoderCache, attach
-from torchpaged.testing.coverage.architectures import config_of, with_random_weights
-from torchpaged.testing.coverage.checks import Beat, Row, difference, outcome_of, sentence
 
 MODES = ("paged", "dense", "no cache", "refused", "wrong", "broken")
 NEW_TOKENS = 6

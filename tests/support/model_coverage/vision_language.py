@@ -23,10 +23,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, PreTrainedModel
 
-from torchpaged.hf import PagedCache, attach
-from torchpaged.testing.coverage.checks import Beat, Row, difference, kind_of, outcome_of, sentence
-from torchpaged.testing.coverage.encoders import Attended
-from torchpaged.testing.coverage.vision_models import (
+from model_coverage.checks import Beat, Row, difference, kind_of, outcome_of, sentence
+from model_coverage.encoders import Attended
+from model_coverage.vision_models import (
     FAMILIES,
     IMAGE_TOKEN,
     batch_of,
@@ -35,6 +34,7 @@ from torchpaged.testing.coverage.vision_models import (
     picture_features,
     tokens_per_picture,
 )
+from torchpaged.hf import PagedCache, attach
 
 __all__ = ["MODES", "examine", "model_types"]
 

@@ -1,7 +1,7 @@
 """One fuzzed configuration: its batches run twice, compared with the oracle and with themselves, eagerly or
 out of a CUDA graph.
 
-`run_case` is a target of `torchpaged.testing.worker.WorkerPool`.
+`run_case` is a target of `worker_pool.WorkerPool`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fuzz.configuration import Configuration
+from fuzz.draw import random_batch, random_configuration
+from fuzz.shared_prefixes import OWN_TENSORS, PREFIX_TENSORS
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.testing.batches import Batch
-from torchpaged.testing.fuzz import random_batch, random_configuration
-from torchpaged.testing.fuzz_configuration import Configuration
 from torchpaged.testing.oracle import assert_within_budget, run_paged_attention
 from torchpaged.testing.pools import FP8_DTYPES, clone_storage, memory_of, strided
-from torchpaged.testing.shared_prefixes import OWN_TENSORS, PREFIX_TENSORS
 
 _REFERENCE = BACKEND_OPS["reference"]
 _FAILURES = 3  # of one configuration; then it is given up

@@ -1,0 +1,2 @@
+"""Random attention configurations and batches: ``draw`` makes them, ``aims`` draws for one kernel, ``case``
+runs one against the reference."""

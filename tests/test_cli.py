@@ -444,7 +444,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
     from typer.testing import CliRunner
 
     from torchpaged.backends import Backend, get_backend, register_backend
-    from torchpaged.backends import selector as selector_module
+    from torchpaged.backends.choose import names as names_module
     from torchpaged.cli.app import app
     from torchpaged.custom_ops import BACKEND_OPS
 
@@ -466,7 +466,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {*options, "latent"} == {
         field.name for field in dataclasses.fields(able) if getattr(able, field.name) is True
     }
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(names_module, "REGISTERED", {})
     nothing = dataclasses.replace(able, **dict.fromkeys([*options, "latent"], False))
     register_backend(Backend("mine", nothing, BACKEND_OPS["reference"], lambda: None))
 

@@ -14,7 +14,7 @@ import torch
 import torchpaged
 from torchpaged import ArgumentError, BackendUnavailableError, PagedAttention, use_backend
 from torchpaged.backends import Backend, Planning, get_backend, register_backend
-from torchpaged.backends import selector as selector_module
+from torchpaged.backends.choose import names as names_module
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 
 
@@ -68,8 +68,8 @@ Counting = Callable[..., list[str]]
 def mine(monkeypatch: pytest.MonkeyPatch) -> Counting:
     """Registers a backend "mine" whose ops are the reference's and count their calls; returns the names that
     were called."""
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
-    monkeypatch.setattr(selector_module, "AUTOMATIC", list(selector_module.AUTOMATIC))
+    monkeypatch.setattr(names_module, "REGISTERED", {})
+    monkeypatch.setattr(names_module, "AUTOMATIC", list(names_module.AUTOMATIC))
 
     def register(automatic: bool = False, missing: str | None = None, **declared: Any) -> list[str]:
         called: list[str] = []
@@ -293,7 +293,7 @@ def test_handles_are_held_to_their_backend_as_soon_as_it_is_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Handles may run before anybody registered what they can't do."""
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(names_module, "REGISTERED", {})
     own = lambda *args, **options: BACKEND_OPS["reference"].paged_attention(*args, **options)  # noqa: E731
     ops = BACKEND_OPS["reference"]._replace(paged_attention=own)
     given = arguments()["paged_attention"]
@@ -314,7 +314,7 @@ def test_a_module_that_is_given_queries_of_another_dtype_than_it_was_built_for(
 ) -> None:
     """As when its model's weights were replaced by others: its backend runs what it declares, or refuses."""
     torch._dynamo.reset()
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(names_module, "REGISTERED", {})
     reference = get_backend("reference")
     able = dataclasses.replace(reference.capabilities, dtypes=(torch.float32,))
     register_backend(Backend("float32", able, reference.ops, lambda: None))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchpaged import ArgumentError, BackendUnavailableError, BlockPoolExhaustedError, PagedAttention
-from torchpaged.backends import selector
+from torchpaged.backends.choose import names
 from torchpaged.cache import PagedKVCache
 from torchpaged.graphs.capture import TapeCapture
 from torchpaged.layers import (
@@ -314,7 +314,7 @@ def test_a_backend_that_can_not_is_refused_at_construction(
 
     able = replace(BACKEND.capabilities, bidirectional=False, chunked=False)
     poor = replace(BACKEND, name="poor", capabilities=able)
-    monkeypatch.setitem(selector._REGISTERED, "poor", poor)
+    monkeypatch.setitem(names.REGISTERED, "poor", poor)
     with pytest.raises(BackendUnavailableError, match="(bidirectional attention|chunked) is not supported"):
         if isinstance(kind, AttentionType):
             attention_layer(kind, HEADS, DIM, backend="poor")

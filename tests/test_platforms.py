@@ -21,7 +21,6 @@ from torchpaged.backends import (
     Route,
     Tuned,
     TunedFileWarning,
-    choice_log,
     get_backend,
     list_backends,
     platform_of,
@@ -29,9 +28,10 @@ from torchpaged.backends import (
     register_backend,
     select_backend,
 )
-from torchpaged.backends import selector as selector_module
-from torchpaged.backends.platforms import UNVERIFIED, platform_table
-from torchpaged.backends.tuned import device_name, path_for, save, versions
+from torchpaged.backends.choose import names as names_module
+from torchpaged.backends.choose import select as select_module
+from torchpaged.backends.choose.order import UNVERIFIED, platform_table
+from torchpaged.backends.choose.tuned import device_name, path_for, save, versions
 
 ROOT, CPU = Path(__file__).parents[1], torch.device("cpu")
 SPEC = AttentionSpec(device=CPU, dtype=torch.float32, head_dim=16, num_heads=4, num_kv_heads=2)
@@ -47,13 +47,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Pretended GPU")
         monkeypatch.setattr(torch.version, "hip", hip)
-        own = selector_module._reject
+        own = select_module._reject
 
         def reject(backend: Backend, specs: Any) -> list[str]:
             here = "cuda" in backend.capabilities.device_types
             return backend.capabilities.reject(specs[0]) if here else own(backend, specs)
 
-        monkeypatch.setattr(selector_module, "_reject", reject)
+        monkeypatch.setattr(select_module, "_reject", reject)
         return torch.device("cuda")
 
     return pretend
@@ -123,8 +123,8 @@ def test_a_session_of_all_limits_may_get_one_that_plans(monkeypatch: pytest.Monk
     """`open_session` tells its caller to plan; a module alone, and limits that are not all there, don't."""
     from sessions import PLANNING
 
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
-    monkeypatch.setattr(selector_module, "AUTOMATIC", list(selector_module.AUTOMATIC))
+    monkeypatch.setattr(names_module, "REGISTERED", {})
+    monkeypatch.setattr(names_module, "AUTOMATIC", list(names_module.AUTOMATIC))
     register_backend(PLANNING, automatic=True)
     assert open_session(SPEC, ALL).name == "planning"
     for other in (open_session(SPEC, replace(ALL, max_num_reqs=None)), PagedAttention(4, 16, 2).session):
@@ -133,7 +133,7 @@ def test_a_session_of_all_limits_may_get_one_that_plans(monkeypatch: pytest.Monk
 
 
 def test_one_line_per_model(caplog: pytest.LogCaptureFixture) -> None:
-    choice_log._once.cache_clear()
+    select_module._once.cache_clear()
     with caplog.at_level(logging.INFO, "torchpaged.backends"):
         for _ in range(4):
             PagedAttention(6, 24, 3, backend="reference")
@@ -223,7 +223,7 @@ def test_a_file_that_can_not_be_used_is_said_and_left_aside(cache: Path, text: A
     if isinstance(text, dict):
         text = json.dumps({"format": 1, **asdict(measured()), **text})
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    from torchpaged.backends import tuned
+    from torchpaged.backends.choose import tuned
 
     tuned._FOUND.clear()
     with pytest.warns(TunedFileWarning, match="run `torchpaged tune` again") as said:
@@ -255,7 +255,7 @@ def test_a_file_nested_too_deep(cache: Path) -> None:
 
 def test_the_functions_follow(cache: Path) -> None:
     """Also those that remember their choice by kind of call."""
-    from torchpaged.backends.ops_choice import choose_ops
+    from torchpaged.backends.choose.for_call import choose_ops
 
     before = choose_ops(CPU, SPEC)
     save(measured(decode=("torch_sdpa",), prefill=("torch_sdpa",)), CPU, {})

@@ -29,8 +29,8 @@ from torchpaged.backends import (
     register_backend,
     select_backend,
 )
-from torchpaged.backends import selector as selector_module
-from torchpaged.backends.routed import route_backend
+from torchpaged.backends.choose import names as names_module
+from torchpaged.backends.choose.route import route_backend
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.graphs import PackedGraphRunner, TapeCapture
 from torchpaged.testing import (
@@ -184,7 +184,7 @@ def test_a_backend_of_decodes_alone_can_be_a_part() -> None:
 @pytest.fixture
 def planning_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Decodes by a backend that plans every step, the rest by the device's own."""
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(names_module, "REGISTERED", {})
     register_backend(PLANNING)
     yield "decode=planning,prefill=cpu"
 
@@ -215,7 +215,7 @@ def test_a_gpt_on_a_route(planning_route: str, native: None, compile: bool) -> N
 @torch.no_grad()
 def test_decodes_need_no_plan_of_the_other_part(monkeypatch: pytest.MonkeyPatch, native: None) -> None:
     """Prompts are planned, steps of single tokens are not."""
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(names_module, "REGISTERED", {})
     register_backend(PLANNING)
     session = get_backend("decode=cpu,prefill=planning").open([], LIMITS, "cpu")
     assert session.plans_every_step and not session.plans_every_decode
@@ -274,7 +274,7 @@ def test_the_function_runs_the_route_that_was_asked_for(
         calls.append(options["max_query_len"])
         original(*arguments, **options)
 
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(names_module, "REGISTERED", {})
     register_backend(of_reference("counting", attend))
 
     def call() -> Tensor:

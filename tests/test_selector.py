@@ -23,7 +23,8 @@ from torchpaged.backends import (
     select_backend,
     use_backend,
 )
-from torchpaged.backends import selector as selector_module
+from torchpaged.backends.choose import names as names_module
+from torchpaged.backends.choose import select as select_module
 from torchpaged.custom_ops import BACKEND_OPS
 
 ROOT = Path(__file__).parents[1]
@@ -113,7 +114,7 @@ def test_the_reason_says_which_kernel_prefills(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(cuda.torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(
-        selector_module, "_reject", lambda backend, specs: [] if backend.name == "cuda" else ["no"]
+        select_module, "_reject", lambda backend, specs: [] if backend.name == "cuda" else ["no"]
     )
     spec = AttentionSpec(
         device=torch.device("cuda"), dtype=torch.bfloat16, head_dim=128, num_heads=32, num_kv_heads=8
@@ -130,8 +131,8 @@ def test_the_reason_says_which_kernel_prefills(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_register_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
-    monkeypatch.setattr(selector_module, "AUTOMATIC", list(selector_module.AUTOMATIC))
+    monkeypatch.setattr(names_module, "REGISTERED", {})
+    monkeypatch.setattr(names_module, "AUTOMATIC", list(names_module.AUTOMATIC))
     mine = Backend("mine", get_backend("reference").capabilities, BACKEND_OPS["reference"], lambda: None)
     register_backend(mine, automatic=True)
     assert select_backend(SPEC).name == "mine" and list_backends()[0] == "mine"

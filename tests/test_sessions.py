@@ -52,8 +52,8 @@ from torchpaged.backends import (
     get_backend,
     register_backend,
 )
-from torchpaged.backends import selector as selector_module
 from torchpaged.backends import semaphore as semaphore_module
+from torchpaged.backends.choose import names as names_module
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.graphs import DecodeGraphRunner, EagerCapture, PackedGraphRunner, TapeCapture
 
@@ -69,7 +69,7 @@ def session() -> PlanningSession:
 
 @pytest.fixture
 def planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(names_module, "REGISTERED", {})
     register_backend(PLANNING)
     yield PLANNING.name
 

@@ -13,8 +13,8 @@ import torch
 
 from torchpaged import ArgumentError, BackendUnavailableError
 from torchpaged.backends import AttentionSpec, Backend, get_backend, register_backend, select_backend
-from torchpaged.backends import selector as selector_module
-from torchpaged.backends.tuned import TunedFileWarning, path_for, tuned_for
+from torchpaged.backends.choose import names as names_module
+from torchpaged.backends.choose.tuned import TunedFileWarning, path_for, tuned_for
 from torchpaged.bench import timing
 from torchpaged.bench.attention import inputs
 from torchpaged.bench.attention.cases import _case
@@ -88,7 +88,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(timing, "BURST", 2)
     for module, name in ((timing, "MAX_CALLS"), (inputs, "MAX_LAYERS"), (inputs, "MIN_LAYERS")):
         monkeypatch.setattr(module, name, 1)
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
+    monkeypatch.setattr(names_module, "REGISTERED", {})
     reference = get_backend("reference")
 
     def off_by_one(*arguments: Any, **options: Any) -> None:

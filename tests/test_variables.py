@@ -12,7 +12,7 @@ import torch
 
 import torchpaged
 from torchpaged import AttentionMetadata
-from torchpaged.backends import tuned
+from torchpaged.backends.choose import tuned
 from torchpaged.custom_ops import checks, native, variables
 from torchpaged.custom_ops.cuda import cubins, jit
 from torchpaged.graphs import DecodeGraphRunner, PackedGraphRunner

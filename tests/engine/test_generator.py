@@ -12,7 +12,7 @@ import torch
 from sessions import KEPT, semaphore_of
 
 from torchpaged import ArgumentError
-from torchpaged.backends import selector as selector_module
+from torchpaged.backends.choose import names as names_module
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.text import TextStream
 
@@ -83,7 +83,7 @@ def test_every_step_carries_a_kept_semaphore(
     model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill, decode and mixed steps: no call is left to make its own, and no step makes a new one."""
-    monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
+    monkeypatch.setattr(names_module, "REGISTERED", {"kept": KEPT})
     generator = Generator(model, max_batch_size=3, graphs=graphs, prefill_chunk_size=5, backend="kept")
     ops, seen = generator.model._cache.backend.ops, []  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ from models import padded_prompts, tiny
 import torchpaged
 from torchpaged import AttentionMetadata, BackendUnavailableError, PagedAttention
 from torchpaged.backends import Backend, get_backend, register_backend
-from torchpaged.backends import selector as selector_module
+from torchpaged.backends.choose import names as names_module
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.engine import Generator
 from torchpaged.hf import PagedCache, PagedModel
@@ -41,8 +41,8 @@ LACKS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Backend]]:
     """``lacking(sinks=False)`` registers a backend "mine" with the reference's kernels that declares so."""
-    monkeypatch.setattr(selector_module, "_REGISTERED", {})
-    monkeypatch.setattr(selector_module, "AUTOMATIC", list(selector_module.AUTOMATIC))
+    monkeypatch.setattr(names_module, "REGISTERED", {})
+    monkeypatch.setattr(names_module, "AUTOMATIC", list(names_module.AUTOMATIC))
 
     def make(automatic: bool = False, **declared: Any) -> Backend:
         reference = get_backend("reference")

@@ -13,7 +13,7 @@ from sessions import KEPT, PLANNING
 
 from torchpaged import Limits
 from torchpaged.backends import Backend
-from torchpaged.backends import selector as selector_module
+from torchpaged.backends.choose import names as names_module
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, PagedModel, compile_layers, fuse, uncompile_layers, unfuse
@@ -76,7 +76,7 @@ def test_what_the_session_keeps_does_not_tell_layers_apart(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One compilation for all layers, and none for another session."""
-    monkeypatch.setattr(selector_module, "_REGISTERED", {backend.name: backend})
+    monkeypatch.setattr(names_module, "REGISTERED", {backend.name: backend})
     model, counter = tiny("Llama", num_hidden_layers=4), Counter()
     expected = _steps(PagedModel(model, num_blocks=16), 2)
     compile_layers(model, backend=counter)

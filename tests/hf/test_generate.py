@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from transformers import CompileConfig, PreTrainedModel
 
 import torchpaged
-from torchpaged.backends import selector as selector_module
+from torchpaged.backends.choose import names as names_module
 from torchpaged.hf import PagedCache
 
 COUNT: list[Any] = []  # graphs seen by `counting`
@@ -151,7 +151,7 @@ def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     ids = torch.randint(3, 99, (2, 12))
-    monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
+    monkeypatch.setattr(names_module, "REGISTERED", {"kept": KEPT})
     cache = PagedCache(model.config, 2, 32, block_size=4, backend="kept")
     codes: list[str] = []
     with torch.no_grad():

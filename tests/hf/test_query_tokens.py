@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForConditionalGeneration, EncoderDecoderCache, PreTrainedModel
 
-from torchpaged.backends import selector as selector_module
+from torchpaged.backends.choose import names as names_module
 from torchpaged.hf import PagedCache, query_starts
 from torchpaged.hf import cache_rows as rows_module
 
@@ -234,7 +234,7 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
 def test_a_new_batch_begins_with_a_clear_semaphore(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
-    monkeypatch.setattr(selector_module, "_REGISTERED", {"kept": KEPT})
+    monkeypatch.setattr(names_module, "REGISTERED", {"kept": KEPT})
     cache = PagedCache(model.config, 8, 64, backend="kept")
     with torch.no_grad():
         want = model(**inputs, past_key_values=cache).logits

@@ -2,26 +2,21 @@
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
-from torchpaged.backends.platforms import PLATFORMS, Platform, platform_of
-from torchpaged.backends.ranking import Ranking
-from torchpaged.backends.route import Route, parse_route
-from torchpaged.backends.routed import route_of
-from torchpaged.backends.selector import (
+from torchpaged.backends.choose.names import (
     ALIASES,
-    Choice,
     backend_of,
     get_backend,
     list_backends,
-    open_session,
-    ranking,
     register_backend,
-    select_backend,
     use_backend,
 )
+from torchpaged.backends.choose.order import PLATFORMS, Platform, Ranking, platform_of
+from torchpaged.backends.choose.route import Route, parse_route, route_of
+from torchpaged.backends.choose.select import Choice, open_session, ranking, select_backend
+from torchpaged.backends.choose.tuned import Tuned, TunedFileWarning
 from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.session import Limits, PlannedBatch, Session, assert_planned
 from torchpaged.backends.spec import AttentionSpec, GraphSupport, attention_spec
-from torchpaged.backends.tuned import Tuned, TunedFileWarning
 from torchpaged.metadata import HostLengths
 
 __all__ = [

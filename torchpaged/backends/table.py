@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchpaged.backends.capabilities import FEATURES, Capabilities
-from torchpaged.backends.selector import ALIASES, get_backend, list_backends
+from torchpaged.backends.choose.names import ALIASES, get_backend, list_backends
 
 _SHORT = {
     torch.float64: "fp64",

@@ -32,7 +32,7 @@ from torchpaged.backends import (
     ranking,
     select_backend,
 )
-from torchpaged.backends.platforms import platform_table
+from torchpaged.backends.choose.order import platform_table
 from torchpaged.backends.table import capability_tables, declared
 from torchpaged.cli.bench import app as bench_app
 from torchpaged.cli.tune import tune

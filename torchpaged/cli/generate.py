@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from torchpaged import profiling
 from torchpaged.backends import get_backend
-from torchpaged.backends.selector import requested
+from torchpaged.backends.choose.names import requested
 from torchpaged.cache.memory import memory_of
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, RequestError, TorchpagedError

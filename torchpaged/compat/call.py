@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import attention_spec
-from torchpaged.backends.ops_choice import choose_ops
+from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
 from torchpaged.custom_ops.checks import reads_values, refuse_grad

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import attention_spec
-from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import OneCall, able_backend, choose_ops, planned_once, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
@@ -18,7 +18,6 @@ from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad, swi
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.functional.arguments import given, scale_of_products, traced_sizes
-from torchpaged.functional.one_call import OneCall, able_backend, planned_once
 
 _DEFAULT = BACKEND_OPS["default"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import AttentionSpec, attention_spec
-from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import choose_ops, traced_ops
 from torchpaged.custom_ops import BackendOps, check_native_dtype
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad

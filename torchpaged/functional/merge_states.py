@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import choose_ops, traced_ops
 from torchpaged.custom_ops import BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import attention_spec
-from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import able_backend, choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.attention.call import CascadeCall
 from torchpaged.custom_ops.attention.check import check_cascade_attention
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.functional.arguments import traced_sizes
-from torchpaged.functional.one_call import able_backend
 
 #: Whose ``cascade_attention`` is more than two calls of their ``paged_attention`` here or its specification.
 #: On a CPU the native kernels are called twice; a backend around a library has no such op.

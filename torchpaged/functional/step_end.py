@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.backends.ops_choice import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import choose_ops, traced_ops
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import check_tensors
 from torchpaged.custom_ops.step_end.check import check_advance_step

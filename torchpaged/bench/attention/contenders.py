@@ -30,7 +30,7 @@ from torchpaged.backends import (
     get_backend,
     list_backends,
 )
-from torchpaged.backends.route import is_route
+from torchpaged.backends.choose.route import is_route
 from torchpaged.bench.attention.cases import AttentionCase
 from torchpaged.bench.attention.contender import Contender, Prepared
 from torchpaged.bench.attention.inputs import Inputs

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchpaged.backends import Route, Tuned, get_backend, list_backends
-from torchpaged.backends.tuned import device_name, path_for, save, versions
+from torchpaged.backends.choose.tuned import device_name, path_for, save, versions
 from torchpaged.bench import conditions, timing
 from torchpaged.bench.attention.case import free_memory, measure_case
 from torchpaged.bench.attention.cases import AttentionCase, select_cases

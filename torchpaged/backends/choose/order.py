@@ -1,4 +1,4 @@
-"""The order in which backends are tried on a kind of device, as data, with where each order comes from.
+"""In which order backends are tried on a kind of device, and where that order comes from.
 
     platform_of(torch.device("cuda")).order     # ("cuda", "triton", ...)
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
+from torchpaged.backends.choose.tuned import tuned_for
 
 #: What a row that no machine of this project has run says of itself.
 UNVERIFIED = "not verified here"
@@ -80,6 +82,48 @@ def platform_of(device: torch.device) -> Platform:
         if row.capabilities is None or (have and row.capabilities[0] <= have <= row.capabilities[1]):
             return row
     return _UNKNOWN
+
+
+class Ranking(NamedTuple):
+    """The order for each part of a batch.
+
+    Attributes:
+        decode: names for requests of one query token.
+        prefill: names for everything else.
+        preferred: those of them that a measurement or the table names for this device.
+        evidence: where the order comes from.
+    """
+
+    decode: tuple[str, ...]
+    prefill: tuple[str, ...]
+    preferred: tuple[str, ...]
+    evidence: str
+
+
+def ranking_of(
+    device: torch.device, automatic: tuple[str, ...], built_in: tuple[str, ...], registered: tuple[str, ...]
+) -> Ranking:
+    """The order on ``device``.
+
+    Args:
+        device: where.
+        automatic: names that may be chosen without being asked for; those that are not built in come first.
+        built_in: names of all built-in backends.
+        registered: names of the others. A measurement that names one that is neither is not used.
+
+    Warns:
+        TunedFileWarning: a measurement that can't be used.
+    """
+    first = tuple(name for name in automatic if name not in built_in)
+    tuned, row = tuned_for(device, {*built_in, *registered}), platform_of(device)
+    if tuned is None:
+        names = tuple(dict.fromkeys((*first, *row.order, *automatic)))
+        return Ranking(names, names, row.order, f"{row.name}: {row.evidence}")
+    decode, prefill = (
+        tuple(dict.fromkeys((*first, *part, *automatic))) for part in (tuned.decode, tuned.prefill)
+    )
+    preferred = tuple(dict.fromkeys(tuned.decode + tuned.prefill))
+    return Ranking(decode, prefill, preferred, f"measured on this {tuned.device} on {tuned.measured}")
 
 
 def platform_table() -> str:

@@ -3,7 +3,7 @@
     tuned_for(device, names)    # Tuned(decode=("cuda", ...), prefill=(...), ...), or None
 
 A file counts for the device and the versions that it was measured with. One that is of other versions, or
-can't be read, is said in a warning, once, and the table of platforms.py is used in its place.
+can't be read, is said in a warning, once, and the table of order.py is used in its place.
 TORCHPAGED_TUNED=0 leaves all of them aside.
 """
 

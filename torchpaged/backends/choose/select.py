@@ -1,57 +1,34 @@
 """Which backend runs, and why.
 
-Order of choice: an explicit argument, then ``with torchpaged.use_backend(name)``, then
-``TORCHPAGED_BACKEND``, then the first usable one in the order of the device: what `torchpaged tune` measured
-there, else the table of platforms.py, then `AUTOMATIC`. A backend that was named is used or refused with
-every reason; it is never swapped for another. A `Route` names one for each part of a batch.
+The one that was asked for (names.py), used or refused with every reason and never swapped for another; else
+the first usable one in the order of the device: what `torchpaged tune` measured there, else the table of
+order.py, then `AUTOMATIC`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import importlib
-from collections.abc import Iterator, Sequence
+import functools
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from types import NoneType
 
 import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Planning
-from torchpaged.backends.choice_log import logged
-from torchpaged.backends.ranking import Ranking, ranking_of
-from torchpaged.backends.route import Route, is_route, parse_route
-from torchpaged.backends.routed import route_backend, route_of
+from torchpaged.backends.choose import names
+from torchpaged.backends.choose.names import get_backend, requested
+from torchpaged.backends.choose.order import Ranking, ranking_of
+from torchpaged.backends.choose.route import Route, route_of
 from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
-from torchpaged.custom_ops import BackendOps, variables
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
-#: Preference of the automatic choice behind the order of the device; registered ones go before that.
-AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "flex", "reference"]
-#: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
-_MODULES = {
-    name: f"torchpaged.backends.{name}"
-    for name in (*AUTOMATIC, "flash_attn", "flash_attn_4", "flashinfer", "flashinfer_xqa", "torch_varlen")
-}
-_REGISTERED: dict[str, Backend] = {}
-# Of _MODULES and of routes, those that were asked for: for a trace, which imports nothing.
-_LOADED: dict[str, Backend] = {}
-_PARTS: dict[str, tuple[Backend, Backend]] = {}  # of routes: what they were made of
+_LOG = logging.getLogger("torchpaged.backends")
 #: Devices on which a backend is chosen without being named, where these are not all of its own, and why.
 _AUTOMATIC_ON = {
     "torch_sdpa": ("cuda", "it gathers as many blocks as the block table is wide"),
 }
-#: What others call what a backend here is made of.
-ALIASES = {
-    "FLASHINFER": "flashinfer",
-    "FLASH_ATTN": "flash_attn",
-    "FLEX_ATTENTION": "flex",
-    "TORCH_SDPA": "torch_sdpa",
-    "TRITON_ATTN": "triton",
-}
-_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("torchpaged_backend", default=None)
 
 
 @dataclass(frozen=True)
@@ -76,99 +53,6 @@ class Choice:
         return get_backend(self.name)
 
 
-def register_backend(backend: Backend, *, automatic: bool = False) -> None:
-    """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the
-    automatic choice."""
-    if backend.name in (*_MODULES, *ALIASES, "auto", "default", "meta"):
-        raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
-    if set(backend.name) & set("=, "):
-        raise ValueError(f"backend.name: expected a name without '=', ',' and spaces, got {backend.name!r}")
-    _REGISTERED[backend.name] = backend
-    if automatic and backend.name not in AUTOMATIC:
-        AUTOMATIC.insert(0, backend.name)
-
-
-def list_backends() -> list[str]:
-    """Names of all backends, in the order of the automatic choice, then the others."""
-    return [*AUTOMATIC, *(name for name in (*_MODULES, *_REGISTERED) if name not in AUTOMATIC)]
-
-
-def get_backend(name: str | Route) -> Backend:
-    """The backend of that name, one of `list_backends` or of `ALIASES`, whether or not it can run here; or
-    the one of a route.
-
-    Raises:
-        BackendUnavailableError: no backend has that name.
-        ArgumentError: what is written as a route is none.
-    """
-    if not isinstance(name, (str, Route)):
-        raise ArgumentError("backend", 'a name, a Route or "auto"', repr(name))
-    if isinstance(name, Route) or is_route(name):
-        return _routed(_own_route(name))
-    if name in _REGISTERED:
-        return _REGISTERED[name]
-    name = _own_name(name)
-    if name not in _MODULES:
-        raise BackendUnavailableError(
-            f"backend: expected one of auto, {', '.join(list_backends())}, got {name!r}"
-        )
-    if name not in _LOADED:
-        _LOADED[name] = importlib.import_module(_MODULES[name]).BACKEND
-    return _LOADED[name]
-
-
-def _routed(route: Route) -> Backend:
-    """One backend per route, as long as its parts are the same."""
-    if route.decode == route.prefill:
-        return get_backend(route.decode)
-    parts, name = (get_backend(route.decode), get_backend(route.prefill)), str(route)
-    known = _PARTS.get(name)
-    if known is None or any(a is not b for a, b in zip(known, parts, strict=True)):
-        _PARTS[name], _LOADED[name] = parts, route_backend(*parts)
-    return _LOADED[name]
-
-
-@contextlib.contextmanager
-def use_backend(name: str | Route) -> Iterator[None]:
-    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an outer
-    choice).
-
-    It holds for this thread, or this task of asyncio, alone: a thread that is started inside chooses anew.
-    """
-    if name != "auto":
-        get_backend(name)
-    token = _forced.set(str(name))
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-
-
-def requested(backend: str | Route | None) -> tuple[str, str]:
-    """The name asked for and who asked."""
-    if not isinstance(backend, (str, Route, NoneType)):
-        raise ArgumentError("backend", 'a name, a Route or "auto"', repr(backend))
-    if backend is not None and backend != "auto":
-        return _own_name(str(backend)), f"backend={str(backend)!r} was given"
-    forced = _forced.get()
-    if forced is not None:
-        return _own_name(forced), f"torchpaged.use_backend({forced!r}) is active"
-    variable = variables.get("TORCHPAGED_BACKEND")
-    return _own_name(variable), f"TORCHPAGED_BACKEND={variable} is set"
-
-
-def _own_name(name: str) -> str:
-    """Of a backend that was asked for by the name that others have for it; a registered one keeps its own."""
-    if is_route(name):
-        return str(_own_route(name))
-    return name if name in _REGISTERED else ALIASES.get(name, name)
-
-
-def _own_route(route: str | Route) -> Route:
-    asked = parse_route(route) if isinstance(route, str) else route
-    return Route(_own_name(asked.decode), _own_name(asked.prefill))
-
-
 def ranking(device: torch.device) -> Ranking:
     """The order of the automatic choice on ``device``: registered backends, those that a measurement or the
     table names for it, the rest of `AUTOMATIC`.
@@ -176,7 +60,7 @@ def ranking(device: torch.device) -> Ranking:
     Warns:
         TunedFileWarning: a measurement that can't be used.
     """
-    return ranking_of(device, tuple(AUTOMATIC), tuple(_MODULES), tuple(_REGISTERED))
+    return ranking_of(device, tuple(names.AUTOMATIC), tuple(names.MODULES), tuple(names.REGISTERED))
 
 
 def select_backend(
@@ -201,7 +85,7 @@ def select_backend(
     name, asker = requested(backend)
     if name == "auto":
         choice = _automatic(specs, plans)
-        logged(choice.name, choice.reason, specs)
+        _logged(choice.name, choice.reason, specs)
         return choice
     found = get_backend(name)
     reasons = _reject(found, specs)
@@ -210,7 +94,7 @@ def select_backend(
             f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}"
         )
     choice = Choice(name, route_of(found), asker + _routes(found, specs))
-    logged(choice.name, choice.reason, specs)
+    _logged(choice.name, choice.reason, specs)
     return choice
 
 
@@ -298,17 +182,16 @@ def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:
     return list(dict.fromkeys(reason for spec in specs for reason in backend.reject(spec)))
 
 
-def backend_of(ops: BackendOps) -> Backend | None:
-    """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that
-    nobody registered."""
-    return next((backend for backend in _all() if backend.ops is ops), None)
+def _logged(name: str, reason: str, specs: Sequence[AttentionSpec]) -> None:
+    """Say a choice at level INFO, once for all layers of a model: equal lines are said once in a process."""
+    kinds = dict.fromkeys(
+        f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim} in "
+        + str(spec.dtype).removeprefix("torch.")
+        for spec in specs
+    )
+    _once(f"backend {name} for {', '.join(kinds)} on {specs[0].device}: {reason}")
 
 
-def backends_with(ops: BackendOps) -> list[Backend]:
-    """Every backend with handles equal to ``ops``."""
-    return [backend for backend in _all() if backend.ops == ops]
-
-
-def _all() -> list[Backend]:
-    routes = [backend for name, backend in list(_LOADED.items()) if is_route(name)]
-    return [*_REGISTERED.values(), *(get_backend(name) for name in _MODULES), *routes]
+@functools.lru_cache(maxsize=256)
+def _once(text: str) -> None:
+    _LOG.info(text)

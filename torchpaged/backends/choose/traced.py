@@ -2,18 +2,19 @@
 
 The compiled code keeps what was chosen. Constants alone can be asked of in a trace: sizes become constants
 by that, which they are in any model; numbers that an attention is given, such as its scale, need not be.
+Imported in a trace alone: `torch.compiler.assume_constant_result` imports torch's compiler.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from torchpaged.backends import selector
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Planning
-from torchpaged.backends.requested_name import requested_name
+from torchpaged.backends.choose.names import backends_with, requested, requested_name
+from torchpaged.backends.choose.select import select_backend
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
@@ -47,12 +48,14 @@ class TracedAttention(NamedTuple):
         return AttentionSpec(device=device, logits_soft_cap=soft_cap, **same)
 
 
-def choose_name(device: torch.device, attention: TracedAttention | None, planned: bool) -> str:
+@torch.compiler.assume_constant_result
+def traced_name(device: torch.device, attention: tuple[Any, ...] | None, planned: bool) -> str:
     """The name of the backend to run, or "default" where the device's own kernels are what was chosen.
 
     Args:
         device: where the call runs.
-        attention: what is asked; None: an op that no attention's features bear on.
+        attention: the fields of a `TracedAttention`, as a plain tuple, since not every Dynamo gives a named
+            one back; None: an op that no attention's features bear on.
         planned: whether a session's workspace is given, or nothing needs a plan.
 
     Raises:
@@ -61,15 +64,16 @@ def choose_name(device: torch.device, attention: TracedAttention | None, planned
     """
     if attention is None or device.type == "meta":
         return requested_name(device.type)
-    choice = selector.select_backend(attention.spec(device))
+    choice = select_backend(TracedAttention(*attention).spec(device))
     if not planned:
         _require_no_plan(choice.backend)
-    by_name = selector.requested(None)[0] != "auto"
+    by_name = requested(None)[0] != "auto"
     own = {"cpu": ("cpu",), "cuda": ("cuda", "triton")}.get(device.type, ())
     return choice.name if by_name or choice.name not in own else "default"
 
 
-def refuse_unable(ops: BackendOps, device: torch.device, attention: TracedAttention, planned: bool) -> None:
+@torch.compiler.assume_constant_result
+def refuse_traced(ops: BackendOps, device: torch.device, attention: tuple[Any, ...], planned: bool) -> bool:
     """Refuse handles that were given where every backend that has them declares not to run ``attention``.
 
     Equal handles count, since a trace does not tell the same object from an equal one.
@@ -77,16 +81,18 @@ def refuse_unable(ops: BackendOps, device: torch.device, attention: TracedAttent
     Raises:
         BackendUnavailableError: with the reasons of each.
     """
-    backends = selector.backends_with(ops)
-    reasons = {backend.name: backend.capabilities.reject(attention.spec(device)) for backend in backends}
+    backends = backends_with(ops)
+    spec = TracedAttention(*attention).spec(device)
+    reasons = {backend.name: backend.capabilities.reject(spec) for backend in backends}
     if device.type == "meta" or not backends:
-        return
+        return True
     if all(reasons.values()):
         why = "; ".join(reason for each in reasons.values() for reason in each)
         name = " or ".join(map(repr, reasons))
         raise BackendUnavailableError(f"backend {name} (its ops were given) cannot run this attention: {why}")
     if not planned:
         _require_no_plan(next(backend for backend in backends if not reasons[backend.name]))
+    return True  # a constant of the trace
 
 
 def _require_no_plan(backend: Backend) -> None:

@@ -1,0 +1,167 @@
+"""The backends by name, and which name was asked for.
+
+Order of asking: an explicit argument, then ``with torchpaged.use_backend(name)``, then
+``TORCHPAGED_BACKEND``, then "auto". A name may be a `Route`, one for each part of a batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import importlib
+from collections.abc import Iterator
+from types import NoneType
+
+from torchpaged.backends.base import Backend
+from torchpaged.backends.choose.route import Route, is_route, parse_route, route_backend
+from torchpaged.custom_ops import BackendOps, variables
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+
+#: Preference of the automatic choice behind the order of the device; registered ones go before that.
+AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "flex", "reference"]
+#: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
+MODULES = {
+    name: f"torchpaged.backends.{name}"
+    for name in (*AUTOMATIC, "flash_attn", "flash_attn_4", "flashinfer", "flashinfer_xqa", "torch_varlen")
+}
+REGISTERED: dict[str, Backend] = {}
+# Of MODULES and of routes, those that were asked for: for a trace, which imports nothing.
+LOADED: dict[str, Backend] = {}
+_PARTS: dict[str, tuple[Backend, Backend]] = {}  # of routes: what they were made of
+#: What others call what a backend here is made of.
+ALIASES = {
+    "FLASHINFER": "flashinfer",
+    "FLASH_ATTN": "flash_attn",
+    "FLEX_ATTENTION": "flex",
+    "TORCH_SDPA": "torch_sdpa",
+    "TRITON_ATTN": "triton",
+}
+_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("torchpaged_backend", default=None)
+
+
+def register_backend(backend: Backend, *, automatic: bool = False) -> None:
+    """Make ``backend`` selectable by its name; ``automatic`` puts it before the built-in ones in the
+    automatic choice."""
+    if backend.name in (*MODULES, *ALIASES, "auto", "default", "meta"):
+        raise ValueError(f"backend.name: expected a new name, got {backend.name!r}, which is built in")
+    if set(backend.name) & set("=, "):
+        raise ValueError(f"backend.name: expected a name without '=', ',' and spaces, got {backend.name!r}")
+    REGISTERED[backend.name] = backend
+    if automatic and backend.name not in AUTOMATIC:
+        AUTOMATIC.insert(0, backend.name)
+
+
+def list_backends() -> list[str]:
+    """Names of all backends, in the order of the automatic choice, then the others."""
+    return [*AUTOMATIC, *(name for name in (*MODULES, *REGISTERED) if name not in AUTOMATIC)]
+
+
+def get_backend(name: str | Route) -> Backend:
+    """The backend of that name, one of `list_backends` or of `ALIASES`, whether or not it can run here; or
+    the one of a route.
+
+    Raises:
+        BackendUnavailableError: no backend has that name.
+        ArgumentError: what is written as a route is none.
+    """
+    if not isinstance(name, (str, Route)):
+        raise ArgumentError("backend", 'a name, a Route or "auto"', repr(name))
+    if isinstance(name, Route) or is_route(name):
+        return _routed(_own_route(name))
+    if name in REGISTERED:
+        return REGISTERED[name]
+    name = _own_name(name)
+    if name not in MODULES:
+        raise BackendUnavailableError(
+            f"backend: expected one of auto, {', '.join(list_backends())}, got {name!r}"
+        )
+    if name not in LOADED:
+        LOADED[name] = importlib.import_module(MODULES[name]).BACKEND
+    return LOADED[name]
+
+
+def _routed(route: Route) -> Backend:
+    """One backend per route, as long as its parts are the same."""
+    if route.decode == route.prefill:
+        return get_backend(route.decode)
+    parts, name = (get_backend(route.decode), get_backend(route.prefill)), str(route)
+    known = _PARTS.get(name)
+    if known is None or any(a is not b for a, b in zip(known, parts, strict=True)):
+        _PARTS[name], LOADED[name] = parts, route_backend(*parts)
+    return LOADED[name]
+
+
+@contextlib.contextmanager
+def use_backend(name: str | Route) -> Iterator[None]:
+    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an outer
+    choice).
+
+    It holds for this thread, or this task of asyncio, alone: a thread that is started inside chooses anew.
+    """
+    if name != "auto":
+        get_backend(name)
+    token = _forced.set(str(name))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def requested(backend: str | Route | None) -> tuple[str, str]:
+    """The name asked for and who asked."""
+    if not isinstance(backend, (str, Route, NoneType)):
+        raise ArgumentError("backend", 'a name, a Route or "auto"', repr(backend))
+    if backend is not None and backend != "auto":
+        return _own_name(str(backend)), f"backend={str(backend)!r} was given"
+    forced = _forced.get()
+    if forced is not None:
+        return _own_name(forced), f"torchpaged.use_backend({forced!r}) is active"
+    variable = variables.get("TORCHPAGED_BACKEND")
+    return _own_name(variable), f"TORCHPAGED_BACKEND={variable} is set"
+
+
+def _own_name(name: str) -> str:
+    """Of a backend that was asked for by the name that others have for it; a registered one keeps its own."""
+    if is_route(name):
+        return str(_own_route(name))
+    return name if name in REGISTERED else ALIASES.get(name, name)
+
+
+def _own_route(route: str | Route) -> Route:
+    asked = parse_route(route) if isinstance(route, str) else route
+    return Route(_own_name(asked.decode), _own_name(asked.prefill))
+
+
+def requested_name(device_type: str) -> str:
+    """The backend that was asked for by name, or "default".
+
+    Raises:
+        BackendUnavailableError: it is not usable here, or doesn't know the device; with all reasons.
+    """
+    name, asker = requested(None)
+    if name == "auto" or device_type == "meta":
+        return "default"
+    backend = get_backend(name)
+    missing, known = backend.unavailable(), backend.capabilities.device_types
+    reasons = [missing] if missing else []
+    if device_type not in known:
+        reasons.append(f"device {device_type} is not one of {', '.join(known)}")
+    if reasons:
+        raise BackendUnavailableError(f"backend {name!r} ({asker}) cannot run this: {'; '.join(reasons)}")
+    return name
+
+
+def backend_of(ops: BackendOps) -> Backend | None:
+    """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that
+    nobody registered."""
+    return next((backend for backend in _all() if backend.ops is ops), None)
+
+
+def backends_with(ops: BackendOps) -> list[Backend]:
+    """Every backend with handles equal to ``ops``."""
+    return [backend for backend in _all() if backend.ops == ops]
+
+
+def _all() -> list[Backend]:
+    routes = [backend for name, backend in list(LOADED.items()) if is_route(name)]
+    return [*REGISTERED.values(), *(get_backend(name) for name in MODULES), *routes]

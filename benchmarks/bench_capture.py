@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_step.cases import build_model, select_shapes
+from decode_step.options import BLOCK_SIZE, DTYPES
 
 from torchpaged.bench import conditions
-from torchpaged.bench.step.cases import build_model, select_shapes
-from torchpaged.bench.step.options import BLOCK_SIZE, DTYPES
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.packed_steps import PackedSteps

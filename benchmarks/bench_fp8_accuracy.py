@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_step.options import DTYPES
 from torch import Tensor
 
 from torchpaged.bench import conditions
-from torchpaged.bench.step.options import DTYPES
 from torchpaged.hf import PagedCache, attach
 
 CACHES: dict[str, dict[str, Any]] = {

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_step.cases import build_model, select_shapes
+from decode_step.options import DTYPES
 from torch import Tensor
 
 import torchpaged.hf as hf
 from torchpaged.bench import conditions
-from torchpaged.bench.step.cases import build_model, select_shapes
-from torchpaged.bench.step.options import DTYPES
 
 Call = Callable[[Tensor, int], Tensor]
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from decode_step.cases import build_model, select_shapes
+from decode_step.options import DTYPES
+from decode_step.peers import generate_batch
 
 import torchpaged.hf  # noqa: F401  # registers its attention
 from torchpaged.bench import conditions
-from torchpaged.bench.step.cases import build_model, select_shapes
-from torchpaged.bench.step.options import DTYPES
-from torchpaged.bench.step.peers import generate_batch
 
 
 class Way(NamedTuple):

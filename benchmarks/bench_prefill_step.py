@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_step.cases import SHAPES, ModelShape, build_model
 
 from torchpaged.bench import conditions
-from torchpaged.bench.step.cases import SHAPES, ModelShape, build_model
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.graphs import PackedGraphRunner
 from torchpaged.hf import PagedModel, fuse

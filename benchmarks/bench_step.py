@@ -12,7 +12,7 @@ What it measures and how: benchmarks/README.md.
 
 from __future__ import annotations
 
-from torchpaged.bench.step import main
+from decode_step import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -13,11 +13,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-from torchpaged.bench import step
-from torchpaged.bench.step import gate, peers, shape
-from torchpaged.bench.step import trace as step_trace
-from torchpaged.bench.step.cases import SHAPES, TARGETS_MS, build_model
-from torchpaged.bench.step.own import Variant, ours
+import decode_step as step
+from decode_step import gate, peers, shape
+from decode_step import trace as step_trace
+from decode_step.cases import SHAPES, TARGETS_MS, build_model
+from decode_step.own import Variant, ours
+
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf import PagedModel
 
@@ -222,7 +223,7 @@ def test_traces() -> None:
 
 # ------------------------------------------------------------------------------------------------- cold start
 def test_cold_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from torchpaged.bench.step import cold
+    import bench_cold_start as cold
 
     arguments = ["--shape", "tiny", "--device", "cpu", "--contender", "k1+fuse", "--batch", "2"]
     file = str(tmp_path / "code.tpc")

@@ -1,5 +1,4 @@
-"""Benchmarks: ``attention`` against its peers (``torchpaged bench attention``), ``step`` for whole decode
-steps of a model.
+"""Benchmarks: ``attention`` against its peers (``torchpaged bench attention``).
 
     timing.py       graph replay on a GPU, contenders in turns; ceilings of the device
     conditions.py   what machine and versions a figure was taken on;

@@ -20,7 +20,7 @@ class Options:
         shapes: names in ``step_cases.SHAPES``.
         batches: batch sizes.
         context: KV tokens per request.
-        only: own contenders (see `torchpaged.bench.step.own.Variant`); empty: none, for a run of peers.
+        only: own contenders (see `decode_step.own.Variant`); empty: none, for a run of peers.
         skip: contenders to leave out, own ones or peers.
         peers: names in ``step_peers.PEERS``.
         device: "auto", "cpu", "cuda".

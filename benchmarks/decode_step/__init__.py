@@ -2,11 +2,11 @@
 
 cases.py, options.py   what is measured;  own.py, peers.py: who;
                        gate.py: what must be right before anything is timed
-shape.py               one shape;  run.py: one run;  cold.py: the start of a process;
+shape.py               one shape;  run.py: one run;
                        trace.py, screen.py: what a reader sees
 """
 
-from torchpaged.bench.step.run import exit_code, main, run
+from decode_step.run import exit_code, main, run
 
 __all__ = [
     "exit_code",

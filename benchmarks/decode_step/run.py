@@ -5,7 +5,7 @@ command line.
     document = run(Options(shapes=("llama-1b",), batches=(1, 8)))
 
 Per shape a random-weight model is made on the device; every own contender passes the gate
-(`torchpaged.bench.step.gate`) before it is timed, at a context of random keys and values. Whatever fails
+(`decode_step.gate`) before it is timed, at a context of random keys and values. Whatever fails
 becomes a row that says why. Needs transformers.
 """
 
@@ -22,13 +22,13 @@ from typing import Any
 
 import torch
 
+from decode_step.cases import SHAPES, select_shapes
+from decode_step.options import DTYPES, VARIANTS, Options
+from decode_step.own import Variant
+from decode_step.peers import PEERS
+from decode_step.screen import StepScreen
+from decode_step.shape import measure_shape
 from torchpaged.bench import conditions
-from torchpaged.bench.step.cases import SHAPES, select_shapes
-from torchpaged.bench.step.options import DTYPES, VARIANTS, Options
-from torchpaged.bench.step.own import Variant
-from torchpaged.bench.step.peers import PEERS
-from torchpaged.bench.step.screen import StepScreen
-from torchpaged.bench.step.shape import measure_shape
 from torchpaged.bench.timing import measure_bandwidth
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 

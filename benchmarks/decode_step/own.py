@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.bench.step.gate import STEPS, Reference, verdict
+from decode_step.gate import STEPS, Reference, verdict
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import RowState, WholeStepRunner
@@ -171,7 +171,7 @@ class OwnStep:
     @torch.inference_mode()
     def check(self, reference: Reference, batch: int) -> dict[str, Any]:
         """Prefill through the model, then teacher-forced launches of the captured
-        graph: `torchpaged.bench.step.gate.verdict`.
+        graph: `decode_step.gate.verdict`.
 
         The graph's first token of each launch is checked; the logits are the graph's own, or, where the graph
         ends in a token, those of the same step run without it.

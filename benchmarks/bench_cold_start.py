@@ -2,10 +2,10 @@
 shape, one batch size.
 
     # cold
-    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers \\
+    PYTHONPATH=. python benchmarks/bench_cold_start.py --shape llama-8b --contender k1+fuse+layers \\
         --save cache.tpc
     # warm
-    PYTHONPATH=. python -m torchpaged.bench.step.cold --shape llama-8b --contender k1+fuse+layers \\
+    PYTHONPATH=. python benchmarks/bench_cold_start.py --shape llama-8b --contender k1+fuse+layers \\
         --load cache.tpc
 
 Empty cache folders make "cold" true: set TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and TORCHPAGED_CACHE to
@@ -24,12 +24,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from decode_step.cases import build_model, select_shapes
+from decode_step.options import BLOCK_SIZE, DTYPES
+from decode_step.own import Variant
 from torch._dynamo.utils import counters
 
 from torchpaged.bench import conditions
-from torchpaged.bench.step.cases import build_model, select_shapes
-from torchpaged.bench.step.options import BLOCK_SIZE, DTYPES
-from torchpaged.bench.step.own import Variant
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
@@ -51,7 +51,7 @@ def cold_start(
 
     Args:
         shape: a name in ``step_cases.SHAPES``.
-        contender: as in `torchpaged.bench.step.own.Variant`; of whole steps (``k1`` ...).
+        contender: as in `decode_step.own.Variant`; of whole steps (``k1`` ...).
         batch: requests, all with a prompt of 128 tokens; the only bucket.
         device, dtype: of the model.
         load: a compile cache to read first, inside the time.

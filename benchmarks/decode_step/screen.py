@@ -25,7 +25,7 @@ _HEADER = [
 
 
 class StepScreen(Screen):
-    """See `Screen`; rows are those of ``torchpaged.bench.step``."""
+    """See `Screen`; rows are those of ``decode_step``."""
 
     def note(self, text: str) -> None:
         """What is being done now, without counting as a step."""

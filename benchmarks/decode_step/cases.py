@@ -1,4 +1,4 @@
-"""What `torchpaged.bench.step` runs: model shapes with random weights, their rooflines, and the targets set
+"""What `decode_step` runs: model shapes with random weights, their rooflines, and the targets set
 for one H200.
 
     # on the device from the start

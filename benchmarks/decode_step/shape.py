@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from torchpaged.bench.step import trace as step_trace
-from torchpaged.bench.step.cases import TARGETS_MS, ModelShape, build_model
-from torchpaged.bench.step.gate import MAX_ROWS, Reference, make_reference
-from torchpaged.bench.step.options import BLOCK_SIZE, DTYPES, Options
-from torchpaged.bench.step.own import OwnStep, Variant, ours
-from torchpaged.bench.step.peers import PEERS
-from torchpaged.bench.step.screen import StepScreen
+from decode_step import trace as step_trace
+from decode_step.cases import TARGETS_MS, ModelShape, build_model
+from decode_step.gate import MAX_ROWS, Reference, make_reference
+from decode_step.options import BLOCK_SIZE, DTYPES, Options
+from decode_step.own import OwnStep, Variant, ours
+from decode_step.peers import PEERS
+from decode_step.screen import StepScreen
 
 BURST_STEPS = 16  # timed between two resets of the requests' lengths
 HOST_LAUNCHES = 20

@@ -46,7 +46,9 @@ def share_prefixes(batch: Batch, max_num_groups: int, r: random.Random) -> Batch
         max_blocks_per_req=table.shape[1],
         block_size=block_size,
     )
-    prefixes.set(groups, table.tolist(), query_lens, batch.seq_lens.tolist())
+    requests = len(query_lens)  # rows behind them are padding
+    lens = batch.seq_lens[:requests].tolist()
+    prefixes.set(groups, table[:requests].tolist(), query_lens, lens)
     tensors = prefixes.block_table, prefixes.lens, prefixes.query_start_loc, prefixes.order, prefixes.inverse
     extras = dict(zip(PREFIX_TENSORS, tensors, strict=True))
     extras |= zip(OWN_TENSORS, prefixes.suffix(table, batch.seq_lens), strict=True)

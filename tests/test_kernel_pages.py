@@ -108,7 +108,7 @@ def test_prefill() -> None:
             shape.keys,
             shape.k_stages,
             shape.v_stages,
-            shape.q_buffers,
+            shape.q_stages,
         ], widths
         config = prefill.prefill_config(specialisation(dim=dim, dim_v=dim_v))
         assert numbers(shared) == [prefill.shared_bytes(config)], widths
@@ -120,7 +120,7 @@ def test_prefill_over_fp8() -> None:
     for widths, threads, keys, raw, buffers, shared in found:
         dim, dim_v = numbers(widths)
         shape = prefill.prefill_shape_fp8(dim, dim_v)
-        cut = [shape.threads, shape.keys, shape.raw_stages, shape.q_buffers]
+        cut = [shape.threads, shape.keys, shape.raw_stages, shape.q_stages]
         assert [int(threads), int(keys), int(raw), int(buffers)] == cut, widths
         assert (shape.groups, shape.k_stages, shape.v_stages) == (2, 2, 2), widths
         config = prefill.prefill_config(specialisation(dim=dim, dim_v=dim_v, kv_dtype=e4m3))

@@ -95,7 +95,7 @@ WALK = """
 struct Found : Run { Cursor c; bool works; };
 int numbers[Requests::NUMBERS + 1];
 Found find(const Params &p, int lane) {  // as paged_decode does
-  Found run = {plan(p, lane, numbers)};
+  Found run = {schedule(p, lane, numbers)};
   run.works = run.unit < run.unit_end;
   if (run.works) run.c = run.cursor();
   return run;
@@ -124,8 +124,8 @@ int main() {
       blockIdx.x = cta, gridDim.x = ctas;
       warp([&](int lane) { run[lane] = find(p, lane); });
       for (int i = 0; i < 32; ++i) {  // what barriers rely on
-        CHECK(run[i].works == run[0].works && run[i].busy == busy && run[i].cut.total == total && run[i].used == starts[reqs]);
-        CHECK(run[i].cut.teams == run[0].cut.teams && run[i].cut.border == run[0].cut.border && run[i].unit == run[0].unit && run[i].unit_end == run[0].unit_end);
+        CHECK(run[i].works == run[0].works && run[i].busy == busy && run[i].partition.total == total && run[i].used == starts[reqs]);
+        CHECK(run[i].partition.teams == run[0].partition.teams && run[i].partition.border == run[0].partition.border && run[i].unit == run[0].unit && run[i].unit_end == run[0].unit_end);
         if (!run[0].works) continue;
         CHECK(run[i].c.request == run[0].c.request && run[i].c.pair == run[0].c.pair && run[i].c.tile == run[0].c.tile);
         CHECK(run[i].moves == run[0].moves && run[i].c.r.start == run[0].c.r.start && run[i].c.r.end == run[0].c.r.end && run[i].c.r.low == run[0].c.r.low);
@@ -142,10 +142,10 @@ int main() {
       while (true) {
         CHECK(c.request < reqs && c.pair < PAIRS && c.pair % TEAM == cta % TEAM && c.tile < tiles[c.request] && c.r.start == starts[c.request]);
         CHECK(c.r.query_len == starts[c.request + 1] - c.r.start && c.r.seq_len == lens[c.request] && c.r.num_tiles == tiles[c.request]);
-        Parts parts = {};
-        parts.find(c, unit, unit_end, run[0].cut, NEAR > 0 && run[0].moves ? NEAR : 0);
+        Splits splits = {};
+        splits.find(c, unit, unit_end, run[0].partition, NEAR > 0 && run[0].moves ? NEAR : 0);
         const int end = min(c.tile + unit_end - unit, c.r.num_tiles);
-        pairs[{c.request, c.pair}].push_back({Run::team(), c.tile, end, parts.first, parts.count, parts.whole});
+        pairs[{c.request, c.pair}].push_back({Run::team(), c.tile, end, splits.first, splits.count, splits.whole});
         unit += end - c.tile;
         if (unit == unit_end) break;
         c.next_pair(p);
@@ -179,9 +179,9 @@ GROUPS = """
 #include <set>
 #define CHECK(x) do { if (!(x)) { printf("%d parts: %s\\n", parts, #x); exit(1); } } while (0)
 int main() {
-  for (int parts = Groups::FROM; parts <= 600; ++parts) {
-    const Groups groups(parts);
-    CHECK(groups.number > 1 && groups.number < 16 && groups.number * groups.bits <= Groups::DONE);
+  for (int parts = SplitGroups::FROM; parts <= 600; ++parts) {
+    const SplitGroups groups(parts);
+    CHECK(groups.number > 1 && groups.number < 16 && groups.number * groups.bits <= SplitGroups::DONE);
     int part = 0;
     std::set<int> keepers;
     for (int group = 0; group < groups.number; ++group) {
@@ -228,7 +228,7 @@ def build(folder: Path, program: str, **constants: int) -> Path:
     """``program`` beside copies of the kernel's headers and the machine above."""
     assert GXX
     config, _ = specialise.decode_config(specialisation(), 1, 64, early=True, sms=132, shared_per_sm=233472)
-    cut = {"WARPS": 4, "KEYS": 16, "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2}
+    cut = {"WARPS": 4, "WARP_KEYS": 16, "STAGES": 3, "TEAM": 8, "CLUSTER": 1, "MIN_TILES": 2}
     values = {name: config[name] for name in DECODE.names()} | cut | constants
     jit.write_sources(folder, "decode.cu", DECODE.config(values))
     (folder / "machine.cuh").write_text(MACHINE)
@@ -290,15 +290,22 @@ def batches(seed: int) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize(
     "constants",
     [
-        {"ONE_PLANS": 1},
+        {"ONE_WARP_SCHEDULES": 1},
         {"TEAM": 1, "WARPS": 8, "MIN_TILES": 1},
-        {"TEAM": 4, "WARPS": 3, "KEYS": 32, "STAGES": 2, "ONE_PLANS": 1, "ASKED": 4},
+        {"TEAM": 4, "WARPS": 3, "WARP_KEYS": 32, "STAGES": 2, "ONE_WARP_SCHEDULES": 1, "ASKED": 4},
         {"TEAM": 1, "CLUSTER": 2, "WARPS": 8, "MIN_TILES": 1},
-        {"NUM_KV_HEADS": 1, "TEAM": 1, "WARPS": 8, "MIN_TILES": 1, "WINDOW_LEFT": 500, "ONE_PLANS": 1},
+        {
+            "NUM_KV_HEADS": 1,
+            "TEAM": 1,
+            "WARPS": 8,
+            "MIN_TILES": 1,
+            "WINDOW_LEFT": 500,
+            "ONE_WARP_SCHEDULES": 1,
+        },
         {"TEAM": 2, "QUERY_LEN": 4, "CHUNK": 256, "GROUP": 2},
         {"NEAR": 1},
-        {"NEAR": 1, "STAGES": 2, "ONE_PLANS": 1, "ASKED": 4},
-        {"NEAR": 2, "TEAM": 1, "WARPS": 3, "KEYS": 32, "ONE_PLANS": 1, "ASKED": 8},
+        {"NEAR": 1, "STAGES": 2, "ONE_WARP_SCHEDULES": 1, "ASKED": 4},
+        {"NEAR": 2, "TEAM": 1, "WARPS": 3, "WARP_KEYS": 32, "ONE_WARP_SCHEDULES": 1, "ASKED": 8},
     ],
     ids=str,
 )
@@ -308,7 +315,7 @@ def test_every_tile_has_one_owner_and_sharers_know_each_other(
     program, text, count = build(tmp_path, WALK, **constants), "", 0
     for ctas in (264, 9):
         for query_lens, seq_lens in batches(len(constants) + ctas):
-            if "ONE_PLANS" not in constants and len(seq_lens) > 64:  # such a warp holds no more
+            if "ONE_WARP_SCHEDULES" not in constants and len(seq_lens) > 64:  # such a warp holds no more
                 continue
             starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
             text += (

@@ -290,12 +290,12 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
         for start, kind in kinds.items()
         if re.search(rf"\*/\s+(@!?U?P\w+ )?{re.escape(start)}", line)
     )
-    exponentials = values["KEYS"] // 2 + 2  # and of the two rows' factors
+    exponentials = values["TILE_KV"] // 2 + 2  # and of the two rows' factors
     if values["Q_FP8"]:  # scores, wait for them and for the values before, exponentials, values
-        scores, weighted = "P" * (values["DIM"] // 32), "P" * (values["KEYS"] // 32)
+        scores, weighted = "P" * (values["DIM"] // 32), "P" * (values["TILE_KV"] // 32)
         assert order.count(scores + "0" + "E" * exponentials + weighted) == 2, order
         return
-    products = (values["DIM"] + values["KEYS"]) // 16
+    products = (values["DIM"] + values["TILE_KV"]) // 16
     steps = re.findall(r"P+1[^1]*?0", order)
     assert len(steps) == 2 + (values["WINDOW_LEFT"] >= 0), order
     assert steps == ["P" * products + "1" + "E" * exponentials + "0"] * len(steps), order
@@ -390,7 +390,7 @@ def test_boxes_fill_a_stage_in_the_order_of_the_descriptors(dim: int, block_size
 def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int, dim_v: int) -> None:
     for wide in (True, False):
         shape = prefill.prefill_shape(dim, dim_v, wide)
-        assert shape.k_stages >= 2 and shape.v_stages >= 2 and shape.q_buffers in (1, 2)
+        assert shape.k_stages >= 2 and shape.v_stages >= 2 and shape.q_stages in (1, 2)
     shape = prefill.prefill_shape_fp8(dim, dim_v)
     assert (shape.k_stages, shape.v_stages) == (2, 2) and 2 <= shape.raw_stages <= 8
     fp8 = config(dim=dim, dim_v=dim_v, kv_dtype=torch.float8_e4m3fn)

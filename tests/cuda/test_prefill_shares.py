@@ -26,17 +26,17 @@ PROGRAM = """
 int main() {
   int tiles, ctas, least, most;
   while (scanf("%d %d %d %d", &tiles, &ctas, &least, &most) == 4) {
-    Shares shares;
-    shares.plan(tiles, ctas, least, most);
-    printf("case %d\\n", shares.parts);
+    CascadeScheduler cascade;
+    cascade.schedule(tiles, ctas, least, most);
+    printf("case %d\\n", cascade.splits);
     for (int cta = 0; cta < ctas; ++cta)
       for (int turn = 0; tiles > 0; ++turn) {
-        const Share s = shares.share(cta, turn);
+        const CascadeSplit s = cascade.split(cta, turn);
         if (s.tile < 0) break;
         printf("s %d %d %d %d %d %d\\n", turn, cta, s.tile, s.from, s.to, s.of);
       }
     for (int tile = 0; tile < tiles; ++tile)
-      for (int n = 0; n < shares.count(tile); ++n) printf("p %d %d\\n", tile, shares.unit(tile, n));
+      for (int n = 0; n < cascade.num_splits(tile); ++n) printf("p %d %d\\n", tile, cascade.partial(tile, n));
   }
 }
 """
@@ -82,7 +82,7 @@ def test_every_step_once_and_the_merge_finds_each_part(program: Path) -> None:
     for (tiles, ctas, least, most), (parts, shares, wanted) in zip(cases, run(program, cases), strict=True):
         even += parts == 0
         assert parts > 0 or least == most
-        assert all(turn < prefill.TURNS for turn, *_ in shares), "scratch memory has no more room"
+        assert all(turn < prefill.MAX_CTA_SPLITS for turn, *_ in shares), "scratch memory has no more room"
         lengths = [most if least == most else rng.randint(least, most) for _ in range(tiles)]
         seen: list[list[int]] = [[] for _ in range(tiles)]
         units: list[set[int]] = [set() for _ in range(tiles)]

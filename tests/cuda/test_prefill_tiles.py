@@ -30,14 +30,14 @@ int main(int argc, char **argv) {
   int starts[4096], lengths[4096];
   for (int i = 0; i <= requests; ++i) starts[i] = atoi(argv[3 + i]);
   for (int i = 0; i < requests; ++i) lengths[i] = atoi(argv[4 + requests + i]);
-  Line line;
-  line.open(starts, lengths, requests, tokens, 132);
-  printf("%d %d %d %d %d\\n", line.total(), line.heads, line.owner, line.live, line.parts);
-  for (int ticket = 0; ticket < line.total(); ticket += stride) {
-    const Tile t = line.find(ticket);
-    const int level = t.span.level(t.index);
-    printf("%d %d %d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.part, t.span.start, t.span.query_len, t.span.seq_len, level,
-           level ? t.span.first_seen(t.index) / KEYS : 0);
+  TileScheduler scheduler;
+  scheduler.open(starts, lengths, requests, tokens, 132);
+  printf("%d %d %d %d %d\\n", scheduler.total(), scheduler.heads, scheduler.owner, scheduler.live, scheduler.splits);
+  for (int ticket = 0; ticket < scheduler.total(); ticket += stride) {
+    const WorkTile t = scheduler.find(ticket);
+    const int level = t.r.level(t.index);
+    printf("%d %d %d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.split, t.r.start, t.r.query_len, t.r.seq_len, level,
+           level ? t.r.first_seen(t.index) / TILE_KV : 0);
   }
 }
 """  # noqa: E501
@@ -69,7 +69,7 @@ def build(
         ),
         prefill.Mode(short=short, split=split, paired=paired),
     )
-    assert (config["KEYS"], config["GROUPS"]) == (KEYS, 2), "128 query rows in a tile"
+    assert (config["TILE_KV"], config["WARPGROUPS"]) == (KEYS, 2), "128 query rows in a tile"
     jit.write_sources(folder, "prefill.cu", config)
     command = [GXX, "-std=c++17", "-O1", "-Wall", "-Werror", "line.cpp", "-o", "line"]
     subprocess.run(command, cwd=folder, check=True, timeout=120)

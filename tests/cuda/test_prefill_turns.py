@@ -22,8 +22,8 @@ PROGRAM = """
 #include <cstdio>
 #include "prefill_lines.cuh"
 int main() {
-  printf("%d %d %d %d %d %d\\n", KEYS, DIM_V, KEYS / 16 * TURN_WIDE, V_LINE, V_SQUARE, TURNED_LINE);
-  for (int group = 0; group < KEYS / 16; ++group)
+  printf("%d %d %d %d %d %d\\n", TILE_KV, DIM_V, TILE_KV / 16 * TURN_WIDE, V_LINE, V_SQUARE, TURNED_LINE);
+  for (int group = 0; group < TILE_KV / 16; ++group)
     for (int wide = 0; wide < TURN_WIDE; ++wide)
       for (int lane = 0; lane < 32; ++lane) {
         const int from = turn_from(group, wide, lane), to = turn_to(group, wide, lane);
@@ -33,7 +33,7 @@ int main() {
         printf("%d %d\\n", from, to);
       }
   for (int row = 0; row < DIM_V; ++row)
-    for (int key = 0; key < KEYS; ++key) printf("%d\\n", turned_at(row, key));
+    for (int key = 0; key < TILE_KV; ++key) printf("%d\\n", turned_at(row, key));
 }
 """
 LANE = torch.arange(32)

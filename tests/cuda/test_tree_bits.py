@@ -54,7 +54,7 @@ KERNELS = {
     **{
         f"attend.cuh, {keys} keys": (
             r"template <bool WIDE> struct KeyBits.*?struct Branches \{.*?\n\};",
-            f"constexpr int KEYS = {keys};",
+            f"constexpr int WARP_KEYS = {keys};",
             "const Branches seen(context, first);",
             "(int)(seen.seen((u32)word) >> key & 1)",
             "seen.position((u32)word, key)",

@@ -4,28 +4,28 @@
 
 // One warp's keys of a tile to shared memory. `ids`: lane i holds the i-th block id of the current batch of
 // tiles.
-constexpr int IDS = BLOCK_SIZE >= KEYS ? 1 : KEYS / BLOCK_SIZE;  // block ids of a warp's keys
+constexpr int IDS = BLOCK_SIZE >= WARP_KEYS ? 1 : WARP_KEYS / BLOCK_SIZE;  // block ids of a warp's keys
 // tiles whose ids one register per lane holds
 constexpr int BATCH = 32 / IDS;
 static_assert(IDS <= 32, "a lane holds one block id: at most 32 blocks per warp's keys");
-constexpr int IN_BLOCK = BLOCK_SIZE >= KEYS ? KEYS : BLOCK_SIZE;
+constexpr int IN_BLOCK = BLOCK_SIZE >= WARP_KEYS ? WARP_KEYS : BLOCK_SIZE;
 
 __device__ __forceinline__ int load_ids(const Params &p, const Cursor &c, int warp, int lane) {
-  const int key =
-      ((c.r.first_tile + c.tile / BATCH * BATCH + lane / IDS) * WARPS + warp) * KEYS + lane % IDS * IN_BLOCK;
+  const int key = ((c.r.first_tile + c.tile / BATCH * BATCH + lane / IDS) * WARPS + warp) * WARP_KEYS +
+                  lane % IDS * IN_BLOCK;
   return key < c.r.end && key + IN_BLOCK > c.r.low ? p.table[c.request * p.table_row + key / BLOCK_SIZE] : 0;
 }
 
 // Whether the warp's keys in the cursor's tile, if any, all lie before the query tokens.
 __device__ __forceinline__ bool is_context(const Cursor &c, int warp) {
-  const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
-  return key >= c.r.end || min(key + KEYS, c.r.end) <= c.r.seq_len - c.r.query_len;
+  const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * WARP_KEYS;
+  return key >= c.r.end || min(key + WARP_KEYS, c.r.end) <= c.r.seq_len - c.r.query_len;
 }
 
 template <int CHUNKS, int PADDED, i64 BLOCK_STRIDE, i64 SLOT_STRIDE>
 __device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int batch_tile, int first_slot,
                                           int skip, int real, int lane) {
-  constexpr int STEPS = (KEYS * CHUNKS + 31) / 32;
+  constexpr int STEPS = (WARP_KEYS * CHUNKS + 31) / 32;
 #pragma unroll
   for (int i = 0; i < STEPS; ++i) {
     const int chunk = i * 32 + lane;
@@ -35,8 +35,8 @@ __device__ __forceinline__ void copy_rows(u32 to, const char *from, int ids, int
     const int slot = IDS == 1 ? first_slot + row : row % IN_BLOCK;
     const char *at = from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + column * 16;
     const u32 target = to + row * (PADDED * 16) + (column ^ swizzle<PADDED>(row)) * 16;
-    if (KEYS * CHUNKS % 32 && row >= KEYS) continue;
-    if (skip <= 0 && real >= KEYS) cp_async_once(target, at, read_once());
+    if (WARP_KEYS * CHUNKS % 32 && row >= WARP_KEYS) continue;
+    if (skip <= 0 && real >= WARP_KEYS) cp_async_once(target, at, read_once());
     // a value that nobody sees may be NaN, and 0 * NaN is NaN
     else cp_async_or_zero(target, at, row >= skip && row < real);
   }
@@ -48,12 +48,12 @@ __device__ __forceinline__ void prefetch_rows(const char *from, int ids, int bat
                                               int lane) {
   constexpr int ROW_LINES = (CHUNKS + 7) / 8;
 #pragma unroll
-  for (int i = 0; i < (KEYS * ROW_LINES + 31) / 32; ++i) {
+  for (int i = 0; i < (WARP_KEYS * ROW_LINES + 31) / 32; ++i) {
     const int row = (i * 32 + lane) / ROW_LINES, line = (i * 32 + lane) % ROW_LINES;
     const int id = IDS == 1 ? __shfl_sync(ALL, ids, batch_tile)
                             : __shfl_sync(ALL, ids, batch_tile * IDS + (row / IN_BLOCK) % IDS);
     const int slot = IDS == 1 ? first_slot + row : row % IN_BLOCK;
-    if (row < KEYS)
+    if (row < WARP_KEYS)
       prefetch_l2(from + ((i64)id * BLOCK_STRIDE + (i64)slot * SLOT_STRIDE) * KV_BYTES + line * 128);
   }
 }
@@ -65,9 +65,9 @@ __device__ __forceinline__ void prefetch_tiles(const Params &p, const Cursor &c,
   const int end = min(min(c.tile + min(PREFETCH_L2, to_load), c.r.num_tiles), (c.tile / BATCH + 1) * BATCH);
 #pragma unroll 1
   for (int tile = c.tile; tile < end; ++tile) {
-    const int key = ((c.r.first_tile + tile) * WARPS + warp) * KEYS,
-              first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
-    if (key >= c.r.end || key + KEYS <= c.r.low) continue;
+    const int key = ((c.r.first_tile + tile) * WARPS + warp) * WARP_KEYS,
+              first_slot = BLOCK_SIZE >= WARP_KEYS ? key % BLOCK_SIZE : 0;
+    if (key >= c.r.end || key + WARP_KEYS <= c.r.low) continue;
     prefetch_rows<K_CHUNKS, K_BLOCK, K_SLOT>(keys_of(p, c), ids, tile % BATCH, first_slot, lane);
     prefetch_rows<V_CHUNKS, V_BLOCK, V_SLOT>(values_of(p, c), ids, tile % BATCH, first_slot, lane);
   }
@@ -105,7 +105,7 @@ struct Queries {
 #pragma unroll
     for (int n = 0; n < COLS; ++n) {
       const int row = n * 8 + lane / 4;
-      const bool real = row < ROWS && query_of(row) < c.r.query_len;
+      const bool real = row < TILE_Q && query_of(row) < c.r.query_len;
       const char *at = p.q + ((c.r.start + query_of(row)) * p.q_token +
                               (kv_head_of(c.pair, row) * GROUP + row % GROUP) * p.q_head) *
                                  2;
@@ -148,34 +148,34 @@ struct Queries {
       for (int i = 0; i < 2; ++i) {  // from here on rows as in the scores: two per thread
         const int mine = n * 8 + quad * 2 + i;
         float k_scale = 1.f;
-        if (SCALES && mine < ROWS) k_scale = p.k_scale[kv_head_of(c.pair, mine) * p.ks_head];
+        if (SCALES && mine < TILE_Q) k_scale = p.k_scale[kv_head_of(c.pair, mine) * p.ks_head];
         const float row_fold = KV_BYTES == 1 && !Q_HALF ? __shfl_sync(ALL, fold, (quad * 2 + i) * 4) : 1.f;
         scale[n][i] = p.scale * k_scale * row_fold * (SOFT_CAP || ALIBI ? 1.f : LOG2E);
         if constexpr (ALIBI || !SAME_MASK) position[n][i] = c.r.seq_len - c.r.query_len + query_of(mine);
         if constexpr (TREE) {
           // Positions are counted over what the row sees: the context, and the tokens of its word.
-          const bool is_row = mine < ROWS && query_of(mine) < c.r.query_len;
+          const bool is_row = mine < TILE_Q && query_of(mine) < c.r.query_len;
           const u32 own = 1u << query_of(mine);
           word[n][i] = is_row ? ((u32)p.tree[c.r.start + query_of(mine)] & (own - 1)) | own : 0;
           position[n][i] = c.r.seq_len - c.r.query_len + __popc(word[n][i] & (own - 1));
           visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
         } else if constexpr (!SAME_MASK) {
           visible(position[n][i], c.r.seq_len, low[n][i], end[n][i]);
-          if (query_of(mine) >= c.r.query_len || mine >= ROWS) end[n][i] = low[n][i];
+          if (query_of(mine) >= c.r.query_len || mine >= TILE_Q) end[n][i] = low[n][i];
         }
         if constexpr (ALIBI)
-          slope[n][i] = mine < ROWS ? p.slopes[kv_head_of(c.pair, mine) * GROUP + mine % GROUP] : 0.f;
+          slope[n][i] = mine < TILE_Q ? p.slopes[kv_head_of(c.pair, mine) * GROUP + mine % GROUP] : 0.f;
       }
     }
   }
 };
 
-// TREE: the KEYS keys from `from` on, of a request whose query tokens' keys begin at `context`. The keys'
-// bits are a row's word, shifted to where its first key lies, and set for those of the context.
+// TREE: the WARP_KEYS keys from `from` on, of a request whose query tokens' keys begin at `context`. The
+// keys' bits are a row's word, shifted to where its first key lies, and set for those of the context.
 template <bool WIDE> struct KeyBits { using type = u32; };
 template <> struct KeyBits<true> { using type = u64; };
 struct Branches {
-  using Bits = KeyBits<(KEYS > 32)>::type;
+  using Bits = KeyBits<(WARP_KEYS > 32)>::type;
   int from, token;  // the query token of the key at `from`, negative before the first
   int right, left;  // that words are shifted
   Bits set;
@@ -194,7 +194,7 @@ struct Branches {
   }
 };
 
-// One warp's KEYS keys at `key`: scores, softmax, weighted values.
+// One warp's WARP_KEYS keys at `key`: scores, softmax, weighted values.
 __device__ __forceinline__ void attend(State &state, const Queries &queries, const Params &p, const Cursor &c,
                                        u32 stage, int key, int lane) {
   float s[SUBS][COLS][4];
@@ -246,8 +246,8 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
         if (!SHARED) s[m][n][j] += other[n][j];
         else if (kv_head_of(0, lane % 4 * 2 + j % 2)) s[m][n][j] = other[n][j];
   }
-  const bool whole = SAME_MASK && key + KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
-  constexpr bool LOW = WINDOW_LEFT >= 0 || CHUNK > 0;  // rows may not see the first keys
+  const bool whole = SAME_MASK && key + WARP_KEYS <= c.r.end && key >= c.r.low;  // no key of these is masked
+  constexpr bool HIDES_FIRST_KEYS = WINDOW_LEFT >= 0 || CHUNK > 0;  // rows may not see the first keys
   [[maybe_unused]] const Branches branches(c.r.seq_len - c.r.query_len, key + lane / 4);
   bool moved = false;
   float top[COLS][2];
@@ -271,7 +271,9 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
           if constexpr (TREE) {
             const u32 word = queries.word[n][i];
             const bool sees = branches.seen(word) >> (m * 16 + h * 8) & 1;
-            x = sees && (!LOW || branches.position(word, m * 16 + h * 8) >= queries.low[n][i]) ? x : -INF;
+            x = sees && (!HIDES_FIRST_KEYS || branches.position(word, m * 16 + h * 8) >= queries.low[n][i])
+                    ? x
+                    : -INF;
           } else if constexpr (!SAME_MASK) x = at < queries.end[n][i] && at >= queries.low[n][i] ? x : -INF;
           else if (!whole) x = at < c.r.end && at >= c.r.low ? x : -INF;
           s[m][n][2 * h + i] = x;
@@ -310,7 +312,7 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
       b[n][0] = movmatrix_trans(pack<HALF>(s[m][n][0], s[m][n][1]));
       b[n][1] = movmatrix_trans(pack<HALF>(s[m][n][2], s[m][n][3]));
     }
-    const u32 values = stage + KEYS * K_ROW_BYTES;
+    const u32 values = stage + WARP_KEYS * K_ROW_BYTES;
     if constexpr (KV_BYTES == 1) {
       const u32 at = values + (m * 16 + lane % 16) * V_ROW_BYTES,
                 odd = (lane / 16 ^ swizzle<V_PADDED>(lane % 16)) * 16;
@@ -347,8 +349,8 @@ __device__ __forceinline__ void attend(State &state, const Queries &queries, con
   }
 }
 
-// A warp's state to shared memory: acc [ROWS][STATE_ROW] into a stage of its own, top [ROWS] and total [ROWS]
-// beside it.
+// A warp's state to shared memory: acc [TILE_Q][STATE_ROW] into a stage of its own, top [TILE_Q] and total
+// [TILE_Q] beside it.
 __device__ __forceinline__ void leave_state(State &state, float *to, float *tops, float *totals, int lane) {
   const int quad = lane % 4, r = lane / 4;
 #pragma unroll
@@ -360,7 +362,7 @@ __device__ __forceinline__ void leave_state(State &state, float *to, float *tops
       total += __shfl_xor_sync(ALL, total, 8);
       total += __shfl_xor_sync(ALL, total, 16);
       const int row = n * 8 + quad * 2 + i;
-      if (row < ROWS) {
+      if (row < TILE_Q) {
 #pragma unroll
         for (int d = 0; d < DIM_V / 16; ++d) {
           // fp8 values unpack in pairs of neighbours, 16-bit ones as columns r and r + 8

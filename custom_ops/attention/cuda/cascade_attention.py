@@ -15,13 +15,13 @@ from torchpaged.custom_ops.attention.call import CascadeCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_cascade_attention
 from torchpaged.custom_ops.attention.cuda import decode, prefill
 from torchpaged.custom_ops.attention.cuda.paged_attention import require_cuda, route, with_semaphore
-from torchpaged.custom_ops.attention.cuda.prefill_shape import TURNS, most_tiles, shape_for
+from torchpaged.custom_ops.attention.cuda.prefill_shape import MAX_CTA_SPLITS, most_tiles, shape_for
 from torchpaged.custom_ops.attention.cuda.tensor_maps import square_width
 from torchpaged.custom_ops.attention.triton.cascade_attention import compose
 from torchpaged.custom_ops.cuda import gpu
 
-#: Tiles for each CTA of the prefixes at most, by shapes: so many shares of one have room.
-MOST_TILES_PER_CTA = TURNS - 2
+#: Tiles for each CTA of the prefixes at most, by shapes: so many splits of one have room.
+MOST_TILES_PER_CTA = MAX_CTA_SPLITS - 2
 
 
 def cascade_attention(call: CascadeCall) -> None:

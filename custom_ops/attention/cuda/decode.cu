@@ -1,11 +1,11 @@
 // Decode attention over a paged cache: stream-K on a fixed grid, one launch, merged by the last arriver.
 //
 // A pair is a request and one kv head, or two narrow ones side by side (PAIR_HEADS). The keys of all requests
-// are cut into tiles of WARPS * KEYS keys and lined up; every team of TEAM CTAs takes an equal run of that
-// line, whatever the lengths are, each CTA for a pair of its own: device memory answers faster when the heads
-// of a block are read at about one time. Inside a CTA each warp owns KEYS keys of a tile: it copies them to
-// shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no barrier stands in the
-// loop; the warps' softmax states meet once per pair.
+// are cut into tiles of WARPS * WARP_KEYS keys and lined up; every team of TEAM CTAs takes an equal run of
+// that line, whatever the lengths are, each CTA for a pair of its own: device memory answers faster when the
+// heads of a block are read at about one time. Inside a CTA each warp owns WARP_KEYS keys of a tile: it
+// copies them to shared memory itself (cp.async, STAGES deep, across the borders of pairs), so that no
+// barrier stands in the loop; the warps' softmax states meet once per pair.
 //
 // The dots are transposed: S^T = K Q^T and O^T = V^T P^T, keys and value columns as the 16 rows of
 // mma.m16n8k16, query rows (query tokens x heads of the group) as its 8 columns. A group of 4 or 8 heads
@@ -50,29 +50,29 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
     p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 }
 
-// Combine `parts` parts of a pair, from `slot(0)` on in this order, and hand each row's maximum, sum and
-// columns to `use`. AHEAD: parts asked for at once; a trip to L2 takes longer than everything else here.
+// Combine `splits` partials of a pair, from `slot(0)` on in this order, and hand each row's maximum, sum and
+// columns to `use`. AHEAD: partials asked for at once; a trip to L2 takes longer than everything else here.
 template <int AHEAD, class Slot, class Use>
-__device__ __forceinline__ void merge_parts(const Params &p, Slot slot, int parts, int thread, Use use) {
-  for (int e = thread; e < ROWS * V_VECTORS; e += THREADS) {
+__device__ __forceinline__ void merge_partials(const Params &p, Slot slot, int splits, int thread, Use use) {
+  for (int e = thread; e < TILE_Q * V_VECTORS; e += THREADS) {
     const int row = e / V_VECTORS, column = e % V_VECTORS;
     float top = FLOOR, total = 0.f;
     float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int begin = 0; begin < parts; begin += AHEAD) {
+    for (int begin = 0; begin < splits; begin += AHEAD) {
       float part_top[AHEAD], part_total[AHEAD];
       float4 x[AHEAD];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
         // past the end: the last one again, with no weight; no branch between loads
-        const int part = min(begin + j, parts - 1);
-        const i64 at = slot(part);
-        part_top[j] = load_l2(p.part_state + at * 2 * ROWS + row);
-        part_total[j] = load_l2(p.part_state + at * 2 * ROWS + ROWS + row);
-        x[j] = load_l2((const float4 *)p.part_acc + at * ROWS * V_VECTORS + e);
+        const int split = min(begin + j, splits - 1);
+        const i64 at = slot(split);
+        part_top[j] = load_l2(p.part_state + at * 2 * TILE_Q + row);
+        part_total[j] = load_l2(p.part_state + at * 2 * TILE_Q + TILE_Q + row);
+        x[j] = load_l2((const float4 *)p.part_acc + at * TILE_Q * V_VECTORS + e);
       }
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j)
-        if (begin + j >= parts) part_top[j] = -INF;
+        if (begin + j >= splits) part_top[j] = -INF;
       float most = top;
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) most = fmaxf(most, part_top[j]);
@@ -94,18 +94,18 @@ __device__ __forceinline__ void merge_parts(const Params &p, Slot slot, int part
   }
 }
 
-// Where a pair's parts are, and where they go when merged. Its CTAs are in teams first ...: slot 1 of the
-// first one holds its part, slot 0 of the others.
-struct PartSlots {
-  int first, begin;  // team; part
+// Where a pair's partials are, and where they go when merged. Its CTAs are in teams first ...: slot 1 of the
+// first one holds its partial, slot 0 of the others.
+struct PartialSlots {
+  int first, begin;  // team; split
   __device__ __forceinline__ i64 operator()(int i) const {
-    const int part = begin + i;
-    return (i64)((first + part) * TEAM + blockIdx.x % TEAM) * 2 + (part == 0);
+    const int split = begin + i;
+    return (i64)((first + split) * TEAM + blockIdx.x % TEAM) * 2 + (split == 0);
   }
 };
 struct GroupSlots {
   int first;
-  const Groups &groups;
+  const SplitGroups &groups;
   __device__ __forceinline__ i64 operator()(int group) const {
     return (i64)((first + groups.keeper(group)) * TEAM + blockIdx.x % TEAM) * 2 + 1;
   }
@@ -117,14 +117,14 @@ struct StoreOutput {
     store_output(p, c.r, c.pair, row, column, top, total, x);
   }
 };
-struct StorePart {
+struct StorePartial {
   const Params &p;
   i64 slot;
   __device__ __forceinline__ void operator()(int row, int column, float top, float total, float4 x) const {
-    ((float4 *)p.part_acc)[slot * ROWS * V_VECTORS + row * V_VECTORS + column] = x;
+    ((float4 *)p.part_acc)[slot * TILE_Q * V_VECTORS + row * V_VECTORS + column] = x;
     if (column == 0) {
-      p.part_state[slot * 2 * ROWS + row] = top;
-      p.part_state[slot * 2 * ROWS + ROWS + row] = total;
+      p.part_state[slot * 2 * TILE_Q + row] = top;
+      p.part_state[slot * 2 * TILE_Q + TILE_Q + row] = total;
     }
   }
 };
@@ -162,28 +162,28 @@ __device__ __noinline__ void store_empty(const Params &p) {
 // The next kernel may be launched from here on, not earlier: whoever wrote the query tokens' keys did let its
 // dependents start early, and to an attention behind this one they are keys to be read before its wait.
 //
-// LONGEST > 0: a prefill launch (prefill.cu) stands right before this one, and neither writes what the other
-// reads. It began when all kernels ahead of it had ended, and lets this one begin when each of its CTAs runs:
-// so nobody waits here, and whatever is read was complete before. What an older kernel left in L1 is gone by
-// load_and_forget_l1, which stands before every plain load. The last CTA waits at its end.
+// DECODE_LEN > 0: a prefill launch (prefill.cu) stands right before this one, and neither writes what the
+// other reads. It began when all kernels ahead of it had ended, and lets this one begin when each of its CTAs
+// runs: so nobody waits here, and whatever is read was complete before. What an older kernel left in L1 is
+// gone by load_and_forget_l1, which stands before every plain load. The last CTA waits at its end.
 __device__ __forceinline__ void wait_and_launch_next() {
-  if constexpr (PDL && LONGEST == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (PDL && DECODE_LEN == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
   if constexpr (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 // Kernels behind wait for this launch alone: it must not end before the prefill launch. That waits for none
 // of its dependents, so it ends.
 __device__ __forceinline__ void wait_for_prefill() {
-  if (PDL && LONGEST > 0 && blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (PDL && DECODE_LEN > 0 && blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // What the warps of a CTA share.
 struct Shared {
   // [WARPS][STAGES]; where a warp's keys were, its state is left
   char *stages;
-  float (*all_tops)[ROWS], (*all_totals)[ROWS];  // [WARPS], of these states
+  float (*all_tops)[TILE_Q], (*all_totals)[TILE_Q];  // [WARPS], of these states
   int *is_last;                                  // whether this CTA is the last of a pair's to arrive
-  u32 *arrived_parts;                            // CLUSTER > 1: parts of others that are in the inbox
-  float *inbox, *inbox_states;                   // CLUSTER > 1: [CLUSTER - 1][PART], [CLUSTER - 1][2][ROWS]
+  u32 *arrived_partials;                            // CLUSTER > 1: partials of others that are in the inbox
+  float *inbox, *inbox_states;  // CLUSTER > 1: [CLUSTER - 1][PARTIAL_FLOATS], [CLUSTER - 1][2][TILE_Q]
 };
 
 // The producer's side of a warp's pipeline: it runs ahead of the warp over the same tiles.
@@ -196,14 +196,14 @@ struct Producer {
   // keeps the count.
   __device__ __forceinline__ void load(const Params &p, int stage, int warp, int lane) {
     if (to_load > 0) {
-      const int key = ((at.r.first_tile + at.tile) * WARPS + warp) * KEYS;
+      const int key = ((at.r.first_tile + at.tile) * WARPS + warp) * WARP_KEYS;
       const int skip = at.r.low - key, real = at.r.end - key;
-      const int batch_tile = at.tile % BATCH, first_slot = BLOCK_SIZE >= KEYS ? key % BLOCK_SIZE : 0;
+      const int batch_tile = at.tile % BATCH, first_slot = BLOCK_SIZE >= WARP_KEYS ? key % BLOCK_SIZE : 0;
       const u32 to = stages + stage * STAGE_BYTES;
-      if (real > 0 && skip < KEYS) {
+      if (real > 0 && skip < WARP_KEYS) {
         const char *k = keys_of(p, at), *v = values_of(p, at);
         copy_rows<K_CHUNKS, K_PADDED, K_BLOCK, K_SLOT>(to, k, ids, batch_tile, first_slot, skip, real, lane);
-        copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + KEYS * K_ROW_BYTES, v, ids, batch_tile,
+        copy_rows<V_CHUNKS, V_PADDED, V_BLOCK, V_SLOT>(to + WARP_KEYS * K_ROW_BYTES, v, ids, batch_tile,
                                                        first_slot, skip, real, lane);
       }
       if (--to_load > 0) {
@@ -222,7 +222,7 @@ struct Producer {
 __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Producer &producer,
                                          Queries &queries, int warp, int lane) {
   int filled = 0;
-  if constexpr (PDL && PREFETCH > 0 && LONGEST == 0) {
+  if constexpr (PDL && PREFETCH > 0 && DECODE_LEN == 0) {
 #pragma unroll 1
     for (; filled < PREFETCH && is_context(producer.at, warp); ++filled) producer.load(p, filled, warp, lane);
     if (filled == PREFETCH) prefetch_tiles(p, producer.at, producer.ids, producer.to_load, warp, lane);
@@ -233,14 +233,14 @@ __device__ __forceinline__ void prologue(const Params &p, const Cursor &c, Produ
   for (; filled < STAGES - 1; ++filled) producer.load(p, filled, warp, lane);
 }
 
-// The warps' states of a pair, which lie in the stages they have used last, become one part: it is stored as
-// output if the pair has no others or the others' have come in, else it is sent or stored for whoever
+// The warps' states of a pair, which lie in the stages they have used last, become one partial: it is stored
+// as output if the pair has no others or the others' have come in, else it is sent or stored for whoever
 // finishes the pair. `sender`: this CTA's place among those that send to the pair's first CTA; -1: that is
 // this one.
-__device__ __forceinline__ void hand_over(const Params &p, const Cursor &c, const Parts &parts,
-                                          const Shared &shared, int used_stage, i64 part,
+__device__ __forceinline__ void hand_over(const Params &p, const Cursor &c, const Splits &splits,
+                                          const Shared &shared, int used_stage, i64 slot,
                                           [[maybe_unused]] int sender) {
-  for (int e = threadIdx.x; e < ROWS * V_VECTORS; e += THREADS) {
+  for (int e = threadIdx.x; e < TILE_Q * V_VECTORS; e += THREADS) {
     const int row = e / V_VECTORS, column = e % V_VECTORS;
     float tops[WARPS], top = FLOOR, sum = 0.f;
 #pragma unroll
@@ -255,52 +255,53 @@ __device__ __forceinline__ void hand_over(const Params &p, const Cursor &c, cons
       x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
     }
 #if CLUSTER > 1
-    if (parts.near && sender < 0) {  // fold in the others, always in this order
+    if (splits.near && sender < 0) {  // fold in the others, always in this order
       const float mine = top;
-      for (int i = 0; i < parts.count - 1; ++i) top = fmaxf(top, shared.inbox_states[i * 2 * ROWS + row]);
+      for (int i = 0; i < splits.count - 1; ++i) top = fmaxf(top, shared.inbox_states[i * 2 * TILE_Q + row]);
       const float shrink = exp2_(mine - top);
       sum *= shrink;
       x.x *= shrink; x.y *= shrink; x.z *= shrink; x.w *= shrink;
 #pragma unroll 4
-      for (int i = 0; i < parts.count - 1; ++i) {
-        const float weight = exp2_(shared.inbox_states[i * 2 * ROWS + row] - top);
-        const float4 y = ((const float4 *)shared.inbox)[i * (PART / 4) + e];
-        sum += shared.inbox_states[i * 2 * ROWS + ROWS + row] * weight;
+      for (int i = 0; i < splits.count - 1; ++i) {
+        const float weight = exp2_(shared.inbox_states[i * 2 * TILE_Q + row] - top);
+        const float4 y = ((const float4 *)shared.inbox)[i * (PARTIAL_FLOATS / 4) + e];
+        sum += shared.inbox_states[i * 2 * TILE_Q + TILE_Q + row] * weight;
         x.x += y.x * weight; x.y += y.y * weight; x.z += y.z * weight; x.w += y.w * weight;
       }
     }
-    if (parts.near && sender >= 0) {
-      st_cluster(mapa((float4 *)shared.inbox + sender * (PART / 4) + e, parts.first % CLUSTER), x);
+    if (splits.near && sender >= 0) {
+      st_cluster(mapa((float4 *)shared.inbox + sender * (PARTIAL_FLOATS / 4) + e, splits.first % CLUSTER), x);
       if (column == 0) {
-        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + row, parts.first % CLUSTER), top);
-        st_cluster(mapa(shared.inbox_states + sender * 2 * ROWS + ROWS + row, parts.first % CLUSTER), sum);
+        st_cluster(mapa(shared.inbox_states + sender * 2 * TILE_Q + row, splits.first % CLUSTER), top);
+        st_cluster(mapa(shared.inbox_states + sender * 2 * TILE_Q + TILE_Q + row, splits.first % CLUSTER),
+                   sum);
       }
     } else
 #endif
-    if (parts.whole || parts.near) {
+    if (splits.whole || splits.near) {
       store_output(p, c.r, c.pair, row, column, top, sum, x);
     } else {
-      ((float4 *)p.part_acc)[part * ROWS * V_VECTORS + e] = x;
+      ((float4 *)p.part_acc)[slot * TILE_Q * V_VECTORS + e] = x;
       if (column == 0) {
-        p.part_state[part * 2 * ROWS + row] = top;
-        p.part_state[part * 2 * ROWS + ROWS + row] = sum;
+        p.part_state[slot * 2 * TILE_Q + row] = top;
+        p.part_state[slot * 2 * TILE_Q + TILE_Q + row] = sum;
       }
     }
   }
 }
 
-// merge_if_last in two steps (Groups): by a counter of the parts of this CTA's group, and one of
+// merge_if_last in two steps (SplitGroups): by a counter of the partials of this CTA's group, and one of
 // groups. Whoever comes last to the second one puts both back to zero.
-__device__ __forceinline__ void merge_groups(const Params &p, const Cursor &c, const Parts &parts, int team,
+__device__ __forceinline__ void merge_groups(const Params &p, const Cursor &c, const Splits &splits, int team,
                                              int *is_last) {
-  const Groups groups(parts.count);
-  const int group = groups.of(team - parts.first), begin = groups.begin(group), size = groups.size(group);
+  const SplitGroups groups(splits.count);
+  const int group = groups.of(team - splits.first), begin = groups.begin(group), size = groups.size(group);
   int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
 #pragma unroll 1
   for (int step = 0; step < 2; ++step) {
     __syncthreads();  // what all threads stored stands before one thread says so
     if (threadIdx.x == 0) {
-      const int bit = step == 0 ? group * groups.bits : Groups::DONE;
+      const int bit = step == 0 ? group * groups.bits : SplitGroups::DONE;
       const u32 most = step == 0 ? (1u << groups.bits) - 1 : 15u;
       u32 old;
       asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;"
@@ -313,46 +314,46 @@ __device__ __forceinline__ void merge_groups(const Params &p, const Cursor &c, c
     __syncthreads();
     if (!*is_last) return;
     if (step == 0)
-      merge_parts<16>(p, PartSlots{parts.first, begin}, size, threadIdx.x,
-                      StorePart{p, GroupSlots{parts.first, groups}(group)});
+      merge_partials<16>(p, PartialSlots{splits.first, begin}, size, threadIdx.x,
+                      StorePartial{p, GroupSlots{splits.first, groups}(group)});
     else
-      merge_parts<8>(p, GroupSlots{parts.first, groups}, groups.number, threadIdx.x, StoreOutput{p, c});
+      merge_partials<8>(p, GroupSlots{splits.first, groups}, groups.number, threadIdx.x, StoreOutput{p, c});
   }
 }
 
-// Say that this CTA's part of a pair is stored; the last one to say so merges them all. Nobody waits here,
+// Say that this CTA's partial of a pair is stored; the last one to say so merges them all. Nobody waits here,
 // whether the others run at the same time or have ended. It needs a 0 at the start. A number left by a launch
 // that was cut short, or two launches on two streams that share it, make a merge come early or never, not
 // hang.
-__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Parts &parts, int team,
-                                              int *is_last) {
+__device__ __forceinline__ void merge_if_last(const Params &p, const Cursor &c, const Splits &splits,
+                                              int team, int *is_last) {
   if constexpr (GROUPED) {
-    if (parts.count >= Groups::FROM) {
-      merge_groups(p, c, parts, team, is_last);
+    if (splits.count >= SplitGroups::FROM) {
+      merge_groups(p, c, splits, team, is_last);
       return;
     }
   }
-  __syncthreads();  // all threads' parts are stored before one thread says so
+  __syncthreads();  // all threads' partials are stored before one thread says so
   if (threadIdx.x == 0) {
     int old;
     int *semaphore = p.semaphore + c.request * PAIRS + c.pair;
     asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(old) : "l"(semaphore) : "memory");
-    *is_last = old == parts.count - 1;
+    *is_last = old == splits.count - 1;
     // A plain store: each CTA of the pair arrives once, and this is the last of them, so that nobody looks at
     // the number any more but the next launch, which counts only when this one has ended.
     if (*is_last) *semaphore = 0;
   }
   __syncthreads();
   if (*is_last) {
-    const PartSlots slots = {parts.first, 0};
-    if (parts.count <= 8) merge_parts<8>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
-    else merge_parts<16>(p, slots, parts.count, threadIdx.x, StoreOutput{p, c});
+    const PartialSlots slots = {splits.first, 0};
+    if (splits.count <= 8) merge_partials<8>(p, slots, splits.count, threadIdx.x, StoreOutput{p, c});
+    else merge_partials<16>(p, slots, splits.count, threadIdx.x, StoreOutput{p, c});
   }
 }
 
 // All tiles of a run that is not empty: the loop, and what comes at the end of each pair. `met`: whether this
 // CTA has waited for those of its cluster to have started.
-__device__ __forceinline__ void attend_run(const Params &p, const Run &run, const Shared &shared,
+__device__ __forceinline__ void mainloop(const Params &p, const Run &run, const Shared &shared,
                                            [[maybe_unused]] bool &met, int warp, int lane) {
   Cursor c = run.cursor();
   int unit = run.unit;
@@ -368,15 +369,15 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
   State state;
   state.clear();
   int pair_begin = c.tile;  // first tile of this run in the pair
-  Parts parts;
-  parts.find(c, unit, unit_end, run.cut, near);
+  Splits splits;
+  splits.find(c, unit, unit_end, run.partition, near);
 
   while (true) {
     cp_async_wait<STAGES - 2>();
     __syncwarp();
-    const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * KEYS;
+    const int key = ((c.r.first_tile + c.tile) * WARPS + warp) * WARP_KEYS;
     producer.load(p, stage == 0 ? STAGES - 1 : stage - 1, warp, lane);  // into what the last round used up
-    if (key < c.r.end && key + KEYS > c.r.low)
+    if (key < c.r.end && key + WARP_KEYS > c.r.low)
       attend(state, queries, p, c, stages + stage * STAGE_BYTES, key, lane);
     const int used_stage = stage;
     stage = stage == STAGES - 1 ? 0 : stage + 1;
@@ -400,30 +401,31 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     leave_state(state, (float *)(shared.stages + (warp * STAGES + used_stage) * STAGE_BYTES),
                 shared.all_tops[warp], shared.all_totals[warp], lane);
     __syncthreads();
-    const i64 part = (i64)blockIdx.x * 2 + (pair_begin == 0);
-    // -1: the pair begins here, the others' parts come to this CTA
-    [[maybe_unused]] const int sender = team - parts.first - 1;
+    const i64 slot = (i64)blockIdx.x * 2 + (pair_begin == 0);
+    // -1: the pair begins here, the others' partials come to this CTA
+    [[maybe_unused]] const int sender = team - splits.first - 1;
 #if CLUSTER > 1
     if (!met) cluster_wait();
     met = true;
-    if (parts.near && sender < 0) {
-      // Waits for the next CTAs of this cluster, all of which run. Each has sent its part before it waits
+    if (splits.near && sender < 0) {
+      // Waits for the next CTAs of this cluster, all of which run. Each has sent its partial before it waits
       // itself: it sends at the end of its run's first pair, receives at the end of the last, and does one of
-      // the two where these are the same. So a CTA is sent parts of one pair only, and `arrived_parts` counts
-      // that pair's.
-      if (threadIdx.x == 0) wait_for_count(shared.arrived_parts, parts.count - 1);
+      // the two where these are the same. So a CTA is sent partials of one pair only, and `arrived_partials`
+      // counts that pair's.
+      if (threadIdx.x == 0) wait_for_count(shared.arrived_partials, splits.count - 1);
       __syncthreads();
     }
 #endif
-    hand_over(p, c, parts, shared, used_stage, part, sender);
+    hand_over(p, c, splits, shared, used_stage, slot, sender);
 #if CLUSTER > 1
-    if (parts.near && sender >= 0) {
-      __syncthreads();  // all threads' parts are sent before one thread says so
-      // The receiver can't have ended: it leaves its last pair, this one, only when all parts have arrived.
-      if (threadIdx.x == 0) red_release_cluster(mapa(shared.arrived_parts, parts.first % CLUSTER));
+    if (splits.near && sender >= 0) {
+      __syncthreads();  // all threads' partials are sent before one thread says so
+      // The receiver can't have ended: it leaves its last pair, this one, only when all partials have
+      // arrived.
+      if (threadIdx.x == 0) red_release_cluster(mapa(shared.arrived_partials, splits.first % CLUSTER));
     }
 #endif
-    if (!parts.whole && !parts.near) merge_if_last(p, c, parts, team, shared.is_last);
+    if (!splits.whole && !splits.near) merge_if_last(p, c, splits, team, shared.is_last);
     if (unit == unit_end) break;
     __syncthreads();  // the stage is free again
     if constexpr (ASK_EARLY) {
@@ -433,7 +435,7 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
     }
     pair_begin = 0;
     if constexpr (!ASK_EARLY) queries.load(p, c, lane);
-    parts.find(c, unit, unit_end, run.cut, near);
+    splits.find(c, unit, unit_end, run.partition, near);
     state.clear();
   }
 }
@@ -451,35 +453,35 @@ __device__ __forceinline__ void attend_run(const Params &p, const Run &run, cons
 extern "C" __global__ void CLUSTERED BOUNDED paged_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char stages[];
   __shared__ int is_last;
-  __shared__ float all_tops[WARPS][ROWS], all_totals[WARPS][ROWS];
+  __shared__ float all_tops[WARPS][TILE_Q], all_totals[WARPS][TILE_Q];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Shared shared = {stages, all_tops, all_totals, &is_last};
   bool met = false;
 #if CLUSTER > 1
-  __shared__ u32 arrived_parts;
-  shared.arrived_parts = &arrived_parts;
+  __shared__ u32 arrived_partials;
+  shared.arrived_partials = &arrived_partials;
   shared.inbox = (float *)(stages + WARPS * STAGES * STAGE_BYTES);
-  shared.inbox_states = shared.inbox + (CLUSTER - 1) * PART;
-  if (threadIdx.x == 0) arrived_parts = 0;
+  shared.inbox_states = shared.inbox + (CLUSTER - 1) * PARTIAL_FLOATS;
+  if (threadIdx.x == 0) arrived_partials = 0;
   // Nobody writes to another CTA before all have come this far. Every thread arrives here and waits once: at
   // the end of its first pair, or, without one, before it leaves (`met` is the same in all warps). Nothing
   // that could wait stands between the start and this line.
   cluster_arrive();
 #endif
-#if ONE_PLANS
+#if ONE_WARP_SCHEDULES
   // The stages are free until all warps know the run.
   static_assert(Requests::NUMBERS * 4 <= WARPS * STAGES * STAGE_BYTES);
   __shared__ Run run;
   if (warp == 0) {
-    const Run found = plan(p, lane, (int *)stages);
+    const Run found = schedule(p, lane, (int *)stages);
     if (lane == 0) run = found;
   }
   __syncthreads();
 #else
-  const Run run = plan(p, lane, nullptr);
+  const Run run = schedule(p, lane, nullptr);
 #endif
   if (run.unit < run.unit_end) {
-    attend_run(p, run, shared, met, warp, lane);
+    mainloop(p, run, shared, met, warp, lane);
   } else {
     wait_and_launch_next();
   }

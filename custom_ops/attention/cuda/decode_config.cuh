@@ -34,13 +34,13 @@ inline constexpr bool SCALES = false;          // keys and values have scales
 inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr bool PDL = true;              // launched early: programmatic dependent launch
 // with more query tokens: the prefill launch's; 0: no such launch
-inline constexpr int LONGEST = 0;
-inline constexpr int WARPS = 8;                // of a CTA; each owns KEYS keys of a tile
-inline constexpr int KEYS = 16;                // of one warp in a tile, a multiple of 16
+inline constexpr int DECODE_LEN = 0;
+inline constexpr int WARPS = 8;                // of a CTA; each owns WARP_KEYS keys of a tile
+inline constexpr int WARP_KEYS = 16;           // of one warp in a tile, a multiple of 16
 inline constexpr int STAGES = 3;               // tiles on their way or in use, per warp
 inline constexpr int CTAS_PER_SM = 1;          // that registers must suffice for
 inline constexpr int MIN_TILES = 1;            // least tiles of a CTA's run
-#define ONE_PLANS 0                            // one warp finds the run for its CTA; chooses its way
+#define ONE_WARP_SCHEDULES 0                   // one warp finds the run for its CTA; chooses its way
 // requests of a lane whose lengths are then read in one trip to memory
 inline constexpr int ASKED = 2;
 inline constexpr int TEAM = 1;                 // CTAs that read neighbouring pairs of a request side by side
@@ -48,7 +48,7 @@ inline constexpr int TEAM = 1;                 // CTAs that read neighbouring pa
 inline constexpr int NEAR = 0;
 // a run's next queries are asked for while states of warps meet
 inline constexpr bool ASK_EARLY = false;
-// pairs may have so many parts that they are merged in two steps
+// pairs may have so many splits that they are merged in two steps
 inline constexpr bool GROUPED = false;
 inline constexpr int PREFETCH = 2;             // stages that may be filled while the kernels ahead still run
 inline constexpr int PREFETCH_L2 = 1;          // tiles behind these that are asked for into L2 meanwhile

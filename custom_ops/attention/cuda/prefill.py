@@ -22,7 +22,7 @@ from torchpaged.custom_ops.attention.cuda.prefill_shape import (
     may_split,
     merge_items,
     most_tiles,
-    part_numbers,
+    partial_numbers,
     prefill_config,
     refuse,
     shape_for,
@@ -48,7 +48,7 @@ class PrefillParams(ctypes.Structure):
     _fields_ = [
         *((name, Map) for name in ("q", "k", "v")),
         *((name, _POINTER) for name in ("out", "lse", "table", "seq_lens", "starts", "slopes", "sinks")),
-        *((name, _POINTER) for name in ("k_scale", "v_scale", "tickets", "parts", "clocks")),
+        *((name, _POINTER) for name in ("k_scale", "v_scale", "tickets", "partials", "clocks")),
         *((name, ctypes.c_int64) for name in ("o_token", "o_head", "l_token", "l_head", "table_row")),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
         *((name, _INT) for name in ("num_reqs", "num_tokens", "num_blocks", "ticket_row")),
@@ -148,15 +148,15 @@ def prefill(
         ctas = programs = suffixes.ctas
     sharers = 2 if paired else 1
     tiles = most_tiles(num_tokens, call.num_reqs, shape.rows // spec.group * sharers) * num_kv_heads * sharers
-    parts = None
+    partials = None
     if split:
-        count = part_numbers(shape, spec.dim_v, programs, tiles if suffixes else 0)
-        parts = torch.empty(count, dtype=torch.float32, device=call.q.device)
+        count = partial_numbers(shape, spec.dim_v, programs, tiles if suffixes else 0)
+        partials = torch.empty(count, dtype=torch.float32, device=call.q.device)
     params = _params(call, spec, shape, suffixes)
     if params.tickets is None:  # of no requests: padding is served, too
         tickets = torch.zeros(1, dtype=torch.int32, device=call.q.device)
         params.tickets = tickets.data_ptr()
-    params.parts, params.clocks = address(parts), address(clocks)
+    params.partials, params.clocks = address(partials), address(clocks)
     params.ticket_row, params.ctas, params.late = ticket_row, ctas, late
     if suffixes is not None:  # as below
         kernel.launch(ctas, shape.threads, params, early=False)

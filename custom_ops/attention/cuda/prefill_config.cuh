@@ -13,11 +13,11 @@ inline constexpr int KV_BYTES = 2;             // of a cached number; 1: fp8, wh
 inline constexpr bool E5M2 = false;            // fp8 is e5m2, else e4m3
 inline constexpr bool SCALES = false;          // keys and values of fp8 have scales
 inline constexpr bool Q_FP8 = false;           // queries are e4m3 too, and multiplied as they are
-inline constexpr int GROUPS = 2;               // warpgroups that multiply, 64 query rows each
-inline constexpr int KEYS = 128;               // keys of a step
+inline constexpr int WARPGROUPS = 2;           // warpgroups that multiply, 64 query rows each
+inline constexpr int TILE_KV = 128;            // keys of a step
 inline constexpr int K_STAGES = 3;             // steps' keys on their way or in use
 inline constexpr int V_STAGES = 2;             // steps' values on their way or in use
-inline constexpr int Q_BUFFERS = 2;            // tiles of queries on their way or in use
+inline constexpr int Q_STAGES = 2;             // tiles of queries on their way or in use
 // fp8: steps of keys or values that come or are converted; 0: no fp8
 inline constexpr int RAW_STAGES = 0;
 inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
@@ -30,14 +30,13 @@ inline constexpr bool SOFT_CAP = false;        // scores are bent by soft_cap * 
 inline constexpr bool ALIBI = false;           // scores fall by a head's slope times the distance
 inline constexpr bool SINKS = false;           // a head's sink has a share in the softmax
 inline constexpr bool LSE = false;             // log-sum-exp is stored
-inline constexpr int PATIENCE = 0;             // tries before the loader gives up, for tests; 0: never
-// all lanes arrive at barriers, not one for its warp; for racecheck
-inline constexpr bool EVERY_LANE = false;
-inline constexpr bool BESIDE = true;           // exponentials stand before the wait for the products
-inline constexpr int SHORT = 0;                // up to so many query tokens: the decode launch's; 0: none
-inline constexpr bool SPLIT = false;           // few tiles are cut into parts, for prefill_merge.cu
-// prefixes of groups: all tiles are in parts, merged with the suffixes
+inline constexpr int DECODE_LEN = 0;           // up to so many query tokens: the decode launch's; 0: none
+inline constexpr bool SPLIT = false;           // few tiles are cut into splits, for prefill_merge.cu
+// prefixes of groups: all tiles are split, merged with the suffixes
 inline constexpr bool CASCADE = false;
 // 1: clusters of 2 CTAs share copies of keys and values; an attribute
 #define PAIRED 0
-#define CLOCKS 0                               // 1: cycles are counted; idle counters would move registers
+inline constexpr int DEBUG_PATIENCE = 0;       // tries before the producer gives up, for tests; 0: never
+inline constexpr bool DEBUG_EVERY_LANE = false;  // all lanes arrive, not one for its warp; for racecheck
+inline constexpr bool DEBUG_BESIDE = true;     // exponentials stand before the wait for the products
+#define DEBUG_CLOCKS 0                         // 1: cycles are counted; idle counters would move registers

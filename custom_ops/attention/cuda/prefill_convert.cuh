@@ -1,4 +1,4 @@
-// Keys and values of an fp8 cache on their way to the tensor cores: warps beside the loader's make 16-bit
+// Keys and values of an fp8 cache on their way to the tensor cores: warps beside the producer's make 16-bit
 // numbers of them, swizzled as the copy engine would have left them. Every number of either fp8 format is one
 // of bf16 and of fp16, so that nothing is rounded; NaN and inf stay what they are.
 #pragma once
@@ -28,7 +28,7 @@ template <int WIDTH_ALL, int WIDTH>
 __device__ __forceinline__ void convert_step(u32 from, u32 to, int thread) {
   constexpr u32 SWIZZLE = WIDTH == 64 ? 0x70 : 0x30;
 #pragma unroll 2
-  for (u32 at = thread * 16; at < KEYS * WIDTH_ALL; at += CONVERTERS * 512) {
+  for (u32 at = thread * 16; at < TILE_KV * WIDTH_ALL; at += CONVERTERS * 512) {
     u32 x[4], y[8];
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -49,39 +49,40 @@ __device__ __forceinline__ void convert_step(u32 from, u32 to, int thread) {
 }
 
 struct Converter {
-  const Plan &plan;
-  Place<K_STAGES> k;
-  Place<V_STAGES> v;
-  Place<RAW_STAGES> raw;
+  const SharedLayout &smem;
+  PipelineState<K_STAGES> k;
+  PipelineState<V_STAGES> v;
+  PipelineState<RAW_STAGES> raw;
   int thread;
 
   template <int WIDTH_ALL, int WIDTH, class Ring>
   __device__ __forceinline__ void convert(Ring &place, u32 stages, int stage, u32 full, u32 empty) {
-    // arrive: Math::release of every math warp, a round ago
-    mbarrier_wait(empty + place.slot * 8, place.round ^ 1);
-    const u32 from = plan.raw + raw.slot * RAW_STAGE, to = stages + place.slot * stage;
+    // arrive: Consumer::release of every consumer warp, a round ago
+    mbarrier_wait(empty + place.slot * 8, place.phase ^ 1);
+    const u32 from = smem.raw + raw.slot * RAW_STAGE_BYTES, to = stages + place.slot * stage;
     if constexpr (Q_FP8) turn_values(from, to, uniform(thread / 32), thread % 32);
     else convert_step<WIDTH_ALL, WIDTH>(from, to, thread);
     // the tensor cores read what ordinary stores wrote
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
-    if (EVERY_LANE || thread % 32 == 0) {
+    if (DEBUG_EVERY_LANE || thread % 32 == 0) {
       mbarrier_arrive(full + place.slot * 8);
-      mbarrier_arrive(plan.raw_empty + raw.slot * 8);
+      mbarrier_arrive(smem.raw_empty + raw.slot * 8);
     }
     place.advance();
     raw.advance();
   }
 
-  // What comes, in the order in which it comes: the loader says of each stage what is in it.
+  // What comes, in the order in which it comes: the producer says of each stage what is in it.
   __device__ __forceinline__ void run(const int *kinds) {
     for (;;) {
-      // arrive: Loader::load's expect and the bytes of its copies, or Loader::run at its end
-      mbarrier_wait(plan.raw_full + raw.slot * 8, raw.round);
+      // arrive: Producer::load's expect and the bytes of its copies, or Producer::run at its end
+      mbarrier_wait(smem.raw_full + raw.slot * 8, raw.phase);
       const int kind = kinds[raw.slot];
       if (kind == NOTHING_COMES) return;
-      if (!Q_FP8 && kind == KEYS_COME) convert<DIM, K_WIDTH>(k, plan.k, K_STAGE, plan.k_full, plan.k_empty);
-      else convert<DIM_V, V_WIDTH>(v, plan.v, V_STAGE, plan.v_full, plan.v_empty);
+      if (!Q_FP8 && kind == KEYS_COME)
+        convert<DIM, K_WIDTH>(k, smem.k, K_STAGE_BYTES, smem.k_full, smem.k_empty);
+      else convert<DIM_V, V_WIDTH>(v, smem.v, V_STAGE_BYTES, smem.v_full, smem.v_empty);
     }
   }
 };

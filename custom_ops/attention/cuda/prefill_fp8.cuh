@@ -1,7 +1,7 @@
 // Prefill with fp8 queries: products of e4m3 numbers, and what has to be done to values for that.
 //
 // These products take their second operand with contiguous k alone: a column's keys side by side. Values come
-// with a token's columns side by side, so that the warps beside the loader's turn those of every step
+// with a token's columns side by side, so that the warps beside the producer's turn those of every step
 // (prefill_lines.cuh).
 //
 // Sources: FlashAttention-3 (arXiv:2407.08608, 3.3) for turning values beside the products, in an order that
@@ -71,7 +71,7 @@ template <int ADD, int N> __device__ __forceinline__ void scores(float (&d)[N], 
 __device__ __forceinline__ void turn_values(u32 from, u32 to, int warp, int lane) {
   constexpr int AHEAD = TURN_WIDE < 4 ? TURN_WIDE : 4;
 #pragma unroll 1
-  for (int group = warp; group < KEYS / 16; group += CONVERTERS) {
+  for (int group = warp; group < TILE_KV / 16; group += CONVERTERS) {
     const u32 source = from + turn_from(group, 0, lane), target = to + turn_to(group, 0, lane);
 #pragma unroll
     for (int begin = 0; begin < TURN_WIDE; begin += AHEAD) {

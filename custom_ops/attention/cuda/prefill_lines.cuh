@@ -11,8 +11,8 @@ constexpr int K_WIDTH = K_LINE / BYTES, V_WIDTH = V_LINE / BYTES;        // colu
 constexpr int K_SQUARES = DIM / K_WIDTH, V_SQUARES = DIM_V / V_WIDTH;    // of a token's keys and values
 constexpr int K_SQUARE = K_LINE * 8, V_SQUARE = V_LINE * 8;              // bytes
 // fp8 queries: of turned values, a column's keys in lines of so many bytes
-constexpr int TURNED_LINE = KEYS % 128 ? 64 : 128;
-static_assert(!Q_FP8 || (KEYS % 64 == 0 && DIM_V % 32 == 0), "whole lines, units of 16 keys x 32 columns");
+constexpr int TURNED_LINE = TILE_KV % 128 ? 64 : 128;
+static_assert(!Q_FP8 || (TILE_KV % 64 == 0 && DIM_V % 32 == 0), "whole lines, units of 16 keys x 32 columns");
 
 // Where byte `at` of swizzled lines of LINE bytes lies.
 template <int LINE> BOTH int swizzled(int at) { return at ^ (at >> 3 & (LINE == 128 ? 0x70 : 0x30)); }

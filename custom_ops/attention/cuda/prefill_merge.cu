@@ -1,7 +1,7 @@
-// Puts together the tiles that prefill.cu cut into parts: one launch behind it, in which each CTA takes 32
+// Puts together the tiles that prefill.cu cut into splits: one launch behind it, in which each CTA takes 32
 // columns of a warpgroup's 64 rows of a tile.
 //
-// A thread reads what the thread of the same place stored in each part, always in the same order, so that
+// A thread reads what the thread of the same place stored for each split, always in the same order, so that
 // results are the same bits every time. Launched early, it waits for the prefill launch, or for the decode
 // launch behind that one, which does not end before it (decode.cu). What it reads behind its wait comes from
 // L2: this multiprocessor's L1 may hold what an older launch left at the same place.
@@ -13,20 +13,20 @@
 #include "prefill_suffixes.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
-constexpr int ITEMS = SLICES * GROUPS;                // of a tile, one for a CTA; prefill.py counts them
-// parts asked for at once: a trip to L2 takes longer than all else here
-constexpr int AHEAD = GROUPS == 2 ? 8 : 4;
+constexpr int ITEMS = SLICES * WARPGROUPS;            // of a tile, one for a CTA; prefill.py counts them
+// splits asked for at once: a trip to L2 takes longer than all else here
+constexpr int AHEAD = WARPGROUPS == 2 ? 8 : 4;
 
-__device__ __forceinline__ Job load_job(const Job *from) {
+__device__ __forceinline__ QueryTile load_query_tile(const QueryTile *from) {
   const int *p = (const int *)from;
   return {load_l2(p),     load_l2(p + 1), load_l2(p + 2), load_l2(p + 3),
           load_l2(p + 4), load_l2(p + 5), load_l2(p + 6), load_l2(p + 7)};
 }
 
-__device__ __forceinline__ Shares load_shares(const Shares *from) {
+__device__ __forceinline__ CascadeScheduler load_schedule(const CascadeScheduler *from) {
   const int *p = (const int *)from;
-  Shares x;
-  x.tiles = load_l2(p), x.ctas = load_l2(p + 1), x.parts = load_l2(p + 2), x.mains = load_l2(p + 3);
+  CascadeScheduler x;
+  x.tiles = load_l2(p), x.ctas = load_l2(p + 1), x.splits = load_l2(p + 2), x.main_splits = load_l2(p + 3);
   x.rest = load_l2(p + 4), x.region = load_l2(p + 5), x.own = load_l2(p + 6);
   x.spread = load_l2(p + 7), x.steps = load_l2(p + 8);
   return x;
@@ -38,36 +38,37 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   if constexpr (CASCADE && LSE) copy_lse_of_others(p);
-  const Cut *cut = cut_of(p);
+  const SplitTiles *split_tiles = split_tiles_of(p);
   int item = blockIdx.x;
-  Job job = load_job(cut->jobs + item / ITEMS);  // of no tile perhaps; asked for together with what says so
-  const int items = load_l2(&cut->tiles) * ITEMS, alike = load_l2(&cut->parts);
-  [[maybe_unused]] Shares shares;
-  if constexpr (CASCADE) shares = load_shares(&cut->shares);
+  // of no tile perhaps; asked for together with what says so
+  QueryTile tile = load_query_tile(split_tiles->query_tiles + item / ITEMS);
+  const int items = load_l2(&split_tiles->tiles) * ITEMS, alike = load_l2(&split_tiles->splits);
+  [[maybe_unused]] CascadeScheduler cascade;
+  if constexpr (CASCADE) cascade = load_schedule(&split_tiles->cascade);
   else if (alike == 1) return;
   for (; item < items; item += gridDim.x) {
-    const int tile = item / ITEMS, group = item / SLICES % GROUPS, block = item % SLICES * SLICE;
-    if (item != blockIdx.x) job = load_job(cut->jobs + tile);
-    // no row of the warpgroup stands for a query: it left no part (Math::is_idle)
-    if (job.tile * TOKENS + group * 64 / GROUP >= job.query_len) continue;
-    const int thread = group * 128 + threadIdx.x, lane = thread % 32;
-    const int parts = CASCADE ? shares.count(tile / SHARERS) : alike;
+    const int index = item / ITEMS, warpgroup = item / SLICES % WARPGROUPS, block = item % SLICES * SLICE;
+    if (item != blockIdx.x) tile = load_query_tile(split_tiles->query_tiles + index);
+    // no row of the warpgroup stands for a query: it left nothing (Consumer::is_idle)
+    if (tile.index * TILE_TOKENS + warpgroup * 64 / GROUP >= tile.query_len) continue;
+    const int thread = warpgroup * 128 + threadIdx.x, lane = thread % 32;
+    const int splits = CASCADE ? cascade.num_splits(index / SHARERS) : alike;
     float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
-    for (int begin = 0; begin < parts; begin += AHEAD) {
+    for (int begin = 0; begin < splits; begin += AHEAD) {
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        if (begin + j >= parts) break;
-        const int unit = CASCADE ? shares.unit(tile / SHARERS, begin + j) * SHARERS + tile % SHARERS
-                                 : tile * parts + begin + j;
-        const float4 *at = part_of(p, unit) + thread;
-        state[j] = load_l2(at + DIM_V / 8 * MATH_THREADS);
+        if (begin + j >= splits) break;
+        const int partial = CASCADE ? cascade.partial(index / SHARERS, begin + j) * SHARERS + index % SHARERS
+                                 : index * splits + begin + j;
+        const float4 *at = partial_of(p, partial) + thread;
+        state[j] = load_l2(at + DIM_V / 8 * CONSUMER_THREADS);
 #pragma unroll
-        for (int n = 0; n < SLICE; ++n) x[j][n] = load_l2(at + (block + n) * MATH_THREADS);
+        for (int n = 0; n < SLICE; ++n) x[j][n] = load_l2(at + (block + n) * CONSUMER_THREADS);
       }
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
-        if (begin + j >= parts) break;
+        if (begin + j >= splits) break;
         const float tops[2] = {state[j].x, state[j].y}, totals[2] = {state[j].z, state[j].w};
         float keep[2], add[2];
 #pragma unroll
@@ -88,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
       }
     }
     const int row = thread / 32 * 16 + lane / 4;
-    if constexpr (CASCADE) store_with_suffixes<SLICE>(p, job, row, lane, top, total, acc, block);
-    else store_rows<SLICE>(p, job, row, lane, top, total, acc, block);
+    if constexpr (CASCADE) store_with_suffixes<SLICE>(p, tile, row, lane, top, total, acc, block);
+    else store_rows<SLICE>(p, tile, row, lane, top, total, acc, block);
   }
 }

@@ -18,8 +18,8 @@ MAX_DIM = 256
 FP8_QUERY_WIDTHS = ((64, 64), (128, 128), (256, 256))
 _SHARED_BYTES = 226 << 10
 _MOST_RAW_STAGES = 8
-_WORTH_STEPS = 8  # WORTH of prefill_tiles.cuh
-TURNS = 5  # of prefill_shares.cuh
+_WORTH_STEPS = 8  # SPLIT_WORTH_STEPS of prefill_tiles.cuh
+MAX_CTA_SPLITS = 5  # of prefill_shares.cuh
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class PrefillShape:
     """How the prefill kernel is cut, from the widths of keys and values alone.
 
     Attributes:
-        groups: math warpgroups of 64 packed query rows; 2, or 3 where a row's state is small.
+        groups: consumer warpgroups of 64 packed query rows; 2, or 3 where a row's state is small.
         keys: of a step.
         k_stages, v_stages: steps of keys and of values that are on their way or in use.
-        q_buffers: tiles of queries; 2 where there is room.
+        q_stages: tiles of queries; 2 where there is room.
         raw_stages: steps of keys or of values of an fp8 cache that are on their way or being converted.
     """
 
@@ -38,7 +38,7 @@ class PrefillShape:
     keys: int
     k_stages: int
     v_stages: int
-    q_buffers: int
+    q_stages: int
     raw_stages: int = 0
 
     @property
@@ -48,7 +48,7 @@ class PrefillShape:
 
     @property
     def threads(self) -> int:
-        """Of a CTA; one warpgroup loads."""
+        """Of a CTA; one warpgroup is the producer's."""
         return (self.groups + 1) * 128
 
 
@@ -57,8 +57,8 @@ def prefill_shape(dim: int, dim_v: int, wide: bool = True) -> PrefillShape:
     """The cut for keys of ``dim`` and values of ``dim_v`` columns; not ``wide``: two warpgroups at most."""
     groups = 3 if wide and max(dim, dim_v) <= 64 else 2
     keys = 128 if dim <= 192 and dim_v <= 128 else 64
-    for q_buffers in (2, 1):
-        left, k_stages, v_stages = _SHARED_BYTES - q_buffers * groups * 64 * dim * 2, 0, 0
+    for q_stages in (2, 1):
+        left, k_stages, v_stages = _SHARED_BYTES - q_stages * groups * 64 * dim * 2, 0, 0
         # in turns: keys are asked for first
         while left >= (need := keys * 2 * (dim if k_stages == v_stages else dim_v)):
             left -= need
@@ -67,7 +67,7 @@ def prefill_shape(dim: int, dim_v: int, wide: bool = True) -> PrefillShape:
             )
         if k_stages >= 3 and v_stages >= 2:
             break
-    return PrefillShape(groups, keys, k_stages, v_stages, q_buffers)
+    return PrefillShape(groups, keys, k_stages, v_stages, q_stages)
 
 
 @functools.cache
@@ -76,10 +76,10 @@ def prefill_shape_fp8(dim: int, dim_v: int) -> PrefillShape:
     each, and as many more that still come."""
     for keys in (128, 64) if dim <= 192 and dim_v <= 128 else (64,):
         left = _SHARED_BYTES - keys * 4 * (dim + dim_v)
-        for q_buffers in (2, 1):
-            raw = (left - q_buffers * 128 * dim * 2) // (keys * max(dim, dim_v))
-            if raw >= 3 or (keys == 64 and q_buffers == 1):
-                return PrefillShape(2, keys, 2, 2, q_buffers, min(raw, _MOST_RAW_STAGES))
+        for q_stages in (2, 1):
+            raw = (left - q_stages * 128 * dim * 2) // (keys * max(dim, dim_v))
+            if raw >= 3 or (keys == 64 and q_stages == 1):
+                return PrefillShape(2, keys, 2, 2, q_stages, min(raw, _MOST_RAW_STAGES))
     raise AssertionError("the last cut is taken")
 
 
@@ -208,11 +208,11 @@ def prefill_config(spec: Specialisation, mode: Mode = WHOLE, debug: Debug = NO_D
         "E5M2": spec.kv_dtype == torch.float8_e5m2,
         "SCALES": spec.scales,
         "Q_FP8": spec.fp8_queries,
-        "GROUPS": shape.groups,
-        "KEYS": shape.keys,
+        "WARPGROUPS": shape.groups,
+        "TILE_KV": shape.keys,
         "K_STAGES": shape.k_stages,
         "V_STAGES": shape.v_stages,
-        "Q_BUFFERS": shape.q_buffers,
+        "Q_STAGES": shape.q_stages,
         "RAW_STAGES": shape.raw_stages,
         "CAUSAL": spec.causal,
         "WINDOW_LEFT": spec.window_left,
@@ -223,24 +223,21 @@ def prefill_config(spec: Specialisation, mode: Mode = WHOLE, debug: Debug = NO_D
         "ALIBI": spec.alibi,
         "SINKS": spec.sinks,
         "LSE": spec.lse,
-        "CLOCKS": debug.clocks,
-        "PATIENCE": debug.patience,
-        "EVERY_LANE": debug.every_lane,
-        "BESIDE": debug.beside,
-        "SHORT": mode.short,
+        "DECODE_LEN": mode.short,
         "SPLIT": mode.split,
         "PAIRED": mode.paired,
         "CASCADE": mode.cascade,
+        **{f"DEBUG_{name.upper()}": value for name, value in debug._asdict().items()},
     }
     return PREFILL.config(values, exact=True)
 
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of a CTA: the stages, the tiles of queries and what waits to be converted."""
-    stages = config["KEYS"] * (config["K_STAGES"] * config["DIM"] + config["V_STAGES"] * config["DIM_V"])
+    stages = config["TILE_KV"] * (config["K_STAGES"] * config["DIM"] + config["V_STAGES"] * config["DIM_V"])
     widest = config["DIM_V"] if config["Q_FP8"] else max(config["DIM"], config["DIM_V"])
-    raw = config["RAW_STAGES"] * config["KEYS"] * widest
-    multiplied = stages + config["Q_BUFFERS"] * config["GROUPS"] * 64 * config["DIM"]
+    raw = config["RAW_STAGES"] * config["TILE_KV"] * widest
+    multiplied = stages + config["Q_STAGES"] * config["WARPGROUPS"] * 64 * config["DIM"]
     return multiplied * (1 if config["Q_FP8"] else 2) + raw
 
 
@@ -270,11 +267,12 @@ def may_pair(shape: PrefillShape, block_size: int, kv_dtype: torch.dtype) -> boo
     return shape.groups == 2 and shape.keys // block_size >= 2 and kv_dtype not in FP8
 
 
-def part_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0) -> int:
-    """Numbers of 4 bytes that parts of tiles take, and what is said of them: PART_FLOATS and struct Cut
-    of prefill_shapes.cuh. ``tiles``: with suffixes, tiles of all kv heads at most; 0: without."""
+def partial_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0) -> int:
+    """Numbers of 4 bytes that splits' partial results take, and what is said of the splits: PARTIAL_FLOATS
+    and struct SplitTiles of prefill_shapes.cuh. ``tiles``: with suffixes, tiles of all kv heads at most; 0:
+    without."""
     part = (dim_v // 8 + 1) * (shape.threads - 128) * 4
-    return programs * (TURNS if tiles else 1) * part + 16 + (tiles or programs) * 8
+    return programs * (MAX_CTA_SPLITS if tiles else 1) * part + 16 + (tiles or programs) * 8
 
 
 def merge_items(shape: PrefillShape, dim_v: int) -> int:
@@ -291,5 +289,5 @@ def late_ctas(programs: int, short: int, split: bool) -> int:
 
 def shape_of(config: Config) -> PrefillShape:
     """The cut that constants stand for."""
-    names = ("GROUPS", "KEYS", "K_STAGES", "V_STAGES", "Q_BUFFERS", "RAW_STAGES")
+    names = ("WARPGROUPS", "TILE_KV", "K_STAGES", "V_STAGES", "Q_STAGES", "RAW_STAGES")
     return PrefillShape(*(config[name] for name in names))

@@ -23,7 +23,7 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
 // base 2; `totals`: of this thread's columns; `acc`: as the second product leaves it (struct Softmax in
 // prefill.cu). Block 0 brings the LSE along.
 template <int N>
-__device__ __forceinline__ void store_rows(const Params &p, const Job &job, int first, int lane,
+__device__ __forceinline__ void store_rows(const Params &p, const QueryTile &tile, int first, int lane,
                                            const float (&tops)[2], const float (&totals)[2],
                                            const float (&acc)[N * 4], int block) {
   float weight[2];
@@ -38,10 +38,10 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
     total += __shfl_xor_sync(ALL, total, 1);
     total += __shfl_xor_sync(ALL, total, 2);
     const int row = first + r * 8;
-    token[r] = row < TOKENS * GROUP ? job.tile * TOKENS + row / GROUP : job.query_len;
-    const i64 line = job.start + token[r], head = job.head * GROUP + row % GROUP;
-    const int position = job.seq_len - job.query_len + token[r];
-    sees[r] = end_key(position, job.seq_len) > first_key(position);
+    token[r] = row < TILE_TOKENS * GROUP ? tile.index * TILE_TOKENS + row / GROUP : tile.query_len;
+    const i64 line = tile.start + token[r], head = tile.head * GROUP + row % GROUP;
+    const int position = tile.seq_len - tile.query_len + token[r];
+    sees[r] = end_key(position, tile.seq_len) > first_key(position);
     float top = tops[r];
     float mine = 1.f;
     if constexpr (SINKS) {
@@ -53,9 +53,9 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
       }
     }
     weight[r] = mine / total;
-    if constexpr (SCALES) weight[r] *= load_l2(p.v_scale + job.head * p.vs_head);
+    if constexpr (SCALES) weight[r] *= load_l2(p.v_scale + tile.head * p.vs_head);
     at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
-    if (LSE && block == 0 && token[r] < job.query_len && lane % 4 == 0)
+    if (LSE && block == 0 && token[r] < tile.query_len && lane % 4 == 0)
       p.lse[line * p.l_token + head * p.l_head] = sees[r] ? (top + log2_(total)) * LN2 : -INF;
   }
   if constexpr (Q_FP8) {  // four columns side by side of two blocks (prefill_fp8.cuh)
@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
         const float w = weight[r];
         const u32 low = sees[r] ? pack<HALF>(a[0] * w, b[0] * w) : 0,
                   high = sees[r] ? pack<HALF>(a[1] * w, b[1] * w) : 0;
-        if (token[r] < job.query_len)
+        if (token[r] < tile.query_len)
           *(uint2 *)(at[r] + (block + n) * 16 - lane % 4 * 8) = make_uint2(low, high);
       }
   } else {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_rows(const Params &p, const Job &job, int 
           w[i] = sees[r] ? pack<HALF>(pair[0] * weight[r], pair[1] * weight[r]) : 0;
         }
         transpose_quad(w, lane);
-        if (token[r] < job.query_len)
+        if (token[r] < tile.query_len)
           *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);
       }
   }

@@ -17,9 +17,9 @@ __device__ __forceinline__ void copy_lse_of_others(const Params &p) {
 // As store_rows; a row of the groups is token row `order` says. A NaN or +inf lives on in its own weight; a
 // side that saw nothing, or nothing but -inf, is left out (merge_attn_states).
 template <int N>
-__device__ __forceinline__ void store_with_suffixes(const Params &p, const Job &job, int first, int lane,
-                                                    const float (&tops)[2], const float (&totals)[2],
-                                                    const float (&acc)[N * 4], int block) {
+__device__ __forceinline__ void
+store_with_suffixes(const Params &p, const QueryTile &tile, int first, int lane, const float (&tops)[2],
+                    const float (&totals)[2], const float (&acc)[N * 4], int block) {
   constexpr int HEADS = NUM_KV_HEADS * GROUP;
   float weight[2], own_weight[2];
   bool stored[2], sees[2], own_sees[2];
@@ -30,19 +30,19 @@ __device__ __forceinline__ void store_with_suffixes(const Params &p, const Job &
     total += __shfl_xor_sync(ALL, total, 1);
     total += __shfl_xor_sync(ALL, total, 2);
     const int row = first + r * 8;
-    const int token = row < TOKENS * GROUP ? job.tile * TOKENS + row / GROUP : job.query_len;
-    stored[r] = token < job.query_len;
+    const int token = row < TILE_TOKENS * GROUP ? tile.index * TILE_TOKENS + row / GROUP : tile.query_len;
+    stored[r] = token < tile.query_len;
     // token rows are less than 2^31: the low word
-    const i64 line = stored[r] ? load_l2((const int *)(p.order + job.start + token)) : 0;
-    const i64 head = job.head * GROUP + row % GROUP;
+    const i64 line = stored[r] ? load_l2((const int *)(p.order + tile.start + token)) : 0;
+    const i64 head = tile.head * GROUP + row % GROUP;
     const float own = load_l2(p.own_lse + line * HEADS + head) * LOG2E;
-    const float lse = job.seq_len - job.query_len + token >= 0 ? tops[r] + log2_(total) : -INF;
+    const float lse = tile.seq_len - tile.query_len + token >= 0 ? tops[r] + log2_(total) : -INF;
     sees[r] = lse != -INF, own_sees[r] = own != -INF;
     const float top = fmaxf(lse, own), safe = top == -INF ? 0.f : top;
     const float share = exp2_(lse - safe), own_share = exp2_(own - safe);
     const float both = sees[r] || own_sees[r] ? share + own_share : 1.f;
     weight[r] = share / both / total, own_weight[r] = own_share / both;
-    if constexpr (SCALES) weight[r] *= load_l2(p.v_scale + job.head * p.vs_head);
+    if constexpr (SCALES) weight[r] *= load_l2(p.v_scale + tile.head * p.vs_head);
     at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
     if (LSE && block == 0 && stored[r] && lane % 4 == 0)
       p.lse[line * p.l_token + head * p.l_head] =

@@ -18,8 +18,8 @@ __device__ __forceinline__ void visible(int position, int seq_len, int &low, int
   end = max(end, low);
 }
 
-// A request as a run of key tiles: what any of its queries sees. LONGEST > 0: requests with more query tokens
-// have none, they are the prefill launch's.
+// A request as a run of key tiles: what any of its queries sees. DECODE_LEN > 0: requests with more query
+// tokens have none, they are the prefill launch's.
 struct Request {
   int start, query_len, seq_len, first_tile, num_tiles, low, end;
 
@@ -35,7 +35,7 @@ struct Request {
     start = __shfl_sync(ALL, start, home);
     query_len = __shfl_sync(ALL, query_len, home);
     seq_len = __shfl_sync(ALL, seq_len, home);
-    cut();
+    find_tiles();
   }
 
   // Behind its CTA's load_and_forget_l1.
@@ -43,19 +43,19 @@ struct Request {
     start = p.starts[r];
     query_len = p.starts[r + 1] - start;
     seq_len = p.seq_lens[r];
-    cut();
+    find_tiles();
   }
 
-  __device__ __forceinline__ bool is_others() const { return LONGEST > 0 && query_len > LONGEST; }
+  __device__ __forceinline__ bool is_others() const { return DECODE_LEN > 0 && query_len > DECODE_LEN; }
 
-  __device__ __forceinline__ void cut() {
+  __device__ __forceinline__ void find_tiles() {
     int unused;
     visible(max(seq_len - query_len, 0), seq_len, low, unused);
     visible(seq_len - 1, seq_len, unused, end);
     end = min(end, seq_len);
     if (query_len <= 0 || seq_len <= 0 || end <= low || is_others()) low = end = 0;
-    first_tile = low / TILE;
-    num_tiles = (end + TILE - 1) / TILE - first_tile;
+    first_tile = low / TILE_KV;
+    num_tiles = (end + TILE_KV - 1) / TILE_KV - first_tile;
   }
 };
 
@@ -96,7 +96,7 @@ struct LoadCursor : Cursor {
       r.start = next_start;
       r.query_len = next_end - next_start;
       r.seq_len = next_len;
-      r.cut();
+      r.find_tiles();
       while (r.num_tiles == 0) r.load(p, ++request);
       ask(p);
     }
@@ -111,34 +111,35 @@ __device__ __forceinline__ const char *values_of(const Params &p, const Cursor &
   return p.v + (i64)c.pair * PAIR_HEADS * V_HEAD * KV_BYTES;
 }
 
-// A pair of many parts is merged in two steps, so that no CTA reads them all: those of a group, then what the
-// groups made. Its semaphore counts both: `bits` bits for each group's parts, the highest four for groups.
-struct Groups {
-  static constexpr int FROM = 17, DONE = 28;  // parts from which there are groups; bit
-  int count, number, bits;                    // parts, groups, bits of a group's counter
+// A pair of many splits is merged in two steps, so that no CTA reads them all: those of a group, then what
+// the groups made. Its semaphore counts both: `bits` bits for each group's splits, the highest four for
+// groups.
+struct SplitGroups {
+  static constexpr int FROM = 17, DONE = 28;  // splits from which there are groups; bit
+  int count, number, bits;                    // splits, groups, bits of a group's counter
 
-  __device__ __forceinline__ explicit Groups(int parts) : count(parts), number(1), bits(4) {
-    while (((1 << bits) - 1) * (DONE / bits) < parts) ++bits;
+  __device__ __forceinline__ explicit SplitGroups(int splits) : count(splits), number(1), bits(4) {
+    while (((1 << bits) - 1) * (DONE / bits) < splits) ++bits;
     number = DONE / bits;
   }
-  // its first part
+  // its first split
   __device__ __forceinline__ int begin(int group) const { return (group * count + number - 1) / number; }
   __device__ __forceinline__ int size(int group) const { return begin(group + 1) - begin(group); }
-  __device__ __forceinline__ int of(int part) const { return part * number / count; }
-  // The part whose CTA has room for what a group made: neither the pair's first nor its last, so that it
+  __device__ __forceinline__ int of(int split) const { return split * number / count; }
+  // The split whose CTA has room for what a group made: neither the pair's first nor its last, so that it
   // begins no pair.
   __device__ __forceinline__ int keeper(int group) const { return max(begin(group), 1); }
 };
 
 // How the line of work is cut: equally for the first `early` teams, and what is behind `border` for the rest.
-struct Cut {
+struct Partition {
   int total, teams;  // units, and teams that have runs
   int border, early;
 
   // The unit at which a team's run begins.
   __device__ __forceinline__ int begin(int team) const {
-    if (NEAR == 0 || team <= early) return part(team, border, early);
-    return border + part(team - early, total - border, teams - early);
+    if (NEAR == 0 || team <= early) return begin_of(team, border, early);
+    return border + begin_of(team - early, total - border, teams - early);
   }
   // The team whose run holds `unit`.
   __device__ __forceinline__ int owner(int unit) const {
@@ -146,7 +147,7 @@ struct Cut {
     return early + holder(unit - border, total - border, teams - early);
   }
 
-  static __device__ __forceinline__ int part(int team, int units, int teams) {
+  static __device__ __forceinline__ int begin_of(int team, int units, int teams) {
     return team * (units / teams) + team * (units % teams) / teams;
   }
   static __device__ __forceinline__ int holder(int unit, int units, int teams) {
@@ -156,20 +157,21 @@ struct Cut {
 };
 
 // The teams that share the pair a cursor has reached; found while its first keys are on their way.
-struct Parts {
+struct Splits {
   int first, count;
   bool whole;  // this run holds the whole pair
   bool near;   // all of them are in one cluster
 
   // `near`: how far borders move to ends of pairs. One that comes to `begin` was at begin + near or before
   // it; one that comes to the end was not before last + 1 - near; a shared pair has one that stays between.
-  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, const Cut &cut, int near) {
+  __device__ __forceinline__ void find(const Cursor &c, int unit, int unit_end, const Partition &partition,
+                                       int near) {
     const int begin = unit - c.tile, last = begin + c.r.num_tiles - 1;
     whole = c.tile == 0 && last < unit_end;
     this->near = false;
     if (!whole) {
-      first = cut.owner(begin + near);
-      count = cut.owner(last - near) - first + 1;
+      first = partition.owner(begin + near);
+      count = partition.owner(last - near) - first + 1;
       this->near = CLUSTER > 1 && first / CLUSTER == (first + count - 1) / CLUSTER;
     }
   }

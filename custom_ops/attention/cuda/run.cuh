@@ -7,7 +7,7 @@
 // TEAM pairs: one tile for each CTA of the team. With NEAR, a border that is so near an end of a pair moves
 // there, which leaves fewer pairs to share.
 struct Run {
-  Cut cut;
+  Partition partition;
   int unit, unit_end;            // this CTA's units; unit == unit_end: none
   int busy, used;                // requests with tiles; token rows of requests, behind which there is padding
   int moves;                     // whether borders move to ends of pairs
@@ -18,7 +18,7 @@ struct Run {
 
   __device__ __forceinline__ Cursor cursor() const {
     Cursor c = {request, pair, tile, {start, query_len, seq_len}};
-    c.r.cut();
+    c.r.find_tiles();
     return c;
   }
 };
@@ -28,15 +28,15 @@ struct Run {
 constexpr int LATE_PART = 4, LATE_TILES = NEAR > 0 ? 1 : 0;
 
 // What a warp knows of the requests, 32 shares of them in 32 lanes.
-struct Shares {
+struct RequestTotals {
   const Params &p;
-  int lane, share;  // requests of a lane
-  int first;        // of a lane: its first request,
-  int tiles, upto;  // its requests' tiles, and with those of the lanes before it
-  int busy, used;   // as in Run
+  int lane, per_lane;  // requests of a lane
+  int first;           // of a lane: its first request,
+  int tiles, upto;     // its requests' tiles, and with those of the lanes before it
+  int busy, used;      // as in Run
 
-  __device__ __forceinline__ Shares(const Params &p, int lane)
-      : p(p), lane(lane), share((p.num_reqs + 31) / 32), first(lane * share), tiles(0), busy(0) {}
+  __device__ __forceinline__ RequestTotals(const Params &p, int lane)
+      : p(p), lane(lane), per_lane((p.num_reqs + 31) / 32), first(lane * per_lane), tiles(0), busy(0) {}
 
   __device__ __forceinline__ void sum_up() {
     busy = __reduce_add_sync(ALL, busy);
@@ -50,17 +50,17 @@ struct Shares {
 };
 
 // Up to 64 requests: each lane holds its own, each warp finds the run by itself.
-struct HeldRequests : Shares {
+struct HeldRequests : RequestTotals {
   static constexpr int NUMBERS = 0;
   Request one, two;
 
-  __device__ __forceinline__ HeldRequests(const Params &p, int lane, int *) : Shares(p, lane) {
+  __device__ __forceinline__ HeldRequests(const Params &p, int lane, int *) : RequestTotals(p, lane) {
     one.load_first(p, min(first, p.num_reqs - 1));
     two.load_first(p, min(first + 1, p.num_reqs - 1));
     used = load_and_forget_l1(p.starts + p.num_reqs);
-    one.cut();
-    two.cut();
-    for (int r = first; r < min(first + share, p.num_reqs); ++r) {
+    one.find_tiles();
+    two.find_tiles();
+    for (int r = first; r < min(first + per_lane, p.num_reqs); ++r) {
       const int mine = r == first ? one.num_tiles : two.num_tiles;
       tiles += mine;
       busy += mine > 0;
@@ -72,7 +72,7 @@ struct HeldRequests : Shares {
   __device__ __forceinline__ int find(int unit, int &request, Request &r) const {
     const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
     int before = (upto - tiles) * LINES;
-    const bool second = share > 1 && before + one.num_tiles * LINES <= unit;
+    const bool second = per_lane > 1 && before + one.num_tiles * LINES <= unit;
     if (second) before += one.num_tiles * LINES;
     request = __shfl_sync(ALL, first + second, home);
     r = second ? two : one;
@@ -86,15 +86,15 @@ constexpr int KEPT = 32 * ASKED;
 
 // Many requests: one warp finds the run for its CTA. With all warps of all CTAs asking for the same few
 // lines, L2 took microseconds to answer.
-struct KeptRequests : Shares {
+struct KeptRequests : RequestTotals {
   static constexpr int NUMBERS = 3 * KEPT + 1;  // of shared memory
   int *starts, *lens;  // [KEPT + 1], [KEPT]
   int *ends;           // [KEPT]: tiles of a lane's requests up to this one
 
   __device__ __forceinline__ KeptRequests(const Params &p, int lane, int *numbers)
-      : Shares(p, lane), starts(numbers), lens(numbers + KEPT + 1), ends(numbers + 2 * KEPT + 1) {
+      : RequestTotals(p, lane), starts(numbers), lens(numbers + KEPT + 1), ends(numbers + 2 * KEPT + 1) {
     read();
-    for (int r = first; r < min(first + share, p.num_reqs); ++r) {
+    for (int r = first; r < min(first + per_lane, p.num_reqs); ++r) {
       const int mine = look_at(r).num_tiles;
       tiles += mine;
       busy += mine > 0;
@@ -129,7 +129,7 @@ struct KeptRequests : Shares {
       request.start = starts[r];
       request.query_len = starts[r + 1] - starts[r];
       request.seq_len = lens[r];
-      request.cut();
+      request.find_tiles();
     } else {
       request.load(p, r);
     }
@@ -139,10 +139,10 @@ struct KeptRequests : Shares {
   // The request that has `unit`, and the units before it.
   __device__ __forceinline__ int find(int unit, int &request, Request &r) const {
     const int home = __ffs(__ballot_sync(ALL, upto * LINES > unit)) - 1;
-    const int begin = home * share;
+    const int begin = home * per_lane;
     int before = __shfl_sync(ALL, upto - tiles, home) * LINES;
-    if (p.num_reqs <= KEPT) {  // a share has at most as many requests as there are lanes
-      const bool mine = lane < share && begin + lane < p.num_reqs;
+    if (p.num_reqs <= KEPT) {  // a lane has at most as many requests as there are lanes
+      const bool mine = lane < per_lane && begin + lane < p.num_reqs;
       const bool behind = mine && before + ends[begin + lane] * LINES > unit;
       const int place = __ffs(__ballot_sync(ALL, behind)) - 1;
       request = begin + place;
@@ -159,7 +159,7 @@ struct KeptRequests : Shares {
   }
 };
 
-#if ONE_PLANS
+#if ONE_WARP_SCHEDULES
 using Requests = KeptRequests;
 #else
 using Requests = HeldRequests;
@@ -172,10 +172,10 @@ __device__ __forceinline__ int shift(int tile, int num_tiles) {
   return tile <= left ? (tile <= NEAR ? -tile : 0) : left <= NEAR ? left : 0;
 }
 
-// The run of this CTA. All barriers rely on the warps agreeing, and the counts of parts on the CTAs agreeing:
-// what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel runs.
-// `numbers`: Requests::NUMBERS of shared memory.
-__device__ __forceinline__ Run plan(const Params &p, int lane, int *numbers) {
+// The run of this CTA. All barriers rely on the warps agreeing, and the counts of splits on the CTAs
+// agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel
+// runs. `numbers`: Requests::NUMBERS of shared memory.
+__device__ __forceinline__ Run schedule(const Params &p, int lane, int *numbers) {
   const Requests requests(p, lane, numbers);
   Run run;
   run.busy = requests.busy;
@@ -191,18 +191,18 @@ __device__ __forceinline__ Run plan(const Params &p, int lane, int *numbers) {
     if (CLUSTER > 1 && even <= CLUSTER && even * lines * 10 >= wanted * 7) teams = even * lines;
     else if (each * lines * 4 >= wanted * 3) teams = each * lines;
   }
-  run.cut = {total, teams, total, teams};
+  run.partition = {total, teams, total, teams};
   int shortest = total / teams;
   if (LATE_TILES > 0 && lines > wanted) {
     const int late = teams / LATE_PART, shorter = (total - LATE_TILES * (teams - late)) / teams;
     if (late > 0 && shorter >= 2 * LATE_TILES) {
       shortest = shorter;
-      run.cut = {total, teams, total - late * shorter, teams - late};
+      run.partition = {total, teams, total - late * shorter, teams - late};
     }
   }
   const int team = Run::team();
-  run.unit = run.cut.begin(min(team, teams));
-  run.unit_end = run.cut.begin(min(team + 1, teams));
+  run.unit = run.partition.begin(min(team, teams));
+  run.unit_end = run.partition.begin(min(team + 1, teams));
   run.moves = NEAR > 0 && shortest >= 4 * NEAR;
   if (run.unit >= run.unit_end) return run;
 

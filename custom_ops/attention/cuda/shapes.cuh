@@ -4,14 +4,14 @@
 #include "../../cuda/machine.cuh"
 #include "decode_config.cuh"
 
-constexpr int PAIRS = NUM_KV_HEADS / PAIR_HEADS;    // of a request
-constexpr int LINES = PAIRS / TEAM;                 // of a request, each of TEAM pairs side by side
-constexpr int HEAD_ROWS = GROUP * QUERY_LEN;        // query rows of a kv head
-constexpr int ROWS = PAIR_HEADS * HEAD_ROWS;        // query rows of a pair
-constexpr int COLS = (ROWS + 7) / 8;                // n-tiles of 8 rows
-constexpr bool SHARED = PAIR_HEADS > 1 && HEAD_ROWS % 8;  // an n-tile holds rows of both heads
-constexpr int TILE = WARPS * KEYS;                  // keys of one unit of work
-constexpr int SUBS = KEYS / 16;                     // m-tiles of keys per warp
+constexpr int PAIRS = NUM_KV_HEADS / PAIR_HEADS;            // of a request
+constexpr int LINES = PAIRS / TEAM;                         // of a request, each of TEAM pairs side by side
+constexpr int HEAD_ROWS = GROUP * QUERY_LEN;                // query rows of a kv head
+constexpr int TILE_Q = PAIR_HEADS * HEAD_ROWS;              // query rows of a pair
+constexpr int COLS = (TILE_Q + 7) / 8;                      // n-tiles of 8 rows
+constexpr bool SHARED = PAIR_HEADS > 1 && HEAD_ROWS % 8;    // an n-tile holds rows of both heads
+constexpr int TILE_KV = WARPS * WARP_KEYS;                  // keys of one unit of work
+constexpr int SUBS = WARP_KEYS / 16;                        // m-tiles of keys per warp
 constexpr int K_CHUNKS = PAIR_HEADS * DIM * KV_BYTES / 16;  // 16-byte chunks of a key, of all heads of a pair
 constexpr int V_CHUNKS = PAIR_HEADS * DIM_V * KV_BYTES / 16;
 // A key in shared memory: its chunks, padded so that 8 rows fill whole 128-byte lines, and swizzled within a
@@ -22,21 +22,23 @@ __host__ __device__ constexpr int padded(int chunks) {
 }
 constexpr int K_PADDED = padded(K_CHUNKS), V_PADDED = padded(V_CHUNKS);
 constexpr int K_ROW_BYTES = K_PADDED * 16, V_ROW_BYTES = V_PADDED * 16;  // bytes
-constexpr int STAGE_BYTES = KEYS * (K_ROW_BYTES + V_ROW_BYTES);                // bytes of one warp's stage
+constexpr int STAGE_BYTES = WARP_KEYS * (K_ROW_BYTES + V_ROW_BYTES);     // bytes of one warp's stage
 // floats of a query row when states meet, in a stage
-constexpr int STATE_ROW = ROWS * (DIM_V + 4) * 4 <= STAGE_BYTES ? DIM_V + 4 : DIM_V;
+constexpr int STATE_ROW = TILE_Q * (DIM_V + 4) * 4 <= STAGE_BYTES ? DIM_V + 4 : DIM_V;
 constexpr int V_SLICES = PAIR_HEADS * DIM_V / 16;   // m-tiles of value columns
 constexpr int V_VECTORS = DIM_V / 4;
 constexpr int THREADS = WARPS * 32;
-constexpr int PART = ROWS * DIM_V;                  // floats of a part of a pair, without its maxima and sums
-static_assert(ROWS * STATE_ROW * 4 <= STAGE_BYTES, "a stage must hold a warp's state");
+// of the partial result of a split, without its maxima and sums
+constexpr int PARTIAL_FLOATS = TILE_Q * DIM_V;
+static_assert(TILE_Q * STATE_ROW * 4 <= STAGE_BYTES, "a stage must hold a warp's state");
 static_assert(PAIRS % TEAM == 0 && (TEAM == 1 || CLUSTER == 1),
               "whole teams; CTAs of a cluster share a pair");
-static_assert(NUM_KV_HEADS % PAIR_HEADS == 0 && (PAIR_HEADS == 1 || KV_BYTES == 2) && (!SHARED || ROWS <= 8),
+static_assert(NUM_KV_HEADS % PAIR_HEADS == 0 && (PAIR_HEADS == 1 || KV_BYTES == 2) &&
+                  (!SHARED || TILE_Q <= 8),
               "two heads in one n-tile, or in tiles of their own");
-static_assert(!TREE || (CAUSAL && QUERY_LEN > 1 && QUERY_LEN < 32 && KEYS <= 64),
+static_assert(!TREE || (CAUSAL && QUERY_LEN > 1 && QUERY_LEN < 32 && WARP_KEYS <= 64),
               "a word's bits, one of them never set; those of a warp's keys");
-static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && KEYS % 16 == 0 && STAGES >= 2,
+static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && WARP_KEYS % 16 == 0 && STAGES >= 2,
               "sizes in multiples of 16, two stages");
 
 struct Params {  // packed by custom_ops/attention/cuda/paged_attention.py, in this order

@@ -43,7 +43,7 @@ class DecodeShape:
         pair_heads: kv heads of a pair, 1 or 2.
         max_registers: most registers of a thread; 0: as many as leave room for ``ctas_per_sm``.
         near: tiles that a border of two runs may move to an end of a pair.
-        grouped: pairs may have so many parts that they are merged in two steps.
+        grouped: pairs may have so many splits that they are merged in two steps.
         ask_early: a run's next queries are asked for while the warps' states of the last pair meet.
     """
 
@@ -73,10 +73,10 @@ class DecodeShape:
         return stages + (self.cluster - 1) * rows * (dim_v + 2) * 4
 
 
-#: Parts of a pair from which they are merged in two steps; as ``Groups::FROM`` in requests.cuh.
+#: Splits of a pair from which they are merged in two steps; as ``SplitGroups::FROM`` in requests.cuh.
 _GROUPED_FROM = 17
 
-#: Query rows of a pair times bytes of a key from which they are: parts that take one CTA long to read. 8
+#: Query rows of a pair times bytes of a key from which they are: partials that take one CTA long to read. 8
 #: rows of 128 in 16 bits gained, 3 rows of 64 lost.
 _GROUPED_BYTES = 2048
 #: What a CTA needs beside its stages (the warps' states), and what the hardware keeps per CTA.
@@ -192,7 +192,7 @@ def team(pairs: int, ctas: int) -> int:
     )
 
 
-def one_plans(num_reqs: int, ctas_per_sm: int) -> bool:
+def one_warp_schedules(num_reqs: int, ctas_per_sm: int) -> bool:
     """Whether one warp finds the run for its CTA, instead of each for itself: where so many ask for the same
     lengths that L2 is slow to answer. Up to 64 requests a warp can do it by itself."""
     return num_reqs > 64 or ctas_per_sm >= 3
@@ -324,14 +324,14 @@ def decode_config(
         "SCALES": spec.scales,
         "LSE": spec.lse,
         "PDL": early,
-        "LONGEST": longest,
+        "DECODE_LEN": longest,
         "WARPS": shape.warps,
-        "KEYS": shape.keys,
+        "WARP_KEYS": shape.keys,
         "STAGES": shape.stages,
         "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles,
         "CLUSTER": shape.cluster,
-        "ONE_PLANS": int(one_plans(pairs // spec.num_kv_heads, shape.ctas_per_sm)),
+        "ONE_WARP_SCHEDULES": int(one_warp_schedules(pairs // spec.num_kv_heads, shape.ctas_per_sm)),
         "ASKED": asked(pairs // spec.num_kv_heads),
         "NEAR": shape.near,
         "ASK_EARLY": shape.ask_early,

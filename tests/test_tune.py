@@ -160,10 +160,12 @@ def test_the_command(small: Path) -> None:
     given = ["tune", "--device", "cpu", "--backends", "for_decodes,for_prompts", "--repeats", "1"]
     done = typer.CliRunner().invoke(app, [*given, "--dry-run", "--json"])
     assert done.exit_code == 0 and json.loads(done.stdout)["file"] == str(path_for(CPU)), done.output
-    assert run.main([*given[1:], "--no-save"]) == 0 and not path_for(CPU).exists()
+    assert tune(dataclasses.replace(ASKED, save=False))["file"] is None and not path_for(CPU).exists()
     done = typer.CliRunner().invoke(app, given, env={"COLUMNS": "300"})
     assert done.exit_code == 0 and "decode: for_decodes, for_prompts" in done.output, done.output
-    assert path_for(CPU).exists() and run.main(["--backends", "nobody"]) == 2
+    assert path_for(CPU).exists()
+    refused = typer.CliRunner().invoke(app, ["tune", "--backends", "nobody"])
+    assert isinstance(refused.exception, BackendUnavailableError)
 
 
 def test_a_pipe_in_its_place_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

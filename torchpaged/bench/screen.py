@@ -117,6 +117,10 @@ def _cell(row: dict[str, Any], entry: dict[str, Any]) -> str:
     return f"{entry['us']:.1f} ({_rate(row, entry)})"
 
 
+def _has_peers(rows: Sequence[dict[str, Any]]) -> bool:
+    return any(not entry["own"] for row in rows for entry in row["contenders"].values())
+
+
 def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and lines; contenders that no case could run have no column (`notes` names them)."""
     entries = [(name, entry) for row in rows for name, entry in row["contenders"].items()]
@@ -128,9 +132,9 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         cells = [
             _cell(row, row["contenders"][name]) if name in row["contenders"] else "skipped" for name in names
         ]
-        ratio = f"{row['ratio']:.2f}" if row.get("ratio") else "-"
-        lines.append([row["case"], f"{row['ideal_us']:.1f}", *cells, ratio])
-    return ["case", "ideal", *names, "peer/own"], lines
+        ratio = [f"{row['ratio']:.2f}" if row.get("ratio") else "-"] if _has_peers(rows) else []
+        lines.append([row["case"], f"{row['ideal_us']:.1f}", *cells, *ratio])
+    return ["case", "ideal", *names, *(["peer/own"] if _has_peers(rows) else [])], lines
 
 
 def notes(document: dict[str, Any]) -> list[str]:
@@ -168,6 +172,8 @@ def notes(document: dict[str, Any]) -> list[str]:
             )
     lines += [f"{case} skipped: {reason}" for case, reason in summary["skipped"].items()]
     lines += summary["wrong_or_failed"]
+    if not _has_peers(rows):
+        return lines
     for suite, figures in [
         *summary["suites"].items(),
         *([("all", summary)] if len(summary["suites"]) > 1 else []),

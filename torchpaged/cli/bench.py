@@ -37,52 +37,34 @@ def attention(
             help="own backends, separated by commas; default: those for the device, without the reference"
         ),
     ] = "",
-    peers: Annotated[
-        bool,
-        typer.Option("--peers/--no-peers", help="run the peers that are installed; absent ones are reported"),
-    ] = True,
-    skip: Annotated[str, typer.Option(help="contenders to leave out, separated by commas")] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="fp32, bf16, fp16 for queries and caches; default: the cases' own")
     ] = "",
-    heads_first: Annotated[
-        bool,
-        typer.Option(
-            "--heads-first", help="caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory"
-        ),
-    ] = False,
     repeats: Annotated[int, typer.Option(help="samples per contender at least")] = 24,
     bandwidth: Annotated[float | None, typer.Option(help="memory ceiling in TB/s; default: measured")] = None,
     flop_rate: Annotated[
         float | None, typer.Option(help="compute ceiling in TFLOP/s; default: measured")
     ] = None,
     output: Annotated[str, typer.Option(help="write the document to this JSON file, after every case")] = "",
-    plot: Annotated[
-        str, typer.Option(help="write a plot of time against the roofline to this PNG file")
-    ] = "",
     json_only: Annotated[
         bool, typer.Option("--json-only", help="print the JSON line and nothing else")
     ] = False,
 ) -> None:
-    """Paged attention against its peers on this machine: checked against a float32 oracle, then timed
-    in turns."""
+    """Paged attention on this machine, backends side by side: checked against a float32 oracle, then timed in
+    turns. Beside other libraries, in a checkout: benchmarks/bench_attention.py."""
     from torchpaged.bench.attention import Options, exit_code, run, split
 
     options = Options(
         suites=tuple(suite or ("decode",)),
         case=case,
         backends=split(backends) or None,
-        peers=peers,
-        skip=split(skip),
         device=device,
         dtype=dtype,
-        heads_first=heads_first,
         repeats=repeats,
         bandwidth=bandwidth,
         flop_rate=flop_rate,
         output=output,
-        plot=plot,
         json_only=json_only,
     )
     document = run(options)

@@ -1,20 +1,19 @@
-"""The attention kernels against their peers: ``torchpaged bench attention`` (needs torch only).
+"""Paged attention on this machine: ``torchpaged bench attention`` (needs torch only).
 
-cases.py       what is measured: named batches, their useful bytes and FLOPs;
-               in_parts.py: mixed batches cut in two
+cases.py       what is measured: named batches, their useful bytes and FLOPs
 inputs.py      the tensors of a case: rotated, shuffled KV caches, and the float32 oracle
-contender.py   what somebody who is measured brings;
-               contenders.py: own backends, plain PyTorch, and the list of all
-peers.py       FlashInfer, FlashAttention-3
-case.py        one case;  run.py: one run;  summary.py, plot.py: what a reader sees
+contender.py   what is measured on a case, and torchpaged's backends as such
+case.py        one case;  run.py: one run;  summary.py: what a reader sees
+
+Peers are measured in a checkout: benchmarks/bench_attention.py.
 """
 
-from torchpaged.bench.attention.run import Options, exit_code, main, run, split
+from torchpaged.bench.attention.run import Options, run, split
+from torchpaged.bench.attention.summary import exit_code
 
 __all__ = [
     "Options",
     "exit_code",
-    "main",
     "run",
     "split",
 ]

@@ -80,6 +80,13 @@ class AttentionCase:
         """Whether every request has a single query token."""
         return max(self.query_lens) == 1
 
+    @property
+    def num_decodes(self) -> int:
+        """Requests of one query token that come first, if only longer queries follow them; else, and if none
+        follow, 0."""
+        count = sum(query == 1 for query in self.query_lens)
+        return count if 0 < count < len(self.query_lens) and max(self.query_lens[:count]) == 1 else 0
+
     def useful_bytes(self) -> int:
         """Bytes of keys and values that one call must read once: the numerator of every TB/s figure."""
         return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize

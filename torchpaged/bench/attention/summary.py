@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchpaged.bench.attention.cases import SUITES
-from torchpaged.bench.attention.in_parts import SUFFIX
+
+#: Of contenders that take a mixed batch in two calls: measured, and not ranked.
+SUFFIX = "-in-parts"
 
 
 def compare(entries: dict[str, dict[str, Any]], own: Sequence[str]) -> dict[str, Any]:
-    """The best own backend against the best peer, `in_parts` left out: ``ratio`` over 1 = own is faster."""
+    """The best own backend against the best peer, parts left out: ``ratio`` over 1 = own is faster."""
     timed = {
         name: entry["us"]
         for name, entry in entries.items()
@@ -93,7 +95,7 @@ def _mixed_over_parts(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, flo
 
 
 def _mixed_over_sequence(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per mixed case and own backend, its time over that of two calls one after the other (`in_parts`)."""
+    """Per mixed case and own backend, its time over that of two calls one after the other."""
     ratios = {}
     for row in rows:
         times = {name: entry["us"] for name, entry in row["contenders"].items() if entry["status"] == "timed"}

@@ -4,6 +4,6 @@ score.py    what the rows of a measurement say: orders of backends
 run.py      one measurement, from the plan to the file that `torchpaged.backends` reads
 """
 
-from torchpaged.bench.tune.run import TuneOptions, main, plan, tune
+from torchpaged.bench.tune.run import TuneOptions, plan, tune
 
-__all__ = ["TuneOptions", "main", "plan", "tune"]
+__all__ = ["TuneOptions", "plan", "tune"]

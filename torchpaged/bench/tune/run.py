@@ -6,10 +6,8 @@ plan(TuneOptions(device="cuda"))                  # says what would be measured
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +20,10 @@ from torchpaged.backends.choose.tuned import device_name, path_for, save, versio
 from torchpaged.bench import conditions, timing
 from torchpaged.bench.attention.case import free_memory, measure_case
 from torchpaged.bench.attention.cases import AttentionCase, select_cases
-from torchpaged.bench.attention.contenders import own_backend
-from torchpaged.bench.attention.in_parts import num_decodes
+from torchpaged.bench.attention.contender import own_backend
 from torchpaged.bench.screen import Screen
 from torchpaged.bench.tune import score
-from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, TorchpagedError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.names import device_named
 
 #: What is measured where nothing else is said: on a CPU the cases of a GPU take hours.
@@ -67,7 +64,7 @@ def _cases(options: TuneOptions, device: torch.device) -> list[AttentionCase]:
     suites = options.suites or SUITES[device.type]
     chosen = select_cases(suites, options.case)
     # of a triple, the batch itself: its parts are in the other suites by their kind
-    return [case for case in chosen if case.suite != "mixed" or num_decodes(case)]
+    return [case for case in chosen if case.suite != "mixed" or case.num_decodes]
 
 
 def _candidates(options: TuneOptions, device: torch.device) -> dict[str, str | None]:
@@ -210,33 +207,3 @@ def _losses(rows: Sequence[dict[str, Any]], decode: str, prefill: str) -> dict[s
 def _write(options: TuneOptions, document: dict[str, Any]) -> None:
     if options.output:
         Path(options.output).write_text(json.dumps(document, indent=1) + "\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line without typer; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Measure the usable backends for the automatic choice.")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--backends", default="", help="separated by commas; default: all usable ones")
-    parser.add_argument("--suite", action="append", help="may be given several times")
-    parser.add_argument("--case", default="", help="keep cases whose name contains this")
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--output", default="", help="write the document to this JSON file")
-    parser.add_argument("--save", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--dry-run", action="store_true")
-    given = parser.parse_args(arguments)
-    options = TuneOptions(
-        given.device,
-        [name.strip() for name in given.backends.split(",") if name.strip()],
-        given.suite or (),
-        given.case,
-        given.repeats,
-        given.output,
-        given.save,
-    )
-    try:
-        document = plan(options) if given.dry_run else tune(options)
-    except TorchpagedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(json.dumps(document), flush=True)
-    return 0

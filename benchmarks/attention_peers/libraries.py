@@ -11,9 +11,6 @@ metadata computed beforehand. Both take torchpaged's cache layout uncopied.
 from __future__ import annotations
 
 import importlib
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,11 +18,10 @@ import torch
 from torch import Tensor
 
 from torchpaged.bench.attention.cases import AttentionCase
-from torchpaged.bench.attention.contender import Contender, Prepared
+from torchpaged.bench.attention.contender import Contender, Prepared, plan_us
 from torchpaged.bench.attention.inputs import FP8_K_SCALE, Inputs
 
 _FLASHINFER_WORKSPACE = 1 << 30  # bytes; its fa2 prompts of 16k tokens fail with half of it
-_PLAN_REPEATS = 5
 
 
 def _import_failure(module: str, package: str) -> str | None:
@@ -116,18 +112,6 @@ def _flashinfer_prepare(backend: str, graphs: bool, case: AttentionCase, inputs:
         return out
 
     return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], of_plan)
-
-
-def plan_us(plan: Callable[[], Any], device: torch.device) -> float:
-    """Host microseconds of a plan, until the device has what it copied: the pinned buffer is not fenced."""
-    times = []
-    for _ in range(_PLAN_REPEATS):
-        start = time.perf_counter()
-        plan()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(times)
 
 
 # ------------------------------------------------------------------------------------------- FlashAttention-3

@@ -17,25 +17,16 @@ from torch import Tensor
 
 from torchpaged.backends import get_backend
 from torchpaged.bench.attention.cases import AttentionCase
-from torchpaged.bench.attention.contender import Contender, Prepared
-from torchpaged.bench.attention.contenders import own_backend
+from torchpaged.bench.attention.contender import Contender, Prepared, own_backend
 from torchpaged.bench.attention.inputs import Inputs
-
-SUFFIX = "-in-parts"
-
-
-def num_decodes(case: AttentionCase) -> int:
-    """Requests of one query token that come first, if only longer queries follow them; else, and if none
-    follow, 0."""
-    count = sum(query == 1 for query in case.query_lens)
-    return count if 0 < count < len(case.query_lens) and max(case.query_lens[:count]) == 1 else 0
+from torchpaged.bench.attention.summary import SUFFIX
 
 
 def in_parts_of(backends: Sequence[Contender], cases: Sequence[AttentionCase]) -> list[Contender]:
     """`in_parts` of the own ones among ``backends``; none if no case is a mixed batch."""
     return (
         [in_parts(contender.name) for contender in backends if contender.own]
-        if any(map(num_decodes, cases))
+        if any(case.num_decodes for case in cases)
         else []
     )
 
@@ -47,12 +38,12 @@ def in_parts(name: str) -> Contender:
     def why_not(case: AttentionCase, device: torch.device) -> str | None:
         return (
             whole.why_not(case, device)
-            if num_decodes(case)
+            if case.num_decodes
             else "no batch of decodes and, after them, longer queries"
         )
 
     def prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
-        count, num_reqs = num_decodes(case), len(case.seq_lens)
+        count, num_reqs = case.num_decodes, len(case.seq_lens)
         out, starts = inputs.poisoned_out(), inputs.query_start_loc
         semaphores = torch.zeros(
             inputs.num_layers, num_reqs * case.num_kv_heads, dtype=torch.int32, device=inputs.q.device

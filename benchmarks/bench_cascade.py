@@ -3,7 +3,7 @@
     python benchmarks/bench_cascade.py --output benchmarks/results/h200_cascade.json
 
 Rounds over the pools of several layers, so that nothing stays in the L2 cache, each in a CUDA graph, without
-the host's share: groups and plans are made once. Microseconds per call. The rule of torchpaged/cascade is
+the host's share: groups and plans are made once. Microseconds per call. The rule of torchpaged/prefixes is
 fitted to the rows. Needs a GPU.
 """
 
@@ -24,9 +24,9 @@ from torch import Tensor
 from torchpaged import paged_attention
 from torchpaged.bench import conditions
 from torchpaged.bench.timing import CudaSampler, interleave
-from torchpaged.cascade import SharedPrefixes, cascade_attention, find_prefix_groups
 from torchpaged.custom_ops.attention.call import CascadeCall
 from torchpaged.custom_ops.attention.triton.cascade_attention import compose
+from torchpaged.prefixes import SharedPrefixes, cascade_attention, find_prefix_groups
 
 BLOCK = 16
 SHAPES = ((32, 8, 128), (9, 3, 64))

@@ -12,19 +12,19 @@ eager capture.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.addresses import Watch
-from torchpaged.graphs.bucketed import BucketedGraphs, Progress
+from torchpaged.graphs.bucketed import BucketedGraphs, Progress, StaticInputs
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend
-from torchpaged.graphs.shared_prefixes import Prefixes, StepsInGroups, buckets_in_groups
+from torchpaged.graphs.prefixes import Prefixes, PrefixGraphs, require_no_plans
 from torchpaged.graphs.step import Ranges, Step, StepSession, decode_steps
-from torchpaged.metadata import AttentionMetadata, HostLengths
+from torchpaged.metadata import HostLengths
 
 
 class DecodeGraphRunner(BucketedGraphs):
@@ -53,8 +53,8 @@ class DecodeGraphRunner(BucketedGraphs):
             graph, before a capture and, if it plans every step, before each replay; it is made as new after
             what was cut short, and checked with ``debug``. Refused where its backend declares no graphs of
             decode steps. None: the layers have sessions of their own, which need no plan.
-        prefixes: a `torchpaged.cascade.AutomaticPrefixes`: steps whose requests share blocks that are worth a
-            pass of their own take a second graph of their bucket, over ``metadata.prefixes``; for layers of
+        prefixes: a `torchpaged.prefixes.AutomaticPrefixes`: steps whose requests share blocks that are worth
+            a pass of their own take a second graph of their bucket, over ``metadata.prefixes``; for layers of
             `torchpaged.PagedAttention`, and no session that plans. None: one graph per bucket.
 
     Attributes:
@@ -86,57 +86,37 @@ class DecodeGraphRunner(BucketedGraphs):
         session: StepSession | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        if prefixes is not None and session is not None and session.plans:
-            raise ArgumentError("prefixes", "None with a session that plans", "prefixes")
+        require_no_plans(prefixes, session)
         self.buffers = DecodeBuffers(max_batch_size, max_blocks_per_req, block_size, device, num_blocks)
         sizes = check_buckets(default_buckets(max_batch_size) if buckets is None else buckets, max_batch_size)
         self._eager_step = step
-        super().__init__(
-            self.buffers,
-            decode_steps(step, sizes, compile, capture),
-            eager=lambda bucket: step,
-            buckets=sizes,
-            device=device,
-            capture=capture,
-            warmup_iters=warmup_iters,
-            progress=progress,
-            watch=watch,
-            debug=debug,
-            ranges=ranges,
-            session=session,
-        )
+        options: dict[str, Any] = {
+            "buckets": sizes,
+            "device": device,
+            "warmup_iters": warmup_iters,
+            "progress": progress,
+            "watch": watch,
+            "debug": debug,
+            "ranges": ranges,
+            "session": session,
+        }
+        steps = decode_steps(step, sizes, compile, capture)
+        super().__init__(self.buffers, steps, eager=lambda bucket: step, capture=capture, **options)
         self._require_graphs(1)
-        self._prefixes = prefixes
-        self._in_groups: BucketedGraphs | None = None
-        if prefixes is not None:
+        options |= {"capture": self.capture_backend, "pool": self.pool}
 
-            def step_in_groups(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-                return step(input_ids, metadata.prefixes.of(metadata))
+        def make(inputs: StaticInputs, step: Step) -> BucketedGraphs:
+            steps = decode_steps(step, sizes, compile, capture)
+            return BucketedGraphs(inputs, steps, eager=lambda bucket: step, **options)
 
-            self._in_groups = BucketedGraphs(
-                StepsInGroups(self.buffers, prefixes),
-                decode_steps(step_in_groups, sizes, compile, capture),
-                eager=lambda bucket: step_in_groups,
-                buckets=sizes,
-                device=device,
-                capture=self.capture_backend,
-                pool=self.pool,
-                warmup_iters=warmup_iters,
-                progress=progress,
-                watch=watch,
-                debug=debug,
-                ranges=ranges,
-                session=session,
-            )
+        self._with_prefixes = None if prefixes is None else PrefixGraphs(prefixes, self.buffers, step, make)
 
     def capture(self, buckets: Sequence[int] | None = None) -> None:
         """As `BucketedGraphs.capture`; then, of these buckets, the second graphs of those whose requests may
         come to share what pays."""
         super().capture(buckets)
-        if self._prefixes is not None and self._in_groups is not None:
-            wanted = self.buckets if buckets is None else buckets
-            sizes = self.buffers.max_blocks_per_req, self.buffers.block_size
-            self._in_groups.capture(buckets_in_groups(self._prefixes, wanted, *sizes))
+        if self._with_prefixes is not None:
+            self._with_prefixes.capture(self.buckets if buckets is None else buckets)
 
     def run(
         self,
@@ -165,24 +145,13 @@ class DecodeGraphRunner(BucketedGraphs):
             if isinstance(input_ids, Tensor):
                 input_ids = input_ids.clone()  # it may be a slice of the buffers, which a capture overwrites
             self.capture_for(rows)
-        graphs = self._graphs_for(rows, bucket, seq_lens, block_tables)
+        graphs: BucketedGraphs | None = None
+        if self._with_prefixes is not None:
+            graphs = self._with_prefixes.find(bucket, block_tables, seq_lens)
         with torch.inference_mode():
             self.buffers.load(input_ids, seq_lens, block_tables, bucket)
-            return graphs.start(rows, host=self.host_lengths([1] * rows, seq_lens, bucket)).output[:rows]
-
-    def _graphs_for(
-        self, rows: int, bucket: int, seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
-    ) -> BucketedGraphs:
-        """Whose graph runs this step; that of steps in groups is captured when it is first needed."""
-        if self._prefixes is None or self._in_groups is None:
-            return self
-        batch = bucket, bucket, block_tables, [1] * rows, seq_lens
-        if self._prefixes.update(*batch) is None:
-            return self
-        if not self._in_groups.is_captured(bucket):
-            self._in_groups.capture_for(rows)  # without groups
-            self._prefixes.update(*batch)
-        return self._in_groups
+            host = self.host_lengths([1] * rows, seq_lens, bucket)
+            return (self if graphs is None else graphs).start(rows, host=host).output[:rows]
 
     def replay(self, num_rows: int) -> Tensor:
         """Replay the bucket of ``num_rows`` rows on the buffers as they are.

@@ -92,14 +92,14 @@ def native() -> None:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Query tokens of each call, on a CPU, that read prefixes once."""
     seen: list[int] = []
-    cascade_module = importlib.import_module("torchpaged.cascade.attention")
-    two = cascade_module._two_passes
+    prefixes_module = importlib.import_module("torchpaged.prefixes.attention")
+    two = prefixes_module._two_passes
 
     def counted(q: Tensor, *rest: Any) -> Any:
         seen.append(q.shape[0])
         return two(q, *rest)
 
-    monkeypatch.setattr(cascade_module, "_two_passes", counted)
+    monkeypatch.setattr(prefixes_module, "_two_passes", counted)
     return seen
 
 

@@ -144,13 +144,13 @@ def bound_things(model: Any) -> dict[str, Any]:
     plain.capture()
     paged = PagedModel(model, num_blocks=9, block_size=4, limits=Limits(2, 16, 8))
     generator = Generator(paged, max_batch_size=2, max_seq_len=32, prefill_chunk_size=16, prefill_buckets=[4])
-    assert generator.runner is not None and generator.runner.in_groups is not None
+    assert generator.runner is not None and generator.runner.prefix_graphs is not None
     return {
         "DecodeGraphRunner": plain,
         "BucketedGraphs": BucketedGraphs(plain.buffers, lambda bucket: abs, buckets=[2], device="cpu"),
         "PackedGraphRunner": generator.prefill_runner,
         "WholeStepRunner": generator.runner,
-        "_Launches": generator.runner.in_groups,
+        "_Launches": generator.runner.prefix_graphs,
         "DecodeLoop": generator.loop,
         "Generator": generator,
         "PagedModel": paged,

@@ -18,13 +18,6 @@ from torch.utils import _device
 import torchpaged
 from torchpaged import AttentionMetadata, PagedAttention, PagedKVCache
 from torchpaged.cache import LatentLayerSpec
-from torchpaged.cascade import (
-    AutomaticPrefixes,
-    CascadeCosts,
-    SharedPrefixes,
-    cascade_attention,
-    find_prefix_groups,
-)
 from torchpaged.compat import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -34,6 +27,13 @@ from torchpaged.compat import (
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.graphs import DecodeGraphRunner, PackedGraphRunner, TapeCapture
 from torchpaged.layers import CrossAttention, EncoderOnlyAttention, MLAAttention, encoder_metadata
+from torchpaged.prefixes import (
+    AutomaticPrefixes,
+    CascadeCosts,
+    SharedPrefixes,
+    cascade_attention,
+    find_prefix_groups,
+)
 from torchpaged.testing import (
     BATCH_SPECS,
     TREE_SPECS,
@@ -183,7 +183,7 @@ def cascade() -> Any:
     free = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "kv_dtype": torch.float32}
     automatic = AutomaticPrefixes(**sizes, max_blocks_per_req=3, block_size=4, costs=free)
-    shared = automatic.attach(batch, tables)
+    shared = automatic.prepare(batch, tables)
     assert shared.prefixes is not None
     layer = PagedAttention(4, 16, 2, device="cpu", dtype=torch.float32)
     return [*out, layer(q, k, v, cache[0], shared)]

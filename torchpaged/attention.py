@@ -34,11 +34,9 @@ from torchpaged.backends import (
     select_backend,
 )
 from torchpaged.backends.fit import check_out, check_rows, require_fit
-from torchpaged.backends.prefix_groups import reads_in_groups
 from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
 from torchpaged.cache.kv import layer_pools
-from torchpaged.cascade import attend_in_groups
 from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
@@ -47,6 +45,7 @@ from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, check_tens
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FLOATS, FP8
 from torchpaged.metadata import AttentionMetadata
+from torchpaged.prefixes import attend_with_prefixes, can_read_once
 
 #: What shapes may be tried with on the meta device: everything.
 _META = Capabilities(
@@ -248,7 +247,7 @@ class PagedAttention(nn.Module):
     def _use(self, session: Session) -> None:
         self._workspace = session.workspace(self.spec)
         self.session, self._capabilities, self._ops = session, session.capabilities, session.ops
-        self._groups = reads_in_groups(self.spec, session.capabilities, self._workspace)
+        self._reads_once = can_read_once(self.spec, session)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: op handles can't be pickled, and a session is a place in this process's
@@ -429,17 +428,15 @@ class PagedAttention(nn.Module):
             keys_of_queries = self._writes_query_tokens and metadata.max_query_len == 1
             self._ops.write_kv(*write, are_query_tokens=keys_of_queries and not together)
         if together:
-            same = {name: options[name] for name in ("scale", "logits_soft_cap", "k_scale", "v_scale")}
-            both = pools.k_cache, pools.v_cache
-            same["semaphore"] = workspace.get("semaphore")
-            attend_in_groups(q, both, metadata, flat, self._ops, self.sinks, **same)
+            call = AttentionCall.of(*attend, **options, semaphore=workspace.get("semaphore"))
+            attend_with_prefixes(self._ops, call, metadata.prefixes)
         else:
             self._ops.paged_attention(*attend, **options, **workspace)
         return result
 
     def _can_read_prefixes_once(self, metadata: AttentionMetadata) -> bool:
-        """`reads_in_groups`, for this batch."""
-        return self._groups and metadata.tree_mask is None and not self.session.plans
+        """`can_read_once`, for this batch."""
+        return self._reads_once and metadata.tree_mask is None
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""

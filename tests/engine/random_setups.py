@@ -23,10 +23,10 @@ import transformers
 import torchpaged.engine
 import torchpaged.hf
 from torchpaged.backends import Limits
-from torchpaged.cascade import CascadeCosts
 from torchpaged.custom_ops.errors import CaptureError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel, fuse
+from torchpaged.prefixes import CascadeCosts
 
 COMMON: dict[str, Any] = {
     "vocab_size": 99,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torchpaged
-from torchpaged.cascade import SharedPrefixes, cascade_attention, find_prefix_groups
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.prefixes import SharedPrefixes, cascade_attention, find_prefix_groups
 
 pytestmark = [
     pytest.mark.gpu,

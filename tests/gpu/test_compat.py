@@ -12,8 +12,8 @@ import torch
 from documented import Pools, documented_attention, starts_of
 from torch import Tensor
 
-from torchpaged.cascade import SharedPrefixes, cascade_attention, find_prefix_groups
 from torchpaged.compat import flash_attn_varlen_func, flash_attn_with_kvcache, varlen_attn
+from torchpaged.prefixes import SharedPrefixes, cascade_attention, find_prefix_groups
 
 pytestmark = pytest.mark.gpu
 BF16 = {"rtol": 2e-2, "atol": 2e-2}

@@ -21,7 +21,7 @@ def model(make_llama: Callable[..., Any]) -> Any:
 
 
 def free() -> Any:
-    from torchpaged.cascade import CascadeCosts
+    from torchpaged.prefixes import CascadeCosts
 
     return CascadeCosts(0.0, 0.0, 1.0, 1e12, "whatever is shared pays")
 
@@ -40,7 +40,7 @@ def test_an_engine(model: Any, options: dict[str, Any]) -> None:
     want = [output.token_ids for output in plain.generate(prompts, each)]
     generator = Generator(model, **sizes, cascade=free(), **options)
     assert [output.token_ids for output in generator.generate(prompts, each)] == want
-    (report,) = generator.loop.runner.in_groups.report()  # type: ignore[union-attr]
+    (report,) = generator.loop.runner.prefix_graphs.report()  # type: ignore[union-attr]
     assert report.hits > 5 and generator.stats.shared_tokens > 1000
 
 
@@ -62,7 +62,7 @@ def test_a_paged_cache(model: Any, compiled: bool) -> None:
         with torch.no_grad():
             model(prompt, past_key_values=cache)
             cache.batch_repeat_interleave(8)
-            assert cache.groups.active == (cascade is not False)
+            assert cache.prefixes.active == (cascade is not False)
             for step in range(24):
                 at = torch.full((8, 1), 256 + step, device="cuda")
                 torch.compiler.cudagraph_mark_step_begin()

@@ -47,7 +47,7 @@ def shared_prefix_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    shared_blocks: Tensor,
+    prefix_blocks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
     *,
@@ -60,7 +60,7 @@ def shared_prefix_attention(
     Args:
         q: ``[B, num_heads, head_dim]``, bf16 or fp16.
         k_cache, v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
-        shared_blocks: ``[n]`` int32, the full blocks of the prefix, in order.
+        prefix_blocks: ``[n]`` int32, the full blocks of the prefix, in order.
         block_table: ``[B, width]`` int32, the blocks behind the prefix.
         seq_lens: ``[B]`` int32, keys behind the prefix; at least 1.
         scale: softmax scale; None = ``head_dim ** -0.5``.
@@ -73,8 +73,8 @@ def shared_prefix_attention(
         BackendUnavailableError: FlashInfer is not usable here.
     """
     library, lens, block_size = load(), seq_lens.tolist(), k_cache.shape[1]
-    if not len(shared_blocks):
-        raise ArgumentError("shared_blocks", "at least one block", "none")
+    if not len(prefix_blocks):
+        raise ArgumentError("prefix_blocks", "at least one block", "none")
     if min(lens, default=0) < 1:
         raise ArgumentError("seq_lens", "at least one key behind the prefix for every request", str(lens))
     device, rows = q.device, len(lens)
@@ -84,12 +84,12 @@ def shared_prefix_attention(
     own = torch.cat([block_table[row, : -(-length // block_size)] for row, length in enumerate(lens)])
     prefix = [
         torch.tensor(numbers, dtype=torch.int32, device="cpu")
-        for numbers in ([0, rows], [0, len(shared_blocks)], [block_size])
+        for numbers in ([0, rows], [0, len(prefix_blocks)], [block_size])
     ]
     wrapper.plan(
         [prefix[0].to(device), torch.arange(rows + 1, dtype=torch.int32, device=device)],
         [prefix[1].to(device), pages.indptr.to(device)],
-        [shared_blocks, own],
+        [prefix_blocks, own],
         [prefix[2].to(device), pages.last.to(device)],
         q.shape[1],
         k_cache.shape[2],

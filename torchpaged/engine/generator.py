@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchpaged.cache import BlockPool
-from torchpaged.cascade import CascadeCosts
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.engine.calls import Calls, HandOut
@@ -45,7 +44,6 @@ from torchpaged.engine.options import (
     tokens_per_request,
 )
 from torchpaged.engine.prefill_graphs import PrefillGraphs
-from torchpaged.engine.prefix_groups import check_cascade, find_prefixes
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
@@ -57,6 +55,7 @@ from torchpaged.engine.text import TextStream
 from torchpaged.graphs import CaptureBackend, PackedGraphRunner
 from torchpaged.graphs.bucketed import check_capture, check_progress
 from torchpaged.model_state import ModelState, undone_if_it_raises
+from torchpaged.prefixes import CascadeCosts, check_cascade, find_prefixes
 
 if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
@@ -114,9 +113,10 @@ class Generator(NotCopied):
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
             they share, unless ``batch_invariant``, or layers roll (``rolling``).
         cascade: decode steps read blocks that several requests share once, where that pays
-            (`torchpaged.cascade`): with graphs by a second graph of each bucket in which that can pay, which
+            (`torchpaged.prefixes`): with graphs by a second graph of each bucket in which that can pay, which
             ``capture_ahead`` captures, too. True: by the device's own costs;
-            `torchpaged.cascade.CascadeCosts`: by these; False: never. `cascade_reason` says what was decided.
+            `torchpaged.prefixes.CascadeCosts`: by these; False: never. `cascade_reason` says what was
+            decided.
         batch_invariant: every step of a request has the same shapes whoever runs beside it, and attention
             gives it the same bits, by a backend that declares it: decode steps are all of ``max_batch_size``
             rows, a step prefills one request, none shares blocks or is put back. The other ops are torch's,
@@ -248,7 +248,8 @@ class Generator(NotCopied):
         rings = getattr(self.model, "rings", None)
         shares = decide_sharing(share_prefixes, batch_invariant, rings is not None)
         columns = -(-self.max_seq_len // cache.block_size)
-        prefixes, self.cascade_reason = find_prefixes(self.model, cascade, shares, columns)
+        sizes = {"max_blocks_per_req": columns, "block_size": cache.block_size}
+        prefixes, self.cascade_reason = find_prefixes(self.model.session, cascade, shares, **sizes)
         self.pool = BlockPool(cache.num_blocks)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None

@@ -17,12 +17,12 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from torchpaged.cascade import AutomaticPrefixes
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
 from torchpaged.metadata import AttentionMetadata, HostLengths, to_device
+from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
 
@@ -55,7 +55,7 @@ class PackedSteps:
                 width = self._prefixes.max_blocks_per_req
                 shared = self._prefixes.update(len(ids), len(ids), tables, query_lens, seq_lens)
             metadata = self._metadata(*batch, width)
-            metadata = metadata if shared is None else shared.of(metadata)
+            metadata = metadata if shared is None else shared.prepare(metadata)
             return self._model(self._longs(ids), metadata, None)
 
     def reset(self) -> None:

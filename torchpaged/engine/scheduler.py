@@ -5,7 +5,7 @@ prompts are prefilled in chunks within a token budget, and when the pool runs dr
 back and recomputed later. The oldest request is never put back, so that there is always progress.
 
 Requests that begin with the same tokens share the full blocks of these: the first one computes them, the
-others wait for that and take them (`SharedBlocks`).
+others wait for that and take them (`PrefixTree`).
 
 Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from
 the tokens they may have, and before one of them is put back the caller reads what is in
@@ -21,7 +21,7 @@ from typing import Protocol
 
 from torchpaged.cache import BlockPool
 from torchpaged.engine.sequence import Sequence
-from torchpaged.engine.shared_blocks import SharedBlocks
+from torchpaged.prefixes import PrefixTree
 
 
 class Rings(Protocol):
@@ -91,7 +91,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = self.shared_tokens = 0
-        self._shared = SharedBlocks(block_size) if share_prefixes else None
+        self._tree = PrefixTree(block_size) if share_prefixes else None
         self._one_prompt_per_step = one_prompt_per_step
 
     @property
@@ -121,8 +121,8 @@ class Scheduler:
         self.pool.reset()
         if self._rings is not None and self._rings.num_resets == self._resets:
             self._reset_rings(self._rings)
-        if self._shared is not None:
-            self._shared.clear()
+        if self._tree is not None:
+            self._tree.clear()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
         for sequence in self.waiting:
             sequence.blocks, sequence.num_computed, sequence.blocks_on_device = [], 0, 0
@@ -211,26 +211,26 @@ class Scheduler:
 
     def _need(self, sequence: Sequence) -> int:
         """Blocks that a request lacks for all its tokens and one more, those left out that others share."""
-        shared = 0 if self._shared is None else self._shared.count(sequence)
+        shared = 0 if self._tree is None else self._tree.count(sequence)
         return self.blocks_for(len(sequence) + 1) - len(sequence.blocks) - shared
 
     def _begin(self, sequence: Sequence) -> bool:
         """Give a request that begins the blocks that it shares with others; False: one of them is computing
         what they share, and that is waited for."""
-        if self._shared is None or sequence in self._shared:
+        if self._tree is None or sequence in self._tree:
             return True
-        found = self._shared.find(sequence)
+        found = self._tree.find(sequence)
         if found is None:
             return False
-        self._shared.promise(sequence)
+        self._tree.promise(sequence)
         sequence.blocks, sequence.num_computed = self.pool.fork(found), len(found) * self.block_size
         self.shared_tokens += sequence.num_computed
         return True
 
     def computed(self, sequence: Sequence) -> None:
         """More of its prompt is computed: others may share that."""
-        if self._shared is not None:
-            self._shared.computed(sequence)
+        if self._tree is not None:
+            self._tree.computed(sequence)
 
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
@@ -271,8 +271,8 @@ class Scheduler:
         # Not those of another scheduler.
         if sequence.blocks and self._rings is not None and self._rings.num_resets == self._resets:
             self._rings.give(sequence.blocks[0])
-        if self._shared is not None:
-            self._shared.forget(sequence)
+        if self._tree is not None:
+            self._tree.forget(sequence)
         self.pool.free(sequence.blocks)
         sequence.blocks = []
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from torchpaged.cascade import AutomaticPrefixes
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.graphs import CaptureBackend
+from torchpaged.prefixes import AutomaticPrefixes
 
 
 def make_step_graphs(

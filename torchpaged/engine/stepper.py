@@ -23,7 +23,6 @@ from functools import partial
 
 import torch
 
-from torchpaged.cascade import AutomaticPrefixes
 from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
@@ -33,6 +32,7 @@ from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence, TokenEvent
 from torchpaged.engine.stats import GeneratorStats
+from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from torchpaged.cascade import attend_in_groups
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.class_tables import fill_class_tables
@@ -35,6 +35,7 @@ from torchpaged.hf.span_mask import attend_spans, spans_of
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import attend as attend_uncached
 from torchpaged.hf.uncached import type_of_encoder, way_of
+from torchpaged.prefixes import attend_with_prefixes
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
 
@@ -159,7 +160,7 @@ def paged_attention_forward(
     attend = owner.backend.ops.paged_attention
     if not torch.compiler.is_compiling() and is_profiling():
         attend = ranged_attention(attend, layer.index)
-    options = {
+    options: dict[str, Any] = {
         "scale": scale,
         "logits_soft_cap": 0.0 if softcap is None else float(softcap),
         "sinks": sinks,
@@ -178,10 +179,10 @@ def paged_attention_forward(
         return attend_in_steps(layer, query, attend, own), None
     q = by_token(query)
     out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
-    if metadata.prefixes is not None and layer.reads_in_groups and alike:
-        pools, shared = (key, value), {"scale": scale, "logits_soft_cap": softcap, **layer.scales}
-        shared["semaphore"] = layer.workspace.get("semaphore")
-        attend_in_groups(q, pools, metadata, out, owner.backend.ops, sinks, **shared)
+    if metadata.prefixes is not None and layer.reads_once and alike:
+        options |= {"max_query_len": metadata.max_query_len, "semaphore": layer.workspace.get("semaphore")}
+        call = AttentionCall(q, key, value, *requests, out, None, **options)
+        attend_with_prefixes(owner.backend.ops, call, metadata.prefixes)
         return out.view(batch, query_len, num_heads, value.shape[-1]), None
     attend(q, key, value, *requests, out, None, max_query_len=metadata.max_query_len, **own)
     if spans is not None:

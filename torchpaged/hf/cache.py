@@ -13,8 +13,8 @@ between leaves rows of which some layers hold more tokens than others: the cache
 ``reset()``.
 
 What it is made of: its rows (cache_rows.py, row_changes.py for what generate() does to them between
-forwards, and row_groups.py for those that share blocks), what the masks told (cache_masks.py), the backend
-(chosen_backend.py) and the order of the layers (forward_order.py).
+forwards, and `torchpaged.prefixes` for those that share blocks), what the masks told (cache_masks.py), the
+backend (chosen_backend.py) and the order of the layers (forward_order.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import Choice, Limits, Planning, Session
 from torchpaged.cache import BlockPool
-from torchpaged.cascade import CascadeCosts
 from torchpaged.custom_ops.checks import is_int, switch
 from torchpaged.custom_ops.errors import (
     ArgumentError,
@@ -47,7 +46,6 @@ from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
 from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.row_changes import RowChanges
-from torchpaged.hf.row_groups import RowGroups
 from torchpaged.hf.support import (
     require_implementation,
     require_made_by_user,
@@ -56,6 +54,7 @@ from torchpaged.hf.support import (
 )
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
+from torchpaged.prefixes import CascadeCosts, RowPrefixes
 
 
 def _keeps_kv(layer: PagedLayer) -> bool:
@@ -83,8 +82,8 @@ class PagedCache(Cache):
             head or one per layer, and kept until the cache is gone; or for each paged layer
             ``(k_scale, v_scale)``, as the attribute of this name holds them.
         cascade: decode steps read blocks that several rows share once, where that pays
-            (`torchpaged.cascade`): rows share them after beams were reordered or rows repeated. True: by the
-            device's own costs; `torchpaged.cascade.CascadeCosts`: by these; False: never. Not in decoders
+            (`torchpaged.prefixes`): rows share them after beams were reordered or rows repeated. True: by the
+            device's own costs; `torchpaged.prefixes.CascadeCosts`: by these; False: never. Not in decoders
             with cross attention.
         batch_invariant: attention gives a row the same bits whoever is in the batch with it: by a backend
             that declares it, else the cache is refused. Of the model's own linear layers torch promises
@@ -98,7 +97,7 @@ class PagedCache(Cache):
     Attributes:
         dense: whether keys and values are gathered.
         dense_reason: why, if nobody asked for it; else empty.
-        rows, masks, backend, order, groups: what it is made of.
+        rows, masks, backend, order, prefixes: what it is made of.
         paged: the paged ones of its ``layers``.
 
     Raises:
@@ -190,8 +189,8 @@ class PagedCache(Cache):
         self.masks = CacheMasks(self.name, self.rows, self.paged, config is not text_config)
         self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)
         self.order = ForwardOrder(self.name, self.paged, crosses)
-        self.groups = RowGroups(self.rows, self.paged, cascade if self.keys_of_queries else False)
-        self._changes = RowChanges(self.rows, self.layers, self.groups)
+        self.prefixes = RowPrefixes(self.rows, self.paged, cascade if self.keys_of_queries else False)
+        self._changes = RowChanges(self.rows, self.layers, self.prefixes)
         self._rolling_chosen = False
         # By default generate() runs the models of some configs without a cache, even if it is given one.
         self._caches = getattr(type(text_config), "use_cache", True) is not False
@@ -420,7 +419,8 @@ class PagedCache(Cache):
             self.first_use(layer)
         if layer.is_first:
             self.rows.advance(batch, query_len)
-            self.groups.advance(query_len)
+            if self.prefixes.active:
+                self.prefixes.advance(query_len)
             if self.session.planning_of(query_len) > Planning.NEVER:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
@@ -455,12 +455,13 @@ class PagedCache(Cache):
             self.rows.fill_query_starts(query_len)
         if layer.rolls:
             return self.rows.metadata(batch, query_len, rolls=True)
-        return self.groups.of(self.rows.metadata(batch, query_len))
+        step = self.rows.metadata(batch, query_len)
+        return self.prefixes.prepare(step) if self.prefixes.active else step
 
     @property
-    def in_groups(self) -> bool:
+    def has_prefixes(self) -> bool:
         """Whether the forward that runs may read shared prefixes once."""
-        return self.groups.active
+        return self.prefixes.active
 
     def gather(self, pool: Tensor, batch: int) -> Tensor:
         """`CacheRows.gather`."""
@@ -532,7 +533,7 @@ class PagedCache(Cache):
         for layer in self.paged:
             layer.take_waiting()
         self.rows.forget()
-        self.groups.forget()
+        self.prefixes.forget()
         self.order.reset()
         self.masks.forget()
 

@@ -26,9 +26,9 @@ from torchpaged.backends import (
     select_backend,
 )
 from torchpaged.backends.capabilities import used_features
-from torchpaged.backends.prefix_groups import reads_in_groups
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.prefixes import can_read_once
 
 
 def config_spec(
@@ -120,8 +120,7 @@ class ChosenBackend:
         shared prefixes once."""
         spec = self._asks(spec)
         layer.spec, layer.workspace = spec, self.session.workspace(spec)
-        able = reads_in_groups(spec, self.session.capabilities, layer.workspace)
-        layer.reads_in_groups = able and not self.session.plans
+        layer.reads_once = can_read_once(spec, self.session)
 
     def require(self, spec: AttentionSpec) -> None:
         """Hold the choice to one more spec; eager calls only.

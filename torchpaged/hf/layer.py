@@ -69,7 +69,7 @@ class PagedOwner(Protocol):
     keys_of_queries: bool  # written tokens are the queries of the attention behind; not in cross attention
 
     @property
-    def in_groups(self) -> bool:
+    def has_prefixes(self) -> bool:
         """Whether the forward that runs may read shared prefixes once."""
 
     def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
@@ -160,7 +160,7 @@ class PagedLayer(CacheLayerMixin):
         self.spec: AttentionSpec | None = None  # of that call, or before it of the config
         # What the backend's session keeps for such calls: arguments of `paged_attention`.
         self.workspace: dict[str, Tensor] = {}
-        self.reads_in_groups = False  # whether that kind of call may read shared prefixes once
+        self.reads_once = False  # whether that kind of call may read shared prefixes once
         self.scales: dict[str, Tensor] = {}  # ``k_scale`` and ``v_scale`` of fp8 pools, once they are known
         self.states_dtype: torch.dtype | None = None  # of keys and values as they come
         self.rolls = False  # whether its blocks are rings, see `torchpaged.hf.rolling_attention`
@@ -255,10 +255,10 @@ class PagedLayer(CacheLayerMixin):
     def writes_query_tokens(self) -> bool:
         """``are_query_tokens`` of this layer's writes. The first layer moves the step on right in front of
         its write, by ordinary kernels that the attention must not overtake: its write holds the
-        attention back. So does the write of a layer that reads in groups, whose attention is several
+        attention back. So does the write of a layer that reads prefixes once, whose attention is several
         launches."""
-        in_groups = self.reads_in_groups and self.owner.in_groups
-        return self.owner.keys_of_queries and not self.is_first and not in_groups
+        once = self.reads_once and self.owner.has_prefixes
+        return self.owner.keys_of_queries and not self.is_first and not once
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -16,8 +16,8 @@ from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.row_groups import RowGroups
 from torchpaged.hf.state_layer import StateLayer
+from torchpaged.prefixes import RowPrefixes
 
 
 class RowChanges:
@@ -26,11 +26,11 @@ class RowChanges:
     Args:
         rows: the cache's rows.
         layers: all of the cache's layers, of which a `StateLayer` keeps states of the rows beside blocks.
-        groups: of the rows.
+        prefixes: of the rows.
     """
 
-    def __init__(self, rows: CacheRows, layers: Sequence[Any], groups: RowGroups) -> None:
-        self._rows, self._layers, self._groups = rows, layers, groups
+    def __init__(self, rows: CacheRows, layers: Sequence[Any], prefixes: RowPrefixes) -> None:
+        self._rows, self._layers, self._prefixes = rows, layers, prefixes
 
     def crop(self, tokens_to_remove: int) -> None:
         """`PagedCache.crop`."""
@@ -69,7 +69,7 @@ class RowChanges:
         if copies is not None:
             rows.upload()
             self._copy_blocks(copies)
-            self._groups.find(kept)
+            self._prefixes.find(kept)
 
     def reindex(self, parents: Sequence[int]) -> None:
         """New row ``i`` is a fork of old row ``parents[i]``, see `RowBlocks.reindex`. Nothing to do for rows
@@ -102,7 +102,7 @@ class RowChanges:
         if list(parents) == list(range(len(rows.blocks))):
             return
         lengths = rows.lengths()
-        self._groups.forget()
+        self._prefixes.forget()
         copies = rows.blocks.reindex(parents, lengths)
         in_rings = [] if rows.rolling is None else rows.rolling.blocks.reindex(parents, lengths)
         rows.select(parents)
@@ -111,7 +111,7 @@ class RowChanges:
         for layer in self._layers:
             if isinstance(layer, StateLayer):
                 layer.reorder_cache(torch.tensor(parents, dtype=torch.int64, device="cpu"))
-        self._groups.find([lengths[parent] for parent in parents])
+        self._prefixes.find([lengths[parent] for parent in parents])
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]], rolls: bool = False) -> None:
         """``(source, destination)`` pairs in the pools of every layer that ``rolls``, or does not."""

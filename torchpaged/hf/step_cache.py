@@ -135,7 +135,7 @@ class StepCache(Cache):
         return slots
 
     @property
-    def in_groups(self) -> bool:
+    def has_prefixes(self) -> bool:
         """Whether the step's requests share prefixes that are read once."""
         return self.metadata is not None and self.metadata.prefixes is not None
 

@@ -50,7 +50,7 @@ class AttentionMetadata:
         tree_mask: ``[num_tokens]`` int64, bit j of a token's word: it sees query token j of its request, one
             before it, as `torchpaged.tree_mask_from_parents` gives it. None: every query token sees all those
             before it.
-        prefixes: a `torchpaged.cascade.CascadeBatch`: groups of requests whose first blocks are the same
+        prefixes: a `torchpaged.prefixes.StepPrefixes`: groups of requests whose first blocks are the same
             ones, read once for a group by layers that can. None: each request is read alone. The batch's
             parts and copies elsewhere have none.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from torchpaged.cascade import PrefixGroup, SharedPrefixes
+from torchpaged.prefixes import PrefixGroup, SharedPrefixes
 from torchpaged.testing.batches import Batch
 
 #: Arguments of ``cascade_attention`` behind ``query_start_loc``, in its order, under these names in

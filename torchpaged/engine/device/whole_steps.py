@@ -24,7 +24,7 @@ from torchpaged.engine.device.request_rows import DecodeRows
 from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, StaticInputs
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
 from torchpaged.graphs.capture import CaptureBackend, Captured, EagerCapture
-from torchpaged.graphs.shared_prefixes import Prefixes, StepsInGroups, buckets_in_groups
+from torchpaged.graphs.prefixes import Prefixes, PrefixGraphs, require_no_plans
 from torchpaged.graphs.step import Step, StepSession, decode_steps
 from torchpaged.metadata import AttentionMetadata
 
@@ -94,13 +94,13 @@ class WholeStepRunner(_Launches):
         compile: run the step through ``torch.compile(fullgraph=True)``, once per bucket.
         session: the `torchpaged.Session` that the step's layers share, as
             in `torchpaged.graphs.DecodeGraphRunner`.
-        prefixes: a `torchpaged.cascade.AutomaticPrefixes`: after `find_groups` found some that pay, launches
+        prefixes: a `torchpaged.prefixes.AutomaticPrefixes`: after `find_groups` found some that pay, launches
             take a second graph of their bucket, over ``metadata.prefixes``. None: one graph per bucket.
         options: ``warmup_iters``, ``progress``, ``watch``, ``debug`` and ``ranges``, as there.
 
     Attributes:
         rows: as given.
-        in_groups: the second graphs, for their `report`; None without ``prefixes``.
+        prefix_graphs: the second graphs, for their `report`; None without ``prefixes``.
 
     Raises:
         ArgumentError: several steps per launch with a session that plans every step on the host, or
@@ -125,46 +125,40 @@ class WholeStepRunner(_Launches):
                 "steps_per_launch=1 with a backend that plans every step on the host",
                 str(rows.steps_per_launch),
             )
-        if prefixes is not None and session is not None and session.plans:
-            raise ArgumentError("prefixes", "None with a session that plans", "prefixes")
+        require_no_plans(prefixes, session)
         most = rows.max_batch_size
         sizes = check_buckets(default_buckets(most) if buckets is None else buckets, most)
         options |= {"compile": compile, "session": session}
         super().__init__(rows, rows, step, sizes, capture=capture, **options)
-        self._prefixes = prefixes
-        self.in_groups: BucketedGraphs | None = None
+        self.prefix_graphs: BucketedGraphs | None = None
+        self._with_prefixes: PrefixGraphs | None = None
         self._now: BucketedGraphs = self  # whose graphs launches take
+        options |= {"capture": self.capture_backend, "pool": self.pool}
         if prefixes is not None:
-
-            def step_in_groups(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
-                return step(input_ids, metadata.prefixes.of(metadata))
-
-            inputs = StepsInGroups(rows, prefixes)
-            options |= {"capture": self.capture_backend, "pool": self.pool}
-            self.in_groups = _Launches(inputs, rows, step_in_groups, sizes, **options)
-            self.in_groups.BUCKET = "batch in groups"
+            self._with_prefixes = PrefixGraphs(
+                prefixes, rows, step, lambda inputs, step: _Launches(inputs, rows, step, sizes, **options)
+            )
+            self.prefix_graphs = self._with_prefixes.graphs
+            self.prefix_graphs.BUCKET = "batch in groups"
 
     def capture(self, buckets: Sequence[int] | None = None) -> None:
         """As `BucketedGraphs.capture`; then, of these buckets, the second graphs of those whose requests may
         come to share what pays. If one of them can't be captured, launches do without."""
         super().capture(buckets)
-        if self._prefixes is not None:
-            wanted = self.buckets if buckets is None else buckets
-            sizes = self.rows.max_blocks_per_req, self.rows.block_size
-            worth = buckets_in_groups(self._prefixes, wanted, *sizes)
-            self._in_groups_if(lambda graphs: graphs.capture(worth))
-            self._now = self  # the groups were made up
+        wanted = self.buckets if buckets is None else buckets
+        self._if_captured(lambda graphs: graphs.capture(wanted))
+        self._now = self  # the groups were made up
 
-    def _in_groups_if(self, capture: Callable[[BucketedGraphs], object]) -> bool:
-        """Capture second graphs; False, and launches do without from now on, if one can't be."""
-        assert self.in_groups is not None
+    def _if_captured(self, use: Callable[[PrefixGraphs], BucketedGraphs | None]) -> BucketedGraphs | None:
+        """Use the second graphs, which captures some; launches do without from now on if one can't be."""
+        if self._with_prefixes is None:
+            return None
         try:
-            self.in_groups.recover()
-            capture(self.in_groups)
+            return use(self._with_prefixes)
         except CaptureError as error:
-            self._prefixes = None
+            self._with_prefixes = None
             _LOG.warning("shared prefixes are read request by request from now on: %s", error)
-        return self._prefixes is not None
+            return None
 
     def find_groups(self, block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> bool:
         """Find which of the first rows share blocks, for all launches until the next call; needed whenever a
@@ -179,25 +173,17 @@ class WholeStepRunner(_Launches):
             captured, which is logged.
         """
         self._now = self
-        if self._prefixes is None or self.in_groups is None:
-            return False
         bucket = bucket_for(self.buckets, len(seq_lens))
-        batch = bucket, bucket, block_tables, [1] * len(seq_lens), seq_lens
-        if self._prefixes.update(*batch) is None:
-            return False
-        if not self.in_groups.is_captured(bucket):
-            if not self._in_groups_if(lambda graphs: graphs.capture_for(bucket)):
-                return False
-            self._prefixes.update(*batch)  # the capture was without groups
-        self._now = self.in_groups
-        return True
+        found = self._if_captured(lambda graphs: graphs.find(bucket, block_tables, seq_lens))
+        self._now = self if found is None else found
+        return found is not None
 
     def reset(self) -> None:
         """As `BucketedGraphs.reset`; launches read row by row until `find_groups` is called."""
         self._now = self
         super().reset()
-        if self.in_groups is not None:
-            self.in_groups.reset()
+        if self.prefix_graphs is not None:
+            self.prefix_graphs.reset()
 
     def launch(self, num_rows: int) -> None:
         """Start ``rows.steps_per_launch`` steps of the first ``num_rows`` rows; their bucket is captured

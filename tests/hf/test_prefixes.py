@@ -13,8 +13,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
 from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
-from torchpaged.cascade import CascadeCosts
 from torchpaged.hf import PagedCache
+from torchpaged.prefixes import CascadeCosts
 
 FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
@@ -55,7 +55,7 @@ def test_a_prompt_that_many_rows_continue(passes: list[int]) -> None:
     assert used == 3 * 8 - 2 * 4, "four full blocks are shared"
     assert passes == [3] * 7 * 3, "every decode step, in every layer"
     ours.reset()
-    assert not ours.groups.active
+    assert not ours.prefixes.active
 
 
 def test_one_trace_for_all_groups() -> None:
@@ -79,7 +79,7 @@ def test_one_trace_for_all_groups() -> None:
             logits = compiled(**at, past_key_values=cache).logits
             want = model(history[:, : step + 1], use_cache=False).logits[:, -1:]
             torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
-            assert cache.groups.active == (step >= 12)
+            assert cache.prefixes.active == (step >= 12)
     assert counter.frame_count == 2
 
 
@@ -92,13 +92,13 @@ def test_tokens_taken_back(passes: list[int]) -> None:
         model.set_attn_implementation("torchpaged")
         model(ids.expand(2, -1), past_key_values=cache)
         cache.reorder_cache(torch.tensor([0, 0]))
-        shared = cache.groups._shared
-        assert cache.groups.active and shared is not None and shared.lens.tolist()[0] == 12
+        step = cache.prefixes._step
+        assert cache.prefixes.active and step is not None and step.shared.lens.tolist()[0] == 12
         cache.crop(-7)
-        assert cache.groups.active and shared.lens.tolist()[0] == 4
-        for step in range(6):
-            got = model(more[:, step : step + 1], past_key_values=cache).logits[:, 0]
-            torch.testing.assert_close(got, want[:, step], rtol=1e-4, atol=1e-4)
+        assert cache.prefixes.active and step.shared.lens.tolist()[0] == 4
+        for place in range(6):
+            got = model(more[:, place : place + 1], past_key_values=cache).logits[:, 0]
+            torch.testing.assert_close(got, want[:, place], rtol=1e-4, atol=1e-4)
     assert len(passes) == 6 * 3
 
 
@@ -142,7 +142,7 @@ def test_batch_invariant_attention(passes: list[int], monkeypatch: pytest.Monkey
         monkeypatch.setattr(cache.backend, "ops", ops._replace(paged_attention=both))
         for _ in range(3):
             model(torch.randint(3, 99, (3, 1)), past_key_values=cache)
-    assert compared == 3 * 3 * 3 and not passes and not cache.groups.active
+    assert compared == 3 * 3 * 3 and not passes and not cache.prefixes.active
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""When the second pass of cascade attention pays: a model of its costs, with its constants as data.
+"""When a pass over shared prefixes pays: a model of its costs, with its constants as data.
 
     groups = groups_that_pay(block_tables, query_lens, seq_lens, layer, block_size=16, costs=costs_of(device))
 
@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchpaged.cascade.grouping import PrefixGroup, find_prefix_groups
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.prefixes.groups import PrefixGroup, find_prefix_groups
 
 
 class CascadeCosts(NamedTuple):
@@ -62,6 +63,12 @@ def costs_of(device: torch.device | str) -> CascadeCosts:
     if device.type == "cuda" and torch.cuda.is_available() and torch.version.hip is None:
         key = torch.cuda.get_device_capability(device)
     return COSTS.get(key, COSTS[None])
+
+
+def check_cascade(cascade: bool | CascadeCosts) -> None:
+    """Refuse an option ``cascade`` that is neither a switch nor costs."""
+    if not isinstance(cascade, (bool, CascadeCosts)):
+        raise ArgumentError("cascade", "True, False or CascadeCosts", repr(cascade))
 
 
 def saved_us(

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import torchpaged
 from torchpaged import ArgumentError
-from torchpaged.cascade import PrefixGroup, SharedPrefixes, cascade_attention, find_prefix_groups
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.prefixes import PrefixGroup, SharedPrefixes, cascade_attention, find_prefix_groups
 
 BLOCK = 4
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.cascade.grouping import PrefixGroup
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata, to_device
 from torchpaged.metadata.host import host_block_table
+from torchpaged.prefixes.groups import PrefixGroup
 
 
-class CascadeBatch(NamedTuple):
+class StepPrefixes(NamedTuple):
     """A step's groups, and what of each request its group has not: `AttentionMetadata.prefixes`.
 
     Attributes:
@@ -32,7 +32,7 @@ class CascadeBatch(NamedTuple):
 
 @dataclass
 class SharedPrefixes:
-    """What the two passes of cascade attention need to know of the groups.
+    """What attention of two passes, one of them over the prefixes, needs to know of the groups.
 
     Attributes:
         block_table: ``[max_num_groups, max_blocks_per_req]`` int32, the shared blocks of each group.
@@ -146,7 +146,7 @@ class SharedPrefixes:
             buffer.copy_(to_device(numbers, buffer.dtype, device))
         self.query_lens = tuple(query_lens)
 
-    def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
+    def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The batch with these groups, for layers of `torchpaged.PagedAttention`; computed on the device, so
         that a captured step calls it within its graph. It is of these lengths: after lengths or tables
         changed in place, as by `torchpaged.advance_step`, call it anew.
@@ -164,7 +164,7 @@ class SharedPrefixes:
                 "call prefixes.set for every batch whose query lengths change",
             )
         own = self.suffix(metadata.block_table, metadata.seq_lens)
-        return replace(metadata, prefixes=CascadeBatch(self, *own))
+        return replace(metadata, prefixes=StepPrefixes(self, *own))
 
     def clear(self) -> None:
         """No groups: all requests are read alone."""

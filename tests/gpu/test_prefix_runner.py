@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from torchpaged import AttentionMetadata, PagedAttention
-from torchpaged.cascade import AutomaticPrefixes, CascadeCosts
 from torchpaged.graphs import DecodeGraphRunner
+from torchpaged.prefixes import AutomaticPrefixes, CascadeCosts
 
 pytestmark = pytest.mark.gpu
 HEADS, KV_HEADS, DIM, BLOCK, WIDTH = 32, 8, 128, 16, 40
@@ -51,5 +51,5 @@ def test_steps_in_groups_equal_steps_alone(compile: bool) -> None:
         ids = [(5 * n + row) % 50 for row in range(len(rows))]
         got, want = (runner.run(ids, lens, rows).float().clone() for runner in runners)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    assert runners[0]._in_groups is not None
-    assert sum(report.hits for report in runners[0]._in_groups.report()) == 6
+    assert runners[0]._with_prefixes is not None
+    assert sum(report.hits for report in runners[0]._with_prefixes.graphs.report()) == 6

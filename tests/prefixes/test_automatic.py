@@ -13,7 +13,8 @@ from torch import Tensor
 
 from torchpaged import ArgumentError, AttentionMetadata, Limits, PagedAttention, open_session
 from torchpaged.backends import attention_spec
-from torchpaged.cascade import (
+from torchpaged.graphs import DecodeGraphRunner, EagerCapture, TapeCapture
+from torchpaged.prefixes import (
     COSTS,
     AutomaticPrefixes,
     CascadeCosts,
@@ -22,8 +23,7 @@ from torchpaged.cascade import (
     costs_of,
     groups_that_pay,
 )
-from torchpaged.cascade.rule import saved_us
-from torchpaged.graphs import DecodeGraphRunner, EagerCapture, TapeCapture
+from torchpaged.prefixes.costs import saved_us
 
 ROOT = Path(__file__).parents[2]
 LLAMA = LayerShape(32, 8, 128, 128, 2)
@@ -96,7 +96,7 @@ def test_a_layer_reads_prefixes_once(passes: list[int], compile: bool, sinks: bo
     pools = [torch.randn(20, BLOCK, KV_HEADS, DIM) for _ in range(2)]
     q, k, v = (torch.randn(4, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
-    together = automatic().attach(metadata, ROWS)
+    together = automatic().prepare(metadata, ROWS)
     assert together.prefixes.shared.lens.tolist()[0] == 3 * BLOCK and metadata.prefixes is None
     run: Any = torch.compile(layer, fullgraph=True, backend="aot_eager") if compile else layer
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_a_layer_that_can_not_reads_alone(passes: list[int], options: dict[str, 
     q = torch.randn(4, HEADS, DIM)
     with torch.no_grad():
         want = layer(q, None, None, pools, metadata)
-        assert torch.equal(layer(q, None, None, pools, automatic().attach(metadata, ROWS)), want)
+        assert torch.equal(layer(q, None, None, pools, automatic().prepare(metadata, ROWS)), want)
     assert not passes
 
 
@@ -131,7 +131,7 @@ def test_a_batch_invariant_layer_reads_alone(passes: list[int]) -> None:
     q = torch.randn(4, HEADS, DIM)
     with torch.no_grad():
         want = layer(q, None, None, pools, metadata)
-        assert torch.equal(layer(q, None, None, pools, automatic().attach(metadata, ROWS)), want)
+        assert torch.equal(layer(q, None, None, pools, automatic().prepare(metadata, ROWS)), want)
     assert not passes
 
 
@@ -142,7 +142,7 @@ def test_a_layer_with_functions_reads_alone(
     """Both passes know nothing of them; of backend flex compiled on a CPU, nor of a log-sum-exp."""
     monkeypatch.setenv("TORCHPAGED_FLEX_COMPILER", compiler)
     metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
-    together = automatic().attach(metadata, ROWS)
+    together = automatic().prepare(metadata, ROWS)
     for layer in (
         PagedAttention(HEADS, DIM, KV_HEADS, score_mod=lambda score, r, h, i, j: score - 0.1 * (i - j)),
         PagedAttention(HEADS, DIM, KV_HEADS, mask_mod=lambda r, h, i, j: j % 2 == 0),
@@ -158,7 +158,7 @@ def test_groups_of_an_earlier_step_are_refused(change: str) -> None:
     pools = torch.randn(20, BLOCK, KV_HEADS, DIM), torch.randn(20, BLOCK, KV_HEADS, DIM)
     rows = [ROWS[0], list(range(13, 19)), ROWS[2]]  # the one between shares nothing
     metadata = AttentionMetadata.from_lists(QUERIES, LENS, rows, block_size=BLOCK, max_blocks_per_req=WIDTH)
-    together = automatic().attach(metadata, rows)
+    together = automatic().prepare(metadata, rows)
     if change == "lengths":
         metadata.seq_lens += 1
     elif change == "table":
@@ -184,10 +184,10 @@ def test_what_the_host_knows_is_refused_at_once() -> None:
             lens, LENS[: len(lens)], tables, block_size=BLOCK, max_blocks_per_req=WIDTH
         )
         if ok:
-            assert shared.of(metadata).prefixes is not None
+            assert shared.prepare(metadata).prefixes is not None
             continue
         with pytest.raises(ArgumentError, match=r"metadata: expected a batch of query lengths \[1, 2, 1\]"):
-            shared.of(metadata)
+            shared.prepare(metadata)
 
 
 def test_who_has_ended_is_in_no_group() -> None:
@@ -202,13 +202,13 @@ def test_who_has_ended_is_in_no_group() -> None:
     metadata.seq_lens[1] = 0
     with torch.no_grad():
         want = layer(q, None, None, pools, metadata)
-        got = layer(q, None, None, pools, shared.of(metadata))
+        got = layer(q, None, None, pools, shared.prepare(metadata))
     torch.testing.assert_close(got[[0, 2]], want[[0, 2]])
 
 
 def test_nothing_pays_and_nothing_is_touched() -> None:
     metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
-    assert automatic(costs=HOPPER).attach(metadata, ROWS) is metadata
+    assert automatic(costs=HOPPER).prepare(metadata, ROWS) is metadata
     prefixes = automatic()
     before = prefixes.buffers(3, 4)
     assert prefixes.update(3, 4, ROWS, QUERIES, LENS) is before and before.lens.any()
@@ -265,7 +265,7 @@ def test_a_runner_takes_the_graph_that_pays(passes: list[int], native: None) -> 
             want = torch.stack([gpt.dense(ids[row, :n])[-1] for row in range(count)])
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
     assert set(passes) == {4} and runner.report()[0].hits > 0
-    assert sum(report.hits for report in runner._in_groups.report()) == 7  # type: ignore[union-attr]
+    assert sum(report.hits for report in runner._with_prefixes.graphs.report()) == 7  # type: ignore[union-attr]
 
 
 def test_a_compiled_runner(native: None) -> None:
@@ -292,12 +292,12 @@ def test_a_compiled_runner(native: None) -> None:
             )
         )
     runners[0].capture()
-    for graphs in (runners[0], runners[0]._in_groups):
+    for graphs in (runners[0], runners[0]._with_prefixes.graphs):
         graphs._capture_one = None  # type: ignore[assignment, method-assign, union-attr]
     for lens in ([13, 14, 15], [15, 16], [16, 17, 18]):
         got, want = (runner.run(lens, lens, ROWS[: len(lens)]).clone() for runner in runners)
         torch.testing.assert_close(got, want)
-    assert runners[0]._in_groups.report()[0].hits == 3  # type: ignore[union-attr]
+    assert runners[0]._with_prefixes.graphs.report()[0].hits == 3  # type: ignore[union-attr]
 
 
 def test_a_session_that_plans_is_refused(native: None) -> None:

@@ -11,12 +11,11 @@ import torch
 
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.cache import BlockPool
-from torchpaged.cascade import CascadeCosts
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Sequence
-from torchpaged.engine.shared_blocks import SharedBlocks
 from torchpaged.engine.text import TextStream
+from torchpaged.prefixes import CascadeCosts, PrefixTree
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
@@ -32,7 +31,7 @@ def alone(model: Any) -> list[list[int]]:
 
 
 def free_again(generator: Generator) -> bool:
-    books = generator.scheduler._shared
+    books = generator.scheduler._tree
     assert books is not None and not books._root.children and not books._paths and not books._waiting
     return generator.pool.num_free == generator.pool.num_usable
 
@@ -55,7 +54,7 @@ def test_tokens_are_those_of_each_alone(
     assert generator.stats.prefill_tokens < sum(map(len, PROMPTS))
     assert passes and free_again(generator)
     if options.get("graphs", True):
-        graphs = generator.loop.runner.in_groups  # type: ignore[union-attr]
+        graphs = generator.loop.runner.prefix_graphs  # type: ignore[union-attr]
         assert graphs is not None and sum(report.hits for report in graphs.report()) > 0
 
 
@@ -65,7 +64,7 @@ def test_one_graph_for_all_groups_and_lengths(model: Any, alone: list[list[int]]
     for order in ([0, 1, 3], [5, 4, 1, 0, 2]):
         outputs = generator.generate([PROMPTS[i] for i in order], TEN)
         assert [output.token_ids for output in outputs] == [alone[i] for i in order]
-    (report,) = generator.loop.runner.in_groups.report()  # type: ignore[union-attr]
+    (report,) = generator.loop.runner.prefix_graphs.report()  # type: ignore[union-attr]
     (plain,) = generator.loop.runner.report()  # type: ignore[union-attr]
     assert report.hits > 5 and plain.hits > 0 and set(passes) == {4} and free_again(generator)
 
@@ -75,7 +74,7 @@ def test_what_does_not_pay_is_read_row_by_row(model: Any, alone: list[list[int]]
     generator = Generator(model, block_size=4, max_batch_size=6)
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
     assert not passes and generator.stats.shared_tokens and "where it pays" in generator.cascade_reason
-    assert not any(generator.loop.runner.in_groups.is_captured(n) for n in range(1, 7))  # type: ignore[union-attr]
+    assert not any(generator.loop.runner.prefix_graphs.is_captured(n) for n in range(1, 7))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_it_can_be_switched_off(
 ) -> None:
     generator = Generator(model, block_size=4, max_batch_size=6, **options)
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone and not passes
-    assert reason in generator.cascade_reason and generator.loop.runner.in_groups is None  # type: ignore[union-attr]
+    assert reason in generator.cascade_reason and generator.loop.runner.prefix_graphs is None  # type: ignore[union-attr]
     assert bool(generator.stats.shared_tokens) == ("cascade" in options and len(options) == 1)
 
 
@@ -117,7 +116,7 @@ def test_compiled_steps(model: Any, alone: list[list[int]]) -> None:
     generator = Generator(model, block_size=4, max_batch_size=3, buckets=[3], compile=True, cascade=FREE)
     outputs = generator.generate([PROMPTS[i] for i in (0, 1, 3)], TEN)
     assert [output.token_ids for output in outputs] == [alone[i] for i in (0, 1, 3)]
-    assert generator.loop.runner.in_groups.report()[0].hits > 0  # type: ignore[union-attr]
+    assert generator.loop.runner.prefix_graphs.report()[0].hits > 0  # type: ignore[union-attr]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
@@ -161,7 +160,7 @@ def test_a_graph_that_can_not_be_captured(
     def full(*args: Any) -> None:
         raise CaptureError("no memory is left")
 
-    monkeypatch.setattr(generator.loop.runner.in_groups, "_capture_one", full)  # type: ignore[union-attr]
+    monkeypatch.setattr(generator.loop.runner.prefix_graphs, "_capture_one", full)  # type: ignore[union-attr]
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
     assert [record.getMessage() for record in caplog.records].count(
         "shared prefixes are read request by request from now on: no memory is left"
@@ -202,7 +201,7 @@ def numbers() -> Iterator[int]:
 
 
 def test_only_full_blocks_before_the_last_token(numbers: Iterator[int]) -> None:
-    shared, first = SharedBlocks(4), sequence(next(numbers), list(range(12)))
+    shared, first = PrefixTree(4), sequence(next(numbers), list(range(12)))
     assert shared.find(first) == []
     shared.promise(first)
     first.blocks, first.num_computed = [7, 8, 9], 7
@@ -219,7 +218,7 @@ def test_only_full_blocks_before_the_last_token(numbers: Iterator[int]) -> None:
 
 
 def test_nobody_waits_for_who_has_left(numbers: Iterator[int]) -> None:
-    shared, first = SharedBlocks(4), sequence(next(numbers), list(range(12)))
+    shared, first = PrefixTree(4), sequence(next(numbers), list(range(12)))
     shared.promise(first)
     first.blocks, first.num_computed = [7, 8, 9], 4
     shared.computed(first)
@@ -230,7 +229,7 @@ def test_nobody_waits_for_who_has_left(numbers: Iterator[int]) -> None:
 
 
 def test_a_block_is_known_as_long_as_somebody_holds_it(numbers: Iterator[int]) -> None:
-    shared, first = SharedBlocks(4), sequence(next(numbers), list(range(12)))
+    shared, first = PrefixTree(4), sequence(next(numbers), list(range(12)))
     shared.promise(first)
     first.blocks, first.num_computed = [7, 8, 9], 12
     shared.computed(first)
@@ -274,14 +273,14 @@ def test_nothing_is_captured_while_requests_run(
     names = ["batch 6", "batch 4", "batch 2", "batch 1"]
     assert seen == [*names, *(name.replace("batch", "batch in groups") for name in names[:3])]
     runner = generator.loop.runner  # type: ignore[union-attr]
-    runner._capture_one = runner.in_groups._capture_one = None  # type: ignore[assignment, method-assign, union-attr]
+    runner._capture_one = runner.prefix_graphs._capture_one = None  # type: ignore[assignment, method-assign, union-attr]
     for _ in range(2):
         assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
-    assert sum(report.hits for report in runner.in_groups.report()) > 5 and free_again(generator)  # type: ignore[union-attr]
+    assert sum(report.hits for report in runner.prefix_graphs.report()) > 5 and free_again(generator)  # type: ignore[union-attr]
 
 
 def test_graphs_that_can_never_pay_are_not_captured_ahead(model: Any) -> None:
     generator = Generator(model, block_size=4, max_batch_size=4, max_seq_len=16, capture_ahead=True)
     runner = generator.loop.runner  # type: ignore[union-attr]
     assert all(report.captured for report in runner.report())
-    assert not any(report.captured for report in runner.in_groups.report())  # type: ignore[union-attr]
+    assert not any(report.captured for report in runner.prefix_graphs.report())  # type: ignore[union-attr]

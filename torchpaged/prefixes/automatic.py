@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from torchpaged.cascade.prefixes import SharedPrefixes
-from torchpaged.cascade.rule import CascadeCosts, LayerShape, costs_of, groups_that_pay
+from torchpaged.backends import AttentionSpec, Session
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata
+from torchpaged.prefixes.attention import can_read_once
+from torchpaged.prefixes.buffers import SharedPrefixes
+from torchpaged.prefixes.costs import CascadeCosts, LayerShape, costs_of, groups_that_pay
 
 
 class AutomaticPrefixes:
@@ -57,6 +59,29 @@ class AutomaticPrefixes:
         self._sizes, self.block_size, self._device = sizes, block_size, torch.device(device)
         self._buffers: dict[tuple[int, int], SharedPrefixes] = {}
 
+    @classmethod
+    def of_layer(
+        cls, spec: AttentionSpec, cascade: bool | CascadeCosts, *, max_blocks_per_req: int, block_size: int
+    ) -> AutomaticPrefixes:
+        """For layers of ``spec``, on its device.
+
+        Args:
+            spec: the attention.
+            cascade: True: where it pays by the device's own costs; or those costs.
+            max_blocks_per_req, block_size: as above.
+        """
+        return cls(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            head_dim_v=spec.head_dim_v,
+            kv_dtype=spec.kv_dtype or spec.dtype,
+            max_blocks_per_req=max_blocks_per_req,
+            block_size=block_size,
+            device=spec.device,
+            costs=cascade if isinstance(cascade, CascadeCosts) else None,
+        )
+
     def buffers(self, num_reqs: int, num_tokens: int) -> SharedPrefixes:
         """The groups of batches of exactly these sizes, padding included; the same tensors each time."""
         if (num_reqs, num_tokens) not in self._buffers:
@@ -102,7 +127,9 @@ class AutomaticPrefixes:
         shared.set(groups, block_tables, query_lens, seq_lens)
         return shared
 
-    def attach(self, metadata: AttentionMetadata, block_tables: Sequence[Sequence[int]]) -> AttentionMetadata:
+    def prepare(
+        self, metadata: AttentionMetadata, block_tables: Sequence[Sequence[int]]
+    ) -> AttentionMetadata:
         """The batch with its groups, if they pay; else as it is.
 
         Args:
@@ -116,4 +143,38 @@ class AutomaticPrefixes:
         lens = metadata.query_lens or metadata.query_start_loc.diff().tolist()
         sizes = metadata.num_reqs, metadata.num_tokens
         shared = self.update(*sizes, block_tables, lens, metadata.seq_lens.tolist())
-        return metadata if shared is None else shared.of(metadata)
+        return metadata if shared is None else shared.prepare(metadata)
+
+
+def find_prefixes(
+    session: Session,
+    cascade: bool | CascadeCosts,
+    share_prefixes: bool,
+    *,
+    max_blocks_per_req: int,
+    block_size: int,
+) -> tuple[AutomaticPrefixes | None, str]:
+    """What finds the groups of decode steps, and why; None: requests are read one by one.
+
+    Args:
+        session: its specs say what the layers ask for. What pays is counted for the first layer that can read
+            prefixes once; layers that can't read each request alone within the same steps.
+        cascade: True: where it pays by the device's own `CascadeCosts`; False: never; or those costs.
+        share_prefixes: whether any requests share blocks.
+        max_blocks_per_req: columns of the block tables.
+        block_size: tokens per block.
+    """
+    if cascade is False:
+        return None, "switched off by cascade=False"
+    if not share_prefixes:
+        return None, (
+            "no requests share blocks: share_prefixes=False, batch_invariant=True, or rolling layers"
+        )
+    if session.plans:
+        return None, f"backend {session.name!r} plans its batches, which two passes have no plan for"
+    able = [spec for spec in session.specs if can_read_once(spec, session)]
+    if not able:
+        return None, f"no layer's attention on backend {session.name!r} can be read in two passes"
+    sizes = {"max_blocks_per_req": max_blocks_per_req, "block_size": block_size}
+    prefixes = AutomaticPrefixes.of_layer(able[0], cascade, **sizes)
+    return prefixes, f"where it pays: {prefixes.costs.evidence}"

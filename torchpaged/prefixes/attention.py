@@ -1,0 +1,306 @@
+"""Attention with prefixes read once: `cascade_attention` as a function, `attend_with_prefixes` for layers,
+and which layers can."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.backends import AttentionSpec, Session, attention_spec
+from torchpaged.backends.choose.for_call import able_backend, choose_ops, traced_ops
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.pools import check_pools
+from torchpaged.functional import merge_attn_states, paged_attention
+from torchpaged.functional.arguments import traced_sizes
+from torchpaged.prefixes.buffers import SharedPrefixes, StepPrefixes
+
+#: Whose ``cascade_attention`` is more than two calls of their ``paged_attention`` here or its specification.
+#: On a CPU the native kernels are called twice; a backend around a library has no such op.
+_HAVE_IT = ("reference", "triton", "cuda")
+
+
+def can_read_once(spec: AttentionSpec, session: Session) -> bool:
+    """Whether layers of ``spec`` may read a prefix once for its group: it looks alike to all queries of the
+    group, their bits may depend on the batch, and the session's backend can do both passes, without a plan
+    and without functions of its own for this spec. If not, requests are read one by one."""
+    alike = spec.causal and not spec.window and not spec.chunked and not spec.alibi
+    if not alike or spec.batch_invariant or spec.latent or spec.mods or session.plans:
+        return False
+    if "mods" in session.workspace(spec):
+        return False
+    passes = replace(spec, lse=True, causal=False, sinks=False), replace(spec, lse=True)
+    return not any(session.capabilities.reject(replace(one, tree_mask=False)) for one in passes)
+
+
+def cascade_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    prefixes: SharedPrefixes,
+    *,
+    max_query_len: int,
+    suffix: tuple[Tensor, Tensor] | None = None,
+    scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    return_lse: bool = False,
+    ops: BackendOps | None = None,
+) -> Any:
+    """Causal attention as `torchpaged.paged_attention` computes it, with shared prefixes read once.
+
+    Args:
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc: as in `torchpaged.paged_attention`.
+        prefixes: the groups of this batch.
+        max_query_len: upper bound of the query lengths.
+        suffix: what ``prefixes.suffix(block_table, seq_lens)`` gave; None: computed here. Layers of a step
+            share it.
+        scale, logits_soft_cap, k_scale, v_scale, ops: as in `torchpaged.paged_attention`.
+        sinks: ``[num_heads]``; they count once, in the second pass.
+        return_lse: also return the log-sum-exp.
+
+    No windows, chunks or ALiBi: a prefix is seen alike by all queries of its group.
+
+    Returns:
+        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and
+        float32 ``[num_tokens, num_heads]``.
+
+    Raises:
+        ArgumentError: arguments don't fit, or, where values are checked, the groups are another batch's.
+        BackendUnavailableError: the backend that was asked for can't serve it.
+    """
+    step = StepPrefixes(prefixes, *(prefixes.suffix(block_table, seq_lens) if suffix is None else suffix))
+    if not torch.compiler.is_compiling():
+        _check(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, step)
+    one_call = _ops_of_one_call(
+        q, k_cache, v_cache, scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks, ops=ops
+    )
+    call = AttentionCall(
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        q.new_empty(*q.shape[:2], v_cache.shape[3]),
+        q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
+        max_query_len,
+        scale=max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
+        logits_soft_cap=logits_soft_cap or 0.0,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    out, lse = call.out, call.lse
+    if one_call is not None:
+        _one_call(one_call, call, step)
+    else:
+        out, lse = merge_attn_states(*_two_passes(q, call, step, ops), ops=ops)
+    return (out, lse) if return_lse else out
+
+
+def attend_with_prefixes(ops: BackendOps, call: AttentionCall, step: StepPrefixes) -> None:
+    """`cascade_attention` for a layer that `can_read_once`, in the place of its call of ``paged_attention``.
+
+    Args:
+        ops: the layer's.
+        call: what it would ask of ``paged_attention``, causal and without ``lse``; ``out`` is written.
+        step: ``metadata.prefixes``.
+
+    Raises:
+        ArgumentError: as `cascade_attention`.
+    """
+    if not torch.compiler.is_compiling():
+        _check(*call[:6], step)
+    if _has_op(ops, call.q.device):
+        _one_call(ops, call, step)
+    else:
+        ops.merge_attn_states(*_two_passes(call.q, call, step, ops), call.out)
+
+
+def _ops_of_one_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    scale: float | None,
+    logits_soft_cap: float | None,
+    sinks: Tensor | None,
+    ops: BackendOps | None,
+) -> BackendOps | None:
+    """The handles whose op ``cascade_attention`` serves a call, or None: two passes do.
+
+    Args:
+        q, k_cache, v_cache, scale, logits_soft_cap, sinks: as in `torchpaged.paged_attention`.
+        ops: held to what their backend declares; None: those that every other door would choose.
+
+    Raises:
+        BackendUnavailableError: as `torchpaged.paged_attention`.
+    """
+    if torch.compiler.is_compiling():
+        has_soft_cap = False
+        if logits_soft_cap:  # a symbol perhaps, which a branch makes a constant
+            has_soft_cap = True
+        features = (has_soft_cap, False, sinks is not None, True, False)
+        attention = (*traced_sizes(q, k_cache, v_cache), True, (-1, -1), 0, *features)
+        ops = traced_ops(q.device, attention, ops, False)
+    else:
+        spec = attention_spec(
+            device=q.device,
+            dtype=q.dtype,
+            num_heads=q.shape[1],
+            num_kv_heads=k_cache.shape[2],
+            head_dim=q.shape[2],
+            head_dim_v=v_cache.shape[3],
+            block_size=k_cache.shape[1],
+            kv_dtype=k_cache.dtype,
+            sinks=sinks,
+            lse=True,
+            logits_soft_cap=logits_soft_cap,
+            scale=scale,
+        )
+        if ops is None:
+            ops = choose_ops(q.device, spec)
+        elif ops is not BACKEND_OPS["default"]:
+            able_backend(ops, spec)
+    return ops if _has_op(ops, q.device) else None
+
+
+def _has_op(ops: BackendOps, device: torch.device) -> bool:
+    """Whether these handles have a ``cascade_attention`` of their own on a device."""
+    names = (*_HAVE_IT, "default") if device.type == "cuda" else _HAVE_IT
+    return any(ops.paged_attention is BACKEND_OPS[name].paged_attention for name in names)
+
+
+def _one_call(ops: BackendOps, call: AttentionCall, step: StepPrefixes) -> None:
+    """By the op ``cascade_attention``, which checks its arguments."""
+    refuse_grad(q=call.q, sinks=call.sinks)
+    shared = step.shared
+    ops.cascade_attention(
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        step.block_table,
+        step.seq_lens,
+        call.query_start_loc,
+        shared.block_table,
+        shared.lens,
+        shared.query_start_loc,
+        shared.order,
+        shared.inverse,
+        call.out,
+        call.lse,
+        max_query_len=call.max_query_len,
+        scale=call.scale,
+        logits_soft_cap=call.logits_soft_cap,
+        sinks=call.sinks,
+        k_scale=call.k_scale,
+        v_scale=call.v_scale,
+        semaphore=call.semaphore,
+    )
+
+
+def _two_passes(
+    q: Tensor, call: AttentionCall, step: StepPrefixes, ops: BackendOps | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Outputs and LSE over the prefixes, in the batch's order, and over the rest."""
+    shared, pools = step.shared, (call.k_cache, call.v_cache)
+    options: dict[str, Any] = {"scale": call.scale, "logits_soft_cap": call.logits_soft_cap, "ops": ops}
+    options |= {"k_scale": call.k_scale, "v_scale": call.v_scale, "return_lse": True}
+    over_prefixes, prefix_lse = paged_attention(
+        q[shared.order],
+        *pools,
+        shared.block_table,
+        shared.lens,
+        shared.query_start_loc,
+        max_query_len=max(q.shape[0], 1),
+        causal=False,  # all of a prefix lies before all queries
+        **options,
+    )
+    own, own_lse = paged_attention(
+        q,
+        *pools,
+        step.block_table,
+        step.seq_lens,
+        call.query_start_loc,
+        max_query_len=call.max_query_len,
+        sinks=call.sinks,
+        **options,
+    )
+    return over_prefixes[shared.inverse], prefix_lse[shared.inverse], own, own_lse
+
+
+def _check(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    step: StepPrefixes,
+) -> None:
+    """What the op can't see: the groups are this batch's."""
+    prefixes = step.shared
+    check_tensors(q=q, block_table=block_table, seq_lens=seq_lens, query_start_loc=query_start_loc)
+    check_tensors(k_cache=k_cache, v_cache=v_cache)
+    check_dims("q", q, prefixes.order.shape[0], None, None)
+    check_pools(k_cache, v_cache)
+    check_dims("block_table", block_table, prefixes.shift.shape[0], prefixes.block_table.shape[1])
+    check_dims("seq_lens", seq_lens, prefixes.shift.shape[0])
+    if k_cache.shape[1] != prefixes.block_size:
+        raise ArgumentError("prefixes", f"blocks of {k_cache.shape[1]} tokens", str(prefixes.block_size))
+    if not reads_values(q.device):
+        return
+    shift = prefixes.shift[:, None]
+    columns = torch.arange(block_table.shape[1], device=q.device)
+    theirs = prefixes.block_table[prefixes.group_of_row]
+    wrong = ((block_table != theirs) & (columns < shift)).any(1)
+    behind = shift[:, 0] * prefixes.block_size > (seq_lens - query_start_loc.diff()).clamp(min=0)
+    wrong = (wrong | behind) & (seq_lens > 0)  # the output of a request that has ended is not read
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ArgumentError(
+            "prefixes",
+            "the groups of this batch",
+            f"shared blocks that row {row} of block_table has not, or not before its queries",
+            "call prefixes.set for every batch whose groups change",
+        )
+    if not _has_tokens_in_groups(query_start_loc, prefixes):
+        raise ArgumentError(
+            "prefixes",
+            "the groups of this batch",
+            f"those of other query lengths than query_start_loc {query_start_loc.tolist()} says",
+            "call prefixes.set for every batch whose query lengths change",
+        )
+    table, lens = prefixes.suffix(block_table, seq_lens)
+    read = columns * prefixes.block_size < lens[:, None]
+    if bool((step.seq_lens != lens).any()) or bool(((step.block_table != table) & read).any()):
+        raise ArgumentError(
+            "prefixes",
+            "what prefixes.suffix gives for this block_table and these seq_lens",
+            "that of an earlier step",
+            "call SharedPrefixes.prepare, or suffix, again for each step",
+        )
+
+
+def _has_tokens_in_groups(query_start_loc: Tensor, prefixes: SharedPrefixes) -> bool:
+    """Whether each token stands in its request's group, or in none where that has none."""
+    token, num_groups = (
+        torch.arange(prefixes.order.shape[0], device=prefixes.order.device),
+        len(prefixes.lens),
+    )
+    row = torch.searchsorted(query_start_loc[1:].long(), token, right=True)  # num_reqs: padding
+    of_row = torch.where(prefixes.shift > 0, prefixes.group_of_row, num_groups)
+    wanted = torch.cat([of_row, of_row.new_full((1,), num_groups)])[row]
+    stands_in = torch.searchsorted(prefixes.query_start_loc[1:].long(), prefixes.inverse, right=True)
+    return torch.equal(stands_in, wanted)

@@ -67,13 +67,14 @@ def options(config: Config, capability: tuple[int, int]) -> list[str]:
 
 @functools.cache
 def files() -> dict[str, Path]:
-    """The sources and headers by name: those of this folder, and of the folder ``cuda`` of every family of
-    ops. No name is there twice. Headers of constants are left out: those on the disk are examples."""
+    """The sources and headers by name: those of this folder, and in and below the folder ``cuda`` of every
+    family of ops. No name is there twice. Headers of constants are left out: those on the disk are
+    examples."""
     folders = (_HERE, *sorted(_HERE.parent.glob("*/cuda")))
     paths = [
         path
         for folder in folders
-        for path in sorted(folder.iterdir())
+        for path in sorted(folder.rglob("*.cu*"))
         if path.suffix in (".cu", ".cuh") and not path.name.endswith("_config.cuh")
     ]
     found = {path.name: path for path in paths}

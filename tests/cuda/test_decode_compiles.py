@@ -204,7 +204,7 @@ def test_beside_prefill_it_waits_at_its_end_alone(tmp_path: Path) -> None:
     ) < steps.index("cp.async.cg")
 
 
-# by their offset in struct Params of shapes.cuh
+# by their offset in struct Params of decode_params.cuh
 METADATA = {
     24: "block_table",
     32: "seq_lens",

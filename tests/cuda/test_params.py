@@ -16,10 +16,10 @@ from torchpaged.custom_ops.layers.cuda.linear import LinearParams, NormParams
 
 KINDS = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int, "Where": Where, "Map": Map}
 STRUCTS = {
-    "shapes.cuh": DecodeParams,
+    "decode_params.cuh": DecodeParams,
     "linear_params.cuh": LinearParams,
     "norm.cu": NormParams,
-    "prefill_shapes.cuh": PrefillParams,
+    "prefill_params.cuh": PrefillParams,
 }
 
 

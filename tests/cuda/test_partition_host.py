@@ -1,6 +1,6 @@
-"""How decode cuts its work (run.cuh, requests.cuh) and where keys lie in shared memory (shapes.cuh),
-compiled for the host and run for every CTA of many batches: a warp is 32 coroutines that meet at its
-shuffles, so that the kernel's own source is what runs."""
+"""How decode cuts its work (decode_scheduler.cuh, decode_requests.cuh) and where keys lie in shared memory
+(decode_params.cuh), compiled for the host and run for every CTA of many batches: a warp is 32 coroutines that
+meet at its shuffles, so that the kernel's own source is what runs."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ template <class F> void warp(F f) {  // f(lane), which ends in the same turn for
 
 #: Reads batches "ctas requests starts... lengths..." and walks the runs of all CTAs.
 WALK = """
-#include "run.cuh"
+#include "decode_scheduler.cuh"
 #include <map>
 #include <set>
 #include <tuple>
@@ -175,7 +175,7 @@ int main() {
 
 #: Every part is in one group, whose counter holds its parts; what groups make lies where nothing else does.
 GROUPS = """
-#include "run.cuh"
+#include "decode_scheduler.cuh"
 #include <set>
 #define CHECK(x) do { if (!(x)) { printf("%d parts: %s\\n", parts, #x); exit(1); } } while (0)
 int main() {
@@ -195,9 +195,9 @@ int main() {
 }
 """
 
-#: `copy_rows` of attend.cuh puts chunk `column` of a row at row * line + (column ^ swizzle(row)) * 16.
+#: `copy_rows` puts chunk `column` of a row at row * line + (column ^ swizzle(row)) * 16.
 SWIZZLE = """
-#include "shapes.cuh"
+#include "decode_params.cuh"
 #include <set>
 #define CHECK(x) do { if (!(x)) { printf("%d chunks: %s\\n", CHUNKS, #x); exit(1); } } while (0)
 template <int CHUNKS> void check() {

@@ -1,4 +1,4 @@
-"""The line of prefill tiles (prefill_tiles.cuh), compiled for the host: every tile once, longest first,
+"""The line of prefill tiles (prefill_scheduler.cuh), compiled for the host: every tile once, longest first,
 against a model that lists them all."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 PROGRAM = """
 #include <cstdio>
 #include <cstdlib>
-#include "prefill_tiles.cuh"
+#include "prefill_scheduler.cuh"
 // arguments: requests, token rows, then query starts (requests + 1), then lengths
 int main(int argc, char **argv) {
   const int requests = atoi(argv[1]), tokens = atoi(argv[2]), stride = 1;
@@ -215,7 +215,7 @@ def test_how_often_a_tile_is_cut(
 TICKETS = """
 #include <cstdio>
 #include <cstdlib>
-#include "prefill_tiles.cuh"
+#include "prefill_scheduler.cuh"
 // arguments: tickets, early CTAs, late CTAs, seed; in random order each CTA begins, then draws with a tile
 int main(int, char **argv) {
   const int total = atoi(argv[1]), early = atoi(argv[2]), late = atoi(argv[3]);

@@ -1,4 +1,4 @@
-"""Values on their side for fp8 products: the index functions of prefill_lines.cuh, compiled for the host,
+"""Values on their side for fp8 products: the index functions of prefill_layout.cuh, compiled for the host,
 between models of the instructions that they feed."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
 PROGRAM = """
 #include <cstdio>
-#include "prefill_lines.cuh"
+#include "prefill_layout.cuh"
 int main() {
   printf("%d %d %d %d %d %d\\n", TILE_KV, DIM_V, TILE_KV / 16 * TURN_WIDE, V_LINE, V_SQUARE, TURNED_LINE);
   for (int group = 0; group < TILE_KV / 16; ++group)
@@ -131,7 +131,7 @@ def test_products_of_turned_values(
             assert all(len({int(b) % 128 // 16 for b in at[8 * m : 8 * m + 8]}) == 8 for m in range(4))
     assert (turned >= 0).all(), "every byte is written"
 
-    # rows of what is turned are columns in the order of prefill_store.cuh
+    # rows of what is turned are columns in the order of prefill_epilogue.cuh
     row = torch.arange(dim)
     column = row // 16 * 16 + row % 8 * 2 + row % 16 // 8
     assert torch.equal(turned[places], values[:, column].T), "where clear_values looks for a key"

@@ -1,5 +1,5 @@
-"""What a row sees of a tree, and where its keys count: the structs of prefill.cu and attend.cuh, compiled for
-the host, against the reference's mask."""
+"""What a row sees of a tree, and where its keys count: the structs of prefill.cu and decode_mainloop.cuh,
+compiled for the host, against the reference's mask."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KERNELS = {
         (64, 128),
     ),
     **{
-        f"attend.cuh, {keys} keys": (
+        f"decode_mainloop.cuh, {keys} keys": (
             r"template <bool WIDE> struct KeyBits.*?struct Branches \{.*?\n\};",
             f"constexpr int WARP_KEYS = {keys};",
             "const Branches seen(context, first);",

@@ -1,7 +1,7 @@
 """cascade_attention of the ``cuda`` backend. On Hopper three launches: the prefixes' tiles on most
 multiprocessors, the suffixes' decode on the others from the beginning and on all at the end, and one merge of
-both (prefill_shares.cuh, prefill_suffixes.cuh). Everything they can't take: two calls of its attention, and
-Triton's merge.
+both (cascade_scheduler.cuh, cascade_epilogue.cuh). Everything they can't take: two calls of its attention,
+and Triton's merge.
 """
 
 from __future__ import annotations

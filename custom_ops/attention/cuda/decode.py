@@ -17,7 +17,7 @@ _POINTER = ctypes.c_void_p
 
 
 class DecodeParams(ctypes.Structure):
-    """``struct Params`` of shapes.cuh."""
+    """``struct Params`` of decode_params.cuh."""
 
     _fields_ = [
         *((name, _POINTER) for name in ("q", "k", "v", "table", "seq_lens", "starts", "out", "lse")),

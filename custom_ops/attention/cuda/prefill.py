@@ -37,13 +37,13 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
 
 class Where(ctypes.Structure):
-    """``struct Where`` of prefill_shapes.cuh: `tensor_maps.Box.where`."""
+    """``struct Where`` of prefill_params.cuh: `tensor_maps.Box.where`."""
 
     _fields_ = [(name, _INT) for name in ("head_square", "head_group", "block_group")]
 
 
 class PrefillParams(ctypes.Structure):
-    """``struct Params`` of prefill_shapes.cuh."""
+    """``struct Params`` of prefill_params.cuh."""
 
     _fields_ = [
         *((name, Map) for name in ("q", "k", "v")),

@@ -18,8 +18,8 @@ MAX_DIM = 256
 FP8_QUERY_WIDTHS = ((64, 64), (128, 128), (256, 256))
 _SHARED_BYTES = 226 << 10
 _MOST_RAW_STAGES = 8
-_WORTH_STEPS = 8  # SPLIT_WORTH_STEPS of prefill_tiles.cuh
-MAX_CTA_SPLITS = 5  # of prefill_shares.cuh
+_WORTH_STEPS = 8  # SPLIT_WORTH_STEPS of prefill_scheduler.cuh
+MAX_CTA_SPLITS = 5  # of cascade_scheduler.cuh
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def may_pair(shape: PrefillShape, block_size: int, kv_dtype: torch.dtype) -> boo
 
 def partial_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0) -> int:
     """Numbers of 4 bytes that splits' partial results take, and what is said of the splits: PARTIAL_FLOATS
-    and struct SplitTiles of prefill_shapes.cuh. ``tiles``: with suffixes, tiles of all kv heads at most; 0:
+    and struct SplitTiles of prefill_params.cuh. ``tiles``: with suffixes, tiles of all kv heads at most; 0:
     without."""
     part = (dim_v // 8 + 1) * (shape.threads - 128) * 4
     return programs * (MAX_CTA_SPLITS if tiles else 1) * part + 16 + (tiles or programs) * 8

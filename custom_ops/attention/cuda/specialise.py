@@ -62,7 +62,7 @@ class DecodeShape:
     grouped: bool = False
 
     def stage_bytes(self, dim: int, dim_v: int, kv_bytes: int) -> int:
-        """Shared memory of one warp's stage; as ``STAGE_BYTES`` in shapes.cuh."""
+        """Shared memory of one warp's stage; as ``STAGE_BYTES`` in decode_params.cuh."""
         return (
             self.keys * 16 * sum(_padded(self.pair_heads * width * kv_bytes // 16) for width in (dim, dim_v))
         )
@@ -73,7 +73,7 @@ class DecodeShape:
         return stages + (self.cluster - 1) * rows * (dim_v + 2) * 4
 
 
-#: Splits of a pair from which they are merged in two steps; as ``SplitGroups::FROM`` in requests.cuh.
+#: Splits of a pair from which they are merged in two steps; as ``SplitGroups::FROM`` in decode_requests.cuh.
 _GROUPED_FROM = 17
 
 #: Query rows of a pair times bytes of a key from which they are: partials that take one CTA long to read. 8

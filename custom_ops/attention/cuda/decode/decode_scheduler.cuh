@@ -1,7 +1,7 @@
 // The run of a CTA: which tiles of the line of work are its own. Compiles for the host, too, where a test
 // walks them.
 #pragma once
-#include "requests.cuh"
+#include "decode_requests.cuh"
 
 // The line of work is cut into runs of equal length, one for each team. A unit of it is a tile of a line of
 // TEAM pairs: one tile for each CTA of the team. With NEAR, a border that is so near an end of a pair moves

@@ -2,7 +2,7 @@
 // host too.
 #pragma once
 
-#include "prefill_tiles.cuh"
+#include "prefill_scheduler.cuh"
 
 constexpr int BYTES = Q_FP8 ? 1 : 2;            // of a number that is multiplied
 // bytes of a token's line in a square, which is 8 tokens high
@@ -23,7 +23,7 @@ template <int LINE> BOTH int swizzled(int at) { return at ^ (at >> 3 & (LINE == 
 // - of 16 keys of a row, byte 4 * t + i is key 2 * t + i % 2 + i / 2 * 8. That is the order in which a thread
 //   holds its scores of 16 keys, so that weights go from accumulators to operands by conversion alone.
 // - of 16 columns, row 8 * h + j is column 2 * j + h. So a quad's accumulators of two blocks are 16 columns
-//   side by side, four of each thread (prefill_store.cuh).
+//   side by side, four of each thread (prefill_epilogue.cuh).
 constexpr int TURN_WIDE = DIM_V / 32;  // units of the same keys
 
 // Where a lane's line of 16 bytes of what comes lies, of the unit of 16 keys `group` and 32 columns `wide`:

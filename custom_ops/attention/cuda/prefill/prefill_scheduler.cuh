@@ -11,14 +11,14 @@
 // that all CTAs have work. Every CTA works out the same number of splits. There are no more of these tickets
 // than CTAs. PAIRED: a ticket stands for two tiles, side by side, of the two CTAs of a cluster; here they are
 // one tile. DECODE_LEN > 0: requests of up to DECODE_LEN query tokens, and the rows behind the last request,
-// are another launch's: they have no tiles here. CASCADE: tiles are dealt out by prefill_shares.cuh, and are
-// whole in the schedule.
+// are another launch's: they have no tiles here. CASCADE: tiles are dealt out by cascade_scheduler.cuh, and
+// are whole in the schedule.
 #pragma once
 
 #include "prefill_config.cuh"
 
 #ifdef __CUDACC__
-#include "../../cuda/machine.cuh"
+#include "../../../cuda/machine.cuh"
 #define BOTH __device__ __forceinline__
 constexpr int LANES = 32;
 BOTH int warp_lane() { return threadIdx.x % 32; }
@@ -69,7 +69,7 @@ constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that
 // steps of a tile that is worth cutting, and of its splits at least
 constexpr int SPLIT_WORTH_STEPS = 8, MIN_SPLIT_STEPS = 3;
 
-#include "prefill_shares.cuh"
+#include "../cascade/cascade_scheduler.cuh"
 
 // Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with
 // the position.

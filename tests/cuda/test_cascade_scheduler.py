@@ -1,5 +1,5 @@
-"""How the tiles of shared prefixes are dealt out to CTAs (prefill_shares.cuh), compiled for the host: every
-step of every tile once, the parts that the merge looks for, and equal work."""
+"""How the tiles of shared prefixes are dealt out to CTAs (cascade_scheduler.cuh), compiled for the host:
+every step of every tile once, the splits that the merge looks for, and equal work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
 PROGRAM = """
 #include <cstdio>
-#include "prefill_tiles.cuh"
+#include "prefill_scheduler.cuh"
 // lines of tiles, CTAs, least and most steps; shares as turn, CTA, tile, from, to, of; parts as tile, part
 int main() {
   int tiles, ctas, least, most;

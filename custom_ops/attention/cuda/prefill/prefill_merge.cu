@@ -9,8 +9,8 @@
 // Compiled by NVRTC with prefill.cu's constants. Sources: merging of attention states (arXiv:2501.01005,
 // 2.2).
 
-#include "prefill_store.cuh"
-#include "prefill_suffixes.cuh"
+#include "prefill_epilogue.cuh"
+#include "../cascade/cascade_epilogue.cuh"
 
 constexpr int SLICE = 4, SLICES = DIM_V / 8 / SLICE;  // blocks of 8 columns
 constexpr int ITEMS = SLICES * WARPGROUPS;            // of a tile, one for a CTA; prefill.py counts them

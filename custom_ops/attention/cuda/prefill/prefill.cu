@@ -3,8 +3,8 @@
 //
 // A work tile is 64 packed query rows per consumer warpgroup (query tokens x heads of the group) of one kv
 // head; CTAs stay (a persistent kernel), and take the next work tile of a schedule that each of them works
-// out by itself (prefill_tiles.cuh). Keys and values come through a ring of stages each, filled in the order
-// K K V K V ... V, each block of the cache in one box; the producer runs on over the borders of tiles.
+// out by itself (prefill_scheduler.cuh). Keys and values come through a ring of stages each, filled in the
+// order K K V K V ... V, each block of the cache in one box; the producer runs on over the borders of tiles.
 //
 // A warpgroup asks for the scores of the next step before the softmax of this one is applied to the values,
 // so that its exponentials run beside its own products; the warpgroups issue products in turns, so that one's
@@ -28,8 +28,8 @@
 
 #include "prefill_convert.cuh"
 #include "prefill_products.cuh"
-#include "prefill_shapes.cuh"
-#include "prefill_store.cuh"
+#include "prefill_params.cuh"
+#include "prefill_epilogue.cuh"
 
 // Turns: barrier 1 is warpgroup 0's, 2 is warpgroup 1's ...; 256 threads: who waits and who gives the turn.
 // Behind them: the warps of one warpgroup.

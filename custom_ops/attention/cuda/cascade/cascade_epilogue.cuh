@@ -2,7 +2,7 @@
 // its request's suffix in `out`, by both sides' LSE, and stored over it.
 #pragma once
 
-#include "prefill_store.cuh"
+#include "../prefill/prefill_epilogue.cuh"
 
 // The LSE of token rows in no group, which are behind all groups' rows.
 __device__ __forceinline__ void copy_lse_of_others(const Params &p) {

@@ -8,7 +8,7 @@
 // PTX ISA, "asynchronous warpgroup level matrix", shared memory layouts. Needs sm_90a.
 #pragma once
 
-#include "../../cuda/wgmma.cuh"
+#include "../../../cuda/wgmma.cuh"
 #include "prefill_config.cuh"
 
 // `groups`: bytes from one group of 8 tokens (or query rows) to the next; `columns`: from one square of

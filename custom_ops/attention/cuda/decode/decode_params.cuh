@@ -1,7 +1,7 @@
 // Sizes that follow from a specialisation's constants, the kernel's parameters, and how keys lie in shared
 // memory.
 #pragma once
-#include "../../cuda/machine.cuh"
+#include "../../../cuda/machine.cuh"
 #include "decode_config.cuh"
 
 constexpr int PAIRS = NUM_KV_HEADS / PAIR_HEADS;            // of a request

@@ -1,5 +1,5 @@
 // CASCADE: how the steps of all tiles are dealt out to the CTAs, each of which knows its splits from the
-// beginning. Compiles for the host too (prefill_tiles.cuh).
+// beginning. Compiles for the host too (prefill_scheduler.cuh).
 //
 // All rows of a request see the same keys, so that all its tiles have the same number of steps. Of a tile's
 // steps the last ones, behind `region`, are cut into `main_splits` for a CTA each. What is left over of the

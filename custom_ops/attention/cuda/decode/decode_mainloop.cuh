@@ -1,6 +1,6 @@
 // What one warp does: copy its keys of a tile, score them, fold them into its softmax state.
 #pragma once
-#include "run.cuh"
+#include "decode_scheduler.cuh"
 
 // One warp's keys of a tile to shared memory. `ids`: lane i holds the i-th block id of the current batch of
 // tiles.

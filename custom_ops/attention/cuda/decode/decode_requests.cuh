@@ -1,6 +1,6 @@
 // The line of work: requests as runs of key tiles, a CTA's place in it, the CTAs that share a pair.
 #pragma once
-#include "shapes.cuh"
+#include "decode_params.cuh"
 
 // Every mask of the op is an interval [low, end) of keys (docs/ops.md); both bounds grow with the position.
 __device__ __forceinline__ void visible(int position, int seq_len, int &low, int &end) {

@@ -2,7 +2,7 @@
 // LSE.
 #pragma once
 
-#include "prefill_shapes.cuh"
+#include "prefill_params.cuh"
 
 // Word `lane % 4` of four lanes' blocks of columns for word 0..3 of this lane's block: afterwards the lane
 // holds 16 contiguous bytes.

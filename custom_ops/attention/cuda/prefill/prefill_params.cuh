@@ -1,10 +1,10 @@
 // Sizes that follow from prefill's configuration, the kernel's parameters, and the layout of its shared
 // memory.
 #pragma once
-#include "../../cuda/bulk.cuh"
-#include "prefill_lines.cuh"
+#include "../../../cuda/bulk.cuh"
+#include "prefill_layout.cuh"
 #include "prefill_products.cuh"
-#include "prefill_tiles.cuh"
+#include "prefill_scheduler.cuh"
 
 constexpr int THREADS = (WARPGROUPS + 1) * 128;     // warpgroup 0 loads
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : PAIRED ? 56 : 40;

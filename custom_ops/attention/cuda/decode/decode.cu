@@ -16,7 +16,7 @@
 // so that it builds wherever NVRTC is. Sources: Stream-K (arXiv:2301.03598), split-KV merging
 // (arXiv:2501.01005, 2.2).
 
-#include "attend.cuh"
+#include "decode_mainloop.cuh"
 
 // Normalise four columns of a row and store them; the first thread of a row stores the LSE.
 __device__ __forceinline__ void store_output(const Params &p, const Request &r, int pair, int row, int column,

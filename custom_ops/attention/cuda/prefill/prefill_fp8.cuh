@@ -2,13 +2,13 @@
 //
 // These products take their second operand with contiguous k alone: a column's keys side by side. Values come
 // with a token's columns side by side, so that the warps beside the producer's turn those of every step
-// (prefill_lines.cuh).
+// (prefill_layout.cuh).
 //
 // Sources: FlashAttention-3 (arXiv:2407.08608, 3.3) for turning values beside the products, in an order that
 // suits the weights; PTX ISA, "asynchronous warpgroup level matrix", register fragments of 8-bit types.
 #pragma once
 
-#include "prefill_shapes.cuh"
+#include "prefill_params.cuh"
 
 // Weights of a row are at most 2 to this power, not 1: the sum grows alike, and e4m3, whose largest number is
 // 448, has its steps where the weights are.

@@ -33,11 +33,11 @@ from torchpaged.backends import (
     list_backends,
     planned_batch,
     select_backend,
-    selector,
     torch_varlen,
     use_backend,
 )
 from torchpaged.backends import flash_attn as flash_attn_backend
+from torchpaged.backends.choose import names
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
     BATCH_SPECS,
@@ -157,7 +157,7 @@ def test_one_op_in_a_trace(backend: Backend, name: str) -> None:
 def test_a_function_opens_a_session_that_lives_as_long_as_its_call(
     backend: Backend, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selector, "_REGISTERED", {"here": Backend("here", *_parts(backend))})
+    monkeypatch.setattr(names, "REGISTERED", {"here": Backend("here", *_parts(backend))})
     batch = batch_of(name)
     out, lse = torchpaged.paged_attention(
         *_arguments(batch)[:-1],
@@ -235,7 +235,7 @@ def test_xqa_is_captured_and_compiled(xqa: Backend) -> None:
 
 def test_a_route_gives_xqa_the_decodes(xqa: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone it can be chosen for no layer that gets prompts; in a route each step's decodes are its own."""
-    monkeypatch.setattr(selector, "_REGISTERED", {"xqa": Backend("xqa", *_parts(xqa))})
+    monkeypatch.setattr(names, "REGISTERED", {"xqa": Backend("xqa", *_parts(xqa))})
     sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 64, "num_kv_heads": 2, "dtype": BF16}
     with pytest.raises(BackendUnavailableError, match="queries of any length are over 1"):
         PagedAttention(**sizes, backend="xqa")

@@ -12,6 +12,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from op_inputs.opcheck import opcheck_cases
+
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops.registry import NATIVE_OPS
-from torchpaged.testing import (
-    BatchSpec,
-    assert_attention_close,
-    make_batch,
-    opcheck_cases,
-    run_paged_attention,
-)
+from torchpaged.testing import BatchSpec, assert_attention_close, make_batch, run_paged_attention
 
 CASES = [
     (heads, kv_heads, dim, reqs, dtype)

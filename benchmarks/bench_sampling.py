@@ -14,18 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from op_inputs.sampling import assert_samples_close, make_accept_inputs, make_sampling_inputs
+
 from torchpaged.bench import conditions
 from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing.sampling import assert_samples_close, make_accept_inputs, make_sampling_inputs
 
 TRITON = BACKEND_OPS["triton"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

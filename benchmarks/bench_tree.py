@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from op_inputs.trees import random_parents
+
 from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.metadata.tree import words_of
-from torchpaged.testing.trees import random_parents
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from op_inputs.rope import make_rope_inputs
+
 from torchpaged.bench import conditions
 from torchpaged.bench.timing import CudaSampler, Sampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cache_write.triton import write_kv as kernels
 from torchpaged.custom_ops.triton.cache_writes import saturate
-from torchpaged.testing import make_rope_inputs
 
 DTYPES = {
     "bf16": torch.bfloat16,

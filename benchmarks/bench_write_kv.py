@@ -15,20 +15,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from op_inputs.rope import assert_rope_close, make_rope_inputs
+
 from torchpaged.bench import conditions
 from torchpaged.bench.timing import Call, CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cache_write.triton import rope_write_kv as kernels
-from torchpaged.testing import assert_rope_close, make_rope_inputs
 
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 ROUND_BYTES, MAX_SETS = 192 << 20, 64

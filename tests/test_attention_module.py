@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from op_inputs.opcheck import opcheck_cases
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -17,7 +18,6 @@ import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, Limits, PagedAttention, PagedKVCache, Session
 from torchpaged.backends import Backend, SemaphoreSession, attention_spec, get_backend
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import opcheck_cases
 
 HEADS, KV_HEADS, DIM, BLOCK, BLOCKS = 4, 2, 16, 4, 53
 

@@ -283,17 +283,13 @@ def triton_launches() -> list[tuple[str, Any]]:
     import launched
     import torch
     from hanging_batches import SEEN, Case, make_hanging_batch
+    from op_inputs.latent import make_latent_batch, run_mla_attention
+    from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
+    from op_inputs.opcheck import opcheck_cases
+    from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
 
     from torchpaged.custom_ops import BACKEND_OPS
-    from torchpaged.testing import (
-        BATCH_SPECS,
-        make_latent_batch,
-        opcheck_cases,
-        run_mla_attention,
-        run_paged_attention,
-    )
-    from torchpaged.testing.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
-    from torchpaged.testing.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
+    from torchpaged.testing import BATCH_SPECS, run_paged_attention
 
     ops = BACKEND_OPS["triton"]
     found: list[tuple[str, Any]] = []

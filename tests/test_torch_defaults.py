@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
+from op_inputs.opcheck import opcheck_cases
+from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch
 from torch import Tensor, nn
 from torch.utils import _device
 
@@ -34,19 +37,7 @@ from torchpaged.prefixes import (
     cascade_attention,
     find_prefix_groups,
 )
-from torchpaged.testing import (
-    BATCH_SPECS,
-    TREE_SPECS,
-    assert_attention_close,
-    assert_latent_close,
-    branches_of,
-    make_batch,
-    make_latent_batch,
-    make_tree_batch,
-    opcheck_cases,
-    run_mla_attention,
-    run_paged_attention,
-)
+from torchpaged.testing import BATCH_SPECS, assert_attention_close, make_batch, run_paged_attention
 
 CPU = torch.device("cpu")
 

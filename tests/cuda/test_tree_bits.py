@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from op_inputs.trees import random_parents
 
 from torchpaged.custom_ops.attention.mask import tree_positions
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.metadata.tree import words_of
-from torchpaged.testing import random_parents
 
 GXX = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GXX is None, reason="g++ is not installed")

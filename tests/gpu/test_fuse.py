@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing.layers import (
+from op_inputs.layers import (
     LINEAR_CASES,
     NORM_CASES,
     assert_layer_close,
@@ -20,6 +17,9 @@ from torchpaged.testing.layers import (
     make_linear_inputs,
     make_norm_inputs,
 )
+from torch import Tensor
+
+from torchpaged.custom_ops import BACKEND_OPS
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.gpu

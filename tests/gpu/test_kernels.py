@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.opcheck import opcheck_cases
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import (
@@ -16,7 +17,6 @@ from torchpaged.testing import (
     BatchSpec,
     assert_attention_close,
     make_batch,
-    opcheck_cases,
     run_paged_attention,
 )
 

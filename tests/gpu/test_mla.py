@@ -7,15 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import (
-    BATCH_SPECS,
-    BatchSpec,
-    assert_latent_close,
-    make_latent_batch,
-    run_mla_attention,
-)
+from torchpaged.testing import BATCH_SPECS, BatchSpec
 
 pytestmark = pytest.mark.gpu
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]

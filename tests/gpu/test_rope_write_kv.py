@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.rope import ROPE_CASES, assert_rope_close, make_rope_inputs
 from torch import Tensor
 
 import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import ROPE_CASES, assert_rope_close, make_rope_inputs
 
 pytestmark = pytest.mark.gpu
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.step_end.triton.sample_tokens import sample_tiles
-from torchpaged.engine import SamplingParams
-from torchpaged.engine.sampling import sample, seen_tokens
-from torchpaged.testing.sampling import (
+from op_inputs.sampling import (
     SAMPLING_ROWS,
     assert_samples_close,
     finished_apart,
@@ -20,6 +15,11 @@ from torchpaged.testing.sampling import (
     make_finish_inputs,
     make_sampling_inputs,
 )
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.step_end.triton.sample_tokens import sample_tiles
+from torchpaged.engine import SamplingParams
+from torchpaged.engine.sampling import sample, seen_tokens
 
 pytestmark = pytest.mark.gpu
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]

@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch, tree_spec
 from test_conformance import no_triton  # noqa: F401
 
 from torchpaged import AttentionMetadata, PagedAttention
 from torchpaged.backends import get_backend
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import (
-    TREE_SPECS,
-    Batch,
-    assert_attention_close,
-    branches_of,
-    make_tree_batch,
-    run_paged_attention,
-    tree_spec,
-)
+from torchpaged.testing import Batch, assert_attention_close, run_paged_attention
 
 pytestmark = pytest.mark.gpu
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.opcheck import opcheck_cases
 
 import torchpaged
 from torchpaged import ArgumentError
@@ -18,7 +19,6 @@ from torchpaged.testing import (
     BatchSpec,
     assert_attention_close,
     make_batch,
-    opcheck_cases,
     run_paged_attention,
 )
 

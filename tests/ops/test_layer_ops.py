@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.nn import functional as F
-
-import torchpaged
-from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing.layers import (
+from op_inputs.layers import (
     LINEAR_CASES,
     NORM_CASES,
     assert_layer_close,
@@ -22,6 +16,12 @@ from torchpaged.testing.layers import (
     make_linear_inputs,
     make_norm_inputs,
 )
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+import torchpaged
+from torchpaged.custom_ops import BACKEND_OPS
 
 REFERENCE, DEFAULT = BACKEND_OPS["reference"], BACKEND_OPS["default"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

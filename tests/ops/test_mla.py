@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import BATCH_SPECS, assert_latent_close, make_latent_batch, run_mla_attention
+from torchpaged.testing import BATCH_SPECS
 
 CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
 

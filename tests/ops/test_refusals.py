@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from op_inputs.rope import make_rope_inputs
 from torch import Tensor
 
 import torchpaged
@@ -29,7 +30,6 @@ from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
 from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.checks import pools_meet, switch
-from torchpaged.testing import make_rope_inputs
 
 NAN, INF = float("nan"), float("inf")
 BLOCKS, SIZE, HEADS, DIM = 6, 4, 2, 8

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.opcheck import opcheck_cases
+from op_inputs.rope import ROPE_CASES, assert_rope_close, make_rope_inputs
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import ROPE_CASES, assert_rope_close, make_rope_inputs, opcheck_cases
 
 REFERENCE, DEFAULT = BACKEND_OPS["reference"], BACKEND_OPS["default"]
 WRITTEN = ("q_out", "k_cache", "v_cache")

@@ -7,6 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.sampling import (
+    SAMPLING_ROWS,
+    assert_samples_close,
+    finished_apart,
+    kept_by_oracle,
+    make_accept_inputs,
+    make_finish_inputs,
+    make_sampling_inputs,
+)
 from torch import Tensor
 
 from torchpaged import ArgumentError
@@ -21,15 +30,6 @@ from torchpaged.custom_ops.step_end.reference import (
 )
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
-from torchpaged.testing.sampling import (
-    SAMPLING_ROWS,
-    assert_samples_close,
-    finished_apart,
-    kept_by_oracle,
-    make_accept_inputs,
-    make_finish_inputs,
-    make_sampling_inputs,
-)
 
 REFERENCE, DEFAULT = BACKEND_OPS["reference"], BACKEND_OPS["default"]
 ALL = SAMPLING_ROWS.values()

@@ -7,22 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch, random_parents, tree_spec
 
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, PagedAttention
 from torchpaged.backends import attention_spec, select_backend
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.metadata.tree import words_of
-from torchpaged.testing import (
-    TREE_SPECS,
-    Batch,
-    assert_attention_close,
-    branches_of,
-    make_tree_batch,
-    random_parents,
-    run_paged_attention,
-    tree_spec,
-)
+from torchpaged.testing import Batch, assert_attention_close, run_paged_attention
 
 CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
 VARIANTS: dict[str, dict[str, Any]] = {

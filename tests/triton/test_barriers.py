@@ -28,18 +28,19 @@ import ptx
 import torch
 import triton
 from hanging_batches import CASES, SEEN, Case, make_hanging_batch
-from triton.runtime import JITFunction
-
-from torchpaged import custom_ops
-from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import opcheck_cases, run_paged_attention
-from torchpaged.testing.layers import (
+from op_inputs.layers import (
     make_embedding_inputs,
     make_gate_inputs,
     make_linear_inputs,
     make_norm_inputs,
 )
-from torchpaged.testing.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
+from op_inputs.opcheck import opcheck_cases
+from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
+from triton.runtime import JITFunction
+
+from torchpaged import custom_ops
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.testing import run_paged_attention
 
 TRITON = BACKEND_OPS["triton"]
 

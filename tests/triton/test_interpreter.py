@@ -9,20 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.opcheck import opcheck_cases
+from op_inputs.rope import ROPE_CASES, assert_rope_close, make_rope_inputs
+from op_inputs.trees import TREE_SPECS, make_tree_batch
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
-    ROPE_CASES,
-    TREE_SPECS,
     BatchSpec,
     assert_attention_close,
-    assert_rope_close,
     make_batch,
-    make_rope_inputs,
-    make_tree_batch,
-    opcheck_cases,
     run_paged_attention,
 )
 

@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-
-import torchpaged
-from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing.layers import (
+from op_inputs.layers import (
     LINEAR_CASES,
     NORM_CASES,
     assert_layer_close,
@@ -20,6 +17,9 @@ from torchpaged.testing.layers import (
     make_linear_inputs,
     make_norm_inputs,
 )
+
+import torchpaged
+from torchpaged.custom_ops import BACKEND_OPS
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)

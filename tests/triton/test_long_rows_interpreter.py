@@ -7,10 +7,11 @@ import os
 
 import pytest
 import torch
+from op_inputs.rope import make_rope_inputs
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import BatchSpec, make_batch, make_rope_inputs
+from torchpaged.testing import BatchSpec, make_batch
 
 pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

@@ -7,15 +7,10 @@ import os
 
 import pytest
 import torch
+from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import (
-    BATCH_SPECS,
-    BatchSpec,
-    assert_latent_close,
-    make_latent_batch,
-    run_mla_attention,
-)
+from torchpaged.testing import BATCH_SPECS, BatchSpec
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)

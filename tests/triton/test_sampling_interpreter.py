@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.step_end.check import NO_TOKEN
-from torchpaged.testing.sampling import (
+from op_inputs.sampling import (
     SAMPLING_ROWS,
     assert_samples_close,
     finished_apart,
@@ -18,6 +15,9 @@ from torchpaged.testing.sampling import (
     make_finish_inputs,
     make_sampling_inputs,
 )
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.step_end.check import NO_TOKEN
 
 pytest.importorskip("triton", reason="triton is not installed")
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

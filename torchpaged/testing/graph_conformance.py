@@ -23,7 +23,8 @@ from torchpaged.backends import Backend, GraphSupport, Limits, attention_spec
 from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
 from torchpaged.graphs import CaptureBackend
 from torchpaged.graphs.capture import Captured
-from torchpaged.testing.oracle import Batch, BatchSpec, assert_attention_close, make_batch
+from torchpaged.testing.batches import Batch, BatchSpec, make_batch
+from torchpaged.testing.oracle import assert_attention_close
 
 
 class Case(NamedTuple):

@@ -14,6 +14,7 @@ import random
 from typing import Any
 
 import torch
+from op_inputs.trees import TREE_KINDS, random_parents
 
 from fuzz.aims import AIMS
 from fuzz.configuration import Configuration
@@ -21,7 +22,6 @@ from fuzz.shared_prefixes import share_prefixes
 from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.pools import FP8_DTYPES, PoolLayout
-from torchpaged.testing.trees import TREE_KINDS, random_parents
 
 WIDTHS = (
     (40, 40),

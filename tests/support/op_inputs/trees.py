@@ -1,9 +1,7 @@
 """Batches whose query tokens are trees, and the same branches as requests of their own.
 
-    batch = make_tree_batch(TREE_SPECS["tree_mixed"], dtype=torch.bfloat16)
-    branches, rows = branches_of(batch)
-
-Part of `torchpaged.testing`, which gives out its names.
+batch = make_tree_batch(TREE_SPECS["tree_mixed"], dtype=torch.bfloat16)
+branches, rows = branches_of(batch)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Batches, runs and the oracle of ``mla_attention``; part of `torchpaged.testing`."""
+"""Batches, runs and the oracle of ``mla_attention``."""
 
 from __future__ import annotations
 

@@ -2,9 +2,7 @@
 skipped slots, NaN pools.
 
     inputs = make_rope_inputs(**ROPE_CASES["qwen3"], dtype=torch.bfloat16)
-    assert_rope_close(BACKEND_OPS["triton"], inputs)  # from torchpaged.testing
-
-Shipped for backend authors, like `torchpaged.testing`, which offers these names too.
+    assert_rope_close(BACKEND_OPS["triton"], inputs)
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
 #: Shapes and styles of `rope_write_kv`, named after models that have them: name -> arguments
@@ -102,3 +102,20 @@ def make_rope_inputs(
         "norm_offset": norm_offset,
         "interleaved": interleaved,
     }
+
+
+def assert_rope_close(ops: BackendOps, inputs: dict[str, Any]) -> None:
+    """One backend's ``rope_write_kv`` on ``inputs`` (which it writes into) against the reference in float64.
+
+    ``inputs``: from `make_rope_inputs`.
+    """
+    dtype = inputs["q"].dtype
+    same = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    wide = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in same.items()
+    }
+    BACKEND_OPS["reference"].rope_write_kv(**same)
+    BACKEND_OPS["reference"].rope_write_kv(**wide)
+    ops.rope_write_kv(**inputs)
+    for name in ("q_out", "k_cache", "v_cache"):
+        assert_within_budget(name, inputs[name], same[name], wide[name], dtype)

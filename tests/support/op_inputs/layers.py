@@ -3,8 +3,6 @@ features and shapes, strided rows, NaN outputs.
 
     inputs = make_linear_inputs(**LINEAR_CASES["norm_silu"], dtype=torch.bfloat16)
     assert_layer_close(BACKEND_OPS["triton"], "linear", inputs)
-
-Shipped for backend authors, like `torchpaged.testing`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""A case of every op for ``torch.library.opcheck``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from op_inputs.rope import ROPE_CASES, make_rope_inputs
+from op_inputs.trees import TREE_SPECS, make_tree_batch
+from torchpaged.testing.batches import BATCH_SPECS, make_batch
+from torchpaged.testing.pools import on_host
+
+
+@on_host
+def opcheck_cases(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Case name -> (op, args, kwargs) over which ``torch.library.opcheck`` proves every overload."""
+    batch = make_batch(BATCH_SPECS["mixed_padded"], dtype=dtype, device=device, sinks=True, alibi=True)
+    # opcheck compares mutated pools for equality
+    (
+        batch.k_cache.nan_to_num_(0.5),
+        batch.v_cache.nan_to_num_(0.5),
+    )
+    num_tokens, num_heads, head_dim = batch.q.shape
+    kv = torch.randn(num_tokens, batch.k_cache.shape[2], head_dim, dtype=dtype, device=device)
+    slots = torch.arange(num_tokens, device=device) + 20
+    slots[-1] = -1
+    state, lse = (
+        torch.randn(7, 4, 64, dtype=dtype, device=device),
+        torch.randn(7, 4, dtype=torch.float32, device=device),
+    )
+    lse[0] = float("-inf")
+    attention = (
+        batch.q,
+        batch.k_cache,
+        batch.v_cache,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
+    )
+    out = torch.zeros_like(batch.q)
+    common = {"max_query_len": batch.max_query_len, "scale": batch.scale}
+    trees = make_tree_batch(TREE_SPECS["tree_chain"], head_dim=16, dtype=dtype, device=device)
+    trees.k_cache.nan_to_num_(0.5), trees.v_cache.nan_to_num_(0.5)
+    tree = (
+        trees.q,
+        trees.k_cache,
+        trees.v_cache,
+        trees.block_table,
+        trees.seq_lens,
+        trees.query_start_loc,
+    )
+    tree_options = {"max_query_len": trees.max_query_len, "scale": trees.scale, **trees.extras}
+    latents = make_batch(
+        BATCH_SPECS["mixed_padded"], num_kv_heads=1, head_dim=24, head_dim_v=16, dtype=dtype, device=device
+    )
+    rows = latents.k_cache.nan_to_num_(0.5)
+    latent = (latents.q, rows, latents.block_table, latents.seq_lens, latents.query_start_loc)
+    ids = torch.arange(4, device=device)
+    table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32, device=device)
+    lens = torch.tensor([17, 4, 32, 0], dtype=torch.int32, device=device)
+    pairs = torch.tensor([[1, 3], [-1, 2], [4, 5]], device=device)
+    rope = [make_rope_inputs(**ROPE_CASES[name], dtype=dtype, device=device) for name in ("smollm2", "glm4")]
+    for inputs in rope:
+        inputs["k_cache"].nan_to_num_(0.5), inputs["v_cache"].nan_to_num_(0.5)
+    semaphore = torch.zeros(
+        batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device
+    )
+    no_groups = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1, 2), (1,), (2,)))
+    rows_in_order = torch.arange(batch.q.shape[0], device=device)
+    cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+        "write": ("write_kv", (kv, kv.clone(), batch.k_cache, batch.v_cache, slots), {}),
+        "write_query_tokens": (
+            "write_kv",
+            (kv, kv.clone(), batch.k_cache, batch.v_cache, slots),
+            {"are_query_tokens": True},
+        ),
+        "rope": ("rope_write_kv", tuple(rope[0].values())[:9], {"are_query_tokens": True}),
+        "rope_norm": ("rope_write_kv", tuple(rope[1].values())[:9], dict(list(rope[1].items())[9:])),
+        "attention": ("paged_attention", (*attention, out), common),
+        "attention_lse": (
+            "paged_attention",
+            (*attention, out, torch.zeros(num_tokens, num_heads, dtype=torch.float32, device=device)),
+            common,
+        ),
+        "attention_full": (
+            "paged_attention",
+            (*attention, out),
+            {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0},
+        ),
+        "attention_tree": ("paged_attention", (*tree, torch.zeros_like(tree[0])), tree_options),
+        "attention_semaphore": ("paged_attention", (*attention, out), {**common, "semaphore": semaphore}),
+        "latent": (
+            "mla_attention",
+            (*latent, torch.zeros_like(latents.q[..., :16])),
+            {"max_query_len": latents.max_query_len, "scale": latents.scale},
+        ),
+        "write_latent": (
+            "write_latent",
+            (kv[:, 0, :16].contiguous(), kv[:, 0, :8].contiguous(), rows, slots),
+            {},
+        ),
+        "merge": (
+            "merge_attn_states",
+            (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)),
+            {},
+        ),
+        "cascade": (
+            "cascade_attention",
+            (*attention, *no_groups, rows_in_order, rows_in_order.clone(), torch.zeros_like(out)),
+            common,
+        ),
+        "copy": ("copy_blocks", (batch.k_cache, batch.v_cache, pairs), {}),
+        "advance": (
+            "advance_step",
+            (ids + 7, table, ids.clone(), ids.clone(), lens, ids.clone()),
+            {"block_size": 16},
+        ),
+    }
+    return cases

@@ -58,7 +58,7 @@ class PrefixGraphs:
     """Captured when they can come to pay, or are first needed, and taken for the steps in which they do.
 
     Args:
-        prefixes: who finds the groups.
+        prefixes: finds the groups.
         batch: the step's own inputs.
         step: the step.
         make: ``make(inputs, step)`` gives the graphs of a step over further inputs.

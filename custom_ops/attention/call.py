@@ -114,6 +114,7 @@ class AttentionCall(NamedTuple):
 
 
 _POSITIONAL = AttentionCall._fields.index("lse") + 1
+_CASCADE_OPTIONS = ("max_query_len", "scale", "logits_soft_cap", "sinks", "k_scale", "v_scale", "semaphore")
 
 
 class Specialisation(NamedTuple):
@@ -211,6 +212,13 @@ class CascadeCall(NamedTuple):
         """The call of flat arguments, as torch's dispatcher gives them."""
         before, shared, outputs = tensors[:6], tensors[6:11], tensors[11:]
         return cls(AttentionCall.of(*before, *outputs, **options), *shared)
+
+    def flat(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As `AttentionCall.flat`; without the options that this op has not, since all its calls are causal
+        and see whole prefixes."""
+        tensors, options = self.own.flat()
+        options = {name: options[name] for name in _CASCADE_OPTIONS if name in options}
+        return (*tensors[:6], *self[1:], *tensors[6:]), options
 
     def prefixes(self, q: Tensor, out: Tensor, lse: Tensor | None) -> AttentionCall:
         """The groups' call over their prefixes alone, with queries in the groups' order: all of a prefix lies

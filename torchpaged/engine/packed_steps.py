@@ -48,14 +48,11 @@ class PackedSteps:
         """One token each: logits ``[len(sequences), vocab_size]``."""
         ids = [s.token_at(len(s) - 1) for s in sequences]
         with profile_range("decode", batch=len(ids), tokens=len(ids)):
-            batch = [1] * len(ids), [len(s) for s in sequences], [s.blocks for s in sequences]
-            query_lens, seq_lens, tables = batch
-            shared, width = None, None
+            seq_lens, tables = [len(s) for s in sequences], [s.blocks for s in sequences]
+            width = None if self._prefixes is None else self._prefixes.max_blocks_per_req
+            metadata = self._metadata([1] * len(ids), seq_lens, tables, width)
             if self._prefixes is not None:
-                width = self._prefixes.max_blocks_per_req
-                shared = self._prefixes.update(len(ids), len(ids), tables, query_lens, seq_lens)
-            metadata = self._metadata(*batch, width)
-            metadata = metadata if shared is None else shared.prepare(metadata)
+                metadata = self._prefixes.prepare(metadata, tables, seq_lens)
             return self._model(self._longs(ids), metadata, None)
 
     def reset(self) -> None:

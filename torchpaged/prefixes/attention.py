@@ -12,7 +12,7 @@ from torch import Tensor
 from torchpaged.backends import AttentionSpec, Session, attention_spec
 from torchpaged.backends.choose.for_call import able_backend, choose_ops, traced_ops
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
-from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import check_pools
@@ -185,29 +185,10 @@ def _has_op(ops: BackendOps, device: torch.device) -> bool:
 def _one_call(ops: BackendOps, call: AttentionCall, step: StepPrefixes) -> None:
     """By the op ``cascade_attention``, which checks its arguments."""
     refuse_grad(q=call.q, sinks=call.sinks)
-    shared = step.shared
-    ops.cascade_attention(
-        call.q,
-        call.k_cache,
-        call.v_cache,
-        step.block_table,
-        step.seq_lens,
-        call.query_start_loc,
-        shared.block_table,
-        shared.lens,
-        shared.query_start_loc,
-        shared.order,
-        shared.inverse,
-        call.out,
-        call.lse,
-        max_query_len=call.max_query_len,
-        scale=call.scale,
-        logits_soft_cap=call.logits_soft_cap,
-        sinks=call.sinks,
-        k_scale=call.k_scale,
-        v_scale=call.v_scale,
-        semaphore=call.semaphore,
-    )
+    own, shared = call._replace(block_table=step.block_table, seq_lens=step.seq_lens), step.shared
+    groups = shared.block_table, shared.lens, shared.query_start_loc, shared.order, shared.inverse
+    tensors, options = CascadeCall(own, *groups).flat()
+    ops.cascade_attention(*tensors, **options)
 
 
 def _two_passes(
@@ -295,10 +276,7 @@ def _check(
 
 def _has_tokens_in_groups(query_start_loc: Tensor, prefixes: SharedPrefixes) -> bool:
     """Whether each token stands in its request's group, or in none where that has none."""
-    token, num_groups = (
-        torch.arange(prefixes.order.shape[0], device=prefixes.order.device),
-        len(prefixes.lens),
-    )
+    token, num_groups = torch.arange(len(prefixes.order), device=prefixes.order.device), len(prefixes.lens)
     row = torch.searchsorted(query_start_loc[1:].long(), token, right=True)  # num_reqs: padding
     of_row = torch.where(prefixes.shift > 0, prefixes.group_of_row, num_groups)
     wanted = torch.cat([of_row, of_row.new_full((1,), num_groups)])[row]

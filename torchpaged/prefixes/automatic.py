@@ -128,21 +128,26 @@ class AutomaticPrefixes:
         return shared
 
     def prepare(
-        self, metadata: AttentionMetadata, block_tables: Sequence[Sequence[int]]
+        self,
+        metadata: AttentionMetadata,
+        block_tables: Sequence[Sequence[int]],
+        seq_lens: Sequence[int] | None = None,
     ) -> AttentionMetadata:
         """The batch with its groups, if they pay; else as it is.
 
         Args:
-            metadata: with ``query_lens``, and lengths that the host may read: on a GPU this waits for it.
-                `update` takes lengths of the host's own.
+            metadata: with ``query_lens``, or lengths that the host may read.
             block_tables: of its requests.
+            seq_lens: of its requests, as the host knows them; None: read from ``metadata``, which on a GPU
+                waits for it.
 
         Raises:
             ArgumentError: as `update`.
         """
         lens = metadata.query_lens or metadata.query_start_loc.diff().tolist()
         sizes = metadata.num_reqs, metadata.num_tokens
-        shared = self.update(*sizes, block_tables, lens, metadata.seq_lens.tolist())
+        seq_lens = metadata.seq_lens.tolist() if seq_lens is None else seq_lens
+        shared = self.update(*sizes, block_tables, lens, seq_lens)
         return metadata if shared is None else shared.prepare(metadata)
 
 

@@ -5,8 +5,8 @@
     prefixes.advance(1)  # in each forward, once its lengths have moved on; may be traced
     metadata = prefixes.prepare(metadata)  # for each layer of it
 
-Who shares what is found by the blocks' identity; it stays true while rows grow. A compiled forward is traced
-once with groups and once without, for all of them.
+Which rows share what is found by the blocks' identity; it stays true while rows grow. A compiled forward is
+traced once with groups and once without, for all of them.
 """
 
 from __future__ import annotations

@@ -12,33 +12,22 @@ It is known as long as a request holds it. Host data only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 
 class Request(Protocol):
-    """What the tree asks of a request, which is a key by its identity.
+    """What the tree asks of a request, which is a key by its identity: ``num_computed`` of its ``tokens``,
+    those of ``prompt`` and ``output``, have their keys and values in ``blocks``."""
 
-    Attributes:
-        prompt, output: tokens that it was given, and that it was answered with.
-        num_computed: of its tokens, so many have their keys and values in ``blocks``.
-        blocks: the request's, in order.
-    """
-
-    num_computed: int
+    prompt: list[int]
+    output: list[int]
     blocks: list[int]
+    num_computed: int
 
     @property
-    def prompt(self) -> Sequence[int]:
-        """What it was given."""
-
-    @property
-    def output(self) -> Sequence[int]:
-        """What it was answered with."""
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """Both."""
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
 
 
 class _Node:
@@ -72,7 +61,7 @@ class PrefixTree:
         self._root = _Node()
         self._paths: dict[Request, list[_Node]] = {}  # of those that compute their tokens, or have them
         self._waiting: dict[Request, list[_Node]] = {}  # what those that wait for others have seen of them
-        self._counts: dict[Request, int] = {}  # by `count`, as long as nobody comes or goes
+        self._counts: dict[Request, int] = {}  # by `count`, until a request comes or goes
 
     def __contains__(self, request: Request) -> bool:
         """Whether it promised its tokens, and was not forgotten since."""
@@ -88,7 +77,7 @@ class PrefixTree:
         """The blocks that hold its first tokens, as many as are known; None: another request is computing the
         one that would be next. Asked again, it goes on from there."""
         seen = self._waiting.pop(request, [])
-        if seen and not seen[-1].holders:  # nobody's any more
+        if seen and not seen[-1].holders:  # all of its requests have left
             seen = []
         node = seen[-1] if seen else self._root
         for key in self._keys(request, len(seen)):
@@ -142,11 +131,11 @@ class PrefixTree:
             node.holders.discard(request)
         parent = self._root
         for node in path:
-            if not node.holders:  # nor has anybody what continues it
+            if not node.holders:  # its children have none either
                 del parent.children[node.key]
                 return
             parent = node
 
     def clear(self) -> None:
-        """Nobody holds anything."""
+        """No request holds a block."""
         self._root, self._paths, self._waiting, self._counts = _Node(), {}, {}, {}

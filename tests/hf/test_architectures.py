@@ -25,8 +25,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, attach
-from torchpaged.hf.known_models import OWN_ATTENTION
-from torchpaged.hf.own_attention import lacks_causal_mask
+from torchpaged.hf.families import family_of
+from torchpaged.hf.support import lacks_causal_mask
 
 MODES = ["paged", "dense", "none"]
 TABLE: dict[str, list[str]] = json.loads((Path(__file__).parents[1] / "data/architectures.json").read_text())
@@ -48,7 +48,7 @@ REFUSALS = {
 
 def run(model_type: str, implementation: str, mode: str = "none") -> Tensor:
     """Logits of every new token ``[tokens, rows, vocab]``."""
-    if implementation == "torchpaged" and model_type in OWN_ATTENTION:
+    if implementation == "torchpaged" and family_of(model_type).own_attention:
         model = attach(model_of(model_type, "eager"))
     else:
         model = model_of(model_type, implementation)

@@ -409,10 +409,10 @@ def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cross attention that sees the source's padding."""
     from model_coverage import encoder_decoders
 
-    from torchpaged.hf import attention
+    from torchpaged.hf import cross
 
-    plain = attention.cross_batch
-    monkeypatch.setattr(attention, "cross_batch", lambda batch, mask, n, keys: plain(batch, None, n, keys))
+    plain = cross.cross_batch
+    monkeypatch.setattr(cross, "cross_batch", lambda batch, mask, n, keys: plain(batch, None, n, keys))
     row = encoder_decoders.examine("bart", compiled=False)
     assert row.mode == "wrong" and row.checks["forward"] == "right", row
 

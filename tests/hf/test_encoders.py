@@ -35,7 +35,7 @@ from transformers import (
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from torchpaged.hf import pinned_batch
-from torchpaged.hf.known_models import ENCODERS
+from torchpaged.hf.families import family_of
 from torchpaged.hf.mask_rows import rows_of
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import Way, way_of
@@ -291,7 +291,7 @@ def test_the_way_of_a_call() -> None:
     assert way(BertConfig(**SIZES, is_decoder=True), Module()) is None
     assert way(BartConfig(), Module()) is None and way(BartConfig(), Module(is_decoder=True)) is None
     assert way(BartConfig(), Module(is_decoder=False)) is Way.TOKENS
-    assert way(BlipTextConfig(), Module()) is None and "blip_text_model" not in ENCODERS
+    assert way(BlipTextConfig(), Module()) is None and family_of("blip_text_model").attends_to_others is None
     for keys in (6, 14, 20):  # what SDPA can't do is worth a request for each query
         assert way(BartConfig(), Module(), keys, needs_kernel=True) is Way.QUERIES
 

@@ -14,7 +14,7 @@ from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError
 from torchpaged.hf import PagedCache, PagedEncoderDecoderCache, paged
-from torchpaged.hf.known_models import NEEDS_DENSE
+from torchpaged.hf.families import family_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
 CALLS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
@@ -83,7 +83,7 @@ def test_a_full_pool_says_which_number_to_raise() -> None:
 @pytest.mark.parametrize("name", ["diffllama", "doge", "jetmoe", "inkling_text"])
 def test_models_that_need_dense_get_it(name: str) -> None:
     row = examine(name, compiled=False)
-    assert (row.mode, row.reason) == ("dense", NEEDS_DENSE[name])
+    assert (row.mode, row.reason) == ("dense", family_of(name).needs_dense)
 
 
 def test_dense_is_said() -> None:

@@ -19,7 +19,7 @@ from transformers.masking_utils import (
 
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
-from torchpaged.hf.masks import MaskKind, kinds_of
+from torchpaged.hf.mask_kinds import MaskKind, kinds_of
 from torchpaged.hf.spans import Prompt
 
 

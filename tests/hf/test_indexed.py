@@ -15,7 +15,8 @@ from torch import Tensor
 
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, paged
-from torchpaged.hf.indexed import IndexedLayer, attend_with_sinks, select
+from torchpaged.hf.dense import attend_with_sinks, select
+from torchpaged.hf.models.indexed import IndexedLayer
 
 GREEDY: dict[str, Any] = {
     "max_new_tokens": 8,

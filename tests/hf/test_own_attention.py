@@ -17,8 +17,12 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from torchpaged import UnsupportedModelError
-from torchpaged.hf import PagedCache, PagedModel, attach, detach, own_attention
-from torchpaged.hf.known_models import MAY_LACK_CAUSAL_MASK, OWN_ATTENTION
+from torchpaged.hf import PagedCache, PagedModel, attach, detach, families
+from torchpaged.hf.models import falcon, own_attention
+from torchpaged.hf.support import lacks_causal_mask
+
+OWN_ATTENTION = families.types_of(lambda family: family.own_attention)
+MAY_LACK_CAUSAL_MASK = families.types_of(lambda family: family.may_lack_causal_mask)
 
 
 def with_options(monkeypatch: pytest.MonkeyPatch, name: str, **options: Any) -> None:
@@ -40,7 +44,7 @@ def test_a_prompt_does_not_see_what_follows(name: str) -> None:
     with torch.no_grad():
         before, want = model(**inputs).logits, checks._masked(model, inputs)
         lacks = not torch.allclose(before, want, rtol=1e-4, atol=1e-4)
-        assert lacks == own_attention.lacks_causal_mask(model)
+        assert lacks == lacks_causal_mask(model)
         said = (
             pytest.warns(UserWarning, match="makes no causal mask.*masked causally")
             if lacks
@@ -77,23 +81,23 @@ def test_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (row.mode, row.reason) == ("paged", "")
 
 
-WRONG: dict[str, tuple[str, str, Any]] = {
-    "slopes": ("bloom", "alibi_slopes", lambda num_heads: [0.1] * num_heads),
-    "no rotation": ("falcon", "_rotate", lambda states, cos, sin: states),
+WRONG: dict[str, tuple[str, Any, str, Any]] = {
+    "slopes": ("bloom", own_attention, "alibi_slopes", lambda num_heads: [0.1] * num_heads),
+    "no rotation": ("falcon", falcon, "_rotate", lambda states, cos, sin: states),
 }
 
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_the_checks_notice(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, function, instead = WRONG[fault]
-    monkeypatch.setattr(own_attention, function, instead)
+    name, file, function, instead = WRONG[fault]
+    monkeypatch.setattr(file, function, instead)
     row = examine(name, compiled=False)
     assert row.mode == "wrong" and row.reason.startswith("wrong: off by")
 
 
 def test_the_checks_notice_a_window_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = own_attention._attn(lambda module: 1.0, lambda module: None)
-    monkeypatch.setitem(own_attention.MAKERS, "GPTNeoSelfAttention", module)
+    module = own_attention.in_attn(lambda module: 1.0)
+    monkeypatch.setitem(families.ATTENTION, "GPTNeoSelfAttention", module)
     row = examine("gpt_neo", compiled=False)
     assert row.mode == "wrong" and row.checks["window"].startswith("wrong")
 

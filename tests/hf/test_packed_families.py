@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from torchpaged import ArgumentError, AttentionMetadata, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel, accelerate
-from torchpaged.hf.known_models import MAKES_ONES
+from torchpaged.hf.families import Family, types_of
 from torchpaged.hf.support import rotated_alike
 
 LENGTHS = (6, 41, 23)
@@ -178,10 +178,10 @@ def test_those_that_make_ones_are_known() -> None:
                 "torchpaged.hf.step_cache.PackedMasks.observe",
                 lambda self, mask, *_, seen=seen, **__: seen.append(mask),
             )
-            patch.setattr("torchpaged.hf.step_cache.MAKES_ONES", frozenset())
+            patch.setattr("torchpaged.hf.step_cache.family_of", lambda model_type: Family())
             PagedModel(model, num_blocks=4)
         made |= {model_type} if any(mask is not None for mask in seen) else set()
-    assert made <= MAKES_ONES and "biogpt" in made
+    assert made <= types_of(lambda family: family.makes_ones) and "biogpt" in made
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from transformers.masking_utils import (
 )
 
 from torchpaged import UnsupportedModelError
+from torchpaged.hf.mask_kinds import MaskKind, kinds_of
 from torchpaged.hf.mask_rows import describe, rows_of
-from torchpaged.hf.masks import MaskKind, kinds_of
 from torchpaged.hf.spans import Prompt, Spans, find_spans
 
 GROUPS = torch.tensor(

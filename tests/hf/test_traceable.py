@@ -13,9 +13,9 @@ from model_coverage import encoder_decoders, examine
 from model_coverage.architectures import model_of, model_types
 from torch import Tensor, nn
 
-from torchpaged.hf import PagedCache, attach, detach, paged, traceable
-from torchpaged.hf.own_attention import put_in
-from torchpaged.hf.traceable import TRACEABLE
+from torchpaged.hf import PagedCache, attach, detach, paged
+from torchpaged.hf.attached import put_in
+from torchpaged.hf.families import TRACEABLE
 
 OLD = transformers.__version__.startswith("5.17")
 
@@ -53,7 +53,7 @@ def test_experts(name: str, tokens: int) -> None:
         want = module(states.view(shape), *routing)
         with pytest.raises(torch._dynamo.exc.TorchDynamoException):
             compiled(module)(states.view(shape), *routing)
-        put_in({module: TRACEABLE[EXPERTS[name]](module)})  # type: ignore[dict-item]
+        put_in({module: TRACEABLE[EXPERTS[name]](module)})
         assert torch.equal(module(states.view(shape), *routing), want)  # untraced: its own
         got = compiled(module)(states.view(shape), *routing)
     assert got.shape == want.shape
@@ -135,6 +135,6 @@ def test_a_trace_that_lost_its_pools_gets_them_from_beside(monkeypatch: pytest.M
     """Unattached, or without what is handed on, compiled code refuses."""
     if not OLD:
         pytest.skip("this transformers does not move shared keys")
-    monkeypatch.setitem(traceable.TRACEABLE, "Gemma3nTextAttention", lambda module: None)
+    monkeypatch.setitem(TRACEABLE, "Gemma3nTextAttention", lambda module: None)
     row = examine("gemma3n_text")
     assert row.mode == "paged" and "Observed exception" in row.reason

@@ -38,7 +38,7 @@ def same_logits(got: Any, want: Any) -> None:
 
 
 def test_without_spans_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "attend_spans", lambda *_, **__: None)
+    monkeypatch.setattr(attention, "attend_with_spans", lambda layer, call, marked: layer.attend(call))
     row = examine("gemma3", compiled=False)
     assert row.mode == "wrong" and "off by" in row.checks["generate"] and "off by" in row.checks["forward"]
     assert row.checks["uncached"] == "right"

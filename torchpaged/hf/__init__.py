@@ -17,6 +17,7 @@ try:
 except ImportError as error:
     raise ImportError("torchpaged.hf needs transformers >= 5.17; pip install 'torchpaged[hf]'") from error
 
+import torchpaged.hf.models  # noqa: F401  registers what is known of models
 from torchpaged.hf.attention import NAME, register
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.compile_layers import compile_layers, uncompile_layers

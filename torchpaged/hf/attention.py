@@ -8,45 +8,28 @@ argument: then it raises.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import refuse_grad
-from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.chosen_backend import LayerCall
 from torchpaged.hf.class_tables import fill_class_tables
-from torchpaged.hf.cross import cross_batch, require_no_plan
-from torchpaged.hf.indexed import attend_with_sinks, select
-from torchpaged.hf.known_models import TAKES_NO_NONE
-from torchpaged.hf.latent import LatentLayer, latent_attention
-from torchpaged.hf.layer import PagedLayer, by_token, cache_of, layer_of
+from torchpaged.hf.cross import attend_across
+from torchpaged.hf.dense import SPARSE, asked, attend_dense, sparse, transformed
+from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
+from torchpaged.hf.mask_kinds import is_causal as is_causal_mask
 from torchpaged.hf.mask_rows import describe
-from torchpaged.hf.masks import MaskKind
-from torchpaged.hf.masks import is_causal as is_causal_mask
-from torchpaged.hf.rolling_attention import attend_in_steps, require_kept
-from torchpaged.hf.span_mask import attend_spans, spans_of
+from torchpaged.hf.rolling_attention import attend_rolling
+from torchpaged.hf.span_mask import attend_with_spans, spans_of
+from torchpaged.hf.support import NAME as NAME
 from torchpaged.hf.support import needs_eager_mask
-from torchpaged.hf.uncached import attend as attend_uncached
-from torchpaged.hf.uncached import type_of_encoder, way_of
-from torchpaged.prefixes import attend_with_prefixes
-from torchpaged.profiling import is_on as is_profiling
-from torchpaged.profiling import ranged_attention
-
-#: The name under which the functions are registered.
-NAME = "torchpaged"
-# Arguments of the interface that change which keys are seen, and that no op here knows: refused, never
-# dropped; gathered keys are selected by a mask from ``indices``.
-_SPARSE = ("indices", "block_indices")
-# Of the `PagedCache` that answered for the masks which this thread's models asked for last, ``order``: a
-# reference to its `ForwardOrder`; None: no such cache did.
-_asked = threading.local()
+from torchpaged.hf.uncached import type_of_encoder
 
 
 def paged_attention_forward(
@@ -78,10 +61,10 @@ def paged_attention_forward(
         scaling: softmax scale; None = ``head_dim ** -0.5``.
         sliding_window: keys visible, the own one included; overrides the cache layer's.
         softcap, s_aux, sinks: soft cap and sink logits (``sinks`` is the newer name of ``s_aux``).
-        alibi_slopes: ``[num_heads]`` float32; for `torchpaged.hf.own_attention`, on the paged path only.
+        alibi_slopes: ``[num_heads]`` float32; for `torchpaged.hf.models.bloom`, on the paged path only.
         masks_itself: the module's window is in none of the masks that its model asks for.
         shared_pools: the pools behind ``key`` and ``value``, where a trace lost them; for
-            `torchpaged.hf.traceable`.
+            `torchpaged.hf.models.gemma`.
 
     Returns:
         ``([batch, query_len, num_heads, head_dim_v], None)``.
@@ -91,152 +74,53 @@ def paged_attention_forward(
         BackendUnavailableError: the cache's backend declares not to run this attention.
     """
     key, value = shared_pools or (key, value)
-    layer = layer_of(key)
-    sinks = s_aux if sinks is None else sinks
-    if layer is None or layer_of(value) is not layer:
-        if layer is not None or layer_of(value) is not None:
-            raise _transformed(module)
-        return _dense(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling,
-            dropout,
-            softcap,
-            sinks,
-            position_bias,
-            is_causal,
-            kwargs,
-        )
+    layer, sinks = layer_of(key), s_aux if sinks is None else sinks
+    if layer_of(value) is not layer:
+        raise transformed(module)
+    if layer is None:
+        given: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "bias": position_bias}
+        states = query, key, value, attention_mask
+        return attend_dense(module, *states, scaling, dropout, is_causal, kwargs, **given), None
     key, value = layer.pools_of(key, value)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = layer.window if sliding_window is None else sliding_window or None
-    batch, num_heads, query_len, head_dim = query.shape
-    owner = layer.owner
-    # The mask's, where the model asks for one: modules may say False and mask by themselves. No mask is asked
-    # of a cache for cross attention.
-    crosses = owner.masks.causal is None and not causal
-    causal = causal if owner.masks.causal is None else owner.masks.causal
-    marked = spans_of(attention_mask)
-    bias, mask = position_bias, None if marked is not None else attention_mask
+    # The mask's causality, where the model asks for one: modules may say False and mask by themselves. No
+    # mask is asked of a cache for cross attention.
+    of_masks = layer.owner.masks.causal
+    crosses = of_masks is None and not causal
+    causal = causal if of_masks is None else of_masks
+    call = LayerCall(module, query, key, value, causal, window, softcap, sinks, alibi_slopes, scaling)
     if crosses:
-        # T5's cross attention has no bias, and comes with zeros for one. The mask is read below.
-        bias, mask = None if getattr(module, "has_relative_attention_bias", bias) is False else bias, None
-    _refuse(module, layer, query, mask, dropout, bias, kwargs)
-    metadata = owner.metadata_of(layer, batch, 1 if crosses else query_len)
-    requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
-    if crosses:
-        require_no_plan(owner.backend.session)
-        known = None if torch.compiler.is_compiling() else owner.rows.first_position(0)
-        requests = cross_batch(metadata, attention_mask, query_len, known)
-    if query_len > 1 and not masks_itself and not torch.compiler.is_compiling():
-        owner.masks.require_kind(layer, window)
-    scale = head_dim**-0.5 if scaling is None else float(scaling)
-    if isinstance(layer, LatentLayer):
-        if marked is not None:
-            raise _spans(module, "latents")
-        further = {"sliding_window": window, "softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        further["tree_mask"] = metadata.tree_mask
-        return latent_attention(module, layer, query, metadata, causal, scale, further), None
-    if marked is not None and (alibi_slopes is not None or not causal):
-        raise _spans(module, "linear biases, or without causality,")
-    if layer.rolls:
-        require_kept(module, layer, window, causal and marked is None)
-    owner.backend.hold(layer, query, key, value, causal, window, softcap, sinks, scaling, alibi_slopes)
-    kind = MaskKind(True, window, layer.chunk)
-    spans = None if marked is None else marked.batch_for(kind, batch, query_len)
-    beside: dict[str, Tensor] = {}
-    if spans is not None:
-        own_window = window if spans.windowed else None
-        beside = owner.backend.hold_spans(layer, query, key, value, own_window, softcap, sinks, scaling)
-    trees = {} if metadata.tree_mask is None else {"tree_mask": metadata.tree_mask}
-    if trees and not owner.backend.capabilities.tree_mask:
-        raise BackendUnavailableError(
-            f"backend {owner.backend.choice.name!r} cannot run this attention: tree_mask is not supported"
-        )
-    alike = causal and window is None and alibi_slopes is None and not trees and marked is None
-    attend = owner.backend.ops.paged_attention
-    if not torch.compiler.is_compiling() and is_profiling():
-        attend = ranged_attention(attend, layer.index)
-    options: dict[str, Any] = {
-        "scale": scale,
-        "logits_soft_cap": 0.0 if softcap is None else float(softcap),
-        "sinks": sinks,
-        **layer.scales,
-    }
-    own: dict[str, Any] = {
-        "causal": causal,
-        "window_left": -1 if window is None else window - 1,
-        "alibi_slopes": alibi_slopes,
-        "chunk_size": layer.chunk or 0,
-        **trees,
-        **options,
-        **layer.workspace,
-    }
-    if layer.rolls and not owner.takes_at_once(layer, query_len):
-        return attend_in_steps(layer, query, attend, own), None
-    q = by_token(query)
-    out = q.new_empty(batch * query_len, num_heads, value.shape[-1])
-    if metadata.prefixes is not None and layer.reads_once and alike:
-        options |= {"max_query_len": metadata.max_query_len, "semaphore": layer.workspace.get("semaphore")}
-        call = AttentionCall(q, key, value, *requests, out, None, **options)
-        attend_with_prefixes(owner.backend.ops, call, metadata.prefixes)
-        return out.view(batch, query_len, num_heads, value.shape[-1]), None
-    attend(q, key, value, *requests, out, None, max_query_len=metadata.max_query_len, **own)
-    if spans is not None:
-        left = -1 if window is None or not spans.windowed else window - 1
-        attend_spans(attend, spans, q, key, value, out, window_left=left, **options, **beside)
-    return out.view(batch, query_len, num_heads, value.shape[-1]), None
-
-
-def _transformed(module: nn.Module) -> UnsupportedModelError:
-    if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
-        return UnsupportedModelError(
-            f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, "
-            "behind which compiled code does not know them (transformers 5.17; not 5.23); call "
-            "torchpaged.hf.attach(model), run it uncompiled, or use PagedCache(..., dense=True)"
-        )
-    return UnsupportedModelError(
-        f"{type(module).__name__} changes the cached keys or values before attention, so that they are no "
-        "longer the paged pools; use PagedCache(..., dense=True), which gathers them first"
-    )
-
-
-def _spans(module: nn.Module, beside: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(module).__name__} has image tokens that see each other in both directions, which attention "
-        f"with {beside} does not express; use PagedCache(..., dense=True)"
-    )
-
-
-def _sparse(name: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{name} selects keys sparsely ({' or '.join(_SPARSE)}), which torchpaged does not do yet: the "
-        "selection would be dropped; call model.set_attn_implementation('sdpa') and use transformers' own "
-        "cache"
-    )
+        # T5's cross attention has no bias, and comes with zeros for one.
+        unbiased = getattr(module, "has_relative_attention_bias", None) is False
+        _refuse(layer, call, None, dropout, None if unbiased else position_bias, kwargs)
+        return attend_across(layer, call, attention_mask), None
+    marked = None if attention_mask is None else spans_of(attention_mask)
+    _refuse(layer, call, None if marked is not None else attention_mask, dropout, position_bias, kwargs)
+    if query.shape[2] > 1 and not masks_itself and not torch.compiler.is_compiling():
+        layer.owner.masks.require_kind(layer, window)
+    if marked is not None:
+        return attend_with_spans(layer, call, marked), None
+    return (attend_rolling(layer, call) if layer.rolls else layer.attend(call)), None
 
 
 def _refuse(
-    module: nn.Module,
     layer: PagedLayer,
-    query: Tensor,
+    call: LayerCall,
     mask: Tensor | None,
     dropout: float,
     bias: Tensor | None,
     kwargs: dict[str, Any],
 ) -> None:
     """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
-    name = type(module).__name__
+    name = type(call.module).__name__
     if bias is not None:
         raise UnsupportedModelError(
             f"{name} adds a position bias to its scores, which paged attention does not take; use "
             "PagedCache(..., dense=True)"
         )
-    if any(kwargs.get(k) is not None for k in _SPARSE):
-        raise _sparse(name)
+    if any(kwargs.get(k) is not None for k in SPARSE):
+        raise sparse(name)
     if mask is not None:
         own = layer.owner.masks.causal is not None or layer.owner.keys_of_queries
         raise ArgumentError(
@@ -250,92 +134,11 @@ def _refuse(
                 "DynamicCache(config=model.config))"
             ),
         )
-    if dropout and module.training:
+    if dropout and call.module.training:
         raise ArgumentError(
             "dropout", "0 with a PagedCache (inference only)", str(dropout), "call model.eval()"
         )
-    refuse_grad(query=query)
-
-
-def require_cache(module: nn.Module, mask: Tensor | None) -> None:
-    """Refuse a layer in training mode that came without the cache which answered for its mask: transformers
-    takes caches from layers that checkpoint gradients, and the padding and windows would be lost with them.
-
-    Args:
-        module: an attention layer of a decoder that attends without a paged cache.
-        mask: that it was given.
-
-    Raises:
-        ArgumentError: no layer has written what the masks were asked for.
-    """
-    if torch.compiler.is_compiling() or not module.training or not (mask is None or mask.numel() == 1):
-        return
-    asked = getattr(_asked, "order", None)
-    order = None if asked is None else asked()
-    if order is not None and order.announced is not None:
-        raise ArgumentError(
-            "past_key_values",
-            "no PagedCache in training mode, where gradient checkpointing takes caches from the layers",
-            f"one, and {type(module).__name__} without it",
-            "call model.eval(), or leave past_key_values out",
-        )
-
-
-def _dense(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-    is_causal: bool | None,
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """A call without a paged cache: on our kernels where they give what SDPA gives, else as SDPA does it."""
-    name = type(module).__name__
-    if kwargs.get("block_indices") is not None:
-        raise _sparse(name)
-    if kwargs.get("cache") is not None:
-        raise UnsupportedModelError(
-            f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
-            "runs an attention function of its own"
-        )
-    if spans_of(mask) is not None:
-        raise _spans(module, "other keys than those of its PagedCache")
-    indices = kwargs.pop("indices", None)
-    if indices is not None:
-        mask = select(mask, indices, query.dtype, name)
-    plain = softcap is None and not (dropout and module.training) and mask is not None and mask.dim() == 4
-    if sinks is not None and mask is not None and plain and (indices is not None or bias is not None):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_with_sinks(query, key, value, mask, scale, sinks, bias), None
-    # A dense cache's mask is as long as its rows can be.
-    require_cache(module, None if mask is not None and mask.shape[-1] != key.shape[2] else mask)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and query.shape[2] > 1
-    needs_kernel = softcap is not None or sinks is not None
-    way = None if bias is not None else way_of(module, query, key, value, mask, causal, dropout, needs_kernel)
-    if way is not None:
-        options = {"scale": scaling, "logits_soft_cap": softcap, "sinks": sinks}
-        return attend_uncached(query, key, value, mask, causal, way, **options), None
-    for argument, given in (("softcap", softcap), ("s_aux", sinks)):
-        if given is not None:
-            raise UnsupportedModelError(
-                f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or "
-                "set_attn_implementation('eager')"
-            )
-    if key.shape[0] != query.shape[0] and 1 not in (key.shape[0], query.shape[0]):
-        raise _transformed(module)  # blocks of a pool, taken for batch rows
-    if bias is not None:
-        kwargs["position_bias"] = bias
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-    )
-    return out, None
+    refuse_grad(query=call.query)
 
 
 def paged_mask(
@@ -361,7 +164,7 @@ def paged_mask(
     if not torch.compiler.is_compiling() and (cache is not None or is_causal_mask(mask_function)):
         # A mask of cross attention says nothing about caches.
         order = getattr(cache, "order", None)  # a packed step has none
-        _asked.order = None if order is None else weakref.ref(order)
+        asked.order = None if order is None else weakref.ref(order)
     if cache is not None and not cache.dense:
         marked: Tensor | None = cache.masks.observe(
             attention_mask,
@@ -372,7 +175,7 @@ def paged_mask(
             kwargs.get("device", "cpu"),
             q_offset,
         )
-        if cache.name in TAKES_NO_NONE:
+        if cache.family.takes_no_none:
             return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=kwargs.get("device", "cpu"))
         return marked
     if cache is not None:

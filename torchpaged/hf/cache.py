@@ -35,18 +35,19 @@ from torchpaged.custom_ops.errors import (
     NotCopyableError,
     UnsupportedModelError,
 )
+from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_rows import CacheRows, incomplete
 from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
+from torchpaged.hf.families import family_of
 from torchpaged.hf.forward_order import ForwardOrder
-from torchpaged.hf.known_models import NEEDS_DENSE, OWN_ATTENTION, loses_masks_made_ahead
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
-from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import SET_UP, PagedLayer, mask_token
 from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.row_changes import RowChanges
 from torchpaged.hf.support import (
+    NAME,
     require_implementation,
     require_made_by_user,
     require_paged_layers,
@@ -74,8 +75,8 @@ class PagedCache(Cache):
             with a sliding window or chunks have fewer, see ``sliding_step``.
         backend: a name or "auto"; chosen when the first keys arrive (device and dtype are known then).
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before
-            attention. None: for those that are known to (`torchpaged.hf.known_models.NEEDS_DENSE`), and for
-            no others. Models of multi-head latent attention are not among them once they are attached
+            attention. None: for those that are known to (`torchpaged.hf.families`), and for no others.
+            Models of multi-head latent attention are not among them once they are attached
             (`torchpaged.hf.attach`): their layers keep latents.
         kv_dtype: of the pools: "fp8_e4m3" or "fp8_e5m2", or torch's dtype of that name; None: the keys'.
         kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
@@ -151,16 +152,16 @@ class PagedCache(Cache):
         require_supported_config(config)
         text_config = config.get_text_config(decoder=True)
         self.name = str(text_config.model_type)
-        attached = keeps_latents(text_config)
-        self.dense_reason = NEEDS_DENSE.get(self.name, "") if dense is None and not attached else ""
+        self.family = family_of(self.name)
+        given = was_given_functions(text_config)
+        self.dense_reason = self.family.needs_dense if dense is None and not given else ""
         self.dense = bool(self.dense_reason) if dense is None else dense
         if self.dense and batch_invariant:
             raise UnsupportedModelError(
                 f"{self.name}: batch_invariant is not held where keys are gathered "
                 f"({self.dense_reason or 'dense=True'}): SDPA promises nothing of the kind"
             )
-        latent = attached and not self.dense
-        super().__init__(layers=paged_layers(text_config, max_seq_len, self, latent))
+        super().__init__(layers=paged_layers(text_config, max_seq_len, self))
         self.paged = [layer for layer in self.layers if isinstance(layer, PagedLayer)]
         require_paged_layers(text_config, self.paged)
         # An encoder's keys, in a cache for cross attention, are context of the first query and must be
@@ -168,8 +169,8 @@ class PagedCache(Cache):
         flags = ("is_encoder_decoder", "add_cross_attention")
         crosses = any(getattr(c, flag, False) for c in (config, text_config) for flag in flags)
         self._config, self._text_config = config, text_config
-        self._loses_masks = loses_masks_made_ahead(config)
-        if self.dense and self.name in OWN_ATTENTION:
+        self._loses_masks = family_of(config.model_type).loses_masks_made_ahead(config)
+        if self.dense and self.family.own_attention:
             raise UnsupportedModelError(
                 f"{self.name} masks by the lengths of its own keys, which dense=True makes max_seq_len; "
                 "leave dense out, and call torchpaged.hf.attach(model)"
@@ -399,7 +400,7 @@ class PagedCache(Cache):
 
     # ------------------------------------------------------------------------------------------- one forward
     def _require_implementation(self) -> None:
-        if not self.dense:
+        if not self.dense and self._text_config._attn_implementation != NAME:
             require_implementation(self._text_config, "with a PagedCache")
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
@@ -421,7 +422,7 @@ class PagedCache(Cache):
             self.rows.advance(batch, query_len)
             if self.prefixes.active:
                 self.prefixes.advance(query_len)
-            if self.session.planning_of(query_len) > Planning.NEVER:
+            if self.backend.plans and self.session.planning_of(query_len) > Planning.NEVER:
                 self._plan(batch, query_len)
         self.order.leave(layer, query_len)
         return self.rows.slots(batch, query_len, layer.rolls)
@@ -455,8 +456,8 @@ class PagedCache(Cache):
             self.rows.fill_query_starts(query_len)
         if layer.rolls:
             return self.rows.metadata(batch, query_len, rolls=True)
-        step = self.rows.metadata(batch, query_len)
-        return self.prefixes.prepare(step) if self.prefixes.active else step
+        metadata = self.rows.metadata(batch, query_len)
+        return self.prefixes.prepare(metadata) if self.prefixes.active else metadata
 
     @property
     def has_prefixes(self) -> bool:
@@ -515,7 +516,7 @@ class PagedCache(Cache):
         Not in dense mode where a layer has both a recurrent state and a window: there transformers makes a
         mask without the window. Not with chunked attention: transformers 5.17 cannot make that mask outside
         the forward, and never compiles those models. Not where such masks are wrong, see
-        `loses_masks_made_ahead`.
+        `Family.loses_masks_made_ahead`.
         """
         windowed = [layer for layer in self.paged if layer.window is not None]
         hybrid = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in windowed)

@@ -19,9 +19,9 @@ from transformers.masking_utils import causal_mask_function
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import ANOTHER_PROMPT, CacheRows, other_rows
-from torchpaged.hf.known_models import OWN_ATTENTION
+from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.masks import MaskKind, is_causal, kinds_of, left_padding
+from torchpaged.hf.mask_kinds import MaskKind, is_causal, kinds_of, left_padding
 from torchpaged.hf.pending_padding import PendingPadding, preparing_caller
 from torchpaged.hf.span_mask import SpanMask
 from torchpaged.hf.spans import Prompt, sees_next
@@ -49,7 +49,7 @@ class CacheMasks:
         self._name, self._rows, self._layers, self._marks = name, rows, layers, marks_tokens
         self.pending = PendingPadding(name)
         # Bloom widens its mask to a fixed cache's length with zeros, unless it is attached.
-        self._todo = "call torchpaged.hf.attach(model) first" if name in OWN_ATTENTION else ""
+        self._todo = "call torchpaged.hf.attach(model) first" if family_of(name).own_attention else ""
         self.forget()
 
     def forget(self) -> None:
@@ -81,8 +81,8 @@ class CacheMasks:
         if not rows.ready or torch.compiler.is_compiling():
             return
         rows.require_complete()
-        if batch != len(rows.blocks):
-            raise other_rows(len(rows.blocks), batch)
+        if batch != len(rows.blocks.rows):
+            raise other_rows(len(rows.blocks.rows), batch)
         if not query_length:
             raise ArgumentError(
                 "input_ids", f"tokens behind the {int(rows.total)} in the cache", "none", ANOTHER_PROMPT

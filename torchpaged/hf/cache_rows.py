@@ -190,8 +190,8 @@ class CacheRows:
             ArgumentError: other rows than this batch's, more tokens than fit, or rows of a broken forward.
         """
         if not torch.compiler.is_compiling():
-            if batch != len(self.blocks):
-                raise other_rows(len(self.blocks), batch)
+            if batch != len(self.blocks.rows):
+                raise other_rows(len(self.blocks.rows), batch)
             self.require_room(query_len)
             self.require_complete()
             self._is_open = True

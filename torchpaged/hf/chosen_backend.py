@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchpaged.backends import (
     AttentionSpec,
@@ -29,6 +29,32 @@ from torchpaged.backends.capabilities import used_features
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.prefixes import can_read_once
+
+
+class LayerCall(NamedTuple):
+    """What a module asks of attention over one layer of a paged cache: made once, by
+    `torchpaged.hf.attention.paged_attention_forward`, of what the module, its masks and its layer say.
+
+    Attributes:
+        module: the attention module.
+        query: ``[batch, num_heads, query_len, head_dim]``.
+        key, value: the layer's pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
+        causal: whether a query sees no token behind its own.
+        window: keys visible, the own one included; None: all.
+        softcap, sinks, alibi_slopes: as the op has them; None: without.
+        scaling: of the scores; None: ``head_dim ** -0.5``.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    scaling: float | None = None
 
 
 def config_spec(
@@ -72,6 +98,7 @@ class ChosenBackend:
         choice: which backend runs and why.
         session: what it keeps open for the layers.
         ops, capabilities: the session's op handles, and what its backend declares.
+        plans: whether the session plans some steps.
         specs: what the layers ask of it, as keys.
     """
 
@@ -79,6 +106,7 @@ class ChosenBackend:
     session: Session
     ops: BackendOps
     capabilities: Capabilities
+    plans: bool
 
     def __init__(
         self, asked: str, limits: Limits, layers: Sequence[Any], batch_invariant: bool = False
@@ -109,6 +137,7 @@ class ChosenBackend:
             self.session = session
         self.choice, self.specs = choice, wanted
         self.ops, self.capabilities = self.session.ops, self.session.capabilities
+        self.plans = self.session.plans
         for layer in self._layers:
             if layer.spec is not None and self._asks(layer.spec) in wanted:
                 self.give_workspace(layer, layer.spec)
@@ -131,77 +160,19 @@ class ChosenBackend:
         if self._asks(spec) not in self.specs:
             self.choose([*self.specs, spec])
 
-    def hold(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        causal: bool,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        scale: float | None = None,
-        alibi_slopes: Tensor | None = None,
-    ) -> None:
-        """Hold a layer's call to what the backend declares; host facts only, and once per layer and kind of
-        call.
-
-        Args:
-            layer: the `PagedLayer`; it remembers the kind.
-            query: ``[batch, num_heads, query_len, head_dim]``.
-            key, value: its pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
-            causal, window, softcap, sinks, scale, alibi_slopes: the call's arguments.
+    def hold(self, layer: Any, call: LayerCall) -> None:
+        """Hold a layer's call to what the backend declares; eager calls only, once per kind of call.
 
         Raises:
             BackendUnavailableError: with all reasons.
         """
-        if torch.compiler.is_compiling():
-            if layer.asked is None:  # no eager forward has held it yet: the pools were made ahead
-                self._hold_traced(
-                    query.dtype,
-                    key.dtype,
-                    causal,
-                    window,
-                    softcap,
-                    sinks,
-                    layer.chunk,
-                    alibi_slopes,
-                    layer.latent,
-                )
-            return
-        kind = (
-            query.dtype,
-            query.shape[1],
-            query.shape[3],
-            causal,
-            window,
-            softcap,
-            sinks is None,
-            scale,
-            alibi_slopes is None,
-        )
-        if kind == layer.asked:
-            return
-        further = (causal, window, softcap, sinks, scale, alibi_slopes)
-        spec = _spec_of_call(layer, query, key, value, *further)
+        spec = _spec_of_call(layer, call)
         self.require(spec)
         self.give_workspace(layer, spec)
-        layer.asked = kind
 
-    def hold_spans(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        scale: float | None,
-    ) -> dict[str, Tensor]:
+    def hold_spans(self, layer: Any, call: LayerCall) -> dict[str, Tensor]:
         """Hold a layer's second call of a forward, over spans that are not causal, to what the backend
-        declares; what the session keeps for it. Arguments as of `hold`.
+        declares; what the session keeps for it.
 
         Raises:
             BackendUnavailableError: with all reasons.
@@ -211,34 +182,24 @@ class ChosenBackend:
                 f"backend {self.session.name!r} plans every batch of queries, and image tokens that see each "
                 "other in both directions take a second one; give the PagedCache another backend"
             )
-        spec = self._asks(_spec_of_call(layer, query, key, value, False, window, softcap, sinks, scale, None))
+        spec = self._asks(_spec_of_call(layer, call))
         self.require(spec)
         # There may be more spans than rows, for which a kernel makes semaphores of its own.
         return {name: x for name, x in self.session.workspace(spec).items() if name != "semaphore"}
 
-    def _hold_traced(
-        self,
-        dtype: torch.dtype,
-        kv_dtype: torch.dtype,
-        causal: bool,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-        chunk: int | None,
-        alibi_slopes: Tensor | None,
-        latent: bool,
-    ) -> None:
+    def hold_traced(self, layer: Any, call: LayerCall) -> None:
+        """The same in a trace, where nothing is chosen any more."""
         used = used_features(
-            causal=causal,
-            window=window is not None,
-            soft_cap=softcap or 0.0,
-            alibi=alibi_slopes is not None,
-            sinks=sinks is not None,
-            chunk_size=chunk or 0,
+            causal=call.causal,
+            window=call.window is not None,
+            soft_cap=call.softcap or 0.0,
+            alibi=call.alibi_slopes is not None,
+            sinks=call.sinks is not None,
+            chunk_size=layer.chunk or 0,
             lse=False,
-            latent=latent,
+            latent=layer.latent,
         )
-        reasons = self.capabilities.reject_kind(dtype, kv_dtype, used)
+        reasons = self.capabilities.reject_kind(call.query.dtype, call.key.dtype, used)
         if reasons:
             raise BackendUnavailableError(
                 f"backend {self.choice.name!r} cannot run this attention: {'; '.join(reasons)}; "
@@ -246,33 +207,22 @@ class ChosenBackend:
             )
 
 
-def _spec_of_call(
-    layer: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    scale: float | None,
-    alibi_slopes: Tensor | None,
-) -> AttentionSpec:
+def _spec_of_call(layer: Any, call: LayerCall) -> AttentionSpec:
     return attention_spec(
-        device=query.device,
-        dtype=query.dtype,
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[2],
-        head_dim=query.shape[3],
-        head_dim_v=value.shape[3],
-        block_size=key.shape[1],
-        kv_dtype=key.dtype,
-        causal=causal,
-        window_size=(-1 if window is None else window - 1, -1),
-        logits_soft_cap=softcap,
-        sinks=sinks,
+        device=call.query.device,
+        dtype=call.query.dtype,
+        num_heads=call.query.shape[1],
+        num_kv_heads=call.key.shape[2],
+        head_dim=call.query.shape[3],
+        head_dim_v=call.value.shape[3],
+        block_size=call.key.shape[1],
+        kv_dtype=call.key.dtype,
+        causal=call.causal,
+        window_size=(-1 if call.window is None else call.window - 1, -1),
+        logits_soft_cap=call.softcap,
+        sinks=call.sinks,
         chunk_size=layer.chunk,
-        scale=scale,
-        alibi_slopes=alibi_slopes,
+        scale=call.scaling,
+        alibi_slopes=call.alibi_slopes,
         latent=layer.latent,
     )

@@ -32,7 +32,7 @@ from torchpaged.compat.dense import packed_pools
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.functional import paged_attention, write_kv
-from torchpaged.hf.known_models import NEEDS_DENSE
+from torchpaged.hf.families import family_of
 from torchpaged.hf.support import has_own_attention
 
 #: What a user asks for, with transformers 5.17; 5.23 strips the prefix, so that "torchpaged" is left.
@@ -336,7 +336,7 @@ def _require_batchable(model: Any) -> None:
     name, model_type = type(model).__name__, getattr(model.config, "model_type", "")
     if has_own_attention(model_type):
         raise UnsupportedModelError(f"{name} has attention of its own, which knows no paged cache")
-    why = NEEDS_DENSE.get(model_type, "")
+    why = family_of(model_type).needs_dense
     if why and not why.startswith("expands"):  # latents are expanded before they are stored
         raise UnsupportedModelError(
             f"{name} {why}, where continuous batching stores what comes; call generate"

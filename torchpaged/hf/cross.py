@@ -8,9 +8,31 @@ from torch import Tensor
 
 from torchpaged.backends import Session
 from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.hf.chosen_backend import LayerCall
+from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_rows import encoder_rows
 from torchpaged.hf.pinned_batch import pin_batch
 from torchpaged.metadata import AttentionMetadata
+
+
+def attend_across(layer: PagedLayer, call: LayerCall, mask: Tensor | None) -> Tensor:
+    """Cross attention over a layer that holds the encoder's keys, ``[batch, query_len, num_heads,
+    head_dim_v]``; ``mask`` of the encoder, as transformers makes it, None = no padding.
+
+    Raises:
+        ArgumentError: as `cross_batch`.
+        BackendUnavailableError: the cache's backend declares not to run it.
+    """
+    owner = layer.owner
+    batch, _, query_len, _ = call.query.shape
+    metadata = owner.metadata_of(layer, batch, 1)
+    require_no_plan(owner.backend.session)
+    known = None if torch.compiler.is_compiling() else owner.rows.first_position(0)
+    requests = cross_batch(metadata, mask, query_len, known)
+    layer.hold(call)
+    made = layer.op_call(call, requests, metadata.max_query_len)
+    layer.run(made)
+    return made.out.view(batch, query_len, *made.out.shape[1:])
 
 
 def cross_batch(

@@ -19,7 +19,6 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.call_sizes import sizes_of_encoder_decoder_call
-from torchpaged.hf.known_models import OWN_ATTENTION, PAGES_CROSS_ATTENTION
 from torchpaged.hf.kv_scales import Scales
 
 
@@ -61,7 +60,7 @@ class CrossPagedCache(PagedCache):
     def _make(self, config: Any, max_encoder_len: int) -> None:
         options = {**self._options, "dense": False, "cascade": False}
         PagedCache.__init__(self, config, self._rows_at_most, max_encoder_len, **options)
-        if self.name in OWN_ATTENTION - PAGES_CROSS_ATTENTION:
+        if self.family.own_attention and not self.family.pages_cross_attention:
             raise UnsupportedModelError(
                 f"{self.name} attends to its encoder in modules of its own, which torchpaged does not page; "
                 "pass EncoderDecoderCache(PagedCache(...), DynamicCache(config=model.config))"

@@ -15,14 +15,18 @@ from transformers.cache_utils import CacheLayerMixin
 
 from torchpaged.backends import AttentionSpec
 from torchpaged.cache import KVLayerSpec, LayerSpec
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import refuse_grad
-from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf.cache_rows import incomplete
-from torchpaged.hf.chosen_backend import ChosenBackend, config_spec
-from torchpaged.hf.known_models import COMPUTES_WITH_KEYS
+from torchpaged.hf.chosen_backend import ChosenBackend, LayerCall, config_spec
+from torchpaged.hf.families import Family
 from torchpaged.hf.kv_scales import KVScales
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
+from torchpaged.prefixes import attend_with_prefixes
+from torchpaged.profiling import is_on as is_profiling
+from torchpaged.profiling import ranged_attention
 
 #: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error
 #: with ``fullgraph=True``.
@@ -62,6 +66,7 @@ class PagedOwner(Protocol):
     rows: Any  # a `torchpaged.hf.cache_rows.CacheRows`; None where somebody else makes the steps
     paged: list[PagedLayer]
     name: str  # the model's type, for messages
+    family: Family
     block_size: int
     max_seq_len: int
     dense: bool
@@ -122,6 +127,11 @@ def cache_of(kv_offset: Any) -> Any:
     return getattr(kv_offset, "_torchpaged_cache", None)
 
 
+def scale_of(call: LayerCall) -> float:
+    """The factor of a call's scores."""
+    return call.query.shape[3] ** -0.5 if call.scaling is None else float(call.scaling)
+
+
 def by_token(states: Tensor) -> Tensor:
     """``[batch, heads, query_len, head_dim]`` as ``[batch * query_len, heads, head_dim]``, the last dimension
     side by side as ops want it: a convolution's output of one row is strided there, and stays so."""
@@ -155,7 +165,7 @@ class PagedLayer(CacheLayerMixin):
         # Of the layers that write, in a forward: the owner's `ForwardOrder` says which.
         self.is_first = self.is_last = False
         self.has_written = False  # outside of compiled code
-        # The kind of call that the backend was held to, see `ChosenBackend.hold`.
+        # The kind of call that the backend was held to, see `hold`.
         self.asked: tuple[Any, ...] | None = None
         self.spec: AttentionSpec | None = None  # of that call, or before it of the config
         # What the backend's session keeps for such calls: arguments of `paged_attention`.
@@ -167,6 +177,7 @@ class PagedLayer(CacheLayerMixin):
         # Keys and values of a forward of more tokens than a ring takes at once, until attention takes them.
         self._waiting: tuple[Tensor, Tensor] | None = None
         self._watched = False  # whether attention was seen to take the pools as they are
+        self._computes = owner.family.computes_with_keys
 
     @torch.compiler.disable(reason=SET_UP)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -231,6 +242,90 @@ class PagedLayer(CacheLayerMixin):
             # guard=False: a new cache must not recompile the model.
             torch._dynamo.mark_static_address(pool, guard=False)
         self.is_initialized = True
+
+    # ------------------------------------------------------------------------------------------- attention
+    def attend(self, call: LayerCall) -> Tensor:
+        """Attention of a forward whose tokens are written, ``[batch, query_len, num_heads, head_dim_v]``.
+
+        Raises:
+            BackendUnavailableError: the cache's backend declares not to run it.
+            UnsupportedModelError: this kind of layer does not.
+        """
+        backend = self.owner.backend
+        batch, _, query_len, _ = call.query.shape
+        metadata = self.owner.metadata_of(self, batch, query_len)
+        self.hold(call)
+        if metadata.tree_mask is not None and not backend.capabilities.tree_mask:
+            raise BackendUnavailableError(
+                f"backend {backend.choice.name!r} cannot run this attention: tree_mask is not supported"
+            )
+        requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+        made = self.op_call(call, requests, metadata.max_query_len)
+        alike = call.causal and call.window is None and call.alibi_slopes is None
+        if metadata.prefixes is not None and self.reads_once and alike and metadata.tree_mask is None:
+            attend_with_prefixes(backend.ops, made, metadata.prefixes)
+        else:
+            self.run(made._replace(tree_mask=metadata.tree_mask))
+        return made.out.view(batch, query_len, *made.out.shape[1:])
+
+    def hold(self, call: LayerCall) -> None:
+        """Hold a call to what the backend declares; host facts only, and once per kind of call.
+
+        Raises:
+            BackendUnavailableError: with all reasons.
+        """
+        if torch.compiler.is_compiling():
+            if self.asked is None:  # no eager forward has held it yet: the pools were made ahead
+                self.owner.backend.hold_traced(self, call)
+            return
+        _, query, _, _, causal, window, softcap, sinks, alibi_slopes, scaling = call
+        sizes = query.dtype, query.shape[1], query.shape[3]
+        kind = (*sizes, causal, window, softcap, sinks is None, scaling, alibi_slopes is None)
+        if kind != self.asked:
+            self.owner.backend.hold(self, call)
+            self.asked = kind
+
+    def op_call(
+        self, call: LayerCall, requests: tuple[Tensor, Tensor, Tensor], max_query_len: int
+    ) -> AttentionCall:
+        """``call`` as the op takes it, with an ``out`` of its own.
+
+        Args:
+            call: as its kind was held to the backend.
+            requests: block table, lengths and query starts.
+            max_query_len: of them.
+        """
+        q = by_token(call.query)
+        out = q.new_empty(*q.shape[:2], call.value.shape[-1])
+        table, lens, starts = requests
+        own: dict[str, Any] = {**self.scales, **self.workspace}
+        return AttentionCall(
+            q,
+            call.key,
+            call.value,
+            table,
+            lens,
+            starts,
+            out,
+            None,
+            max_query_len,
+            scale_of(call),
+            causal=call.causal,
+            window_left=-1 if call.window is None else call.window - 1,
+            logits_soft_cap=0.0 if call.softcap is None else float(call.softcap),
+            alibi_slopes=call.alibi_slopes,
+            sinks=call.sinks,
+            chunk_size=self.chunk or 0,
+            **own,
+        )
+
+    def run(self, call: AttentionCall) -> None:
+        """The backend's ``paged_attention``, in a range of its own while a profile is taken."""
+        attend = self.owner.backend.ops.paged_attention
+        if not torch.compiler.is_compiling() and is_profiling():
+            attend = ranged_attention(attend, self.index)
+        arguments, options = call.flat()
+        attend(*arguments, **options)
 
     @property
     def num_bytes(self) -> int:
@@ -301,7 +396,7 @@ class PagedLayer(CacheLayerMixin):
         if self.owner.dense:
             return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
         # Other models of such a type may not be attached.
-        if not traced and (not self._watched or self.owner.name in COMPUTES_WITH_KEYS):
+        if not traced and (not self._watched or self._computes):
             return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
         if not self._watched:
             self._require_attended()
@@ -341,7 +436,7 @@ class PagedLayer(CacheLayerMixin):
     def _require_attended(self) -> None:
         """In a trace nothing is watched: a model that is known to compute with its keys must have
         attended."""
-        if self.owner.name in COMPUTES_WITH_KEYS:
+        if self._computes:
             raise UnsupportedModelError(
                 f"{self.owner.name}: the first forward of its cache was compiled, where torchpaged can't see "
                 "that attention takes the pools as they are; run it eagerly, as generate() does"

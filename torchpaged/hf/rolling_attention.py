@@ -4,7 +4,7 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torchpaged.cache import RollingBlocks
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.layer import PagedLayer, by_token
+from torchpaged.hf.chosen_backend import LayerCall
+from torchpaged.hf.layer import PagedLayer
 
 #: New tokens of a row that a rolling layer takes at once, where nobody says how many.
 DEFAULT_STEP = 512
@@ -54,69 +55,57 @@ def choose_rolling(
     return max(chosen, key=lambda ring: ring.window, default=None)
 
 
-def require_kept(module: Any, layer: PagedLayer, window: int | None, causal: bool) -> None:
+def require_kept(layer: PagedLayer, call: LayerCall) -> None:
     """Refuse attention that sees more than a rolling layer keeps.
 
     Raises:
         UnsupportedModelError: a wider window than the cache knows of, none at all, or keys ahead of a query.
     """
     reach = reach_of(layer)
-    seen = layer.chunk if window is None else window
-    if causal and reach is not None and seen is not None and seen <= reach:
+    seen = layer.chunk if call.window is None else call.window
+    if call.causal and reach is not None and seen is not None and seen <= reach:
         return
     sees = "no window" if seen is None else f"a window of {seen}"
     raise UnsupportedModelError(
-        f"{type(module).__name__}: layer {layer.index} keeps what a window of {reach} tokens needs, and "
-        f"attends {f'with {sees}' if causal else 'ahead of its tokens'}; build the PagedCache with "
+        f"{type(call.module).__name__}: layer {layer.index} keeps what a window of {reach} tokens needs, and "
+        f"attends {f'with {sees}' if call.causal else 'ahead of its tokens'}; build the PagedCache with "
         "sliding_step=max_seq_len"
     )
 
 
-def attend_in_steps(
-    layer: PagedLayer,
-    query: Tensor,
-    attend: Callable[..., None],
-    options: dict[str, Any],
-) -> Tensor:
-    """Write and attend a forward of more tokens than the layer's ring takes at once, step by step.
-
-    Args:
-        layer: a rolling layer, whose `PagedLayer.write` left its keys and values to this.
-        query: ``[batch, num_heads, query_len, head_dim]``.
-        attend: the op ``paged_attention``.
-        options: its further arguments, but for the batch's.
-
-    Returns:
-        ``[batch, query_len, num_heads, head_dim_v]``.
+def attend_rolling(layer: PagedLayer, call: LayerCall) -> Tensor:
+    """`PagedLayer.attend` of a rolling layer; a forward of more tokens than its ring takes at once is written
+    and attended step by step.
 
     Raises:
-        UnsupportedModelError: another layer attends with this one's keys.
+        UnsupportedModelError: as `require_kept`; or another layer attends with this one's keys, step by step.
+        BackendUnavailableError: the cache's backend declares not to run it.
     """
+    require_kept(layer, call)
+    batch, num_heads, query_len, _ = call.query.shape
+    if layer.owner.takes_at_once(layer, query_len):
+        return layer.attend(call)
+    layer.hold(call)
     rows, states = layer.owner.rows, layer.take_waiting()
-    batch, num_heads, query_len, _ = query.shape
     if states is None or states[0].shape[2] != query_len:
         raise UnsupportedModelError(
             f"{layer.owner.name}: two layers attend with the keys of layer {layer.index}, which keeps only "
             "what its window needs; build the PagedCache with sliding_step=max_seq_len"
         )
     key, value = states
-    assert layer.keys is not None and layer.values is not None
-    width, step = layer.values.shape[-1], rows.rolling.blocks.step
+    step, device = rows.rolling.blocks.step, call.query.device
     parts = []
     for start in range(0, query_len, step):
         count = min(step, query_len - start)
         # In front of the write, which holds the attention back: it may not read them early.
         seq_lens = (rows.seq_lens[:batch] - (query_len - start - count)).clamp_min(0)
-        starts = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * count
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * count
         first = rows.seq_lens[:batch, None].long() - query_len + start
-        slots = rows.rolling.slots_of(first + torch.arange(count, device=query.device)[None])
+        slots = rows.rolling.slots_of(first + torch.arange(count, device=device)[None])
         new = slice(start, start + count)
         layer.store(key[:, :, new], value[:, :, new], slots, are_query_tokens=False)
-        q = by_token(query[:, :, new])
-        out = q.new_empty(batch * count, num_heads, width)
-        table = rows.rolling.table[:batch]
-        attend(
-            q, layer.keys, layer.values, table, seq_lens, starts, out, None, max_query_len=count, **options
-        )
-        parts.append(out.view(batch, count, num_heads, width))
+        requests = rows.rolling.table[:batch], seq_lens, starts
+        made = layer.op_call(call._replace(query=call.query[:, :, new]), requests, count)
+        layer.run(made)
+        parts.append(made.out.view(batch, count, num_heads, made.out.shape[-1]))
     return torch.cat(parts, 1)

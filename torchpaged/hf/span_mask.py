@@ -14,12 +14,15 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
-from torchpaged.hf.masks import MaskKind
+from torchpaged.hf.chosen_backend import LayerCall
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.mask_kinds import MaskKind
 from torchpaged.hf.pinned_batch import pin_batch
+from torchpaged.hf.rolling_attention import require_kept
 from torchpaged.hf.spans import Prompt, Spans
 
 
@@ -148,39 +151,50 @@ def spans_of(mask: Tensor | None) -> SpanMask | None:
     return getattr(mask, "_torchpaged_spans", None)
 
 
-def attend_spans(
-    attend: Callable[..., Any],
-    spans: SpanBatch,
-    q: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    **options: Any,
-) -> None:
-    """Attend for the spans' queries, and put the result in the place of what causal attention gave them.
-
-    The gather of the queries, an ordinary kernel, stands between the two attentions: this one reads keys as
-    its context that the layer has just written (custom_ops/stream_order.py).
-
-    Args:
-        attend: the op ``paged_attention``.
-        spans: of the forward.
-        q: ``[num_tokens, num_heads, head_dim]``, the queries of all tokens.
-        key, value: the layer's pools.
-        out: ``[num_tokens, num_heads, head_dim_v]``, written where spans are.
-        options: further ones of the op.
-    """
-    inside = q.index_select(0, spans.tokens)
-    result = inside.new_empty(*inside.shape[:2], out.shape[-1])
-    attend(
-        inside,
-        key,
-        value,
-        *spans.requests,
-        result,
-        None,
-        max_query_len=spans.longest,
-        causal=False,
-        **options,
+def both_directions(module: nn.Module, beside: str) -> UnsupportedModelError:
+    """The error of image tokens in attention that can't take them."""
+    return UnsupportedModelError(
+        f"{type(module).__name__} has image tokens that see each other in both directions, which attention "
+        f"with {beside} does not express; use PagedCache(..., dense=True)"
     )
-    out.index_copy_(0, spans.tokens, result)
+
+
+def attend_with_spans(layer: PagedLayer, call: LayerCall, marked: SpanMask) -> Tensor:
+    """Attention of a forward whose mask is a placeholder: of all queries, causal, and then of the spans'
+    queries, whose results take the place of what they were given.
+
+    The gather of the queries, an ordinary kernel, stands between the two attentions: the second one reads
+    keys as its context that the layer has just written (custom_ops/stream_order.py).
+
+    Returns:
+        ``[batch, query_len, num_heads, head_dim_v]``.
+
+    Raises:
+        UnsupportedModelError: the layer, or the call, does not take spans.
+        BackendUnavailableError: the cache's backend declares not to run it.
+    """
+    if layer.latent:
+        raise both_directions(call.module, "latents")
+    if call.alibi_slopes is not None or not call.causal:
+        raise both_directions(call.module, "linear biases, or without causality,")
+    if layer.rolls:
+        require_kept(layer, call._replace(causal=False))
+    batch, _, query_len, _ = call.query.shape
+    backend, metadata = layer.owner.backend, layer.owner.metadata_of(layer, batch, query_len)
+    layer.hold(call)
+    spans = marked.batch_for(MaskKind(True, call.window, layer.chunk), batch, query_len)
+    requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
+    every = layer.op_call(call, requests, metadata.max_query_len)
+    if spans is None:
+        layer.run(every)
+    else:
+        second = call._replace(causal=False, window=call.window if spans.windowed else None)
+        options: dict[str, Any] = backend.hold_spans(layer, second)
+        layer.run(every)
+        inside = every.q.index_select(0, spans.tokens)
+        second = second._replace(query=inside.transpose(0, 1)[None])
+        made = layer.op_call(second, spans.requests, spans.longest)._replace(chunk_size=0, semaphore=None)
+        made = made._replace(**options)
+        layer.run(made)
+        every.out.index_copy_(0, spans.tokens, made.out)
+    return every.out.view(batch, query_len, *every.out.shape[1:])

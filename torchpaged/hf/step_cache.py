@@ -13,11 +13,10 @@ from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.chosen_backend import ChosenBackend
-from torchpaged.hf.known_models import MAKES_ONES
+from torchpaged.hf.families import family_of
 from torchpaged.hf.kv_scales import KVScales, require_paged
-from torchpaged.hf.latent import keeps_latents
 from torchpaged.hf.layer import PagedLayer, mask_token
-from torchpaged.hf.masks import is_causal
+from torchpaged.hf.mask_kinds import is_causal
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import METADATA_FIELDS, AttentionMetadata, BatchSizes, make_batch_tensors
 
@@ -31,7 +30,7 @@ class PackedMasks:
     Attributes:
         causal: whether the model is; None before it asked for a mask.
         local: whether a mask that it asked for was of a window or of chunks.
-        given: the mask of ones that a model of `MAKES_ONES` got, and may ask for its masks with.
+        given: the mask of ones that a model that makes ones itself got, and may ask for its masks with.
     """
 
     causal: bool | None = None
@@ -81,8 +80,9 @@ class StepCache(Cache):
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        super().__init__(layers=paged_layers(config, max_seq_len, self, keeps_latents(config)))
         self.name = str(config.model_type)
+        self.family = family_of(self.name)
+        super().__init__(layers=paged_layers(config, max_seq_len, self))
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
                 holds = (
@@ -167,7 +167,7 @@ class StepCache(Cache):
         """
         assert metadata.positions is not None
         self.metadata = metadata
-        if self.name in MAKES_ONES:
+        if self.family.makes_ones:
             ones = torch.ones(1, input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
             options["attention_mask"] = self.masks.given = ones
         outputs = model(

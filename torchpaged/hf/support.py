@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,10 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.known_models import ADDS_BIAS, CACHES_OTHERS, OWN_ATTENTION, require_expressible
+from torchpaged.hf.families import family_of
 
+#: The name under which attention and mask functions are registered.
+NAME = "torchpaged"
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -84,7 +87,7 @@ def require_supported(model: PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: with the model's class and the reason.
     """
-    if model.config.model_type in OWN_ATTENTION:
+    if family_of(model.config.model_type).own_attention:
         raise UnsupportedModelError(
             f"{type(model).__name__} ignores transformers' attention interface: it runs with a PagedCache "
             "behind torchpaged.hf.attach(model), and not as packed tokens"
@@ -119,6 +122,14 @@ def _same_rotation(module: Any, layer_type: str | None, kind: str) -> int | None
     return int(parameters["original_max_position_embeddings"]) if by_length else None
 
 
+def lacks_causal_mask(model: Any) -> bool:
+    """Whether a decoder's modelling file makes no causal mask: of transformers 5.17, its prompts see tokens
+    behind their own, in a prefill and not in the steps after it. Versions before and after make one."""
+    if not family_of(model.config.model_type).may_lack_causal_mask or not model.config.is_decoder:
+        return False
+    return not hasattr(sys.modules[type(model).__module__], "create_causal_mask")
+
+
 def require_implementation(config: Any, holder: str) -> None:
     """Refuse a step of a model whose attention implementation is not ours, or is no longer: it would take the
     pools for keys and values.
@@ -127,15 +138,21 @@ def require_implementation(config: Any, holder: str) -> None:
         ArgumentError: what ``config``, of the text, names, and what to call.
     """
     implementation = config._attn_implementation
-    if implementation != "torchpaged":
+    if implementation != NAME:
         raise ArgumentError(
             "attn_implementation",
             f"'torchpaged' for a model {holder}",
             repr(implementation),
             "call torchpaged.hf.attach(model)"
-            if config.model_type in OWN_ATTENTION
+            if family_of(config.model_type).own_attention
             else "call model.set_attn_implementation('torchpaged')",
         )
+
+
+def records_layers(config: Any, options: Mapping[str, Any]) -> bool:
+    """Whether transformers' decorators are to collect what the layers give, which forwards of ours do not."""
+    names = ("output_attentions", "output_hidden_states")
+    return any(options.get(name) or getattr(config, name, False) for name in names)
 
 
 def require_weights(model: PreTrainedModel) -> None:
@@ -200,7 +217,7 @@ def needs_eager_mask(model_type: str) -> bool:
 
 @functools.cache
 def _needs_eager_mask(model_type: str) -> bool:
-    if model_type in ADDS_BIAS:
+    if family_of(model_type).adds_bias:
         return True
     model_class = _class_of_type(model_type)
     return model_class is not None and not (
@@ -216,9 +233,10 @@ def require_supported_config(config: Any) -> None:
     changes.
     """
     text = str(config.get_text_config(decoder=True).model_type)
-    if text in CACHES_OTHERS:
+    others = family_of(text).caches_others
+    if others:
         raise UnsupportedModelError(
-            f"{text} cannot run with a PagedCache: it {CACHES_OTHERS[text]}, in rows of other lengths; call "
+            f"{text} cannot run with a PagedCache: it {others}, in rows of other lengths; call "
             "generate() without past_key_values"
         )
     model_class = _class_of(type(config))
@@ -226,8 +244,9 @@ def require_supported_config(config: Any) -> None:
         return
     if not uses_attention_interface(model_class):  # of a model of several parts the text part counts
         model_class = _class_of(type(config.get_text_config(decoder=True))) or model_class
-    if config.model_type in OWN_ATTENTION:
-        require_expressible(config)
+    family = family_of(config.model_type)
+    if family.own_attention:
+        family.require_expressible(config)
     elif not uses_attention_interface(model_class):
         raise UnsupportedModelError(f"{model_class.__name__} cannot run through torchpaged: {_REASON}")
     if not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():

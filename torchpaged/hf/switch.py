@@ -5,7 +5,7 @@
         out = model.generate(**inputs, past_key_values=cache)
 
 For most models that is ``model.set_attn_implementation("torchpaged")`` and the name before; those whose
-attention modules ignore the interface and are known to `torchpaged.hf.own_attention` get their modules'
+attention modules ignore the interface and are known to `torchpaged.hf.models` get their modules'
 functions replaced, too.
 """
 
@@ -21,13 +21,10 @@ import transformers
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.attached import MARK, give_functions, replace_attention, take_out
 from torchpaged.hf.attention import NAME
-from torchpaged.hf.known_models import OWN_ATTENTION, require_expressible
-from torchpaged.hf.latent import forget, latent_functions, remember
-from torchpaged.hf.own_attention import lacks_causal_mask, put_in, replace_attention, restore_attention
-from torchpaged.hf.replaced import MARK
-from torchpaged.hf.support import require_supported, uses_attention_interface
-from torchpaged.hf.traceable import traceable_functions
+from torchpaged.hf.families import family_of
+from torchpaged.hf.support import lacks_causal_mask, require_supported, uses_attention_interface
 from torchpaged.hf.wrapped import unwrapped
 
 _BEFORE = "_torchpaged_before"
@@ -124,9 +121,10 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
             f"{type(model).__name__}, with modules that attach() has changed",
             "call torchpaged.hf.detach on what was attached, and attach the whole",
         )
-    own = not uses_attention_interface(type(model)) and model.config.model_type in OWN_ATTENTION
+    family = family_of(model.config.model_type)
+    own = not uses_attention_interface(type(model)) and family.own_attention
     if own:
-        require_expressible(model.config)
+        family.require_expressible(model.config)
     else:
         require_supported(model)
     known = _before_of_others(model)
@@ -144,10 +142,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     else:
         model.set_attn_implementation(NAME)
         _reach_copies(model)
-        functions = latent_functions(model)
-        put_in({**functions, **traceable_functions(model)})
-        if functions:
-            remember(model)
+        give_functions(model)
     setattr(model, _BEFORE, before)
     _ATTACHED.add(model)
     return given
@@ -168,8 +163,7 @@ def detach(model: PreTrainedModel) -> None:
         if id(config) not in shared:
             # of this config alone; the setter goes on to its parts
             config._attn_implementation_internal = implementation
-    restore_attention(model)
-    forget(model)
+    take_out(model)
     delattr(model, _BEFORE)
     _ATTACHED.discard(model)
 

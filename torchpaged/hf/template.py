@@ -21,9 +21,7 @@ from transformers.cache_utils import (
 
 from torchpaged.cache import layer_kinds
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.indexed import IndexedLayer
-from torchpaged.hf.known_models import SELECTS_KEYS
-from torchpaged.hf.latent import LatentLayer
+from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer, PagedOwner
 from torchpaged.hf.state_layer import StateLayer
 
@@ -66,23 +64,23 @@ def window_and_chunk(config: Any, index: int, layer: Any) -> tuple[int | None, i
     return window, None
 
 
-def _of_registered_kind(owner: PagedOwner, index: int, config: Any, template: Any) -> PagedLayer | None:
-    """The layer that a kind other than keys and values makes of ``template``; None if no kind takes it."""
-    made = (
-        kind.hf_layer(owner, index, config, template) for kind in layer_kinds() if kind.hf_layer is not None
-    )
+def _own_layer(owner: PagedOwner, index: int, config: Any, template: Any) -> PagedLayer | None:
+    """The layer that a kind other than keys and values, or the model's family, makes of ``template``; None if
+    neither takes it."""
+    kinds = [kind.hf_layer for kind in layer_kinds() if kind.hf_layer is not None]
+    makers = [*kinds, family_of(config.model_type).layer]
+    made = (make(owner, index, config, template) for make in makers)
     return next((layer for layer in made if layer is not None), None)
 
 
-def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner, keeps_latents: bool = False) -> list[Any]:
-    """The layers of a paged cache for ``config``: those of a registered kind its own, attention layers paged,
-    as latents if it ``keeps_latents``, linear ones a `StateLayer`.
+def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
+    """The layers of a paged cache for ``config``: those of a registered kind or of the model's family their
+    own, attention layers paged, linear ones a `StateLayer`.
 
     Raises:
         UnsupportedModelError: the architecture keeps something in its cache that can be neither.
     """
     layers: list[Any] = []
-    known = config.model_type in SELECTS_KEYS
     try:
         with torch.device("meta"):
             template = StaticCache(config=config, max_cache_len=max_seq_len).layers
@@ -93,20 +91,16 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner, keeps_latents
         ) from error
     for index, layer in enumerate(template):
         window, chunk = window_and_chunk(config, index, layer)
-        own = _of_registered_kind(owner, index, config, layer)
+        own = _own_layer(owner, index, config, layer)
         if own is not None:
             layers.append(own)
-        elif isinstance(layer, StaticIndexedLayer) and owner.dense and known:
-            layers.append(IndexedLayer(owner, index, window))
         elif isinstance(layer, StaticIndexedLayer):
             raise UnsupportedModelError(
                 f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not "
-                f"{'paged; use PagedCache(..., dense=True)' if known else 'supported yet'}"
+                "supported yet"
             )
         elif isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, StaticLayer):
             layers.append(HybridPagedLayer(owner, index, window, chunk, layer.number_of_states))
-        elif isinstance(layer, StaticLayer) and keeps_latents:
-            layers.append(LatentLayer(owner, index, config))
         elif isinstance(layer, StaticLayer):
             layers.append(PagedLayer(owner, index, window, chunk))
         elif type(layer) is LinearAttentionLayer:

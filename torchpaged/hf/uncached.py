@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchpaged.compat.dense import packed_pools, rows_as_pools
 from torchpaged.functional import paged_attention
-from torchpaged.hf.known_models import ENCODERS
+from torchpaged.hf.families import family_of
 from torchpaged.hf.mask_rows import MaskRows, rows_of
 from torchpaged.hf.pinned_batch import pin_batch
 
@@ -49,9 +49,8 @@ def attends_itself(module: nn.Module, rows: MaskRows) -> bool:
     Cross attention to as many keys as there are queries looks the same by its shapes: known are only models
     whose attention modules tell.
     """
-    if rows.model_type not in ENCODERS:
-        return False
-    return not getattr(module, "is_decoder", ENCODERS[rows.model_type])
+    otherwise = family_of(rows.model_type).attends_to_others
+    return False if otherwise is None else not getattr(module, "is_decoder", otherwise)
 
 
 def way_of(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.known_models import CACHES_LATENTS, OWN_ATTENTION
+from torchpaged.hf.families import family_of
 
 
 class WatchedPool(Tensor):
@@ -54,7 +54,8 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
     """Of ``func`` over a pool; whoever tries again is refused again."""
     watched = next(x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool))
     watched._torchpaged_layer.watch_again()  # type: ignore[attr-defined]
-    if watched.model_name in OWN_ATTENTION:
+    family = family_of(watched.model_name)
+    if family.own_attention:
         return UnsupportedModelError(
             f"{watched.model_name} ignores transformers' attention interface; call "
             "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`, in eval mode: "
@@ -67,7 +68,7 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         )
     attach = (
         "call torchpaged.hf.attach(model) first, so that its latents are kept, or "
-        if watched.model_name in CACHES_LATENTS
+        if family.caches_latents
         else ""
     )
     return UnsupportedModelError(

@@ -13,7 +13,7 @@ Four checks, each over logits, and so over greedy tokens:
 Logits agree if they differ by 1e-4 of their scale at most (the largest magnitude, at least 1), and if they
 name the same tokens.
 
-Decoders of which this transformers makes no causal mask (`torchpaged.hf.own_attention.lacks_causal_mask`) are
+Decoders of which this transformers makes no causal mask (`torchpaged.hf.support.lacks_causal_mask`) are
 compared with its eager attention under one.
 """
 
@@ -34,7 +34,7 @@ from transformers import CompileConfig, PreTrainedModel
 from model_coverage.architectures import model_of
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf import PagedCache, attach
-from torchpaged.hf.own_attention import lacks_causal_mask
+from torchpaged.hf.support import lacks_causal_mask
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 8

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from transformers.cache_utils import StaticIndexedLayer
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.layer import SET_UP, PagedLayer, PagedOwner
+from torchpaged.hf.template import window_and_chunk
 
 
 class IndexedLayer(PagedLayer):
@@ -58,57 +60,22 @@ class IndexedLayer(PagedLayer):
         return super().count_bytes() + (0 if self.index_pool is None else self.index_pool.nbytes)
 
 
-def select(mask: Tensor | None, indices: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The mask under which queries see only their selected keys.
-
-    Args:
-        mask: ``[batch, 1, query_len, kv_len]``, bool (true = seen) or additive.
-        indices: ``[batch, query_len, top_k]``, positions of keys.
-        dtype: of an additive mask's lowest value: the queries'.
-        name: of the module, for the message.
-
-    Raises:
-        UnsupportedModelError: there is no such mask.
-    """
-    if mask is None or mask.dim() != 4 or indices.dim() != 3:
+def _layer(owner: Any, index: int, config: Any, template: Any) -> IndexedLayer | None:
+    """The layers with an indexer, of a cache that gathers."""
+    if not isinstance(template, StaticIndexedLayer):
+        return None
+    if not owner.dense:
         raise UnsupportedModelError(
-            f"{name} selects keys (indices) without a 4-D mask to select them in: the selection would be "
-            "dropped; call model.set_attn_implementation('sdpa')"
+            f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not paged; "
+            "use PagedCache(..., dense=True)"
         )
-    chosen = torch.zeros(*indices.shape[:2], mask.shape[-1], dtype=torch.bool, device=mask.device)
-    chosen = chosen.scatter(-1, indices.long(), True)[:, None]
-    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(dtype).min)
+    return IndexedLayer(owner, index, window_and_chunk(config, index, template)[0])
 
 
-def attend_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    sinks: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Attention over gathered keys with sink logits, which SDPA drops.
-
-    Args:
-        query: ``[batch, num_heads, query_len, head_dim]``.
-        key, value: ``[batch, num_kv_heads, kv_len, head_dim(_v)]``.
-        mask: ``[batch, 1, query_len, kv_len]``, bool (true = seen) or additive.
-        scale: of the scores.
-        sinks: ``[num_heads]``, or one of each query, ``[batch, num_heads, query_len, 1]``.
-        bias: added to the scaled scores, ``[batch or 1, num_heads or 1, query_len, kv_len]``.
-
-    Returns:
-        ``[batch, query_len, num_heads, head_dim_v]``.
-    """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-    if mask.dtype == torch.bool:
-        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        mask = zeros.masked_fill(~mask, torch.finfo(torch.float32).min)
-    scores = (query @ key.mT).float() * scale + (mask if bias is None else mask + bias)
-    sinks = sinks[None, :, None, None] if sinks.dim() == 1 else sinks
-    more = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), -1)
-    weights = F.softmax(more, dim=-1)[..., :-1]
-    return (weights.to(value.dtype) @ value).transpose(1, 2)
+register_family(
+    Family(
+        ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
+        needs_dense="selects the keys of each query by an indexer",
+        layer=_layer,
+    )
+)

@@ -15,25 +15,22 @@ transformers.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticIndexedLayer, StaticLayer
 
 from torchpaged.backends import AttentionSpec, attention_spec
 from torchpaged.cache import LatentLayerSpec, LayerLatentCache
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.known_models import CACHES_LATENTS
-from torchpaged.hf.layer import PagedLayer, PagedOwner, by_token, layer_of
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.hf.attached import was_given_functions
+from torchpaged.hf.chosen_backend import LayerCall
+from torchpaged.hf.families import Family, Function, register_family
+from torchpaged.hf.layer import PagedLayer, PagedOwner, by_token, layer_of, scale_of
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
-
-# Configs of attached models by their id. Configs compare by their contents and have no hash.
-_ATTACHED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class LatentLayer(PagedLayer):
@@ -86,71 +83,58 @@ class LatentLayer(PagedLayer):
             slots,
         )
 
+    def attend(self, call: LayerCall) -> Tensor:
+        """See `PagedLayer`; by the op ``mla_attention``.
+
+        Raises:
+            UnsupportedModelError: an argument that the op does not have, or a projection that is not plain.
+            BackendUnavailableError: the cache's backend declares not to run this attention.
+        """
+        batch, num_heads, query_len, _ = call.query.shape
+        metadata = self.owner.metadata_of(self, batch, query_len)
+        further = {
+            "sliding_window": call.window,
+            "softcap": call.softcap,
+            "sinks": call.sinks,
+            "alibi_slopes": call.alibi_slopes,
+            "tree_mask": metadata.tree_mask,
+        }
+        for name, given in further.items():
+            if given is not None:
+                raise UnsupportedModelError(
+                    f"{type(call.module).__name__} attends over latents by {name}, which mla_attention does "
+                    "not take; use PagedCache(..., dense=True)"
+                )
+        up_keys, up_values = up_projections(call.module, call.query)
+        nope, rope = call.query.split([up_keys.shape[1], self.stored.qk_rope_head_dim], dim=-1)
+        absorbed = torch.cat((nope @ up_keys, rope), dim=-1)  # [batch, num_heads, query_len, rank + rope]
+        scale, pool, rank = scale_of(call), call.key, self.stored.kv_lora_rank
+        backend, traced = self.owner.backend, torch.compiler.is_compiling()
+        value = pool if traced else pool[..., :rank]
+        self.hold(call._replace(query=absorbed, value=value, scaling=scale))
+        q = by_token(absorbed)
+        out = q.new_empty(batch * query_len, num_heads, rank)
+        attend = backend.ops.mla_attention
+        if not traced and is_profiling():
+            attend = ranged_attention(attend, self.index)
+        attend(
+            q,
+            pool,
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.query_start_loc,
+            out,
+            None,
+            max_query_len=metadata.max_query_len,
+            scale=scale,
+            causal=call.causal,
+        )
+        values = torch.einsum("thr,hvr->thv", out, up_values)
+        return values.view(batch, query_len, num_heads, -1)
+
     def _require_attended(self) -> None:
         """Nothing to require: a module that expands what it is given meets rows of ``rank + rope`` numbers,
         which its projection refuses by their width."""
-
-
-def latent_attention(
-    module: Any,
-    layer: LatentLayer,
-    query: Tensor,
-    metadata: AttentionMetadata,
-    causal: bool,
-    scale: float,
-    further: dict[str, Any],
-) -> Tensor:
-    """Attention of one layer's queries over its latents.
-
-    Args:
-        module: the attention module, attached.
-        layer: its layer of the cache; this forward's tokens are written.
-        query: ``[batch, num_heads, query_len, qk_nope_head_dim + qk_rope_head_dim]``.
-        metadata: the forward as a batch.
-        causal, scale: as in ``mla_attention``.
-        further: arguments of the attention interface that ``mla_attention`` does not have.
-
-    Returns:
-        ``[batch, query_len, num_heads, v_head_dim]``.
-
-    Raises:
-        UnsupportedModelError: one of ``further`` is given, or the projection is not a plain one.
-        BackendUnavailableError: the cache's backend declares not to run this attention.
-    """
-    for name, value in further.items():
-        if value is not None:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} attends over latents by {name}, which mla_attention does not take; "
-                "use PagedCache(..., dense=True)"
-            )
-    up_keys, up_values = up_projections(module, query)
-    batch, num_heads, query_len, _ = query.shape
-    nope, rope = query.split([up_keys.shape[1], layer.stored.qk_rope_head_dim], dim=-1)
-    absorbed = torch.cat((nope @ up_keys, rope), dim=-1)  # [batch, num_heads, query_len, rank + rope]
-    pool, rank = layer.keys, layer.stored.kv_lora_rank
-    assert pool is not None
-    backend = layer.owner.backend
-    value = pool if torch.compiler.is_compiling() else pool[..., :rank]
-    backend.hold(layer, absorbed, pool, value, causal, None, None, None, scale)
-    q = absorbed.transpose(1, 2).reshape(batch * query_len, num_heads, -1)
-    out = q.new_empty(batch * query_len, num_heads, rank)
-    attend = backend.ops.mla_attention
-    if not torch.compiler.is_compiling() and is_profiling():
-        attend = ranged_attention(attend, layer.index)
-    attend(
-        q,
-        pool,
-        metadata.block_table,
-        metadata.seq_lens,
-        metadata.query_start_loc,
-        out,
-        None,
-        max_query_len=metadata.max_query_len,
-        scale=scale,
-        causal=causal,
-    )
-    values = torch.einsum("thr,hvr->thv", out, up_values)
-    return values.view(batch, query_len, num_heads, -1)
 
 
 def up_projections(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,32 +182,42 @@ def _pass_pools(self: Any, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tens
     return expanded
 
 
-def latent_functions(model: PreTrainedModel) -> dict[nn.Module, tuple[str, Callable[..., Any]]]:
-    """The functions for `torchpaged.hf.own_attention` to put in, by module: none, where ``model`` expands no
-    latents, or where one of its projections is not plain, so that its caches gather."""
-    if _text_config(model).model_type not in CACHES_LATENTS:
-        return {}
+def _functions(model: PreTrainedModel) -> dict[nn.Module, Function]:
+    """What lets pools pass, for each module that expands latents; none where one of the projections is not
+    plain, so that the model's caches gather."""
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
     if any("expand_kv" in vars(module) or _not_plain(module.kv_b_proj) for module in modules):
         return {}
     return dict.fromkeys(modules, ("expand_kv", _pass_pools))
 
 
-def _text_config(model: PreTrainedModel) -> Any:
-    return model.config.get_text_config(decoder=True)
+def _layer(owner: Any, index: int, config: Any, template: Any) -> LatentLayer | None:
+    """For an attached model, unless its keys are gathered: its modules let pools of latents pass."""
+    others = (LinearAttentionCacheLayerMixin, StaticIndexedLayer)
+    keeps = isinstance(template, StaticLayer) and not isinstance(template, others)
+    keeps = keeps and not owner.dense and was_given_functions(config)
+    return LatentLayer(owner, index, config) if keeps else None
 
 
-def remember(model: PreTrainedModel) -> None:
-    """``model`` was given its functions."""
-    config = _text_config(model)
-    _ATTACHED[id(config)] = config
-
-
-def forget(model: PreTrainedModel) -> None:
-    """They were taken out again."""
-    _ATTACHED.pop(id(_text_config(model)), None)
-
-
-def keeps_latents(config: Any) -> bool:
-    """Whether a model of this text config, the very object, is attached and lets pools of latents pass."""
-    return _ATTACHED.get(id(config)) is config
+register_family(
+    Family(
+        (
+            "axk1",
+            "bailing_hybrid",
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "kimi_linear",
+            "longcat_flash",
+            "minicpm3",
+            "youtu",
+        ),
+        needs_dense=(
+            "expands its cached latents to keys and values before it attends; torchpaged.hf.attach(model) "
+            "makes it attend over the latents"
+        ),
+        caches_latents=True,
+        functions=_functions,
+        layer=_layer,
+    )
+)

@@ -1,0 +1,124 @@
+"""Modules of an attached model with functions of ours in the place of their own, on the instance.
+
+What a module ran before is kept in a form that copies of the module follow: a bound method kept in a closure
+would run on the original's weights. The config of a model that was given its family's functions is
+remembered, and tells a `PagedCache` what its modules can take.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from torchpaged.custom_ops.errors import NotCopyableError
+from torchpaged.hf.families import ATTENTION, HELPERS, TRACEABLE, Function, family_of
+
+MARK = "_torchpaged_own_attention"
+#: What a module may keep beside it, as long as it is attached: its slopes.
+SLOPES = "_torchpaged_slopes"
+# Configs of attached models with functions of their family, by their id. Configs compare by their contents
+# and have no hash.
+_GIVEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class Replaced:
+    """What stood in a function's place on the instance.
+
+    Args:
+        name: of the module's attribute.
+        before: what the instance had there; None: its class's.
+    """
+
+    def __init__(self, name: str, before: Any) -> None:
+        self.name, self.before = name, before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replaced:
+        return Replaced(self.name, copy.deepcopy(self.before, memo))
+
+    def __reduce__(self) -> Any:
+        """Refuse: what is unpickled looks functions up by their names, and would find the class's.
+
+        Raises:
+            NotCopyableError: always.
+        """
+        raise NotCopyableError(
+            "an attached model whose modules have functions of torchpaged's can't be pickled: call "
+            "torchpaged.hf.detach(model) before, and attach what is loaded; copy.deepcopy and "
+            "model.save_pretrained take it as it is"
+        )
+
+
+def plain_of(module: Any, name: str) -> Callable[..., Any]:
+    """What ``module`` runs by ``name`` now, to be called with the module, or its copy, as first argument once
+    a function of ours has its place."""
+    if vars(module).get(name) is None:
+        of_class: Callable[..., Any] = getattr(type(module), name)
+        return of_class
+
+    def plain(self: Any, *args: Any, **options: Any) -> Any:
+        return getattr(self, MARK).before(*args, **options)
+
+    return plain
+
+
+def replace_attention(model: PreTrainedModel) -> int:
+    """Give the modules that ignore the attention interface and keep keys and values in a cache their
+    functions, and those beside them; returns how many attention modules there are."""
+    found = (module for module in model.modules() if type(module).__name__ in ATTENTION)
+    modules = [
+        module
+        for module in found
+        if getattr(module, "layer_idx", getattr(module, "layer_id", None)) is not None
+    ]
+    put_in({module: ATTENTION[type(module).__name__](module) for module in modules})
+    if modules:
+        put_in({module: HELPERS[type(module).__name__](module) for module in _of_classes(model, HELPERS)})
+    return len(modules)
+
+
+def _of_classes(model: PreTrainedModel, table: Mapping[str, Any]) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in table]
+
+
+def give_functions(model: PreTrainedModel) -> None:
+    """Give the modules of a model that uses the attention interface the functions of its family, and those
+    whose code breaks a trace theirs."""
+    config = model.config.get_text_config(decoder=True)
+    functions = family_of(config.model_type).functions(model)
+    traceable = {module: TRACEABLE[type(module).__name__](module) for module in _of_classes(model, TRACEABLE)}
+    put_in({**functions, **traceable})
+    if functions:
+        _GIVEN[id(config)] = config
+
+
+def was_given_functions(config: Any) -> bool:
+    """Whether a model of this text config, the very object, is attached and has the functions of its
+    family."""
+    return _GIVEN.get(id(config)) is config
+
+
+def put_in(functions: Mapping[Any, Function | None]) -> None:
+    """Give each module its function, by the name it has there; None: it needs none."""
+    for module, made in functions.items():
+        if made is not None:
+            name, function = made
+            setattr(module, MARK, Replaced(name, vars(module).get(name)))
+            setattr(module, name, types.MethodType(function, module))
+
+
+def take_out(model: PreTrainedModel) -> None:
+    """Take the functions out again; what was on the instance before them comes back."""
+    _GIVEN.pop(id(model.config.get_text_config(decoder=True)), None)
+    for module in model.modules():
+        if hasattr(module, MARK):
+            replaced: Replaced = getattr(module, MARK)
+            for own in (MARK, SLOPES, replaced.name):
+                vars(module).pop(own, None)
+            if replaced.before is not None:
+                setattr(module, replaced.name, replaced.before)

@@ -1,0 +1,134 @@
+"""What is known of models by their type, where neither their config nor their class says it: one `Family` of
+types by each file of `torchpaged.hf.models`, which registers it.
+
+The rest of this folder asks `family_of`, and names no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from torchpaged.custom_ops.errors import ArgumentError
+
+#: The name and the function that a module gets on the instance.
+Function = tuple[str, Callable[..., Any]]
+#: Makes them for a module; None where this transformers' module needs nothing.
+Maker = Callable[[Any], Function | None]
+
+
+def _any_config(config: Any) -> None:
+    """Nothing is refused."""
+
+
+def _never(config: Any) -> bool:
+    return False
+
+
+def _no_functions(model: Any) -> dict[nn.Module, Function]:
+    return {}
+
+
+def _no_layer(owner: Any, index: int, config: Any, template: Any) -> Any:
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Facts of model types, and the functions that their modules need.
+
+    Attributes:
+        types: the model types.
+        own_attention: their attention modules ignore transformers' attention interface, and get the functions
+            of ``attention``.
+        pages_cross_attention: of such modules, cross attention is paged, too.
+        may_lack_causal_mask: their modelling file makes no causal mask in transformers 5.17, and gets one
+            from us.
+        needs_dense: what they do with their cached keys or values that pools don't allow; empty: nothing. A
+            `PagedCache` gathers for them unless it is told otherwise.
+        caches_latents: they have multi-head latent attention, whose layers a `PagedCache` keeps as latents
+            once the model is attached.
+        adds_bias: they add a bias by positions to their scores.
+        attends_to_others: of models with encoders whose attention modules tell by ``is_decoder`` whether they
+            attend to their own tokens: whether one without that attribute may attend to others.
+            `torchpaged.hf.uncached` leaves out padding queries where they attend to their own. None: they
+            don't tell.
+        takes_no_none: they take a mask for granted where transformers' mask function may return None; theirs
+            is a placeholder that nothing looks at.
+        makes_ones: they make a mask of ones where they are given none, and place tokens by the positions
+            given.
+        caches_others: what is no token of theirs that they write to their cache; empty: nothing.
+        require_expressible: refuses a config that asks for what paged attention does not express.
+        loses_masks_made_ahead: whether masks that generate() makes ahead of a forward are wrong for a model
+            of this config, so that it must make them itself: its cache is then not compileable.
+        attention: class of an attention module that ignores the interface -> what makes its function.
+        helpers: class of a module beside it -> the same.
+        traceable: class of a module whose code breaks a trace -> the same, in any model that is attached.
+        functions: of a model that is attached, the modules that get one, where its class does not say it.
+        layer: makes the layer of a paged cache, called as `torchpaged.cache.kinds.LayerKind.hf_layer` is;
+            None where the layer is as other models'.
+    """
+
+    types: tuple[str, ...] = ()
+    own_attention: bool = False
+    pages_cross_attention: bool = False
+    may_lack_causal_mask: bool = False
+    needs_dense: str = ""
+    caches_latents: bool = False
+    adds_bias: bool = False
+    attends_to_others: bool | None = None
+    takes_no_none: bool = False
+    makes_ones: bool = False
+    caches_others: str = ""
+    require_expressible: Callable[[Any], None] = _any_config
+    loses_masks_made_ahead: Callable[[Any], bool] = _never
+    attention: Mapping[str, Maker] = field(default_factory=dict)
+    helpers: Mapping[str, Maker] = field(default_factory=dict)
+    traceable: Mapping[str, Maker] = field(default_factory=dict)
+    functions: Callable[[Any], dict[nn.Module, Function]] = _no_functions
+    layer: Callable[[Any, int, Any, Any], Any] = _no_layer
+
+    def __reduce__(self) -> Any:
+        """A copy is the family itself: it holds functions, and is compared by identity."""
+        return family_of, self.types[:1] or ("",)
+
+    @property
+    def computes_with_keys(self) -> bool:
+        """Whether they do arithmetic on what their cache returns, as long as nothing keeps them from it."""
+        return self.own_attention or bool(self.needs_dense)
+
+
+_FAMILIES: dict[str, Family] = {}
+_PLAIN = Family()
+#: The tables of all families, see `Family`.
+ATTENTION: dict[str, Maker] = {}
+HELPERS: dict[str, Maker] = {}
+TRACEABLE: dict[str, Maker] = {}
+
+
+def register_family(family: Family) -> None:
+    """Make ``family`` known.
+
+    Raises:
+        ArgumentError: one of its types, or of the classes in its tables, is another family's.
+    """
+    tables = ((ATTENTION, family.attention), (HELPERS, family.helpers), (TRACEABLE, family.traceable))
+    taken = {*_FAMILIES} & {*family.types} | {name for known, new in tables for name in {*known} & {*new}}
+    if taken:
+        raise ArgumentError("family", "types and classes that no other family has", str(sorted(taken)))
+    _FAMILIES.update(dict.fromkeys(family.types, family))
+    for known, new in tables:
+        known.update(new)
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a model type; one without any facts for other models."""
+    return _FAMILIES.get(model_type, _PLAIN)
+
+
+def types_of(is_so: Callable[[Family], object]) -> frozenset[str]:
+    """The model types whose family ``is_so``."""
+    return frozenset(model_type for model_type, family in _FAMILIES.items() if is_so(family))

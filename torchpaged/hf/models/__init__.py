@@ -1,0 +1,37 @@
+"""One file per family of models that needs more than the door gives: functions for its modules, a layer of
+its cache, or facts of it. Importing registers them all (`torchpaged.hf.families`).
+
+Nothing outside this folder imports from it.
+"""
+
+from torchpaged.hf.models import (
+    bart,
+    bert,
+    bloom,
+    ctrl,
+    experts,
+    facts,
+    falcon,
+    gemma,
+    gptj,
+    indexed,
+    latent,
+    m2m_100,
+    recurrent_gemma,
+)
+
+__all__ = [
+    "bart",
+    "bert",
+    "bloom",
+    "ctrl",
+    "experts",
+    "facts",
+    "falcon",
+    "gemma",
+    "gptj",
+    "indexed",
+    "latent",
+    "m2m_100",
+    "recurrent_gemma",
+]

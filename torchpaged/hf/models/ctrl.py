@@ -1,0 +1,70 @@
+"""CTRL, whose model multiplies embeddings by numpy's square root, which Dynamo can't follow: a forward of
+ours computes the same in one graph, wherever something is traced.
+
+The modules' names and fields are not public; ``tests/hf/test_traceable.py`` compares each with what it
+replaces under each supported transformers, and notices one that needs it no more.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from torchpaged.hf.attached import plain_of
+from torchpaged.hf.families import Family, Function, register_family
+from torchpaged.hf.support import records_layers
+
+
+def _ctrl(module: Any) -> Function:
+    plain = plain_of(module, "forward")
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        attention_mask: Any = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        traced = torch.compiler.is_compiling() and past_key_values is not None and not self.training
+        known = input_ids is not None and position_ids is not None and token_type_ids is None
+        if not traced or not known or records_layers(self.config, options):
+            return plain(
+                self,
+                input_ids=input_ids,
+                past_key_values=past_key_values,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+                position_ids=position_ids,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **options,
+            )
+        embeds = self.w(input_ids)
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        places = self.pos_encoding.to(device=embeds.device, dtype=embeds.dtype)[position_ids]
+        states = embeds * math.sqrt(self.d_model_size) + places
+        for layer in self.h:
+            states = layer(states, layer_past=past_key_values, attention_mask=mask, **options)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.layernorm(states), past_key_values=past_key_values
+        )
+
+    return "forward", forward
+
+
+register_family(Family(traceable={"CTRLModel": _ctrl}))

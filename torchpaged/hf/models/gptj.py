@@ -1,0 +1,28 @@
+"""Decoders whose attention modules compute their scores in a method by the name `_attn`: codegen, gpt_neo,
+gpt_neox_japanese, gptj."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchpaged.hf.families import Family, register_family
+from torchpaged.hf.models.own_attention import in_attn, root
+
+
+def _window_of_gpt_neo(module: Any) -> int | None:
+    """Of a local layer: its causal mask has so many keys in the last row."""
+    return int(module.bias[0, 0, -1].sum()) if module.attention_type == "local" else None
+
+
+register_family(
+    Family(
+        ("codegen", "gpt_neo", "gpt_neox_japanese", "gptj"),
+        own_attention=True,
+        attention={
+            "CodeGenAttention": in_attn(root("head_dim")),
+            "GPTJAttention": in_attn(root("head_dim")),
+            "GPTNeoSelfAttention": in_attn(lambda module: 1.0, _window_of_gpt_neo),
+            "GPTNeoXJapaneseAttention": in_attn(root("head_size")),
+        },
+    )
+)

@@ -1,0 +1,118 @@
+"""RecurrentGemma, which keeps its recurrent states in its modules, and in transformers 5.17 binds methods to
+its cache, which Dynamo can't follow.
+
+The modules' names and fields are not public; ``tests/hf/test_traceable.py`` compares each with what it
+replaces under each supported transformers, and notices one that needs it no more.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutput
+
+from torchpaged.hf.attached import plain_of
+from torchpaged.hf.families import Family, Function, register_family
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.support import records_layers
+
+
+class _Lent(Cache):
+    """A cache as transformers 5.17's RecurrentGemma may change it: it binds methods to what it is given, so
+    that the first attention layer tells the length. Here it does so without."""
+
+    def __init__(self, cache: Any, first: int) -> None:
+        self.cache, self.layers, self.first = cache, cache.layers, first
+
+    def update(self, *args: Any, **options: Any) -> Any:
+        """Of the cache that it stands for."""
+        return self.cache.update(*args, **options)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Of the first attention layer."""
+        return self.layers[self.first].get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> Any:
+        """Of the first attention layer."""
+        return self.layers[self.first].get_mask_sizes(query_length)
+
+
+def _recurrent_gemma(module: Any) -> Function | None:
+    """Binds methods to its cache in transformers 5.17, which Dynamo can't follow; in 5.23 it does not."""
+    if not hasattr(sys.modules[type(module).__module__], "_get_mask_sizes"):
+        return None
+    plain, first = plain_of(module, "forward"), module.config.layers_block_type.index("attention")
+
+    def forward(self: Any, input_ids: Tensor | None = None, **options: Any) -> Any:
+        cache, positions = options.get("past_key_values"), options.get("position_ids")
+        if not any(isinstance(layer, PagedLayer) for layer in getattr(cache, "layers", ())):
+            return plain(self, input_ids, **options)
+        options["past_key_values"] = lent = _Lent(cache, first)
+        known = {"past_key_values", "position_ids", "attention_mask", "use_cache"}
+        traced = torch.compiler.is_compiling() and input_ids is not None and positions is not None
+        given = {name for name, value in options.items() if value is not None}
+        if not traced or given - known or records_layers(self.config, options):
+            return plain(self, input_ids, **options)
+        use_cache = options.get("use_cache")
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        states = self.embed_tokens(input_ids)
+        mask = create_sliding_window_causal_mask(
+            config=self.config,
+            inputs_embeds=states,
+            attention_mask=options.get("attention_mask"),
+            past_key_values=lent,
+            position_ids=positions,
+        )
+        states = states * self.normalizer.type(states.dtype)
+        for layer in self.layers:
+            states = layer(states, positions, mask, use_cache, lent)
+        return BaseModelOutput(last_hidden_state=self.final_norm(states))
+
+    return "forward", forward
+
+
+def _kept(place: Tensor | None, state: Tensor | None) -> Tensor | None:
+    """``state`` in the place that it has for good: captured graphs read and write it there. The first one of
+    its shape gets its place outside of compiled code."""
+    if state is None:
+        return None
+    known = place is not None and getattr(place, "_torchpaged_kept", False)
+    if place is not None and known and (place.shape, place.dtype) == (state.shape, state.dtype):
+        return place.copy_(state)
+    if torch.compiler.is_compiling():
+        return state.contiguous()
+    with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later
+        made = torch.empty(state.shape, dtype=state.dtype, device=state.device)
+    made._torchpaged_kept = True  # type: ignore[attr-defined]
+    torch._dynamo.mark_static_address(made, guard=False)
+    return made.copy_(state)
+
+
+def _recurrent_block(module: Any) -> Function:
+    """Keeps what a step gives as its state: another layout behind a prompt than behind a token, and so
+    compiled twice, and the next step's input in memory that a captured graph owns."""
+    plain = plain_of(module, "forward")
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        conv, recurrent = self.conv1d_state, self.rg_lru.recurrent_states
+        out = plain(self, *args, **options)
+        self.conv1d_state = _kept(conv, self.conv1d_state)
+        self.rg_lru.recurrent_states = _kept(recurrent, self.rg_lru.recurrent_states)
+        return out
+
+    return "forward", forward
+
+
+register_family(
+    Family(
+        traceable={
+            "RecurrentGemmaModel": _recurrent_gemma,
+            "RecurrentGemmaRecurrentBlock": _recurrent_block,
+        }
+    )
+)

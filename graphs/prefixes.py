@@ -4,7 +4,7 @@ once."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,23 +16,12 @@ from torchpaged.graphs.step import Step, StepSession
 from torchpaged.metadata import AttentionMetadata
 
 
-class StepInputs(Protocol):
-    """A decode step's own static inputs: `torchpaged.graphs.DecodeBuffers`, or rows kept on the device."""
+class StepInputs(StaticInputs, Protocol):
+    """A decode step's own static inputs, ``(input_ids, metadata)``: `torchpaged.graphs.DecodeBuffers`, or
+    rows kept on the device."""
 
     max_blocks_per_req: int
     block_size: int
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All of them by name."""
-
-    def view(self, bucket: int, /) -> tuple[Tensor, AttentionMetadata]:
-        """``(input_ids, metadata)`` of ``bucket`` rows."""
-
-    def padding(self, bucket: int, /) -> AbstractContextManager[None]:
-        """The first ``bucket`` rows are padding inside the block."""
-
-    def reset(self) -> None:
-        """Make host and device agree after what was cut short."""
 
 
 class Prefixes(Protocol):
@@ -120,7 +109,7 @@ class _Inputs:
 
     def tensors(self) -> dict[str, Tensor]:
         """Of the batch, and of the groups of every size that was viewed."""
-        found = self._batch.tensors()
+        found = dict(self._batch.tensors())
         for size in sorted(self._seen):
             groups = self._prefixes.buffers(size, size).tensors()
             found |= {f"prefixes[{size}].{name}": tensor for name, tensor in groups.items()}

@@ -187,6 +187,7 @@ class BucketedGraphs(NotCopied):
         return bucket in self._graphs
 
     def _capture_one(self, bucket: int) -> None:
+        self.recover()
         arguments = self.view(bucket)
         step, eager = self._steps(bucket), self._eager(bucket)
         self._dirty = True

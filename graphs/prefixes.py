@@ -76,7 +76,6 @@ class PrefixGraphs:
         blocks = list(range(1, self._batch.max_blocks_per_req + 1))
         most = self._batch.max_blocks_per_req * self._batch.block_size
         full = {n: self._prefixes.update(n, n, [blocks] * n, [1] * n, [most] * n) for n in buckets}
-        self.graphs.recover()
         self.graphs.capture([n for n, groups in full.items() if groups is not None])
 
     def find(
@@ -88,7 +87,6 @@ class PrefixGraphs:
         if self._prefixes.update(*batch) is None:
             return None
         if not self.graphs.is_captured(bucket):
-            self.graphs.recover()
             self.graphs.capture_for(bucket)  # without groups
             self._prefixes.update(*batch)
         return self.graphs

@@ -1,6 +1,6 @@
-"""Random set-ups of the engine under faults: families, options, requests, ways to call it, errors and Ctrl-C
-anywhere in it, several engines over one PagedModel. Requests must get the tokens that they get alone, and
-every block and ring must come back.
+"""Random set-ups of the engine under faults: families, options, requests, ways to call it, errors in
+forwards, one or two Ctrl-C anywhere, several engines over one PagedModel. Requests must get the tokens that
+they get alone, and every block and ring must come back.
 
     PYTHONPATH=. python tests/engine/random_setups.py 0 500    # seeds; prints those that failed
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+import signal
 import sys
 import traceback
 from collections import defaultdict
@@ -101,11 +102,11 @@ class Fault(Exception):
 
 
 class Faults:
-    """Raises `Fault` where a layer asks for its batch the n-th time, or KeyboardInterrupt at the n-th line of
-    the engine."""
+    """Raises `Fault` where a layer asks for its batch the n-th time, or SIGINT at the n-th line of the
+    engine, twice in every third case: the second one does not wait."""
 
     def __init__(self, paged: PagedModel, rng: random.Random) -> None:
-        self.rng, self.layers, self.lines, self.raised = rng, 0, 0, 0
+        self.rng, self.layers, self.lines, self.signals, self.raised = rng, 0, 0, 1, 0
         self._metadata_of = paged._cache.metadata_of
         paged._cache.metadata_of = self._forward  # type: ignore[method-assign]
 
@@ -122,18 +123,22 @@ class Faults:
             if self.lines == 0:
                 self.raised += 1
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                for _time in range(self.signals):
+                    signal.raise_signal(signal.SIGINT)
         return self._line
 
     def __enter__(self) -> None:
         kind = self.rng.random()
         self.layers = self.rng.randint(1, 6) if kind < 0.15 else 0
         self.lines = self.rng.randint(1, 3000) if kind > 0.75 else 0
+        self.signals = 2 if kind > 0.92 else 1
+        self.handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.lines:
             sys.settrace(lambda frame, *_: self._line if frame.f_code.co_filename in TRACED else None)
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> bool:
         sys.settrace(None)
+        signal.signal(signal.SIGINT, self.handler)
         self.layers = self.lines = 0
         error = error.__cause__ if isinstance(error, CaptureError) else error
         return isinstance(error, (Fault, KeyboardInterrupt))

@@ -10,6 +10,7 @@ import gc
 import linecache
 import pickle
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -607,8 +608,7 @@ def test_a_generator_is_not_copied(model: Any, copied: Any) -> None:
 
 # ----------------------------------------------------------------------------------------- anything, anywhere
 class Interrupt:
-    """KeyboardInterrupt at the n-th line that runs in the engine's own files, as Ctrl-C would; n = 0
-    only counts."""
+    """SIGINT at the n-th line that runs in the engine's own files; n = 0 only counts."""
 
     def __init__(self, at: int = 0, files: tuple[str, ...] = OF_THE_ENGINE) -> None:
         self.at, self.lines, self.where, self._files, self._before = at, 0, "", files, sys.gettrace()
@@ -624,15 +624,18 @@ class Interrupt:
             self.lines += 1
             if self.lines == self.at:
                 self.where = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return self._trace
 
     def __enter__(self) -> Interrupt:
+        # a process that runs tests may ignore it
+        self._handler = signal.signal(signal.SIGINT, signal.default_int_handler)
         sys.settrace(self._trace)
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._before)
+        signal.signal(signal.SIGINT, self._handler)
 
 
 def by_generate(generator: Generator) -> None:
@@ -653,8 +656,7 @@ def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next
     lost, points = [], 0
     generator = engine(model, graphs=False)
     files = tuple(
-        str(Path(torchpaged.__file__).parent / "engine" / name)
-        for name in ("generator.py", "calls.py", "inbox.py")
+        str(Path(torchpaged.__file__).parent / "engine" / name) for name in ("generator.py", "calls.py")
     )
     while True:
         ids = [generator.submit(PROMPTS[i], dataclasses.replace(EACH[i], max_new_tokens=2)) for i in (0, 3)]

@@ -1,5 +1,5 @@
-"""Ctrl-C and exceptions at each point of a capture or launch: the next launch is right, host and device
-agree, semaphores are zero."""
+"""Exceptions at each point of a capture or launch: the next launch is right once rows are written again, host
+and device agree, semaphores are zero."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torchpaged.engine.device import DecodeRows, RowState, WholeStepRunner
 from torchpaged.graphs import CudaCapture, EagerCapture, PackedGraphRunner, TapeCapture
 
 VOCAB, BLOCK = 70, 4
+REQUEST = {0: RowState(5, 6, [3, 9, 4, 5, 6, 7], seed=11, counter=0, remaining=100)}
 
 
 def successor(input_ids: Tensor, metadata: Any) -> Tensor:
@@ -61,7 +62,7 @@ SESSION = kept_session()
 
 def make(point: str, steps: int = 2) -> tuple[DecodeRows, WholeStepRunner]:
     rows = DecodeRows(2, 8, BLOCK, VOCAB, "cpu", BACKEND_OPS["reference"], steps)
-    rows.write({0: RowState(5, 6, [3, 9, 4, 5, 6, 7], seed=11, counter=0, remaining=100)})
+    rows.write(REQUEST)
     return rows, WholeStepRunner(
         successor, rows, buckets=[2], compile=False, capture=Interrupted(point), debug=True, session=SESSION
     )
@@ -90,52 +91,42 @@ def test_an_interrupted_capture_leaves_the_rows_as_they_were(point: str) -> None
     assert tokens_of(rows, runner, 4) == WANT
 
 
-@pytest.mark.parametrize("point, started", [("before the replay", 0), ("behind the replay", 1)])
-def test_an_interrupted_launch_is_counted_if_it_ran(point: str, started: int) -> None:
+@pytest.mark.parametrize("point", ["before the replay", "behind the replay"])
+@pytest.mark.parametrize("unread", [False, True])
+def test_behind_a_launch_that_broke_off_rows_are_written_again(point: str, unread: bool) -> None:
+    """Whether it ran or not; tokens of launches before it stay where they are."""
     rows, runner = make("")
     runner.capture_for(1)
     backend: Any = runner.capture_backend
-    tokens = tokens_of(rows, runner, 1)
+    tokens_of(rows, runner, 1)
+    if unread:
+        runner.launch(1)
+        taken = rows.ring.take()
     backend.point = point
     with pytest.raises(KeyboardInterrupt):
         runner.launch(1)
     semaphore_of(SESSION)[3] = 1
-    launched = rows.ring.launched
-    assert rows.ring.settle() == started and rows.ring.settle() == 0
-    assert rows.ring.launched == launched + started == int(rows.ring.launches[0])
-    if started:
-        tokens += [step[0] for step in rows.ring.read(rows.ring.take(), 1)]
-    tokens += tokens_of(rows, runner, 3 - started)
-    assert tokens == WANT and not semaphore_of(SESSION).any()
+    rows.write(REQUEST)
+    assert tokens_of(rows, runner, 3) == WANT[:6]
+    assert not semaphore_of(SESSION).any()
+    assert rows.ring.launched == int(rows.ring.launches[0]) and int(rows.ring.launches[1]) == 0
+    if unread:
+        assert [step[0] for step in rows.ring.read(taken, 1)] == WANT[2:4]
 
 
-def test_the_next_launch_settles_by_itself() -> None:
-    rows, runner = make("")
+def test_a_capture_behind_a_launch_that_broke_off() -> None:
+    """The device has begun a launch that the host did not count."""
+    rows, _ = make("")
+    backend = Interrupted("")
+    runner = WholeStepRunner(
+        successor, rows, buckets=[1, 2], compile=False, capture=backend, debug=True, session=SESSION
+    )
     runner.capture_for(1)
-    backend: Any = runner.capture_backend
     backend.point = "behind the replay"
     with pytest.raises(KeyboardInterrupt):
         runner.launch(1)
-    assert tokens_of(rows, runner, 3) == WANT[2:]  # the first two are in the slot that nobody took
-    assert rows.ring.launched == int(rows.ring.launches[0]) == 4
-
-
-def test_an_interrupted_restoration_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the rows are put back behind a capture: a second one finishes it, before the next launch
-    reads anything."""
-    rows, runner = make("")
-    restore, calls = rows.restore, []
-
-    def interrupted() -> None:
-        calls.append(None)
-        if len(calls) == 2:  # the first is that of `padding` at its beginning
-            raise KeyboardInterrupt
-        restore()
-
-    monkeypatch.setattr(rows, "restore", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        runner.capture()
-    assert int(rows.ring.launches[0]) < 0, "or the interrupt came too late to show anything"
+    runner.capture_for(2)
+    rows.write(REQUEST)
     assert tokens_of(rows, runner, 4) == WANT
 
 
@@ -160,8 +151,8 @@ def test_a_failed_step_does_not_poison_the_next() -> None:
 
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("at", range(4))
-def test_a_launch_that_is_cut_short_between_its_steps_is_undone(at: int, eager: bool) -> None:
-    """Without a graph the steps of a launch run one by one: what the first ones sampled must not be lost."""
+def test_a_launch_that_breaks_off_between_its_steps(at: int, eager: bool) -> None:
+    """Without a graph the steps of a launch run one by one: the next launch begins with the first again."""
     rows, _ = make("", steps=4)
     calls: list[None] = []
 
@@ -175,22 +166,8 @@ def test_a_launch_that_is_cut_short_between_its_steps_is_undone(at: int, eager: 
     runner = WholeStepRunner(step, rows, buckets=[2], compile=False, capture=EagerCapture())
     with pytest.raises(KeyboardInterrupt):
         runner.launch_eager(1) if eager else runner.launch(1)
-    assert rows.seq_lens[0] == 6 and rows.ring.launched == int(rows.ring.launches[0]) == 0
+    rows.write(REQUEST)
     assert tokens_of(rows, runner, 2) == WANT
-
-
-def test_rows_written_behind_an_interrupted_restoration_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is put back later must not overwrite them."""
-    rows, runner = make("")
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt), rows.padding(2):
-        patch.setattr(rows, "restore", interrupted)
-    rows.write({1: RowState(6, 6, [10, 11, 12, 13, 14], seed=11, counter=0, remaining=100)})
-    assert tokens_of(rows, runner, 4) == WANT
-    assert rows.seq_lens.tolist() == [14, 14]
 
 
 def test_a_semaphore_that_is_left_set_is_reported() -> None:

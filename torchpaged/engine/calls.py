@@ -1,7 +1,7 @@
 """Calls: one call at a time into one `Generator`, and whose requests are whose.
 
     calls = Calls(stepper)
-    with calls.entered():           # nothing is half done, and no other thread is inside
+    with calls.entered():           # no other thread is inside, and Ctrl-C waits
         stepper.step()
     calls.give_way()
     for event in calls.stream():
@@ -16,10 +16,12 @@ closed it in the middle of a step, the next call does.
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 from torchpaged.engine.sequence import Inbox, Sequence, TokenEvent
@@ -30,6 +32,32 @@ _GIVE_WAY_SECONDS = 1e-4
 # Held while events are taken or change their owner, which a stream does with no other lock: it must not wait
 # for another thread's step to give what it has.
 _TAKING = threading.Lock()
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C within the block comes when the block is over; a second one at once, for a step that hangs or
+    compiles for minutes. In other threads, which get no signals, and where SIGINT has no handler in Python:
+    nothing."""
+    handler, waiting = signal.getsignal(signal.SIGINT), list[tuple[Any, ...]]()
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+
+    def note(*arrived: Any) -> None:
+        if waiting:
+            handler(*waiting.pop())
+            handler(*arrived)
+        else:
+            waiting.append(arrived)
+
+    try:
+        signal.signal(signal.SIGINT, note)
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if waiting:
+            handler(*waiting.pop())
 
 
 class HandOut:
@@ -104,7 +132,16 @@ class Calls:
     # ------------------------------------------------------------------------------------- one call at a time
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Hold the lock, and find nothing half done.
+        """Hold the lock, with nothing half done and no request left to be cancelled; Ctrl-C waits. Raises
+        as `held`."""
+        with self.held(), interrupts_wait():
+            self._stepper.reset()
+            self._cancel_left()
+            yield
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock alone.
 
         The lock may be taken again by its thread: the garbage collector may close a stream between the lock
         and the note of its holder, where nothing is half done either.
@@ -124,8 +161,6 @@ class Calls:
                 self._queue.pop(thread, None)
                 self._holder = thread
                 try:
-                    self._stepper.settle()
-                    self._cancel_left()
                     yield
                 finally:
                     self._holder = 0
@@ -144,8 +179,7 @@ class Calls:
 
     # ----------------------------------------------------------------------------------------- whose requests
     def _claim(self, request_ids: list[int], inbox: Inbox) -> None:
-        """Make ``inbox`` the owner of these submitted requests; from inside. If it is interrupted, some
-        are: it must `leave` them then.
+        """Make ``inbox`` the owner of these submitted requests; from inside.
 
         Raises:
             ArgumentError: an id that is unknown, finished, or another stream's.
@@ -215,8 +249,7 @@ class Calls:
                 pass
 
     def _cancel_left(self) -> None:
-        """What `leave` was told; may be interrupted, and called again. Only under the lock: a `submit` may be
-        on its way into an inbox."""
+        """What `leave` was told. Only under the lock: a `submit` may be on its way into an inbox."""
         while self._left:
             requests = self._left[0]
             if requests is self.inbox:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.errors import NotCopied, TorchpagedError
+from torchpaged.custom_ops.errors import NotCopied
 from torchpaged.engine.device import DecodeRows, RowState, TokenRing, WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
@@ -101,9 +101,6 @@ class DecodeLoop(NotCopied):
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
         self._launches: list[_Launch] = []
-        # Till recorded: a launch's number, steps before it, rows.
-        self._starting: tuple[int, int, list[tuple[int, Sequence]]] | None = None
-        self._moving = False  # rows change places: what the device holds is known again behind it
         self._regroup = True  # whether rows changed since it was found which of them share blocks
         self._step_count = StepCount()
         self.decoded = 0
@@ -111,7 +108,6 @@ class DecodeLoop(NotCopied):
     # ------------------------------------------------------------------------------------------------ rows
     def place(self, sequence: Sequence) -> None:
         """Give ``sequence`` the lowest idle row; its newest token decodes in the next launch."""
-        self._settle()
         row, self._regroup = self._sequences.index(None), True
         self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
         sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
@@ -141,19 +137,17 @@ class DecodeLoop(NotCopied):
         self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
 
     def reset(self) -> None:
-        """After a launch that failed or was interrupted: every row idle, nothing in flight. Waits for
-        the device.
+        """After a call that raised: every row idle, nothing in flight, tokens that were not read lost. Waits
+        for the device.
 
-        What the rows were doing is unknown to the host then. Requests that are placed again go on from the
-        tokens that it has read.
+        Requests that are placed again go on from the tokens that the host has read.
         """
         self.runner.reset()
-        self.rows.ring.resync()
-        self._starting, self._moving, self._regroup = None, False, True  # no row of it is left
+        self.rows.ring.forget()
         for sequence in self._sequences:
             if sequence is not None:
                 sequence.row = None
-        self._sequences = [None] * len(self._sequences)
+        self._regroup, self._sequences = True, [None] * len(self._sequences)
         self._busy_rows, self._has_idle_rows, self.blocks_added = None, False, False
         self._to_write, self._to_clear, self._launches = {}, [], []
         self._prefill_ring = TokenRing(MAX_IN_FLIGHT, self.rows.max_batch_size, self.rows.device)
@@ -163,17 +157,14 @@ class DecodeLoop(NotCopied):
     @property
     def in_flight(self) -> int:
         """Launches whose tokens were not collected."""
-        self._settle()
         return len(self._launches)
 
     def launch(self) -> bool:
         """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its
         tokens on their way.
 
-        An exception or Ctrl-C in here loses no token: the next call finds out from the device whether the
-        launch was started.
+        If it raises, what the rows hold is not known: `reset`, and place the requests again.
         """
-        self._settle()
         if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
             return False
         self._flush()
@@ -182,9 +173,10 @@ class DecodeLoop(NotCopied):
         if self._regroup:
             self._find_groups(num_rows)
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
-            self._starting = (self.rows.ring.launched, self._step_count.started, busy)
             self.runner.launch(num_rows)
-        self._settle()
+            number = self.rows.ring.take()
+        self._step_count.started += self.steps_per_launch
+        self._launches.append(_Launch(number, busy, self.steps_per_launch, prefill=False))
         return True
 
     def _find_groups(self, num_rows: int) -> None:
@@ -197,30 +189,8 @@ class DecodeLoop(NotCopied):
         self.runner.find_groups(tables, lens)
         self._regroup = False
 
-    def _settle(self) -> None:
-        """Record the launch that was begun, if the device has it. Wherever this is interrupted, the next call
-        goes on: each line may run twice."""
-        if self._moving:
-            raise TorchpagedError(
-                "rows: expected as the host knows them, got an interrupted move between rows; make a new "
-                "Generator"
-            )
-        if self._starting is None:
-            return
-        number, started, busy = self._starting
-        ring = self.rows.ring
-        self.rows.settle()
-        if ring.launched > number:
-            if number not in ring.unread:
-                ring.take()
-            self._step_count.started = started + self.steps_per_launch
-            if all(launch.prefill or launch.place != number for launch in self._launches):
-                self._launches.append(_Launch(number, busy, self.steps_per_launch, prefill=False))
-        self._starting = None
-
     def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int]]]:
         """Tokens of all launches but the newest ``keep``, in order, per request; waits for them."""
-        self._settle()
         results = []
         while len(self._launches) > keep:
             launch = self._launches.pop(0)
@@ -288,14 +258,13 @@ class DecodeLoop(NotCopied):
             return
         idle = [row for row in range(len(busy)) if self._sequences[row] is None]
         pairs = list(zip(busy[-len(idle) :], idle, strict=True))
-        self._moving = self._regroup = True
+        self._regroup = True
         for old, new in pairs:
             sequence = self._sequences[old]
             assert sequence is not None
             self._sequences[new], self._sequences[old], sequence.row = sequence, None, new
         self._busy_rows = None
         self.rows.move(pairs)
-        self._moving = False
 
     def _state(self, sequence: Sequence) -> RowState:
         params = sequence.sampling

@@ -62,7 +62,7 @@ class _Generate:
         from torchpaged.hf import PagedCache  # transformers is optional
 
         cache = PagedCache(self._model.config, said.rows, said.tokens)
-        with self.generator._calls.entered():  # forwards of a fused model must not overlap
+        with self.generator._calls.held():  # forwards of a fused model must not overlap
             return own(**call, past_key_values=cache)
 
     def _require_unchanged(self) -> None:

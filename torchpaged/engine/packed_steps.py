@@ -55,10 +55,6 @@ class PackedSteps:
                 metadata = self._prefixes.prepare(metadata, tables, seq_lens)
             return self._model(self._longs(ids), metadata, None)
 
-    def reset(self) -> None:
-        """After a step that failed or was interrupted: the session is as new."""
-        self._model.session.reset()
-
     def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
         """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that
         are complete with them, valid until the next step: they may be a graph's memory."""

@@ -133,13 +133,15 @@ class Sequence:
         self.log.append(event)
 
     def restore(self) -> None:
-        """Make output, text and end agree with ``log``."""
+        """After a step that broke off: without a row, and output, text and end agree with ``log``."""
+        self.row = None
         self.output = [event.token_id for event in self.log if event.token_id is not None]
         self.text = "".join(event.text for event in self.log)
         last = self.log[-1] if self.log else None
         self.finish_reason, self.error = (None, None) if last is None else (last.finish_reason, last.error)
         if self.finish_reason is None:
             self.stream = self.stream.replayed(self.output)
+            self.num_computed = min(self.num_computed, len(self) - 1)
 
     def result(self) -> RequestOutput:
         """What the caller gets."""

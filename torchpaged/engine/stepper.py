@@ -8,9 +8,8 @@ With a `DecodeLoop`, a step starts a launch of whole decode steps for all runnin
 of the waiting ones, and reads the tokens of the launch before. Without, it decodes, prefills, samples and
 reads. Tokens are the same.
 
-A step may break off anywhere: a kernel fails, somebody presses Ctrl-C. `settle` then takes back what was half
-done: it needs to know only what the step was at, and that an event is in a sequence's log or isn't. The
-requests go on with the next step.
+A step that raises has lost its rows: `reset` takes every request back to the events in its log, and the next
+step computes the rest again. `Calls` lets Ctrl-C wait until the step is over.
 """
 
 from __future__ import annotations
@@ -36,13 +35,12 @@ from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
 
-class Work(Enum):
-    """What the stepper is at, and so what is half done if it breaks off there."""
+class Lost(Enum):
+    """What a step loses if it breaks off where it is."""
 
-    REST = "nothing"
-    FORWARD = "nothing that a repetition would not do again: a forward of the model outside the loop"
-    ROWS = "the rows on the device and what is in flight"
-    BOOKS = "anything: who waits and runs, with which blocks and tokens"
+    NOTHING = "no step runs"
+    ROWS = "the rows on the device and the tokens in flight: it is in a launch or forward"
+    BLOCKS = "these, and keys and values: who waits and runs with which blocks may be half written down"
 
 
 class Stepper:
@@ -70,7 +68,7 @@ class Stepper:
     ) -> None:
         self._model, self._scheduler, self._loop = model, scheduler, loop
         self._packed = PackedSteps(model, prefill_graphs, prefixes)
-        self._work = Work.REST
+        self._lost = Lost.NOTHING
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
         self._owner = CacheOwner(model.kv_cache, self.requests)
@@ -103,8 +101,7 @@ class Stepper:
             self._emit(sequence, TokenEvent(request_id, None, text, "cancelled"))
 
     def step(self) -> None:
-        """One step of the whole batch. If it raises, its requests can go on: what was half done is
-        taken back.
+        """One step of the whole batch. If it raises, its requests go on with the next one.
 
         Raises:
             TorchpagedError: another engine has the model's cache.
@@ -117,39 +114,33 @@ class Stepper:
     # ------------------------------------------------------------------------------------------- breaking off
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        self.settle()  # what was interrupted while it settled
-        self._work = Work.BOOKS
+        self.reset()  # what was broken off while it was reset
+        self._lost = Lost.BLOCKS
         try:
             yield
         except BaseException:
-            self.settle()
+            self.reset()
             raise
-        self._work = Work.REST
+        self._lost = Lost.NOTHING
 
-    def settle(self) -> None:
-        """Take back what a step left half done; nothing if none did. May itself be interrupted, and
-        called again."""
-        if self._work is Work.REST:
+    def reset(self) -> None:
+        """Take every request back to its log after a step that broke off; nothing if none did. May itself
+        break off, and be called again."""
+        if self._lost is Lost.NOTHING:
             return
         with torch.inference_mode():
-            self._packed.reset()
-        if self._work is Work.BOOKS:
-            for sequence in list(self.requests.values()):
-                sequence.restore()
-                if sequence.finish_reason is not None:
-                    sequence.inbox.live.pop(sequence, None)
-                    del self.requests[sequence.request_id]
-        if self._work is not Work.FORWARD and self._loop is not None:
-            with torch.inference_mode():
+            self._model.session.reset()
+            if self._loop is not None:
                 self._loop.reset()
-        for sequence in self.requests.values():
-            if self._work is not Work.FORWARD:
-                sequence.row = None
-                sequence.num_computed = min(sequence.num_computed, len(sequence) - 1)
-        # Steps whose tokens are lost have written over what the window of the last known one saw.
-        if self._work is Work.BOOKS or (self._work is Work.ROWS and self._scheduler.has_rings):
+        for sequence in list(self.requests.values()):
+            sequence.restore()
+            if sequence.finish_reason is not None:
+                sequence.inbox.live.pop(sequence, None)
+                del self.requests[sequence.request_id]
+        # In rings, steps whose tokens are lost have written over what the window of the last known one saw.
+        if self._lost is Lost.BLOCKS or self._scheduler.has_rings:
             self._scheduler.reset(self.requests.values())
-        self._work = Work.REST
+        self._lost = Lost.NOTHING
 
     # ------------------------------------------------------------------------------------------------ a step
     def _step(self) -> None:
@@ -185,25 +176,25 @@ class Stepper:
                 loop.place(sequence)
         if plan.chunks:
             done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
-            self._work = Work.FORWARD
+            self._lost = Lost.ROWS
             logits = self._packed.prefill(plan.chunks)
-            self._work = Work.BOOKS
+            self._lost = Lost.BLOCKS
             for sequence, count in plan.chunks:
                 sequence.num_computed += count
                 self._scheduler.computed(sequence)
-            self._work = Work.ROWS
+            self._lost = Lost.ROWS
             if done:
                 loop.finish_prefill(done, logits)
         between = time.perf_counter()
-        self._work = Work.ROWS
+        self._lost = Lost.ROWS
         launched = loop.launch()
         self._collect(loop, keep=1 if launched else 0)
         return between
 
     def _collect(self, loop: DecodeLoop, keep: int) -> None:
-        self._work = Work.ROWS
+        self._lost = Lost.ROWS
         results = loop.collect(keep)
-        self._work = Work.BOOKS
+        self._lost = Lost.BLOCKS
         for sequence, tokens in results:
             for token in tokens:
                 # What a row produced after a stop that only the host could see is dropped.
@@ -214,7 +205,7 @@ class Stepper:
     def _advance(self, plan: Schedule) -> float:
         """Decode, prefill, sample and read: a step without graphs; returns when decoding ended."""
         logits, rows, tokens = [], [], []
-        self._work = Work.FORWARD
+        self._lost = Lost.ROWS
         if plan.decodes:
             logits.append(self._packed.decode(plan.decodes))
             rows += plan.decodes
@@ -224,7 +215,7 @@ class Stepper:
             logits.append(self._packed.prefill(plan.chunks))
         if rows:
             tokens = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
-        self._work = Work.BOOKS
+        self._lost = Lost.BLOCKS
         for sequence, count in [*((s, 1) for s in plan.decodes), *plan.chunks]:
             sequence.num_computed += count
             self._scheduler.computed(sequence)

@@ -110,7 +110,6 @@ class LaunchRing:
         # object of it, 4.5 us
         self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
         self._launched = 0
-        self._starting = False  # between `begin` and `count`
         self._unread: list[int] = []  # taken launches, in order
         self._views: dict[tuple[int, int], Tensor] = {}  # made once, since reading is host time
 
@@ -126,7 +125,6 @@ class LaunchRing:
 
     def check_room(self) -> None:
         """Before a launch: raises RingFullError if its slot holds tokens that were taken and not read."""
-        self.settle()
         if self._unread and self._unread[0] <= self._launched - self._depth:
             launch = self._unread[0]
             raise RingFullError(
@@ -134,44 +132,25 @@ class LaunchRing:
                 "...) first"
             )
 
-    def begin(self) -> None:
-        """Right before a launch: until `count`, only the device knows whether it was started."""
-        self._starting = True
-
     def count(self) -> None:
         """After a launch was started, by whoever did."""
         self._launched += 1
-        self._starting = False
 
-    def settle(self) -> int:
-        """Count what was begun and not counted, because an exception or Ctrl-C came between; how many
-        launches that were, 0 or 1.
-
-        Waits for the device, whose number is taken over, but only if there is something to settle. The next
-        launch does this by itself; who needs the tokens of the launch that was interrupted calls it, and
-        `take` if the answer is 1.
-        """
-        if not self._starting:
-            return 0
+    def reset(self) -> None:
+        """After a launch that failed: have the device count on from the host's number, whether it began one
+        more or not. Waits for the device. Launches that were taken can still be read."""
         if self.launches.device.type == "cuda":
             torch.cuda.synchronize(self.launches.device)
+        self.launches[:1].fill_(self._launched)
         self.launches[1:].zero_()
-        started = int(self.launches[0]) - self._launched
-        self._launched += started
-        self._starting = False
-        return started
 
-    def resync(self) -> None:
-        """After a launch that failed or was interrupted: forget the launches that were taken, and count on
-        from where the device is. Waits."""
-        self.settle()
+    def forget(self) -> None:
+        """Launches that were taken will not be read."""
         self._unread.clear()
-        self._launched = int(self.launches[0])
 
     def take(self) -> int:
         """The number of the newest launch, whose tokens will be read; nothing may have been launched on
         another stream since."""
-        self.settle()
         launch = self._launched - 1
         if launch < 0 or launch in self._unread:
             raise ArgumentError(

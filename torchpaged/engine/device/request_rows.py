@@ -81,7 +81,6 @@ class DecodeRows(RowTensors):
         super().__init__(max_batch_size, max_blocks_per_req, block_size, vocab_size, device, steps_per_launch)
         self._ops, self._pin = ops, self.device.type == "cuda"
         self.ring = LaunchRing(launches_in_flight, steps_per_launch, max_batch_size, device)
-        self._set_aside: list[tuple[Tensor, Tensor]] = []  # by `padding`: tensors and what they held
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
@@ -136,7 +135,6 @@ class DecodeRows(RowTensors):
         Returns:
             ``[len(rows)]`` int64, the sampled tokens.
         """
-        self.restore()
         index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
         # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right
@@ -186,7 +184,6 @@ class DecodeRows(RowTensors):
             if not 0 <= row < self.max_batch_size:
                 raise ArgumentError("states", f"rows in [0, {self.max_batch_size})", str(row))
             state.check(self.block_size, self.max_blocks_per_req)
-        self.restore()
         with_seen = any(state.seen is not None for state in states.values())
         num_words = self.seen.shape[1] if with_seen else 0
         staged = packed_rows(states, self.block_size, self.max_blocks_per_req, num_words, self._pin)
@@ -236,14 +233,11 @@ class DecodeRows(RowTensors):
     def clear(self, rows: Sequence[int]) -> None:
         """Make rows idle."""
         if rows:
-            self.restore()
-            index = to_device(rows, torch.int64, self.device)
-            self._make_idle(index)
+            self._make_idle(to_device(rows, torch.int64, self.device))
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Move rows ``(from, to)``, without the host knowing what they hold; the old places become idle."""
         if pairs:
-            self.restore()
             data = to_device(
                 [*(old for old, _ in pairs), *(new for _, new in pairs)], torch.int64, self.device
             )
@@ -262,8 +256,8 @@ class DecodeRows(RowTensors):
     def padding(self, num_rows: int) -> Iterator[None]:
         """The first ``num_rows`` rows are idle inside the block, for a warm-up or a capture, and as they
         were afterwards."""
-        self.settle()
-        self._put_aside()
+        state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches)
+        before = [tensor.clone() for tensor in state]
         try:
             self.ring.launches[:1].fill_(-1)  # tokens of launches in flight stay where they are
             names = (*IDLE, "input_ids", "positions")
@@ -273,50 +267,15 @@ class DecodeRows(RowTensors):
             )
             yield
         finally:
-            self.restore()
-
-    @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """A launch in the block whose steps run one by one, not as a graph: if it ends in an exception, the
-        rows are as before it."""
-        self.restore()
-        self._put_aside()
-        try:
-            yield
-        except BaseException:
-            self.restore()
-            raise
-        self._set_aside = []
-
-    def _put_aside(self) -> None:
-        state = (self._longs, self._ints, self._floats, self.seen, self.tokens_out, self.ring.launches)
-        self._set_aside = [(tensor, tensor.clone()) for tensor in state]
-
-    def restore(self) -> None:
-        """Put back what `padding` or `whole` set aside, if that has not happened: its own attempt may have
-        been interrupted. Whatever else writes rows does so first, or it would be overwritten later."""
-        if self._set_aside:
-            for tensor, old in self._set_aside:
+            for tensor, old in zip(state, before, strict=True):
                 tensor.copy_(old)
-            self.ring.launches[1:].zero_()
-            self._set_aside = []
-
-    def settle(self) -> None:
-        """Count a launch that the device began and the host did not (`LaunchRing.settle`); nothing is waited
-        for where there is none."""
-        self.restore()
-        self.ring.settle()
 
     def reset(self) -> None:
-        """Make host and device agree again after a launch or capture that failed or was interrupted; requests
-        stay in their rows.
+        """After a launch that failed: waits for the device, and makes it count launches as the host does.
 
-        Waits for the device. Puts back what `padding` set aside, and counts a launch that the device began
-        and the host did not.
+        What the rows hold then is not known: `write` or `clear` every one.
         """
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.settle()
+        self.ring.reset()
 
 
 def _copied(x: Tensor) -> Tensor:

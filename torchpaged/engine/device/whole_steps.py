@@ -12,7 +12,6 @@ it needs.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.engine.device.request_rows import DecodeRows
 from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, StaticInputs
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
-from torchpaged.graphs.capture import CaptureBackend, Captured, EagerCapture
+from torchpaged.graphs.capture import CaptureBackend, Captured
 from torchpaged.graphs.prefixes import Prefixes, PrefixGraphs, require_no_plans
 from torchpaged.graphs.step import Step, StepSession, decode_steps
 from torchpaged.metadata import AttentionMetadata
@@ -58,8 +57,6 @@ class _Launches(BucketedGraphs):
             capture=capture,
             **options,
         )
-        # Python at each replay, which may be interrupted between steps.
-        self._stepwise = isinstance(self.capture_backend, EagerCapture)
 
     def _whole(self, step: Step, num_rows: int) -> BucketStep:
         """What one launch does over the first ``num_rows`` rows."""
@@ -72,14 +69,8 @@ class _Launches(BucketedGraphs):
         return launch
 
     def _replay(self, graph: Captured) -> None:
-        ring = self.rows.ring
-        ring.begin()
-        if self._stepwise:
-            with self.rows.whole():
-                graph.replay()
-        else:
-            graph.replay()
-        ring.count()
+        graph.replay()
+        self.rows.ring.count()
 
 
 class WholeStepRunner(_Launches):
@@ -178,6 +169,12 @@ class WholeStepRunner(_Launches):
         self._now = self if found is None else found
         return found is not None
 
+    def recover(self) -> None:
+        """As `BucketedGraphs.recover`, of both graphs: they have one ring."""
+        super().recover()
+        if self.prefix_graphs is not None:
+            self.prefix_graphs.recover()
+
     def reset(self) -> None:
         """As `BucketedGraphs.reset`; launches read row by row until `find_groups` is called."""
         self._now = self
@@ -189,13 +186,15 @@ class WholeStepRunner(_Launches):
         """Start ``rows.steps_per_launch`` steps of the first ``num_rows`` rows; their bucket is captured
         first if it is not.
 
+        One that raises leaves the rows in no known state: `write <DecodeRows.write>` them again.
+
         Raises:
             RingFullError: ``rows.ring`` has no place for the tokens; nothing is launched then.
             CaptureError: the bucket can't be captured, or a captured address moved (debug mode).
             SemaphoreError: the session's semaphore is not zero behind the launch (debug mode): its results
                 are wrong.
         """
-        self._now.recover()
+        self.recover()
         self.rows.ring.check_room()
         self._now.start(num_rows, capture=True)
 
@@ -206,30 +205,15 @@ class WholeStepRunner(_Launches):
         Raises:
             CaptureError: the bucket is not captured; otherwise as `launch`.
         """
-        self._now.recover()
+        self.recover()
         self.rows.ring.check_room()
         return self._now.start(num_rows).output[:, :num_rows]
 
     def launch_eager(self, num_rows: int) -> Tensor:
-        """What `replay` does, without graph, padding or compilation.
-
-        If it is interrupted between its steps, the rows are as before it on a CPU, and of no known state on a
-        GPU: write them again.
-        """
+        """What `replay` does, without graph, padding or compilation."""
         self.recover()
         self.rows.ring.check_room()
         with self._ranges("run_eager", batch=num_rows):
-            return self.start_eager(num_rows, self._counted(self._whole(self._step, num_rows)))[:, :num_rows]
-
-    def _counted(self, launch: Callable[..., Tensor]) -> BucketStep:
-        """``launch`` in the ring's books."""
-
-        def counted(*arguments: Any) -> Tensor:
-            self.rows.ring.begin()
-            # Its copies are no part of the step.
-            with self.rows.whole() if self.device.type == "cpu" else contextlib.nullcontext():
-                tokens = launch(*arguments)
-            self.rows.ring.count()
-            return tokens
-
-        return counted
+            tokens = self.start_eager(num_rows, self._whole(self._step, num_rows))[:, :num_rows]
+        self.rows.ring.count()
+        return tokens

@@ -174,7 +174,7 @@ class LayerPlan:
     ) -> Tensor:
         """Attention's output ``[T, num_heads * head_dim]``, before o_proj; writes the new keys and values."""
         q, k, v = self.project(ops, x)
-        if self.rope is None or not cached.owner.takes_at_once(cached, shape[1]):
+        if self.rope is None or not cached.takes_at_once(shape[1]):
             q, keys, values = self._rotate_as_the_model(cached, q, k, v, rotary, shape)
         else:
             q = self._rotate(ops, cached, q, k, v, position_ids, shape)
@@ -298,7 +298,7 @@ def fused_forward(
     owner = cached.owner
     if not (cached.is_initialized and owner.ready):
         like = hidden_states.new_empty(batch, plan.heads[1], 0, plan.head_dim)
-        owner.prepare(like) if cached.is_initialized else cached.lazy_initialization(like, like)
+        owner.prepare(cached, like) if cached.is_initialized else cached.lazy_initialization(like, like)
     kwargs.pop("use_cache", None)
     ops, x = owner.backend.ops, hidden_states.reshape(batch * query_len, width)
     attended = plan.attend(

@@ -330,9 +330,11 @@ class PagedCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @torch.compiler.disable(reason=SET_UP)
-    def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
+    def prepare(self, layer: PagedLayer, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, give each row its blocks, fill the rows' tensors; once per batch, never
         traced."""
+        if not layer.is_initialized:
+            self._use(layer)
         if self.ready:
             self.rows.require_device(self.name, key_states.device)
             return
@@ -354,14 +356,14 @@ class PagedCache(Cache):
                 "set model.config.use_cache = model.generation_config.use_cache = True, or give use_cache="
                 "True to PagedCache.for_inputs(model, **call) and to generate() alike",
             )
-        specs = [layer.attention_spec(self._text_config, key_states, head_dim_v) for layer in self.paged]
+        specs = [each.attention_spec(self._text_config, key_states, head_dim_v) for each in self.paged]
         like = (key_states.device, key_states.dtype)
         # Asked before a reset.
         known = [spec for spec in self.backend.specs if (spec.device, spec.dtype) == like]
         self.backend.choose([*specs, *known])
-        for layer, spec in zip(self.paged, specs, strict=True):
-            if layer.asked is None:
-                self.backend.give_workspace(layer, spec)
+        for each, spec in zip(self.paged, specs, strict=True):
+            if each.asked is None:
+                self.backend.give_workspace(each, spec)
         self._choose_rolling()
         self.rows.begin(batch, key_states.device, padding, key_states.shape[2])
         self.session.reset()  # a forward that was cut short may have left it in any state
@@ -387,16 +389,13 @@ class PagedCache(Cache):
         )
         if rings is not None:
             self.rows.roll(rings)
+            for layer in self.paged:
+                layer.step = rings.step if layer.rolls else None
 
     def num_blocks_of(self, layer: PagedLayer) -> int:
         """Blocks of the layer's pools, the null block included."""
         rolling = self.rows.rolling
         return rolling.blocks.num_blocks if rolling is not None and layer.rolls else self.num_blocks
-
-    def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
-        """Whether ``layer`` can write ``query_len`` tokens per row before the first of them attends."""
-        rolling = self.rows.rolling
-        return rolling is None or not layer.rolls or query_len <= rolling.blocks.step
 
     # ------------------------------------------------------------------------------------------- one forward
     def _require_implementation(self) -> None:
@@ -417,7 +416,7 @@ class PagedCache(Cache):
             self._require_implementation()
         self.order.enter(layer, query_len)
         if not torch.compiler.is_compiling() and not layer.has_written:
-            self.first_use(layer)
+            self._use(layer)
         if layer.is_first:
             self.rows.advance(batch, query_len)
             if self.prefixes.active:
@@ -442,7 +441,7 @@ class PagedCache(Cache):
         if layer.is_last:
             self.rows.complete()
 
-    def first_use(self, layer: PagedLayer) -> None:
+    def _use(self, layer: PagedLayer) -> None:
         """A layer gets pools, or writes for the first time. After the first forward it is one that an
         incomplete first forward did not reach."""
         if self.rows.num_forwards > 1:
@@ -463,10 +462,6 @@ class PagedCache(Cache):
     def has_prefixes(self) -> bool:
         """Whether the forward that runs may read shared prefixes once."""
         return self.prefixes.active
-
-    def gather(self, pool: Tensor, batch: int) -> Tensor:
-        """`CacheRows.gather`."""
-        return self.rows.gather(pool, batch)
 
     # --------------------------------------------------------------------------------- what transformers asks
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:

@@ -63,8 +63,7 @@ class PagedOwner(Protocol):
     backend: ChosenBackend
     masks: Masks
     kv: KVScales
-    rows: Any  # a `torchpaged.hf.cache_rows.CacheRows`; None where somebody else makes the steps
-    paged: list[PagedLayer]
+    rows: Any  # a `torchpaged.hf.cache_rows.CacheRows`; None where the engine makes the steps
     name: str  # the model's type, for messages
     family: Family
     block_size: int
@@ -77,9 +76,9 @@ class PagedOwner(Protocol):
     def has_prefixes(self) -> bool:
         """Whether the forward that runs may read shared prefixes once."""
 
-    def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
-        """Set up everything that depends on the device and the batch, once; ``head_dim_v`` if it is not
-        the keys'."""
+    def prepare(self, layer: PagedLayer, key_states: Tensor, head_dim_v: int | None = None) -> None:
+        """Before ``layer`` gets its pools, and before a batch's first tokens: set up everything that depends
+        on the device and the batch, once; ``head_dim_v`` if it is not the keys'."""
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens
@@ -88,26 +87,17 @@ class PagedOwner(Protocol):
     def written(self, layer: PagedLayer) -> None:
         """``layer`` has written this forward's tokens."""
 
-    def first_use(self, layer: PagedLayer) -> None:
-        """``layer`` gets its pools: it is used for the first time."""
-
     def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
         """The forward that runs, as a batch for ``layer``'s attention; changes nothing."""
 
     def num_blocks_of(self, layer: PagedLayer) -> int:
         """Blocks of the layer's pools, the null block included."""
 
-    def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
-        """Whether ``layer`` can write ``query_len`` tokens per row before the first of them attends."""
-
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """kv length, and an offset that carries the cache to the mask function."""
 
     def length(self, layer: PagedLayer) -> Tensor | int:
         """Tokens per row that ``layer`` has written, padding included."""
-
-    def gather(self, pool: Tensor, batch: int) -> Tensor:
-        """Dense keys or values of all rows, ``[batch, num_kv_heads, max_seq_len, head_dim]``."""
 
 
 def layer_of(tensor: Any) -> PagedLayer | None:
@@ -150,6 +140,7 @@ class PagedLayer(CacheLayerMixin):
         chunk: chunked attention's chunk in tokens; None = off.
     """
 
+    position = 0  # among the cache's paged layers
     latent = False  # whether it keeps latents, and attention is ``mla_attention``
     stored: LayerSpec  # with the pools of that spec, once there are any
     pools: Any
@@ -174,6 +165,7 @@ class PagedLayer(CacheLayerMixin):
         self.scales: dict[str, Tensor] = {}  # ``k_scale`` and ``v_scale`` of fp8 pools, once they are known
         self.states_dtype: torch.dtype | None = None  # of keys and values as they come
         self.rolls = False  # whether its blocks are rings, see `torchpaged.hf.rolling_attention`
+        self.step: int | None = None  # tokens of a row that such a ring takes at once; None: any number
         # Keys and values of a forward of more tokens than a ring takes at once, until attention takes them.
         self._waiting: tuple[Tensor, Tensor] | None = None
         self._watched = False  # whether attention was seen to take the pools as they are
@@ -182,8 +174,7 @@ class PagedLayer(CacheLayerMixin):
     @torch.compiler.disable(reason=SET_UP)
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the pools; shapes ``[batch, num_kv_heads, *, head_dim(_v)]``."""
-        self.owner.first_use(self)
-        self.owner.prepare(key_states, value_states.shape[3])
+        self.owner.prepare(self, key_states, value_states.shape[3])
         stored = self.stored_by(key_states, value_states)
         sizes = (self.owner.num_blocks_of(self), self.owner.block_size)
         with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later
@@ -195,9 +186,8 @@ class PagedLayer(CacheLayerMixin):
     def _find_scales(self, key_states: Tensor, value_states: Tensor) -> None:
         """Of fp8 pools; from tokens, if they are not given, and so not from none."""
         if self.owner.kv.dtype is not None:
-            position = [layer is self for layer in self.owner.paged].index(True)
             with torch.inference_mode(False):
-                self.scales = self.owner.kv.of(position, key_states, value_states)
+                self.scales = self.owner.kv.of(self.position, key_states, value_states)
 
     # What a layer of another kind has of its own, see `torchpaged.cache.kinds`; with `attention_spec`, and
     # `widths` and `store` if the op ``write_kv`` is not its.
@@ -263,6 +253,7 @@ class PagedLayer(CacheLayerMixin):
         made = self.op_call(call, requests, metadata.max_query_len)
         alike = call.causal and call.window is None and call.alibi_slopes is None
         if metadata.prefixes is not None and self.reads_once and alike and metadata.tree_mask is None:
+            made = made._replace(semaphore=self.workspace.get("semaphore"))
             attend_with_prefixes(backend.ops, made, metadata.prefixes)
         else:
             self.run(made._replace(tree_mask=metadata.tree_mask))
@@ -298,7 +289,6 @@ class PagedLayer(CacheLayerMixin):
         q = by_token(call.query)
         out = q.new_empty(*q.shape[:2], call.value.shape[-1])
         table, lens, starts = requests
-        own: dict[str, Any] = {**self.scales, **self.workspace}
         return AttentionCall(
             q,
             call.key,
@@ -316,16 +306,18 @@ class PagedLayer(CacheLayerMixin):
             alibi_slopes=call.alibi_slopes,
             sinks=call.sinks,
             chunk_size=self.chunk or 0,
-            **own,
+            k_scale=self.scales.get("k_scale"),
+            v_scale=self.scales.get("v_scale"),
         )
 
-    def run(self, call: AttentionCall) -> None:
-        """The backend's ``paged_attention``, in a range of its own while a profile is taken."""
+    def run(self, call: AttentionCall, workspace: dict[str, Tensor] | None = None) -> None:
+        """The backend's ``paged_attention``, in a range of its own while a profile is taken; with the layer's
+        ``workspace``, unless another one is given."""
         attend = self.owner.backend.ops.paged_attention
         if not torch.compiler.is_compiling() and is_profiling():
             attend = ranged_attention(attend, self.index)
         arguments, options = call.flat()
-        attend(*arguments, **options)
+        attend(*arguments, **options, **(self.workspace if workspace is None else workspace))
 
     @property
     def num_bytes(self) -> int:
@@ -378,7 +370,7 @@ class PagedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self.owner.ready:
-            self.owner.prepare(key_states, value_states.shape[3])
+            self.owner.prepare(self, key_states, value_states.shape[3])
         batch, _, query_len, _ = key_states.shape
         assert self.keys is not None and self.values is not None
         traced = torch.compiler.is_compiling()
@@ -389,18 +381,23 @@ class PagedLayer(CacheLayerMixin):
         if self._waiting is not None:
             raise incomplete()
         slots = self.owner.advance(self, batch, query_len)
-        if self.owner.takes_at_once(self, query_len):
+        if self.takes_at_once(query_len):
             self.store(key_states, value_states, slots)
         else:
             self._waiting = key_states, value_states
         if self.owner.dense:
-            return self.owner.gather(self.keys, batch), self.owner.gather(self.values, batch)
+            rows = self.owner.rows
+            return rows.gather(self.keys, batch), rows.gather(self.values, batch)
         # Other models of such a type may not be attached.
         if not traced and (not self._watched or self._computes):
             return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
         if not self._watched:
             self._require_attended()
         return self.keys, self.values
+
+    def takes_at_once(self, query_len: int) -> bool:
+        """Whether it can write ``query_len`` tokens per row before the first of them attends."""
+        return self.step is None or query_len <= self.step
 
     def take_waiting(self) -> tuple[Tensor, Tensor] | None:
         """Keys and values that `write` left to attention, once."""

@@ -83,7 +83,7 @@ def attend_rolling(layer: PagedLayer, call: LayerCall) -> Tensor:
     """
     require_kept(layer, call)
     batch, num_heads, query_len, _ = call.query.shape
-    if layer.owner.takes_at_once(layer, query_len):
+    if layer.takes_at_once(query_len):
         return layer.attend(call)
     layer.hold(call)
     rows, states = layer.owner.rows, layer.take_waiting()

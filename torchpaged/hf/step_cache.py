@@ -103,26 +103,23 @@ class StepCache(Cache):
         self.masks = PackedMasks(self.name)
         # Scales of 1 for pools made here: `torchpaged.hf.packed_scales` gives adopted ones theirs.
         ones = "head" if kv_dtype is None else [(1.0, 1.0)] * len(self.layers)
-        self.kv, self.paged = KVScales(kv_dtype, ones, len(self.layers)), self.layers
+        self.kv = KVScales(kv_dtype, ones, len(self.layers))
         self.metadata: AttentionMetadata | None = None
         self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
         self.ready = False
         self._mask_token = mask_token(self)
 
-    def prepare(self, key_states: Tensor, head_dim_v: int | None = None) -> None:
+    def prepare(self, layer: PagedLayer, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, when the first keys show device and dtype."""
-        specs = [layer.attention_spec(self._config, key_states, head_dim_v) for layer in self.layers]
+        specs = [each.attention_spec(self._config, key_states, head_dim_v) for each in self.layers]
         self.prepare_for(specs)
-        for layer, spec in zip(self.layers, specs, strict=True):
-            self.backend.give_workspace(layer, spec)
+        for each, spec in zip(self.layers, specs, strict=True):
+            self.backend.give_workspace(each, spec)
 
     def prepare_for(self, specs: Iterable[AttentionSpec]) -> None:
         """Choose the backend for what the layers are known to ask."""
         self.backend.choose(specs)
         self.ready = True
-
-    def first_use(self, layer: PagedLayer) -> None:
-        """Every layer is used: `torchpaged.hf.paged_model` probed it."""
 
     def written(self, layer: PagedLayer) -> None:
         """A step that raises is nobody's state: the engine sets lengths anew for each one."""
@@ -142,10 +139,6 @@ class StepCache(Cache):
     def num_blocks_of(self, layer: PagedLayer) -> int:
         """As many for every layer."""
         return self.num_blocks
-
-    def takes_at_once(self, layer: PagedLayer, query_len: int) -> bool:
-        """True: whoever made the step has blocks for all its tokens."""
-        return True
 
     def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
         """The step's tensors."""
@@ -200,10 +193,6 @@ class StepCache(Cache):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """0: no mask is built."""
         return 0
-
-    def gather(self, pool: Tensor, batch: int) -> Tensor:
-        """Raises UnsupportedModelError."""
-        raise UnsupportedModelError("the packed path has no dense mode")
 
 
 def padding_step(device: torch.device) -> AttentionMetadata:

@@ -111,4 +111,6 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
             )
         else:
             layers.append(layer)
+    for position, paged in enumerate(layer for layer in layers if isinstance(layer, PagedLayer)):
+        paged.position = position
     return layers

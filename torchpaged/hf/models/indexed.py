@@ -46,7 +46,8 @@ class IndexedLayer(PagedLayer):
         # Padding has slot -1: it goes into the null block, which nothing reads.
         slots = rows.slots(batch, query_len).clamp_min(0)
         pool.view(-1, width).index_put_((slots,), indexer_key_states.reshape(-1, width))
-        return self.owner.gather(pool, batch)[:, 0]
+        gathered: Tensor = rows.gather(pool, batch)[:, 0]
+        return gathered
 
     def copy_blocks(self, block_mapping: Tensor) -> None:
         """See `PagedLayer`; the indexer's keys too."""

@@ -231,6 +231,22 @@ _NATIVE_HANDLES = frozenset(
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+#: Handles whose kernels are launched from Python on every device, or on all but a CPU.
+_PYTHON_HANDLES = {
+    getattr(BACKEND_OPS[name], op): name != "default"
+    for name in ("default", "reference", "triton", "cuda")
+    for op in BackendOps._fields
+}
+
+
+def checks_arguments(handle: Any, device: torch.device) -> bool:
+    """Whether what ``handle`` runs on ``device`` checks every argument before it writes, with an
+    `ArgumentError`: launchers in Python do. Native kernels raise a RuntimeError, the meta device runs a fake,
+    and of ops that are defined elsewhere nothing is known."""
+    known = _PYTHON_HANDLES.get(handle)
+    return known is not None and (device.type == "cuda" or (known and device.type == "cpu"))
+
+
 def check_native_dtype(handle: Any, **tensors: torch.Tensor) -> None:
     """Refuse, with an `ArgumentError`, dtypes that the native CPU kernel behind ``handle`` doesn't take;
     others pass.

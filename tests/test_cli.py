@@ -443,7 +443,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
 
     from typer.testing import CliRunner
 
-    from torchpaged.backends import Backend, get_backend, register_backend
+    from torchpaged.backends import FEATURES, Backend, get_backend, register_backend
     from torchpaged.backends.choose import names as names_module
     from torchpaged.cli.app import app
     from torchpaged.custom_ops import BACKEND_OPS
@@ -463,11 +463,10 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         "fp8_queries": "--fp8-queries",
     }
     able = get_backend("reference").capabilities
-    assert {*options, "latent"} == {
-        field.name for field in dataclasses.fields(able) if getattr(able, field.name) is True
-    }
+    switches = {field.name for field in dataclasses.fields(able) if getattr(able, field.name) is True}
+    assert {*options, "latent"} == switches | {*FEATURES}
     monkeypatch.setattr(names_module, "REGISTERED", {})
-    nothing = dataclasses.replace(able, **dict.fromkeys([*options, "latent"], False))
+    nothing = dataclasses.replace(able, features=frozenset(), **dict.fromkeys(switches, False))
     register_backend(Backend("mine", nothing, BACKEND_OPS["reference"], lambda: None))
 
     def rejected(*given: str) -> list[str]:

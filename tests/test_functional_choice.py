@@ -13,7 +13,7 @@ import torch
 
 import torchpaged
 from torchpaged import ArgumentError, BackendUnavailableError, PagedAttention, use_backend
-from torchpaged.backends import Backend, Planning, get_backend, register_backend
+from torchpaged.backends import FEATURES, Backend, Planning, get_backend, register_backend
 from torchpaged.backends.choose import names as names_module
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 
@@ -62,6 +62,10 @@ def arguments(
 
 FUNCTIONS = list(arguments())
 Counting = Callable[..., list[str]]
+
+
+EVERY = frozenset(FEATURES)
+NO_WINDOW = EVERY - {"window"}
 
 
 @pytest.fixture
@@ -158,7 +162,7 @@ def test_threads_choose_for_themselves(mine: Counting) -> None:
 
 
 def test_what_the_choice_declares_is_asked(mine: Counting) -> None:
-    called = mine(logits_soft_cap=False)
+    called = mine(features=EVERY - {"logits_soft_cap"})
     with use_backend("mine"):
         torchpaged.paged_attention(**arguments()["paged_attention"])
         with pytest.raises(BackendUnavailableError, match="logits_soft_cap is not supported"):
@@ -169,13 +173,17 @@ def test_what_the_choice_declares_is_asked(mine: Counting) -> None:
 @pytest.mark.parametrize(
     ("declared", "asked", "reason"),
     [
-        ({"logits_soft_cap": False}, {"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"),
-        ({"window": False}, {"window_size": (1, -1)}, "window"),
-        ({"chunked": False}, {"chunk_size": 2}, "chunked"),
-        ({"lse": False}, {"return_lse": True}, "lse"),
-        ({"bidirectional": False}, {"causal": False}, "bidir"),
-        ({"sinks": False}, {"sinks": torch.zeros(4)}, "sinks"),
-        ({"alibi": False}, {"alibi_slopes": torch.ones(4)}, "alibi"),
+        (
+            {"features": EVERY - {"logits_soft_cap"}},
+            {"logits_soft_cap": 30.0},
+            "logits_soft_cap is not supported",
+        ),
+        ({"features": EVERY - {"window"}}, {"window_size": (1, -1)}, "window"),
+        ({"features": EVERY - {"chunked"}}, {"chunk_size": 2}, "chunked"),
+        ({"features": EVERY - {"lse"}}, {"return_lse": True}, "lse"),
+        ({"features": EVERY - {"bidirectional"}}, {"causal": False}, "bidir"),
+        ({"features": EVERY - {"sinks"}}, {"sinks": torch.zeros(4)}, "sinks"),
+        ({"features": EVERY - {"alibi"}}, {"alibi_slopes": torch.ones(4)}, "alibi"),
         ({"dtypes": (torch.bfloat16,)}, {}, "dtype float32"),
         ({"kv_dtypes": (torch.bfloat16,)}, {}, "kv dtype float32"),
         ({"head_dims": (64,)}, {}, "head_dim 16 is not one of"),
@@ -211,9 +219,9 @@ def test_ops_of_two_backends_run_what_one_of_them_declares(mine: Counting) -> No
     def call(given: dict[str, Any], ops: BackendOps) -> Any:
         return torchpaged.paged_attention(**given, window_size=(1, -1), ops=ops)
 
-    given, called = arguments()["paged_attention"], mine(window=False)
+    given, called = arguments()["paged_attention"], mine(features=NO_WINDOW)
     able, foreign = get_backend("reference"), get_backend("mine").ops._replace(linear=print)
-    unable = dataclasses.replace(able.capabilities, window=False)
+    unable = dataclasses.replace(able.capabilities, features=NO_WINDOW)
     register_backend(Backend("other", unable, able.ops, lambda: None))
     expected = torchpaged.paged_attention(**given, window_size=(1, -1))
     for ops in (able.ops, foreign):
@@ -229,7 +237,7 @@ def test_the_automatic_choice_is_the_modules(function: str, compiled: bool, mine
     call = getattr(torchpaged, function)
     if compiled:
         call = torch.compile(call, fullgraph=True, dynamic=True, backend="eager")
-    called = mine(automatic=True, window=False, block_sizes=(4,))
+    called = mine(automatic=True, features=NO_WINDOW, block_sizes=(4,))
     module = PagedAttention(4, 16, 2, block_size=4, dtype=torch.float32)
     assert module.choice.name == "mine"
     call(**arguments()[function])
@@ -299,7 +307,7 @@ def test_handles_are_held_to_their_backend_as_soon_as_it_is_registered(
     given = arguments()["paged_attention"]
     torchpaged.paged_attention(**given, logits_soft_cap=5.0, ops=ops)
     able = get_backend("reference").capabilities
-    for lacking, refused in (({"logits_soft_cap": False}, True), ({}, False)):
+    for lacking, refused in (({"features": EVERY - {"logits_soft_cap"}}, True), ({}, False)):
         register_backend(Backend("lesser", dataclasses.replace(able, **lacking), ops, lambda: None))
         if refused:
             with pytest.raises(BackendUnavailableError, match="logits_soft_cap is not supported"):

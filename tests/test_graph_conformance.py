@@ -253,7 +253,9 @@ def test_what_a_capture_may_have_kept(what: str) -> None:
 
 def test_what_it_does_not_declare_is_not_asked_of_it() -> None:
     """No windows: the others prove its graphs."""
-    narrow = dataclasses.replace(PLANNING.capabilities, window=False, lse=False)
+    narrow = dataclasses.replace(
+        PLANNING.capabilities, features=PLANNING.capabilities.features - {"window", "lse"}
+    )
     backend = Backend("narrow", narrow, PLANNING.ops, lambda: None, PLANNING.session)
     report = check_graph_support(backend, device="cpu", dtypes=(torch.float32,), **SHAPE)
     assert list(report.replays) == ["decode[float32]", "uniform[float32]", "mixed[float32]"]

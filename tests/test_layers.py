@@ -310,9 +310,10 @@ def test_a_backend_that_can_not_is_refused_at_construction(
 ) -> None:
     from dataclasses import replace
 
+    from torchpaged.backends import FEATURES
     from torchpaged.backends.reference import BACKEND
 
-    able = replace(BACKEND.capabilities, bidirectional=False, chunked=False)
+    able = replace(BACKEND.capabilities, features=frozenset(FEATURES) - {"bidirectional", "chunked"})
     poor = replace(BACKEND, name="poor", capabilities=able)
     monkeypatch.setitem(names.REGISTERED, "poor", poor)
     with pytest.raises(BackendUnavailableError, match="(bidirectional attention|chunked) is not supported"):

@@ -256,10 +256,12 @@ def test_a_file_nested_too_deep(cache: Path) -> None:
 def test_the_functions_follow(cache: Path) -> None:
     """Also those that remember their choice by kind of call."""
     from torchpaged.backends.choose.for_call import choose_ops
+    from torchpaged.backends.choose.kind import Kind
 
-    before = choose_ops(CPU, SPEC)
+    kind = Kind(torch.float32, torch.float32, 4, 2, 16, 16, 16)
+    before = choose_ops(CPU, kind)
     save(measured(decode=("torch_sdpa",), prefill=("torch_sdpa",)), CPU, {})
-    assert choose_ops(CPU, SPEC) is get_backend("torch_sdpa").ops is not before
+    assert choose_ops(CPU, kind) is get_backend("torch_sdpa").ops is not before
 
 
 def test_nothing_fits(cache: Path) -> None:

@@ -158,9 +158,11 @@ def test_graph_support_follows_from_both_and_holds(
 
 def test_refusals_name_the_part() -> None:
     wide = of_reference("wide", max_head_dim=32)
-    route = route_backend(wide, of_reference("plain", alibi=False, lse=False))
+    route = route_backend(
+        wide, of_reference("plain", features=REFERENCE.capabilities.features - {"alibi", "lse"})
+    )
     assert route.reject(SPEC) == ["decode by 'wide': head_dim 64 is over 32"]
-    assert route.reject(dataclasses.replace(SPEC, head_dim=32, alibi=True)) == [
+    assert route.reject(dataclasses.replace(SPEC, head_dim=32, uses=frozenset({"alibi"}))) == [
         "prefill by 'plain': alibi is not supported"
     ]
     assert "prefill by 'triton': " in str(get_backend("decode=cpu,prefill=triton").unavailable())

@@ -76,13 +76,7 @@ def test_every_rejection_has_its_reason() -> None:
         max_head_dim=32,
         block_sizes=(64,),
         different_head_dim_v=False,
-        bidirectional=False,
-        window=False,
-        logits_soft_cap=False,
-        alibi=False,
-        sinks=False,
-        chunked=False,
-        lse=False,
+        features=frozenset(),
     )
     wanted = AttentionSpec(
         device=torch.device("cpu"),
@@ -94,10 +88,8 @@ def test_every_rejection_has_its_reason() -> None:
         causal=False,
         window_size=(7, -1),
         logits_soft_cap=5.0,
-        alibi=True,
-        sinks=True,
         chunk_size=12,
-        lse=True,
+        uses=frozenset({"alibi", "sinks", "lse"}),
         graphs=GraphSupport.ALWAYS,
     )
     assert len(none.reject(wanted)) == 15

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.backends import (
+    COMMON_FEATURES,
     Capabilities,
     Choice,
     GraphSupport,
@@ -55,7 +56,7 @@ _META = Capabilities(
     graph_support=GraphSupport.ALWAYS,
     mods=True,
     batch_invariant=True,
-    tree_mask=True,
+    features=COMMON_FEATURES | {"tree_mask"},
 )
 
 
@@ -369,7 +370,7 @@ class PagedAttention(nn.Module):
         if out is not None and not torch.compiler.is_compiling():
             check_out(out, query, self.head_dim_v, key, value)
         flat = result.view(-1, self.num_heads, self.head_dim_v)
-        attend = (
+        call = AttentionCall(
             q,
             pools.k_cache,
             pools.v_cache,
@@ -377,22 +378,14 @@ class PagedAttention(nn.Module):
             metadata.seq_lens,
             metadata.query_start_loc,
             flat,
+            None,
+            metadata.max_query_len,
+            self.scale,
+            k_scale=pools.k_scale,
+            v_scale=pools.v_scale,
+            tree_mask=metadata.tree_mask,
+            **self._options(),
         )
-        options: dict[str, Any] = {
-            "max_query_len": metadata.max_query_len,
-            "scale": self.scale,
-            "causal": self.causal,
-            "window_left": self.window_size[0],
-            "window_right": self.window_size[1],
-            "logits_soft_cap": self.logits_soft_cap or 0.0,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-            "k_scale": pools.k_scale,
-            "v_scale": pools.v_scale,
-            "chunk_size": self.chunk_size or 0,
-        }
-        if metadata.tree_mask is not None:  # a backend that does not take one need not know the argument
-            options["tree_mask"] = metadata.tree_mask
         workspace = self._workspace
         write = None
         if key is not None and value is not None:
@@ -411,7 +404,7 @@ class PagedAttention(nn.Module):
         if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
             if write is not None:
                 check_write_kv(*write)
-            check_paged_attention(AttentionCall.of(*attend, **options))
+            check_paged_attention(call)
             self.session.require(metadata, q.shape[0])
             workspace = self.session.workspace_for(workspace, metadata.num_reqs)
             check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)
@@ -428,11 +421,24 @@ class PagedAttention(nn.Module):
             keys_of_queries = self._writes_query_tokens and metadata.max_query_len == 1
             self._ops.write_kv(*write, are_query_tokens=keys_of_queries and not together)
         if together:
-            call = AttentionCall.of(*attend, **options, semaphore=workspace.get("semaphore"))
+            call = call._replace(semaphore=workspace.get("semaphore"))
             attend_with_prefixes(self._ops, call, metadata.prefixes)
         else:
-            self._ops.paged_attention(*attend, **options, **workspace)
+            tensors, options = call.flat()
+            self._ops.paged_attention(*tensors, **options, **workspace)
         return result
+
+    def _options(self) -> dict[str, Any]:
+        """The options of the module's own, as the record of a call has them."""
+        return {
+            "causal": self.causal,
+            "window_left": self.window_size[0],
+            "window_right": self.window_size[1],
+            "logits_soft_cap": self.logits_soft_cap or 0.0,
+            "alibi_slopes": self.alibi_slopes,
+            "sinks": self.sinks,
+            "chunk_size": self.chunk_size or 0,
+        }
 
     def _can_read_prefixes_once(self, metadata: AttentionMetadata) -> bool:
         """`can_read_once`, for this batch."""

@@ -127,7 +127,7 @@ def with_mods(name: str, how: str) -> None:
     batch = batch_of(get_backend("flex"), name)
     batch.extras["alibi_slopes"] = SLOPES
     plain = get_backend("flex").open([], limits_of(batch), DEVICE)
-    spec = dataclasses.replace(spec_of(batch, lse=False), alibi=False, **MODS)
+    spec = dataclasses.replace(spec_of(batch, lse=False), uses=frozenset(), **MODS)
     workspace = plain.workspace(spec)
 
     def call(q: torch.Tensor) -> torch.Tensor:

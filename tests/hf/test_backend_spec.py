@@ -14,7 +14,7 @@ from models import padded_prompts, tiny
 
 import torchpaged
 from torchpaged import AttentionMetadata, BackendUnavailableError, PagedAttention
-from torchpaged.backends import Backend, get_backend, register_backend
+from torchpaged.backends import FEATURES, Backend, get_backend, register_backend
 from torchpaged.backends.choose import names as names_module
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.engine import Generator
@@ -22,15 +22,21 @@ from torchpaged.hf import PagedCache, PagedModel
 
 #: What a backend lacks -> (its declaration, a model that needs it, the same of PagedAttention(4, 16, 2),
 #: the reason).
+EVERY = frozenset(FEATURES)
 LACKS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "logits_soft_cap": (
-        {"logits_soft_cap": False},
+        {"features": EVERY - {"logits_soft_cap"}},
         "Gemma2",
         {"logits_soft_cap": 50.0},
         "logits_soft_cap is not supported",
     ),
-    "sinks": ({"sinks": False}, "GptOss", {"sinks": [0.5] * 4}, "sinks is not supported"),
-    "window": ({"window": False}, "Mistral", {"window_size": (7, -1)}, "window is not supported"),
+    "sinks": ({"features": EVERY - {"sinks"}}, "GptOss", {"sinks": [0.5] * 4}, "sinks is not supported"),
+    "window": (
+        {"features": EVERY - {"window"}},
+        "Mistral",
+        {"window_size": (7, -1)},
+        "window is not supported",
+    ),
     "head_dim": ({"head_dims": (64,)}, "Llama", {}, "head_dim 16 is not one of"),
     "block_size": ({"block_sizes": (16,)}, "Llama", {"block_size": 4}, "block_size 4 is not one of"),
     "dtype": ({"dtypes": (torch.bfloat16,)}, "Llama", {}, "dtype float32 is not one of bfloat16"),
@@ -40,7 +46,7 @@ LACKS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
 
 @pytest.fixture
 def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Backend]]:
-    """``lacking(sinks=False)`` registers a backend "mine" with the reference's kernels that declares so."""
+    """``lacking(head_dims=(64,))`` registers a backend "mine" of the reference's kernels that declares so."""
     monkeypatch.setattr(names_module, "REGISTERED", {})
     monkeypatch.setattr(names_module, "AUTOMATIC", list(names_module.AUTOMATIC))
 
@@ -154,7 +160,7 @@ def test_a_backend_that_has_it_all_is_chosen(lacking: Callable[..., Backend]) ->
 def test_a_traced_call_asks_too(lacking: Callable[..., Backend]) -> None:
     """Pools made ahead, first forward compiled: no eager call came before it."""
     torch._dynamo.reset()
-    lacking(sinks=False)
+    lacking(features=EVERY - {"sinks"})
     model = tiny("GptOss")
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, 1, 32, backend="mine")

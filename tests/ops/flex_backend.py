@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from torchpaged.backends import (
+    COMMON_FEATURES,
     AttentionSpec,
     Backend,
     Capabilities,
@@ -166,9 +167,7 @@ FLEX = Backend(
         (torch.float32,),
         (torch.float32,),
         GraphSupport.ALWAYS,
-        alibi=False,
-        sinks=False,
-        chunked=False,
+        features=COMMON_FEATURES - {"alibi", "sinks", "chunked"},
         planning=Planning.EVERY_STEP,
     ),
     {"paged_attention": attend},

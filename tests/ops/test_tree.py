@@ -222,7 +222,7 @@ def test_backends_without_trees_say_so() -> None:
     assert choice.name in ("cpu", "reference")
     batch = make_tree_batch(TREE_SPECS["tree_small"])
     with pytest.raises(ArgumentError, match="attends without one"):
-        run_paged_attention(select_backend(replace(spec, tree_mask=False), "torch_sdpa").backend.ops, batch)
+        run_paged_attention(select_backend(replace(spec, uses=frozenset()), "torch_sdpa").backend.ops, batch)
 
 
 def _metadata(batch: Batch) -> AttentionMetadata:

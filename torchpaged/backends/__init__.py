@@ -16,11 +16,13 @@ from torchpaged.backends.choose.select import Choice, open_session, ranking, sel
 from torchpaged.backends.choose.tuned import Tuned, TunedFileWarning
 from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.session import Limits, PlannedBatch, Session, assert_planned
-from torchpaged.backends.spec import AttentionSpec, GraphSupport, attention_spec
+from torchpaged.backends.spec import COMMON_FEATURES, FEATURES, AttentionSpec, GraphSupport, attention_spec
 from torchpaged.metadata import HostLengths
 
 __all__ = [
     "ALIASES",
+    "COMMON_FEATURES",
+    "FEATURES",
     "PLATFORMS",
     "AttentionSpec",
     "Backend",

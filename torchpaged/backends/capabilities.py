@@ -8,20 +8,12 @@ from enum import IntEnum
 
 import torch
 
-from torchpaged.backends.spec import AttentionSpec, GraphSupport
-
-#: What a backend may lack, by the names of its fields below.
-FEATURES = (
-    "bidirectional",
-    "window",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "chunked",
-    "lse",
-    "tree_mask",
-    "latent",
-    "fp8_queries",
+from torchpaged.backends.spec import (
+    COMMON_FEATURES,
+    FEATURES,
+    AttentionSpec,
+    GraphSupport,
+    require_known,
 )
 
 
@@ -42,16 +34,19 @@ class Planning(IntEnum):
 class Capabilities:
     """What a backend can do, as data: `reject` turns it into sentences.
 
-    None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``planning`` says when its
-    sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nobody
-    has written or may look, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
-    are. A backend that does not say ``tree_mask`` takes none: its op is never given one. ``mods``: functions
-    of the user's, `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a request gets the same
-    bits in any company, where its spec asks for that; `torchpaged.testing.check_batch_invariance` proves it.
-    ``max_query_len``: the most query tokens of one request. ``deterministic``: equal calls give equal bits.
-    ``latent``: it runs ``mla_attention``, whose widths are ``max_latent`` at most, of latents and of rotated
-    keys; ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``. ``fp8_queries``: queries of
-    float8_e4m3fn over pools of it.
+    None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``features``: those of
+    `FEATURES` that it has; without "tree_mask" its op is never given one. ``planning`` says when its sessions
+    want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nothing was
+    written or may be read, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
+    are. ``mods``: functions of the user's, `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a
+    request's bits do not depend on the others in the batch, where its spec asks for that;
+    `torchpaged.testing.check_batch_invariance` proves it. ``max_query_len``: the most query tokens of one
+    request. ``deterministic``: equal calls give equal bits. ``max_latent``: the largest widths of latents and
+    of rotated keys that its ``mla_attention`` takes; ``head_dims`` and ``max_head_dim`` are those of
+    ``paged_attention``.
+
+    Raises:
+        ValueError: a name in ``features`` that is not in `FEATURES`.
     """
 
     device_types: tuple[str, ...]
@@ -63,16 +58,7 @@ class Capabilities:
     max_head_dim: int | None = None
     block_sizes: tuple[int, ...] | None = None
     different_head_dim_v: bool = True
-    bidirectional: bool = True
-    window: bool = True
-    logits_soft_cap: bool = True
-    alibi: bool = True
-    sinks: bool = True
-    chunked: bool = True
-    lse: bool = True
-    tree_mask: bool = False
-    latent: bool = False
-    fp8_queries: bool = False
+    features: frozenset[str] = COMMON_FEATURES
     max_latent: tuple[int, int] | None = None
     planning: Planning = Planning.NEVER
     finite_pools: bool = False
@@ -80,6 +66,9 @@ class Capabilities:
     batch_invariant: bool = False
     max_query_len: int | None = None
     deterministic: bool = True
+
+    def __post_init__(self) -> None:
+        require_known("features", self.features, FEATURES)
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason why ``spec`` can't run; empty if it can."""
@@ -90,8 +79,8 @@ class Capabilities:
             have = torch.cuda.get_device_capability(spec.device)
             if torch.version.hip is None and have < self.min_compute_capability:
                 reasons.append(f"compute capability {have} is below {self.min_compute_capability}")
-        reasons += self.reject_kind(spec.dtype, spec.kv_dtype or spec.dtype, features_of(spec))
-        reasons += self._reject_latent(spec) if spec.latent else self._reject_widths(spec)
+        reasons += self.reject_kind(spec.dtype, spec.kv_dtype or spec.dtype, spec.features)
+        reasons += self._reject_latent(spec) if "latent" in spec.uses else self._reject_widths(spec)
         if (
             self.block_sizes is not None
             and spec.block_size is not None
@@ -129,7 +118,7 @@ class Capabilities:
             reasons.append(f"a latent of {sizes[0]} + {sizes[1]} is over {most[0]} + {most[1]}")
         if (spec.kv_dtype or spec.dtype) != spec.dtype:
             reasons.append(f"a latent cache of {_short(spec.kv_dtype or spec.dtype)} is not supported")
-        used = [name for name in features_of(spec) if name not in ("bidirectional", "lse", "latent")]
+        used = [name for name in spec.features if name not in ("bidirectional", "lse", "latent")]
         asked = (("score_mod or mask_mod", spec.mods), ("batch_invariant", spec.batch_invariant))
         used += [name for name, is_asked in asked if is_asked]
         return reasons + [f"{name} is not supported over latents" for name in used]
@@ -143,56 +132,11 @@ class Capabilities:
             reasons.append(
                 f"kv dtype {_short(kv_dtype)} is not one of {', '.join(map(_short, self.kv_dtypes))}"
             )
-        lacking = [feature for feature in features if not getattr(self, feature)]
         return reasons + [
             f"{'bidirectional attention' if feature == 'bidirectional' else feature} is not supported"
-            for feature in lacking
+            for feature in features
+            if feature not in self.features
         ]
-
-
-def features_of(spec: AttentionSpec) -> list[str]:
-    """Which of `FEATURES` the attention uses."""
-    return used_features(
-        causal=spec.causal,
-        window=spec.window,
-        soft_cap=spec.logits_soft_cap,
-        alibi=spec.alibi,
-        sinks=spec.sinks,
-        chunk_size=spec.chunk_size,
-        lse=spec.lse,
-        tree_mask=spec.tree_mask,
-        latent=spec.latent,
-        fp8_queries=spec.fp8_queries,
-    )
-
-
-def used_features(
-    *,
-    causal: bool,
-    window: bool,
-    soft_cap: float,
-    alibi: bool,
-    sinks: bool,
-    chunk_size: int,
-    lse: bool,
-    tree_mask: bool = False,
-    latent: bool = False,
-    fp8_queries: bool = False,
-) -> list[str]:
-    """`features_of`, where sizes may be symbols and there is no spec: in a trace."""
-    used = (
-        not causal,
-        window,
-        soft_cap != 0,
-        alibi,
-        sinks,
-        chunk_size > 0,
-        lse,
-        tree_mask,
-        latent,
-        fp8_queries,
-    )
-    return [feature for feature, is_used in zip(FEATURES, used, strict=True) if is_used]
 
 
 def _short(dtype: torch.dtype) -> str:

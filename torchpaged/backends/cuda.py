@@ -34,10 +34,10 @@ class _Capabilities(Capabilities):
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Beside what is declared: fp8 queries have one kernel, and nothing serves what it does not take."""
         reasons = super().reject(spec)
-        if spec.fp8_queries and spec.device.type == "cuda" and torch.cuda.is_available():
+        if "fp8_queries" in spec.uses and spec.device.type == "cuda" and torch.cuda.is_available():
             why = _prefill_why_not(spec)
             reasons += [f"fp8 queries: {why}"] if why else []
-            reasons += ["fp8 queries: no tree_mask"] if spec.tree_mask else []
+            reasons += ["fp8 queries: no tree_mask"] if "tree_mask" in spec.uses else []
         return reasons
 
 
@@ -50,7 +50,7 @@ def _prefill_why_not(spec: AttentionSpec) -> str | None:
     sizes = Specialisation(
         spec.dtype,
         spec.kv_dtype or spec.dtype,
-        spec.fp8_queries,
+        "fp8_queries" in spec.uses,
         spec.num_heads // spec.num_kv_heads,
         spec.num_kv_heads,
         spec.head_dim,
@@ -73,7 +73,13 @@ BACKEND = Backend(
     name="cuda",
     # what the kernel does not take, Triton's do, but for fp8 queries
     capabilities=_Capabilities(
-        **(vars(triton_kernels.CAPABILITIES) | {"device_types": ("cuda",), "fp8_queries": True})
+        **(
+            vars(triton_kernels.CAPABILITIES)
+            | {
+                "device_types": ("cuda",),
+                "features": triton_kernels.CAPABILITIES.features | {"fp8_queries"},
+            }
+        )
     ),
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,

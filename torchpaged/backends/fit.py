@@ -62,7 +62,7 @@ def require_fit(
             f"backend {name!r} cannot run this attention: kv dtype {k_cache.dtype} is "
             f"not one of {able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
         )
-    if metadata.tree_mask is not None and not able.tree_mask:
+    if metadata.tree_mask is not None and "tree_mask" not in able.features:
         raise BackendUnavailableError(
             f"backend {name!r} cannot run this attention: tree_mask is not supported; give "
             "PagedAttention tree_mask=True, so that it chooses with it"

@@ -29,7 +29,7 @@ from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.planned_batch import PlannedBatchBuffers
 from torchpaged.backends.session import PlannedBatch, Session
-from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
@@ -282,7 +282,7 @@ class FlashAttnCapabilities(Capabilities):
             without = built_without()
             if spec.logits_soft_cap and "FLASHATTENTION_DISABLE_SOFTCAP" in without:
                 reasons.append("logits_soft_cap is not in this wheel (FLASHATTENTION_DISABLE_SOFTCAP)")
-            if spec.window and "FLASHATTENTION_DISABLE_LOCAL" in without:
+            if "window" in spec.features and "FLASHATTENTION_DISABLE_LOCAL" in without:
                 reasons.append("window is not in this wheel (FLASHATTENTION_DISABLE_LOCAL)")
             if spec.dtype == torch.float16 and "FLASHATTENTION_DISABLE_FP16" in without:
                 reasons.append("float16 is not in this wheel (FLASHATTENTION_DISABLE_FP16)")
@@ -307,8 +307,7 @@ BACKEND = Backend(
         graph_support=GraphSupport.ALWAYS,
         max_head_dim=256,
         different_head_dim_v=False,
-        alibi=False,
-        chunked=False,
+        features=COMMON_FEATURES - {"alibi", "chunked"},
         planning=Planning.EVERY_STEP,
         batch_invariant=True,
     ),

@@ -23,7 +23,7 @@ from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
-from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
@@ -158,8 +158,7 @@ BACKEND = Backend(
         min_compute_capability=(9, 0),
         max_head_dim=256,
         different_head_dim_v=False,
-        alibi=False,
-        chunked=False,
+        features=COMMON_FEATURES - {"alibi", "chunked"},
         finite_pools=True,
     ),
     ops=attention_op("torchpaged_flash_attn_4", _attend),

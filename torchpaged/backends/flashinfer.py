@@ -33,7 +33,7 @@ from torchpaged.backends.flashinfer_prefix import WORKSPACE_BYTES, Pages, cumula
 from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing
 from torchpaged.backends.session import PlannedBatch, Session
-from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
 from torchpaged.metadata import HostLengths
@@ -362,8 +362,7 @@ BACKEND = Backend(
         min_compute_capability=(8, 0),
         head_dims=(64, 128, 256),
         different_head_dim_v=False,
-        alibi=False,
-        chunked=False,
+        features=COMMON_FEATURES - {"alibi", "chunked"},
         planning=Planning.EVERY_STEP,
     ),
     ops=attention_op("torchpaged_flashinfer", _attend, handle="Tensor?"),

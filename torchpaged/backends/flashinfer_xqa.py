@@ -22,7 +22,7 @@ from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.flashinfer_package import PACKAGE, load, unavailable
 from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.session import Session
-from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
@@ -137,10 +137,7 @@ BACKEND = Backend(
         head_dims=(64, 128, 256),
         block_sizes=(16, 32, 64, 128),
         different_head_dim_v=False,
-        logits_soft_cap=False,
-        alibi=False,
-        chunked=False,
-        lse=False,
+        features=COMMON_FEATURES - {"logits_soft_cap", "alibi", "chunked", "lse"},
         finite_pools=True,
         max_query_len=1,
     ),

@@ -370,7 +370,7 @@ class FlexCapabilities(Capabilities):
         if (
             spec.device.type == "cpu"
             and variables.get("TORCHPAGED_FLEX_COMPILER") == "inductor"
-            and (spec.lse or spec.sinks)
+            and not spec.uses.isdisjoint({"lse", "sinks"})
         ):
             reasons.append("lse and sinks: torch's compiled FlexAttention returns no log-sum-exp on a CPU")
         if spec.device.type == "cpu" and spec.batch_invariant and self.batch_invariant:

@@ -60,13 +60,16 @@ def attention_op(namespace: str, kernel: Callable[..., None], **further: str) ->
             return
         kernel(call, **kept)
 
+    def fake(*tensors: Any, **options: Any) -> None:
+        FAKES["paged_attention"](*tensors, **{k: x for k, x in options.items() if k not in further})
+
     contract = SCHEMAS["paged_attention"]
     assert _SEMAPHORE in contract, "the contract has changed"
     schema = contract.replace(_SEMAPHORE, "".join(f", {kind} {name}=None" for name, kind in further.items()))
     library = _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
     library.define("paged_attention" + schema, tags=_TAGS)
     library.impl("paged_attention", launch, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{namespace}::paged_attention", FAKES["paged_attention"], lib=library)
+    torch.library.register_fake(f"{namespace}::paged_attention", fake, lib=library)
     return {"paged_attention": getattr(torch.ops, namespace).paged_attention.default}
 
 

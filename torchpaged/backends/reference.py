@@ -6,7 +6,7 @@ import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.spec import GraphSupport
+from torchpaged.backends.spec import FEATURES, GraphSupport
 from torchpaged.custom_ops import BACKEND_OPS
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -19,9 +19,7 @@ BACKEND = Backend(
         kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
         graph_support=GraphSupport.NEVER,  # it reads lengths on the host
         batch_invariant=True,  # one request after the other, in tensors of its own
-        tree_mask=True,
-        latent=True,
-        fp8_queries=True,
+        features=frozenset(FEATURES),
     ),
     ops=BACKEND_OPS["reference"],
     unavailable=lambda: None,

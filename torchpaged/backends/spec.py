@@ -8,7 +8,7 @@ uses and a backend lacks meet in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -24,6 +24,33 @@ from torchpaged.custom_ops.errors import ArgumentError
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 #: ``mask_mod(request, head, query_position, key_position)``: whether the query sees the key.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+#: What an attention may use and a backend may lack, by the names that messages have for it: keys after the
+#: query, a window, a cap, and so on; ``latent``: it is ``mla_attention``; ``fp8_queries``: queries of
+#: float8_e4m3fn.
+FEATURES = (
+    "bidirectional",
+    "window",
+    "logits_soft_cap",
+    "alibi",
+    "sinks",
+    "chunked",
+    "lse",
+    "tree_mask",
+    "latent",
+    "fp8_queries",
+)
+#: Those that a backend has unless its `Capabilities` say otherwise.
+COMMON_FEATURES = frozenset(FEATURES) - {"tree_mask", "latent", "fp8_queries"}
+#: Features that an argument of an attention is by being given, by the argument's name.
+GIVEN = {
+    "alibi_slopes": "alibi",
+    "sinks": "sinks",
+    "lse": "lse",
+    "tree_mask": "tree_mask",
+    "latent": "latent",
+    "fp8_queries": "fp8_queries",
+}
 
 
 class GraphSupport(IntEnum):
@@ -45,7 +72,7 @@ class AttentionSpec:
 
     Attributes:
         device: where it runs.
-        dtype: of queries and outputs; of outputs alone with ``fp8_queries``.
+        dtype: of queries and outputs; of outputs alone with "fp8_queries".
         head_dim, head_dim_v: width of keys and of values (None = ``head_dim``).
         num_heads, num_kv_heads: query and kv heads.
         block_size: tokens per block; None = not known yet, the cache that comes says it.
@@ -55,16 +82,17 @@ class AttentionSpec:
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; 0 = off.
         chunk_size: keys of the query's own chunk of that many positions only; 0 = off.
         scale: softmax scale; None = ``head_dim ** -0.5``.
-        alibi, sinks, lse, tree_mask: features it uses.
-        latent: it is ``mla_attention``, over one latent of ``head_dim`` numbers per token, the first
-            ``head_dim_v`` of which are the value.
+        uses: those of `FEATURES` that are no value here, the names in `GIVEN`. With "latent" it attends to
+            one latent of ``head_dim`` numbers per token, the first ``head_dim_v`` of which are the value.
         graphs: the least graph support it needs.
         score_mod, mask_mod: functions that change scores and hide keys, as `ScoreMod` and `MaskMod`; None =
             none. Specs with the same functions are equal.
-        batch_invariant: a request must get the same bits whoever is in the batch with it.
+        batch_invariant: a request's bits must not depend on the others in the batch.
         max_query_len: the most query tokens of a request; None = any number.
         deterministic: whether equal calls must give equal bits.
-        fp8_queries: queries are float8_e4m3fn.
+
+    Raises:
+        ValueError: a name in ``uses`` that is not in `GIVEN`.
     """
 
     device: torch.device
@@ -78,35 +106,52 @@ class AttentionSpec:
     causal: bool = True
     window_size: tuple[int, int] = (-1, -1)
     logits_soft_cap: float = 0.0
-    alibi: bool = False
-    sinks: bool = False
     chunk_size: int = 0
-    lse: bool = False
+    uses: frozenset[str] = frozenset()
     graphs: GraphSupport = GraphSupport.NEVER
     scale: float | None = None
     score_mod: ScoreMod | None = None
     mask_mod: MaskMod | None = None
     batch_invariant: bool = False
-    tree_mask: bool = False
     max_query_len: int | None = None
     deterministic: bool = False
-    latent: bool = False
-    fp8_queries: bool = False
+
+    def __post_init__(self) -> None:
+        require_known("uses", self.uses, GIVEN.values())
 
     @property
-    def window(self) -> bool:
-        """Whether keys are hidden by their distance."""
-        return self.window_size != (-1, -1)
-
-    @property
-    def chunked(self) -> bool:
-        """Whether keys are hidden by chunks."""
-        return self.chunk_size > 0
+    def features(self) -> list[str]:
+        """Which of `FEATURES` it uses."""
+        return features_used(self.uses, self.causal, self.window_size, self.logits_soft_cap, self.chunk_size)
 
     @property
     def mods(self) -> bool:
         """Whether functions of the user's change scores or hide keys."""
         return self.score_mod is not None or self.mask_mod is not None
+
+
+def features_used(
+    uses: Collection[str],
+    causal: bool,
+    window_size: tuple[int, int],
+    logits_soft_cap: float,
+    chunk_size: int,
+) -> list[str]:
+    """`AttentionSpec.features`, where sizes may be symbols and there is no spec: in a trace."""
+    of_values = {
+        "bidirectional": not causal,
+        "window": window_size != (-1, -1),
+        "logits_soft_cap": logits_soft_cap != 0,
+        "chunked": chunk_size > 0,
+    }
+    return [name for name in FEATURES if name in uses or of_values.get(name, False)]
+
+
+def require_known(argument: str, names: Collection[str], known: Collection[str]) -> None:
+    """Refuse names of features that are not in ``known``; raises ValueError."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"{argument}: expected names of {', '.join(known)}, got {', '.join(unknown)}")
 
 
 def attention_spec(
@@ -119,39 +164,30 @@ def attention_spec(
     head_dim_v: int | None = None,
     block_size: int | None = None,
     kv_dtype: torch.dtype | None = None,
-    causal: bool = True,
     window_size: tuple[int, int] = (-1, -1),
     logits_soft_cap: float | None = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
     chunk_size: int | None = None,
-    lse: bool = False,
     scale: float | None = None,
-    score_mod: ScoreMod | None = None,
-    mask_mod: MaskMod | None = None,
-    batch_invariant: bool = False,
-    tree_mask: Any = None,
-    latent: bool = False,
-    fp8_queries: bool = False,
+    **options: Any,
 ) -> AttentionSpec:
     """The spec of a layer that attends with these arguments.
 
     Args:
-        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype, causal, lse,
-            latent, fp8_queries: as in `AttentionSpec`.
+        device, dtype, num_heads, num_kv_heads, head_dim, head_dim_v, block_size, kv_dtype: as in
+            `AttentionSpec`.
         window_size: ``(left, right)``; -1 = open.
         logits_soft_cap, chunk_size: None or 0 = off.
-        alibi_slopes, sinks, tree_mask: None = off; anything else counts as given.
         scale: None = ``head_dim ** -0.5``.
-        score_mod, mask_mod: functions as `ScoreMod` and `MaskMod`; None = none.
-        batch_invariant: as in `AttentionSpec`.
+        options: names in `GIVEN`, such as ``sinks``: None or False = off, anything else counts as given; and
+            other fields of `AttentionSpec`, such as ``causal``.
 
     Raises:
         ArgumentError: a ``score_mod`` or ``mask_mod`` that can't be called, or no heads or columns.
     """
-    check_mods(score_mod, mask_mod)
+    check_mods(options.get("score_mod"), options.get("mask_mod"))
     if min(num_heads, num_kv_heads, head_dim) < 1:
         check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    given = {name: options.pop(name) for name in GIVEN if name in options}
     return AttentionSpec(
         device=device,
         dtype=dtype,
@@ -161,20 +197,12 @@ def attention_spec(
         block_size=block_size,
         head_dim_v=head_dim if head_dim_v is None else head_dim_v,
         kv_dtype=dtype if kv_dtype is None else kv_dtype,
-        causal=causal,
         window_size=(window_size[0], window_size[1]),
         logits_soft_cap=float(logits_soft_cap or 0.0),
-        alibi=alibi_slopes is not None,
-        sinks=sinks is not None,
         chunk_size=chunk_size or 0,
-        lse=lse,
         scale=head_dim**-0.5 if scale is None else float(scale),
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        batch_invariant=bool(batch_invariant),
-        tree_mask=tree_mask is not None,
-        latent=latent,
-        fp8_queries=fp8_queries,
+        uses=frozenset(GIVEN[name] for name, x in given.items() if x is not None and x is not False),
+        **options,
     )
 
 

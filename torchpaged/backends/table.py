@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from torchpaged.backends.capabilities import FEATURES, Capabilities
+from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.choose.names import ALIASES, get_backend, list_backends
+from torchpaged.backends.spec import FEATURES
 
 _SHORT = {
     torch.float64: "fp64",
@@ -47,7 +48,8 @@ def declared(name: str) -> dict[str, Any]:
         "batch_invariant": can.batch_invariant,
         "other_names": [alias for alias, own in ALIASES.items() if own == name],
     }
-    return row | {feature: getattr(can, feature) for feature in (*FEATURES, "different_head_dim_v")}
+    has = {feature: feature in can.features for feature in FEATURES}
+    return row | has | {"different_head_dim_v": can.different_head_dim_v}
 
 
 def capability_tables(names: Sequence[str] | None = None) -> str:
@@ -66,7 +68,7 @@ def capability_tables(names: Sequence[str] | None = None) -> str:
         plan = can.planning.name.lower().replace("_", " ")
         graphs = can.graph_support.name.lower().replace("_", " ")
         where.append((f"`{name}`", _device(can), dtypes, cached, _widths(can), graphs, plan))
-        has = [getattr(can, feature) for feature in (*FEATURES, "mods", "batch_invariant")]
+        has = [*(feature in can.features for feature in FEATURES), can.mods, can.batch_invariant]
         what.append(
             (f"`{name}`", *("yes" if one else "–" for one in has), "any" if can.different_head_dim_v else "=")
         )

@@ -20,7 +20,7 @@ from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
-from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
@@ -100,11 +100,7 @@ BACKEND = Backend(
         min_compute_capability=(9, 0),
         max_head_dim=256,
         different_head_dim_v=False,
-        logits_soft_cap=False,
-        alibi=False,
-        sinks=False,
-        chunked=False,
-        lse=False,
+        features=COMMON_FEATURES - {"logits_soft_cap", "alibi", "sinks", "chunked", "lse"},
     ),
     ops=attention_op("torchpaged_varlen", _attend),
     unavailable=unavailable,

@@ -6,9 +6,11 @@ import them.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -25,8 +27,8 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
     ) from None
 
 from torchpaged.backends import (
-    AttentionSpec,
     GraphSupport,
+    attention_spec,
     get_backend,
     list_backends,
     ranking,
@@ -213,7 +215,37 @@ def generate(
     raise typer.Exit(run(settings))
 
 
+#: Options of `backends` for what an attention uses: the option, what `attention_spec` is given for it, help.
+_FEATURES: tuple[tuple[str, str, Any, str], ...] = (
+    ("window", "window_size", (128, -1), "sliding window"),
+    ("soft_cap", "logits_soft_cap", 1.0, "logits soft cap"),
+    ("alibi", "alibi_slopes", True, "ALiBi"),
+    ("sinks", "sinks", True, "attention sinks"),
+    ("chunked", "chunk_size", 128, "attention within chunks of positions"),
+    ("bidirectional", "causal", False, "attention without causality"),
+    ("lse", "lse", True, "the log-sum-exp is returned, too"),
+    ("tree", "tree_mask", True, "query tokens that see some of their request's, not all"),
+    ("latent", "latent", True, "mla_attention: latents of head_dim numbers, the first head_dim_v the values"),
+    ("batch_invariant", "batch_invariant", True, "a request's bits don't depend on the others in the batch"),
+    ("fp8_queries", "fp8_queries", True, "queries of e4m3; --dtype is the output's alone"),
+)
+
+
+def _with_features(command: Callable[..., None]) -> Callable[..., None]:
+    """``command(..., **features)`` with an option for each of `_FEATURES`, off unless it is given."""
+    signature = inspect.signature(command, eval_str=True)
+    kept = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        inspect.Parameter(name, kind, default=False, annotation=Annotated[bool, typer.Option(help=words)])
+        for name, _, _, words in _FEATURES
+    ]
+    command.__signature__ = signature.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
+    return command
+
+
 @app.command()
+@_with_features
 def backends(
     head_dim: Annotated[int, typer.Option(help="width of queries and keys", min=1)] = 128,
     head_dim_v: Annotated[int, typer.Option(help="width of values; 0: head_dim", min=0)] = 0,
@@ -222,25 +254,6 @@ def backends(
     dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32")] = "bf16",
     kv_dtype: Annotated[str, typer.Option(help="of the cache; default: dtype")] = "",
     block_size: Annotated[int, typer.Option(help="tokens per block", min=1)] = 16,
-    window: Annotated[bool, typer.Option(help="sliding window")] = False,
-    soft_cap: Annotated[bool, typer.Option(help="logits soft cap")] = False,
-    alibi: Annotated[bool, typer.Option(help="ALiBi")] = False,
-    sinks: Annotated[bool, typer.Option(help="attention sinks")] = False,
-    chunked: Annotated[bool, typer.Option(help="attention within chunks of positions")] = False,
-    bidirectional: Annotated[bool, typer.Option(help="attention without causality")] = False,
-    lse: Annotated[bool, typer.Option(help="the log-sum-exp is returned, too")] = False,
-    tree: Annotated[
-        bool, typer.Option(help="query tokens that see some of their request's, not all")
-    ] = False,
-    latent: Annotated[
-        bool, typer.Option(help="mla_attention: latents of head_dim numbers, the first head_dim_v the values")
-    ] = False,
-    batch_invariant: Annotated[
-        bool, typer.Option(help="a request gets the same bits in any company")
-    ] = False,
-    fp8_queries: Annotated[
-        bool, typer.Option("--fp8-queries", help="queries of e4m3; --dtype is the output's alone")
-    ] = False,
     query_len: Annotated[int, typer.Option(help="query tokens of a request at most; 0: any", min=0)] = 0,
     deterministic: Annotated[bool, typer.Option(help="equal calls must give equal bits")] = False,
     graphs: Annotated[
@@ -256,6 +269,7 @@ def backends(
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="print what they declare, in Markdown")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    **features: bool,
 ) -> None:
     """Which backends can run an attention here, and every reason why the others can't."""
     if num_heads % num_kv_heads:
@@ -266,7 +280,7 @@ def backends(
     if graphs.upper() not in GraphSupport.__members__:
         known = ", ".join(level.name.lower() for level in GraphSupport)
         raise typer.BadParameter(f"expected one of {known}, got {graphs!r}", param_hint="--graphs")
-    spec = AttentionSpec(
+    spec = attention_spec(
         device=device_named(device),
         dtype=_dtype(dtype, "--dtype", of_caches=True),
         head_dim=head_dim,
@@ -275,20 +289,10 @@ def backends(
         block_size=block_size,
         head_dim_v=head_dim_v or None,
         kv_dtype=_dtype(kv_dtype, "--kv-dtype", of_caches=True) if kv_dtype else None,
-        window_size=(128, -1) if window else (-1, -1),
-        logits_soft_cap=float(soft_cap),
-        alibi=alibi,
-        sinks=sinks,
-        chunk_size=128 if chunked else 0,
-        causal=not bidirectional,
-        lse=lse,
-        tree_mask=tree,
-        latent=latent,
-        batch_invariant=batch_invariant,
-        fp8_queries=fp8_queries,
         max_query_len=query_len or None,
         deterministic=deterministic,
         graphs=GraphSupport[graphs.upper()],
+        **{name: value for option, name, value, _ in _FEATURES if features[option]},
     )
     if table or platforms:
         print(capability_tables() if table else platform_table(), end="")

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import attention_spec
 from torchpaged.backends.choose.for_call import choose_ops
-from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
-from torchpaged.custom_ops.checks import reads_values, refuse_grad
+from torchpaged.backends.choose.kind import Kind
+from torchpaged.custom_ops.attention.check import check_paged_attention
+from torchpaged.custom_ops.checks import check_sizes, reads_values, refuse_grad
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.functional import paged_attention
+from torchpaged.functional.arguments import attention_call
 
 
 @dataclass
@@ -68,29 +68,12 @@ class PackedCall:
 
     def check(self, out: Tensor | None, return_lse: bool) -> None:
         """Refuse now what `run` would refuse: before something is stored."""
-        options = {**self.options}
-        check_options(
-            options["scale"], options["window_size"], options["logits_soft_cap"], options.get("chunk_size")
-        )
+        check_sizes(num_heads=self.q.shape[1])
         q, width = self.q, self.v_cache.shape[3]
         if self.q.dtype in FP8:
             q = self.q.to(torch.bfloat16)
-        refuse_grad(q=q, sinks=options["sinks"], alibi_slopes=options["alibi_slopes"])
-        of_pools = {"k_scale": options.pop("k_scale"), "v_scale": options.pop("v_scale")}
-        spec = attention_spec(
-            device=q.device,
-            dtype=q.dtype,
-            num_heads=q.shape[1],
-            num_kv_heads=self.k_cache.shape[2],
-            head_dim=q.shape[2],
-            head_dim_v=width,
-            block_size=self.k_cache.shape[1],
-            kv_dtype=self.k_cache.dtype,
-            lse=return_lse,
-            **options,
-        )
-        scale, (left, right) = options.pop("scale"), options.pop("window_size")
-        call = AttentionCall.of(
+        refuse_grad(q=q, sinks=self.options["sinks"], alibi_slopes=self.options["alibi_slopes"])
+        call = attention_call(
             q,
             self.k_cache,
             self.v_cache,
@@ -98,15 +81,12 @@ class PackedCall:
             self.seq_lens,
             self.query_start_loc,
             q.new_empty(*q.shape[:2], width) if out is None else out,
+            q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
             max_query_len=self.max_query_len,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            window_left=left,
-            window_right=right,
-            **options,
-            **of_pools,
+            **self.options,
         )
         check_paged_attention(call)
-        choose_ops(q.device, spec)
+        choose_ops(q.device, Kind.of(call))
 
     def _descaled_queries(self) -> Tensor:
         q = self.q.to(torch.bfloat16) if self.q.dtype in FP8 else self.q

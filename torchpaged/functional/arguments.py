@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.check import check_options
 from torchpaged.custom_ops.checks import check_device, check_dtype
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FP8, check_scale
@@ -18,25 +19,43 @@ def given(**tensors: Tensor | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def traced_sizes(x: Tensor, k_cache: Tensor, v: Tensor, out: Tensor | None = None) -> tuple[Any, ...]:
-    """In a trace, the first fields of `TracedAttention` for queries like ``x`` with results like ``out``, or
-    for the keys ``x`` that are written, and values like ``v``; sizes are made constants."""
-    sizes = (x.shape[1], k_cache.shape[2], x.shape[2], v.shape[-1], k_cache.shape[1])
-    dtype = x.dtype if out is None else out.dtype
-    return (dtype, k_cache.dtype, *(operator.index(size) for size in sizes))
+def attention_call(
+    *tensors: Any,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    logits_soft_cap: float | None = None,
+    chunk_size: int | None = None,
+    **options: Any,
+) -> AttentionCall:
+    """The record of a call in a public function's words.
+
+    Args:
+        tensors: those up to ``lse`` in `AttentionCall`.
+        scale: None: ``head_dim ** -0.5``.
+        window_size: ``(left, right)``.
+        logits_soft_cap, chunk_size: None: off.
+        options: the record's others.
+
+    Raises:
+        ArgumentError: options that are no numbers, or out of range; eagerly.
+    """
+    if not torch.compiler.is_compiling():
+        window_size = check_options(scale, window_size, logits_soft_cap, chunk_size)
+    if scale is None:
+        scale = max(tensors[0].shape[-1], 1) ** -0.5
+    options["scale"], (options["window_left"], options["window_right"]) = scale, window_size
+    options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
+    options["chunk_size"] = 0 if chunk_size is None else chunk_size
+    return AttentionCall(*tensors, **options)
 
 
-def scale_of_products(
-    q: Tensor, q_scale: Tensor | None, num_kv_heads: int, k_scale: Tensor | None
-) -> Tensor | None:
-    """What the ops take as ``k_scale``: with a scale of fp8 queries the product of both.
+def scale_of_products(q: Tensor, q_scale: Tensor, num_kv_heads: int, k_scale: Tensor | None) -> Tensor:
+    """What the ops take as ``k_scale`` with a scale of fp8 queries: the product of both.
 
     Raises:
         ArgumentError: a scale of queries that are not fp8, or a scale whose shape, dtype, device or numbers
             ``k_scale`` can't have.
     """
-    if q_scale is None:
-        return k_scale
     if q.dtype not in FP8:
         raise ArgumentError(
             "q_scale", f"None for queries of {q.dtype}", "a tensor", "scales belong to fp8 queries"

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchpaged.backends import attention_spec
-from torchpaged.backends.choose.for_call import OneCall, able_backend, choose_ops, planned_once, traced_ops
-from torchpaged.custom_ops import BACKEND_OPS, BackendOps, check_native_dtype
+from torchpaged.backends.choose.for_call import OneCall, Serving, choose_ops, planned_once, serving
+from torchpaged.backends.choose.kind import Kind
+from torchpaged.custom_ops import BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
+from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FP8
-from torchpaged.functional.arguments import given, scale_of_products, traced_sizes
-
-_DEFAULT = BACKEND_OPS["default"]
+from torchpaged.custom_ops.registry import checks_arguments
+from torchpaged.functional.arguments import attention_call, given, scale_of_products
 
 
 def paged_attention(
@@ -102,52 +101,25 @@ def paged_attention(
     switch("batch_invariant", batch_invariant)
     if batch_invariant:
         _require_own_session(workspace)
+    optional = given(
+        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, tree_mask=tree_mask
+    )
     if not torch.compiler.is_compiling():
-        if not isinstance(kept, Mapping):
-            raise ArgumentError(
-                "workspace",
-                "tensors by argument name",
-                type(workspace).__name__,
-                "pass session.workspace(spec)",
-            )
-        if ops is not None and not isinstance(ops, BackendOps):
-            raise ArgumentError(
-                "ops",
-                "handles of a backend's ops",
-                repr(ops),
-                "pass BACKEND_OPS[name], or choose by use_backend(name)",
-            )
-        if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
-            raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
-        switch("causal", causal)
-        switch("return_lse", return_lse)
-        check_options(scale, window_size, logits_soft_cap, chunk_size)
-        check_tensors(
-            q=q,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            block_table=block_table,
-            seq_lens=seq_lens,
-            query_start_loc=query_start_loc,
-            **given(alibi_slopes=alibi_slopes, sinks=sinks, q_scale=q_scale, k_scale=k_scale),
-            **given(v_scale=v_scale, out=out, tree_mask=tree_mask),
-            **kept,
-        )
+        _check_arguments(ops, workspace, max_query_len, causal, return_lse)
+        batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+        further = {**optional, **given(q_scale=q_scale, out=out), **kept}
+        check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **batch, **further)
         # of these the outputs take their shape
         for name, tensor, dims in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
             if tensor.dim() != dims:
                 raise ArgumentError(name, f"{dims} dimensions", str(list(tensor.shape)))
-    fp8_queries = q.dtype in FP8
     if out is None:
-        dtype = torch.bfloat16 if fp8_queries else q.dtype
+        dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3], dtype=dtype)
-    k_scale = scale_of_products(q, q_scale, k_cache.shape[2], k_scale)
-    lse = q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None
-    scale = max(q.shape[-1], 1) ** -0.5 if scale is None else scale
-    soft_cap = 0.0 if logits_soft_cap is None else logits_soft_cap
-    chunk = 0 if chunk_size is None else chunk_size
+    if q_scale is not None:
+        optional["k_scale"] = scale_of_products(q, q_scale, k_cache.shape[2], k_scale)
     refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, alibi_slopes=alibi_slopes)
-    call = AttentionCall(
+    call = attention_call(
         q,
         k_cache,
         v_cache,
@@ -155,84 +127,78 @@ def paged_attention(
         seq_lens,
         query_start_loc,
         out,
-        lse,
+        q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32) if return_lse else None,
         max_query_len=max_query_len,
         scale=scale,
         causal=causal,
-        window_left=window_size[0],
-        window_right=window_size[1],
-        logits_soft_cap=soft_cap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        chunk_size=chunk,
-        tree_mask=tree_mask,
+        window_size=window_size,
+        logits_soft_cap=logits_soft_cap,
+        chunk_size=chunk_size,
         semaphore=kept.get("semaphore"),
+        **optional,
     )
-    if not torch.compiler.is_compiling():
-        check_paged_attention(call, fp8_queries)
-        spec = attention_spec(
-            device=q.device,
-            dtype=out.dtype,
-            num_heads=q.shape[1],
-            num_kv_heads=k_cache.shape[2],
-            head_dim=q.shape[2],
-            head_dim_v=v_cache.shape[3],
-            block_size=k_cache.shape[1],
-            kv_dtype=k_cache.dtype,
-            causal=causal,
-            window_size=window_size,
-            logits_soft_cap=logits_soft_cap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            chunk_size=chunk_size,
-            lse=return_lse,
-            scale=scale,
-            batch_invariant=batch_invariant,
-            tree_mask=tree_mask,
-            fp8_queries=fp8_queries,
-        )
-        if ops is None:
-            ops = choose_ops(q.device, spec)
-        check_native_dtype(ops.paged_attention, q=q, k_cache=k_cache)
-        if ops is not _DEFAULT or batch_invariant:
-            backend = able_backend(ops, spec)
-            if batch_invariant and backend is None:
-                raise BackendUnavailableError(
-                    "ops: handles of no backend that declares batch_invariant: a request's bits may depend "
-                    "on the others; leave ops out, or give those of one that does"
-                )
-            needs_session = batch_invariant or (backend is not None and backend.capabilities.planning)
-            if backend is not None and workspace is None and needs_session:
-                batch = OneCall(block_table, seq_lens, query_start_loc, max_query_len)
-                # a variable of this function, since it must live until the op has run
-                session = planned_once(backend, spec, batch, q.shape[0], k_cache)
-                kept = session.workspace(spec)
+    kind = Kind.of(call, batch_invariant)
+    if torch.compiler.is_compiling():
+        handles = choose_ops(q.device, kind, ops, workspace is not None)
     else:
-        window = operator.index(window_size[0]), operator.index(window_size[1])
-        has_soft_cap = False
-        if soft_cap != 0:  # a symbol perhaps, which a branch makes a constant
-            has_soft_cap = True
-        given_ones = (
-            alibi_slopes is not None,
-            sinks is not None,
-            return_lse,
-            tree_mask is not None,
-            fp8_queries,
-        )
-        features = (has_soft_cap, *given_ones)
-        attention = (
-            *traced_sizes(q, k_cache, v_cache, out),
-            causal,
-            window,
-            operator.index(chunk),
-            *features,
-        )
-        ops = traced_ops(q.device, attention, ops, workspace is not None)
+        handles, backend, spec = _checked(call, kind, ops)
+        if batch_invariant and backend is None:
+            raise BackendUnavailableError(
+                "ops: handles of no backend that declares batch_invariant: a request's bits may depend "
+                "on the others; leave ops out, or give those of one that does"
+            )
+        needs_session = batch_invariant or (backend is not None and backend.capabilities.planning)
+        if backend is not None and workspace is None and needs_session:
+            one = OneCall(block_table, seq_lens, query_start_loc, max_query_len)
+            # a variable of this function, since it must live until the op has run
+            session = planned_once(backend, spec, one, q.shape[0], k_cache)
+            kept = session.workspace(spec)
     tensors, options = call.flat()
-    ops.paged_attention(*tensors, **{**options, **kept})
-    return out if lse is None else (out, lse)
+    handles.paged_attention(*tensors, **{**options, **kept})
+    return out if call.lse is None else (out, call.lse)
+
+
+def _check_arguments(ops: Any, workspace: Any, max_query_len: Any, causal: Any, return_lse: Any) -> None:
+    """What the record and the op can't see, or take without a word."""
+    if not isinstance(workspace, (Mapping, NoneType)):
+        raise ArgumentError(
+            "workspace",
+            "tensors by argument name",
+            type(workspace).__name__,
+            "pass session.workspace(spec)",
+        )
+    if not isinstance(ops, (BackendOps, NoneType)):
+        raise ArgumentError(
+            "ops",
+            "handles of a backend's ops",
+            repr(ops),
+            "pass BACKEND_OPS[name], or choose by use_backend(name)",
+        )
+    if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
+        raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
+    switch("causal", causal)
+    switch("return_lse", return_lse)
+
+
+def _checked(call: AttentionCall, kind: Kind, ops: BackendOps | None) -> Serving:
+    """What serves an eager call, whose arguments are checked once: here, or by the op.
+
+    Raises:
+        ArgumentError: they don't fit; before any other reason.
+        BackendUnavailableError: as `choose_ops`.
+    """
+    try:
+        served = serving(call.q.device, kind, ops)
+    except (ArgumentError, BackendUnavailableError):
+        check_paged_attention(call, call.fp8_queries)
+        if ops is not None:
+            check_native_dtype(ops.paged_attention, q=call.q, k_cache=call.k_cache)
+        raise
+    plans = served.backend is not None and served.backend.capabilities.planning
+    if plans or kind.batch_invariant or not checks_arguments(served.ops.paged_attention, call.q.device):
+        check_paged_attention(call, call.fp8_queries)
+        check_native_dtype(served.ops.paged_attention, q=call.q, k_cache=call.k_cache)
+    return served
 
 
 def _require_own_session(workspace: Mapping[str, Tensor] | None) -> None:

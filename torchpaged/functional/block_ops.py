@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchpaged.backends.choose.for_call import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.checks import check_tensors
@@ -41,5 +41,5 @@ def copy_blocks(
     elif not torch.compiler.is_compiling():
         check_copy_blocks(k_cache, v_cache, block_mapping)
     if ops is None:
-        ops = traced_ops(k_cache.device) if torch.compiler.is_compiling() else choose_ops(k_cache.device)
+        ops = choose_ops(k_cache.device)
     ops.copy_blocks(k_cache, v_cache, block_mapping)

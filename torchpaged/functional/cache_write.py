@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, attention_spec
-from torchpaged.backends.choose.for_call import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import choose_ops
+from torchpaged.backends.choose.kind import Kind
 from torchpaged.custom_ops import BackendOps, check_native_dtype
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad
-from torchpaged.functional.arguments import given, traced_sizes
+from torchpaged.functional.arguments import given
 
 
 def write_kv(
@@ -58,10 +58,10 @@ def write_kv(
     refuse_grad(k=k, v=v)
     if not torch.compiler.is_compiling():
         check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-        ops = choose_ops(k.device, _written_for(k, v, k_cache)) if ops is None else ops
+    if ops is None:
+        ops = choose_ops(k.device, Kind.written(k, v, k_cache), planned=True)
+    if not torch.compiler.is_compiling():
         check_native_dtype(ops.write_kv, k=k)  # pools are of this dtype, or of fp8
-    elif ops is None:
-        ops = traced_ops(k.device, traced_sizes(k, k_cache, v), planned=True)
     ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens=are_query_tokens)
 
 
@@ -157,9 +157,8 @@ def rope_write_kv(
             k_scale=k_scale,
             v_scale=v_scale,
         )
-        ops = choose_ops(q.device, _written_for(k, v, k_cache)) if ops is None else ops
-    elif ops is None:
-        ops = traced_ops(q.device, traced_sizes(k, k_cache, v), planned=True)
+    if ops is None:
+        ops = choose_ops(q.device, Kind.written(k, v, k_cache), planned=True)
     ops.rope_write_kv(
         q,
         k,
@@ -180,18 +179,3 @@ def rope_write_kv(
         are_query_tokens=are_query_tokens,
     )
     return q_out
-
-
-def _written_for(k: Tensor, v: Tensor, k_cache: Tensor) -> AttentionSpec:
-    """The attention that reads what is written; as many query heads as kv heads, since the queries are not
-    known here."""
-    return attention_spec(
-        device=k.device,
-        dtype=k.dtype,
-        num_heads=k.shape[1],
-        num_kv_heads=k.shape[1],
-        head_dim=k.shape[2],
-        head_dim_v=v.shape[2],
-        block_size=k_cache.shape[1],
-        kv_dtype=k_cache.dtype,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.backends.choose.for_call import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.custom_ops import BackendOps, check_native_dtype
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad
@@ -36,9 +36,8 @@ def merge_attn_states(
     refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if not torch.compiler.is_compiling():
         check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
-        ops = choose_ops(out_a.device) if ops is None else ops
+    ops = choose_ops(out_a.device) if ops is None else ops
+    if not torch.compiler.is_compiling():
         check_native_dtype(ops.merge_attn_states, out_a=out_a)
-    elif ops is None:
-        ops = traced_ops(out_a.device)
     ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
     return out, lse

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.backends.choose.for_call import choose_ops, traced_ops
+from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import check_tensors
 from torchpaged.custom_ops.step_end.check import check_advance_step
@@ -60,9 +60,7 @@ def advance_step(
             slot_mapping,
             block_size=block_size,
         )
-        ops = choose_ops(seq_lens.device) if ops is None else ops
-    elif ops is None:
-        ops = traced_ops(seq_lens.device)
+    ops = choose_ops(seq_lens.device) if ops is None else ops
     ops.advance_step(
         sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
     )

@@ -25,7 +25,7 @@ from torchpaged.backends import (
     attention_spec,
     select_backend,
 )
-from torchpaged.backends.capabilities import used_features
+from torchpaged.backends.spec import features_used
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.prefixes import can_read_once
@@ -189,16 +189,10 @@ class ChosenBackend:
 
     def hold_traced(self, layer: Any, call: LayerCall) -> None:
         """The same in a trace, where nothing is chosen any more."""
-        used = used_features(
-            causal=call.causal,
-            window=call.window is not None,
-            soft_cap=call.softcap or 0.0,
-            alibi=call.alibi_slopes is not None,
-            sinks=call.sinks is not None,
-            chunk_size=layer.chunk or 0,
-            lse=False,
-            latent=layer.latent,
-        )
+        given = {"alibi": call.alibi_slopes, "sinks": call.sinks, "latent": layer.latent or None}
+        uses = [name for name, value in given.items() if value is not None]
+        sides = (-1 if call.window is None else 0, -1)
+        used = features_used(uses, call.causal, sides, call.softcap or 0.0, layer.chunk or 0)
         reasons = self.capabilities.reject_kind(call.query.dtype, call.key.dtype, used)
         if reasons:
             raise BackendUnavailableError(

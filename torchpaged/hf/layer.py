@@ -245,7 +245,7 @@ class PagedLayer(CacheLayerMixin):
         batch, _, query_len, _ = call.query.shape
         metadata = self.owner.metadata_of(self, batch, query_len)
         self.hold(call)
-        if metadata.tree_mask is not None and not backend.capabilities.tree_mask:
+        if metadata.tree_mask is not None and "tree_mask" not in backend.capabilities.features:
             raise BackendUnavailableError(
                 f"backend {backend.choice.name!r} cannot run this attention: tree_mask is not supported"
             )

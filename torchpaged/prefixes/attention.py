@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Session, attention_spec
-from torchpaged.backends.choose.for_call import able_backend, choose_ops, traced_ops
+from torchpaged.backends import AttentionSpec, Session
+from torchpaged.backends.choose.for_call import choose_ops
+from torchpaged.backends.choose.kind import Kind
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import check_pools
 from torchpaged.functional import merge_attn_states, paged_attention
-from torchpaged.functional.arguments import traced_sizes
 from torchpaged.prefixes.buffers import SharedPrefixes, StepPrefixes
 
 #: Whose ``cascade_attention`` is more than two calls of their ``paged_attention`` here or its specification.
@@ -29,13 +29,14 @@ def can_read_once(spec: AttentionSpec, session: Session) -> bool:
     """Whether layers of ``spec`` may read a prefix once for its group: it looks alike to all queries of the
     group, their bits may depend on the batch, and the session's backend can do both passes, without a plan
     and without functions of its own for this spec. If not, requests are read one by one."""
-    alike = spec.causal and not spec.window and not spec.chunked and not spec.alibi
-    if not alike or spec.batch_invariant or spec.latent or spec.mods or session.plans:
+    alike = {"bidirectional", "window", "chunked", "alibi", "latent"}.isdisjoint(spec.features)
+    if not alike or spec.batch_invariant or spec.mods or session.plans:
         return False
     if "mods" in session.workspace(spec):
         return False
-    passes = replace(spec, lse=True, causal=False, sinks=False), replace(spec, lse=True)
-    return not any(session.capabilities.reject(replace(one, tree_mask=False)) for one in passes)
+    uses = (spec.uses | {"lse"}) - {"tree_mask"}
+    passes = replace(spec, uses=uses - {"sinks"}, causal=False), replace(spec, uses=uses)
+    return not any(session.capabilities.reject(one) for one in passes)
 
 
 def cascade_attention(
@@ -82,9 +83,6 @@ def cascade_attention(
     step = StepPrefixes(prefixes, *(prefixes.suffix(block_table, seq_lens) if suffix is None else suffix))
     if not torch.compiler.is_compiling():
         _check(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, step)
-    one_call = _ops_of_one_call(
-        q, k_cache, v_cache, scale=scale, logits_soft_cap=logits_soft_cap, sinks=sinks, ops=ops
-    )
     call = AttentionCall(
         q,
         k_cache,
@@ -101,6 +99,7 @@ def cascade_attention(
         k_scale=k_scale,
         v_scale=v_scale,
     )
+    one_call = _ops_of_one_call(call, ops)
     out, lse = call.out, call.lse
     if one_call is not None:
         _one_call(one_call, call, step)
@@ -128,52 +127,21 @@ def attend_with_prefixes(ops: BackendOps, call: AttentionCall, step: StepPrefixe
         ops.merge_attn_states(*_two_passes(call.q, call, step, ops), call.out)
 
 
-def _ops_of_one_call(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    scale: float | None,
-    logits_soft_cap: float | None,
-    sinks: Tensor | None,
-    ops: BackendOps | None,
-) -> BackendOps | None:
+def _ops_of_one_call(call: AttentionCall, ops: BackendOps | None) -> BackendOps | None:
     """The handles whose op ``cascade_attention`` serves a call, or None: two passes do.
 
     Args:
-        q, k_cache, v_cache, scale, logits_soft_cap, sinks: as in `torchpaged.paged_attention`.
+        call: the whole one.
         ops: held to what their backend declares; None: those that every other door would choose.
 
     Raises:
         BackendUnavailableError: as `torchpaged.paged_attention`.
     """
-    if torch.compiler.is_compiling():
-        has_soft_cap = False
-        if logits_soft_cap:  # a symbol perhaps, which a branch makes a constant
-            has_soft_cap = True
-        features = (has_soft_cap, False, sinks is not None, True, False)
-        attention = (*traced_sizes(q, k_cache, v_cache), True, (-1, -1), 0, *features)
-        ops = traced_ops(q.device, attention, ops, False)
-    else:
-        spec = attention_spec(
-            device=q.device,
-            dtype=q.dtype,
-            num_heads=q.shape[1],
-            num_kv_heads=k_cache.shape[2],
-            head_dim=q.shape[2],
-            head_dim_v=v_cache.shape[3],
-            block_size=k_cache.shape[1],
-            kv_dtype=k_cache.dtype,
-            sinks=sinks,
-            lse=True,
-            logits_soft_cap=logits_soft_cap,
-            scale=scale,
-        )
-        if ops is None:
-            ops = choose_ops(q.device, spec)
-        elif ops is not BACKEND_OPS["default"]:
-            able_backend(ops, spec)
-    return ops if _has_op(ops, q.device) else None
+    kind = Kind.of(call)
+    if call.lse is None:  # two passes need it of each other
+        kind = kind._replace(given=(*kind.given, "lse"))
+    found = choose_ops(call.q.device, kind, ops)
+    return found if _has_op(found, call.q.device) else None
 
 
 def _has_op(ops: BackendOps, device: torch.device) -> bool:

@@ -194,7 +194,9 @@ def _batch(
 
 
 def _spec(batch: Batch, backend: Backend, options: dict[str, Any], declared: bool) -> AttentionSpec:
-    return replace(spec_of_call(batch, backend.capabilities.lse, options), batch_invariant=declared)
+    return replace(
+        spec_of_call(batch, "lse" in backend.capabilities.features, options), batch_invariant=declared
+    )
 
 
 def _attend(
@@ -215,7 +217,7 @@ def _attend(
         dtype=batch.q.dtype,
         device=batch.q.device,
     )
-    lse = torch.full(out.shape[:2], float("nan"), device=out.device) if spec.lse else None
+    lse = torch.full(out.shape[:2], float("nan"), device=out.device) if "lse" in spec.uses else None
     session.ops.paged_attention(
         batch.q,
         batch.k_cache,

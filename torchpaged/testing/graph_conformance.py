@@ -119,8 +119,9 @@ class _Static:
             window_size=(case.options.get("window_left", -1), -1),
         )
         spec = replace(spec, max_query_len=longest)
-        if backend.capabilities.reject(spec) and not backend.capabilities.reject(replace(spec, lse=False)):
-            spec, self.lse = replace(spec, lse=False), None
+        alone = replace(spec, uses=spec.uses - {"lse"})
+        if backend.capabilities.reject(spec) and not backend.capabilities.reject(alone):
+            spec, self.lse = alone, None
         self.finite = backend.capabilities.finite_pools
         self.spec, limits = spec, Limits(len(self.lens), self.q.shape[0], width, 2 * blocks, block_size)
         self.limits = limits

@@ -305,6 +305,7 @@ def _capabilities(decode: Backend, prefill: Backend) -> RouteCapabilities:
     values: dict[str, Any] = {}
     for name in ("device_types", "dtypes", "kv_dtypes"):
         values[name] = tuple(one for one in getattr(a, name) if one in getattr(b, name))
+    values["features"] = a.features & b.features
     for name in ("head_dims", "block_sizes"):
         lists = [set(given) for given in (getattr(a, name), getattr(b, name)) if given is not None]
         values[name] = tuple(sorted(set.intersection(*lists))) if lists else None

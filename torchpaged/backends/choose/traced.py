@@ -1,70 +1,40 @@
 """The choice of a backend for a call that is being traced: what `select_backend` would choose, or refuse.
 
-The compiled code keeps what was chosen. Constants alone can be asked of in a trace: sizes become constants
-by that, which they are in any model; numbers that an attention is given, such as its scale, need not be.
-Imported in a trace alone: `torch.compiler.assume_constant_result` imports torch's compiler.
+The compiled code keeps what was chosen. Constants alone can be asked of in a trace, see `Kind`. Imported in a
+trace alone: `torch.compiler.assume_constant_result` imports torch's compiler.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Planning
+from torchpaged.backends.choose.kind import Kind
 from torchpaged.backends.choose.names import backends_with, requested, requested_name
 from torchpaged.backends.choose.select import select_backend
-from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
-class TracedAttention(NamedTuple):
-    """An attention as far as constants of a trace tell: `AttentionSpec` with the cap as a yes or no, and no
-    scale."""
-
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    head_dim_v: int
-    block_size: int
-    causal: bool = True
-    window_size: tuple[int, int] = (-1, -1)
-    chunk_size: int = 0
-    has_soft_cap: bool = False
-    alibi: bool = False
-    sinks: bool = False
-    lse: bool = False
-    tree_mask: bool = False
-    fp8_queries: bool = False
-
-    def spec(self, device: torch.device) -> AttentionSpec:
-        """The spec; a cap that is on is 1 in it."""
-        same = self._asdict()
-        soft_cap = float(same.pop("has_soft_cap"))
-        return AttentionSpec(device=device, logits_soft_cap=soft_cap, **same)
-
-
 @torch.compiler.assume_constant_result
-def traced_name(device: torch.device, attention: tuple[Any, ...] | None, planned: bool) -> str:
+def traced_name(device: torch.device, kind: tuple[Any, ...] | None, planned: bool) -> str:
     """The name of the backend to run, or "default" where the device's own kernels are what was chosen.
 
     Args:
         device: where the call runs.
-        attention: the fields of a `TracedAttention`, as a plain tuple, since not every Dynamo gives a named
-            one back; None: an op that no attention's features bear on.
+        kind: the fields of a `Kind`; None: an op that no attention's features bear on.
         planned: whether a session's workspace is given, or nothing needs a plan.
 
     Raises:
         BackendUnavailableError: the backend that was asked for can't run this, or none can, or the one that
             was chosen plans each batch, which a trace can't; with all reasons.
     """
-    if attention is None or device.type == "meta":
+    if kind is None or device.type == "meta":
         return requested_name(device.type)
-    choice = select_backend(TracedAttention(*attention).spec(device))
+    choice = select_backend(Kind(*kind).spec(device))
     if not planned:
         _require_no_plan(choice.backend)
     by_name = requested(None)[0] != "auto"
@@ -73,8 +43,8 @@ def traced_name(device: torch.device, attention: tuple[Any, ...] | None, planned
 
 
 @torch.compiler.assume_constant_result
-def refuse_traced(ops: BackendOps, device: torch.device, attention: tuple[Any, ...], planned: bool) -> bool:
-    """Refuse handles that were given where every backend that has them declares not to run ``attention``.
+def refuse_traced(ops: BackendOps, device: torch.device, kind: tuple[Any, ...], planned: bool) -> bool:
+    """Refuse handles that were given where every backend that has them declares not to run such a call.
 
     Equal handles count, since a trace does not tell the same object from an equal one.
 
@@ -82,7 +52,7 @@ def refuse_traced(ops: BackendOps, device: torch.device, attention: tuple[Any, .
         BackendUnavailableError: with the reasons of each.
     """
     backends = backends_with(ops)
-    spec = TracedAttention(*attention).spec(device)
+    spec = Kind(*kind).spec(device)
     reasons = {backend.name: backend.capabilities.reject(spec) for backend in backends}
     if device.type == "meta" or not backends:
         return True

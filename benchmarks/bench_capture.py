@@ -32,10 +32,10 @@ from decode_step.options import BLOCK_SIZE, DTYPES
 from torchpaged.bench import conditions
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.packed_steps import PackedSteps
-from torchpaged.engine.prefill_graphs import MAX_NUM_REQS, PrefillGraphs
 from torchpaged.engine.sequence import Sequence
-from torchpaged.engine.text import TextStream
+from torchpaged.engine.step_graphs import MAX_NUM_REQS, PrefillGraphs
 from torchpaged.graphs import bucket_table, default_prefill_buckets
 from torchpaged.hf import PagedModel, fuse
 

@@ -22,9 +22,9 @@ from decode_step.gate import STEPS, Reference, verdict
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import RowState, WholeStepRunner
+from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.sequence import Sequence as Request
-from torchpaged.engine.text import TextStream
 from torchpaged.graphs import DecodeGraphRunner
 from torchpaged.metadata import AttentionMetadata
 

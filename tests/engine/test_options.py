@@ -14,7 +14,7 @@ from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelE
 from torchpaged.backends import AttentionSpec, select_backend
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.options import decide_compile, decide_graphs
-from torchpaged.engine.stats import GeneratorStats
+from torchpaged.engine.outputs import GeneratorStats
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import torchpaged.hf as hf  # noqa: E402

@@ -80,7 +80,7 @@ def test_tokens_equal_the_engine_without_graphs(
 
 
 def test_more_requests_than_a_graph_takes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchpaged.engine.prefill_graphs.MAX_NUM_REQS", 2)
+    monkeypatch.setattr("torchpaged.engine.step_graphs.MAX_NUM_REQS", 2)
     prompts, params = [[8 + i, 9] for i in range(4)], SamplingParams(max_new_tokens=5)
     want = [
         o.token_ids for o in generator(model, graphs=False, prefill_buckets=None).generate(prompts, params)

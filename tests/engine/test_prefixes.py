@@ -12,9 +12,9 @@ import torch
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.cache import BlockPool
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Sequence
-from torchpaged.engine.text import TextStream
 from torchpaged.prefixes import CascadeCosts, PrefixTree
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

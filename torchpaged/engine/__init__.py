@@ -8,9 +8,8 @@ outputs = generator.generate(["The capital of France is"], SamplingParams(max_ne
 from torchpaged.engine.generate_call import accelerate, unaccelerate
 from torchpaged.engine.generator import Generator
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TokenEvent
 from torchpaged.engine.sampling import SamplingParams
-from torchpaged.engine.sequence import RequestOutput, TokenEvent
-from torchpaged.engine.stats import GeneratorStats
 
 __all__ = [
     "Generator",

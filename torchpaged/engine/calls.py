@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
-from torchpaged.engine.sequence import Inbox, Sequence, TokenEvent
+from torchpaged.engine.outputs import TokenEvent
+from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.stepper import Stepper
 
 # For threads that wait for the lock: without it the one that steps would take it again and again.

@@ -43,15 +43,13 @@ from torchpaged.engine.options import (
     require_invariant,
     tokens_per_request,
 )
-from torchpaged.engine.prefill_graphs import PrefillGraphs
+from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TextStream, TokenEvent
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
-from torchpaged.engine.sequence import Inbox, RequestOutput, Sequence, TokenEvent
-from torchpaged.engine.stats import GeneratorStats
-from torchpaged.engine.step_graphs import make_step_graphs
+from torchpaged.engine.sequence import Inbox, Sequence
+from torchpaged.engine.step_graphs import PrefillGraphs, make_step_graphs
 from torchpaged.engine.stepper import Stepper
-from torchpaged.engine.text import TextStream
 from torchpaged.graphs import CaptureBackend, PackedGraphRunner
 from torchpaged.graphs.bucketed import check_capture, check_progress
 from torchpaged.model_state import ModelState, undone_if_it_raises

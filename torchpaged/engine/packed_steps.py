@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.metadata import AttentionMetadata, HostLengths, to_device
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range

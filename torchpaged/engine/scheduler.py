@@ -134,7 +134,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
-            if not self._begin(sequence):
+            if sequence.row is None and not self._begin(sequence):
                 continue
             if _decodes(sequence):
                 if self._reserve(sequence, self._tokens_ahead(sequence), step):

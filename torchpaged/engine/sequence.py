@@ -1,41 +1,12 @@
-"""A request on its way through the engine, and what the caller sees of it."""
+"""A request on its way through the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from torchpaged.custom_ops.errors import RequestError
+from torchpaged.engine.outputs import RequestOutput, TextStream, TokenEvent
 from torchpaged.engine.sampling import SamplingParams
-from torchpaged.engine.text import TextStream
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One new token, or the end of a request.
-
-    ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is
-    what became certain with it. ``finish_reason``: None, "stop", "length", "cancelled" or "error"; then
-    ``error`` says what it was.
-    """
-
-    request_id: int
-    token_id: int | None
-    text: str
-    finish_reason: str | None = None
-    error: RequestError | None = None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are
-    those before it."""
-
-    request_id: int
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    error: RequestError | None = None
 
 
 @dataclass
@@ -126,11 +97,6 @@ class Sequence:
     def token_at(self, index: int) -> int:
         """Token ``index`` of prompt and output, without joining the two."""
         return self.prompt[index] if index < len(self.prompt) else self.output[index - len(self.prompt)]
-
-    def emit(self, event: TokenEvent) -> None:
-        """Give the owner ``event``."""
-        self.inbox.ready[self] = None
-        self.log.append(event)
 
     def restore(self) -> None:
         """After a step that broke off: without a row, and output, text and end agree with ``log``."""

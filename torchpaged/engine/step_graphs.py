@@ -9,11 +9,107 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.errors import CaptureError
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.prefill_graphs import PrefillGraphs
-from torchpaged.graphs import CaptureBackend
+from torchpaged.graphs import CaptureBackend, PackedGraphRunner
 from torchpaged.prefixes import AutomaticPrefixes
+from torchpaged.profiling import range as profile_range
+
+#: Requests of one captured step at most; steps of more are launched from Python.
+MAX_NUM_REQS = 8
+
+
+class PrefillGraphs:
+    """Prefill steps of ``model`` in graphs, as long as they can be had.
+
+        graphs = PrefillGraphs(model, [64, 512], max_batch_size=8, max_blocks_per_req=128, required=False,
+                               reason="automatic")
+        graphs.capture()                                        # or each bucket at its first step
+        if graphs.bucket_for(num_reqs=2, num_tokens=37): logits = graphs.run(...)
+
+    With ``required=False`` a model whose prefill can't be captured goes on without these graphs, and
+    ``reason`` says which op it was.
+
+    Args:
+        model: the paged model.
+        buckets: numbers of tokens to capture.
+        max_batch_size: requests that run at once; a captured step has at most `MAX_NUM_REQS` of them.
+        max_blocks_per_req: columns of the block table.
+        required: raise where a bucket can't be captured; False: go on without any.
+        reason: why there are these graphs.
+        options: further arguments of `PackedGraphRunner`.
+
+    Attributes:
+        runner: the graph runner; None once a bucket could not be captured.
+        reason: why there are graphs, or why not any more.
+    """
+
+    def __init__(
+        self,
+        model: PagedModelProtocol,
+        buckets: Seq[int],
+        *,
+        max_batch_size: int,
+        max_blocks_per_req: int,
+        required: bool,
+        reason: str,
+        **options: Any,
+    ) -> None:
+        cache = model.kv_cache
+        self.runner: PackedGraphRunner | None = PackedGraphRunner(
+            model,
+            buckets=buckets,
+            max_num_reqs=min(max_batch_size, MAX_NUM_REQS),
+            max_blocks_per_req=max_blocks_per_req,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            device=torch.device(model.device),
+            ranges=profile_range,
+            session=model.session,
+            **options,
+        )
+        self.reason, self._required = reason, required
+
+    def capture(self) -> None:
+        """Capture all buckets now.
+
+        Raises:
+            CaptureError: with ``required``, a bucket can't be captured; names it and the op.
+        """
+        if self.runner is not None:
+            try:
+                self.runner.capture()
+            except CaptureError as error:
+                self._give_up(error)
+
+    def bucket_for(self, num_reqs: int, num_tokens: int) -> int | None:
+        """The bucket of a step of these sizes, captured; None if Python has to launch it.
+
+        Raises:
+            CaptureError: with ``required``, the bucket can't be captured.
+        """
+        runner = self.runner
+        if runner is None or not runner.fits(num_reqs, num_tokens):
+            return None
+        try:
+            return runner.capture_for(num_tokens)
+        except CaptureError as error:
+            self._give_up(error)
+            return None
+
+    def run(self, *batch: Any) -> Tensor:
+        """`PackedGraphRunner.run`, of a step that has a bucket."""
+        assert self.runner is not None
+        return self.runner.run(*batch)
+
+    def _give_up(self, error: CaptureError) -> None:
+        if self._required:
+            raise error
+        self.runner, self.reason = None, f"automatic: {error}; prefills are launched from Python"
 
 
 def make_step_graphs(

@@ -26,11 +26,11 @@ from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.outputs import GeneratorStats, TokenEvent
 from torchpaged.engine.packed_steps import PackedSteps
-from torchpaged.engine.prefill_graphs import PrefillGraphs
 from torchpaged.engine.scheduler import Schedule, Scheduler
-from torchpaged.engine.sequence import Sequence, TokenEvent
-from torchpaged.engine.stats import GeneratorStats
+from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
@@ -261,7 +261,8 @@ class Stepper:
 
     def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
         """Give the owner ``event``, then make everything else agree with it."""
-        sequence.emit(event)
+        sequence.inbox.ready[sequence] = None
+        sequence.log.append(event)
         sequence.text += event.text
         if event.token_id is not None:
             sequence.output.append(event.token_id)

@@ -6,10 +6,9 @@ them, tokens on their way to the host.
     runner = WholeStepRunner(step, rows)
 """
 
-from torchpaged.engine.device.launch_tokens import LaunchRing
-from torchpaged.engine.device.prefill_tokens import RingFullError, TokenRing
 from torchpaged.engine.device.request_rows import DecodeRows, StepOps
 from torchpaged.engine.device.request_state import MAX_STOP_TOKEN_IDS, RowState, token_bits
+from torchpaged.engine.device.token_rings import LaunchRing, RingFullError, TokenRing
 from torchpaged.engine.device.whole_steps import WholeStepRunner
 
 __all__ = [

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.engine.device.launch_tokens import LaunchRing
 from torchpaged.engine.device.request_state import (
     HEAD_WORDS,
     MAX_STOP_TOKEN_IDS,
@@ -33,6 +32,7 @@ from torchpaged.engine.device.request_state import (
     packed_rows,
 )
 from torchpaged.engine.device.row_tensors import IDLE, RowTensors
+from torchpaged.engine.device.token_rings import LaunchRing
 from torchpaged.metadata import BatchSizes, pad_batch_tensors, to_device
 
 

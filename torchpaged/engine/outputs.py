@@ -1,15 +1,88 @@
-"""From tokens to text as they come: multi-byte characters whole, stop strings never shown in part."""
+"""What a caller gets of requests: events as they come, results, text, and counters of what was done."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from torchpaged.custom_ops.errors import RequestError
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
+@dataclass(frozen=True)
+class TokenEvent:
+    """One new token, or the end of a request.
+
+    ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is
+    what became certain with it. ``finish_reason``: None, "stop", "length", "cancelled" or "error"; then
+    ``error`` says what it was.
+    """
+
+    request_id: int
+    token_id: int | None
+    text: str
+    finish_reason: str | None = None
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are
+    those before it."""
+
+    request_id: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    error: RequestError | None = None
+
+
+@dataclass
+class GeneratorStats:
+    """Counters since construction. Seconds are of prefill and of decode; a mixed step is split by its
+    parts' time. ``shared_tokens``: tokens of prompts that were not prefilled, since another request had
+    them."""
+
+    num_blocks: int
+    peak_blocks_used: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    preemptions: int = 0
+    shared_tokens: int = 0
+    steps: int = 0
+
+    def add_step(self, seconds: float, decode_seconds: float | None, decoded: int, prefilled: int) -> None:
+        """Count one step.
+
+        Args:
+            seconds: of the whole step.
+            decode_seconds: of its decodes; None where launches return at once, so that a mixed step is shared
+                by tokens.
+            decoded, prefilled: tokens.
+        """
+        if not prefilled:
+            share = seconds
+        elif not decoded:
+            share = 0.0
+        else:
+            share = seconds * decoded / (decoded + prefilled) if decode_seconds is None else decode_seconds
+        self.decode_seconds += share
+        self.prefill_seconds += seconds - share
+        self.decode_tokens += decoded
+        self.prefill_tokens += prefilled
+        self.steps += 1
+
+
 class TextStream:
-    """The text of one request.
+    """The text of one request, from tokens as they come: multi-byte characters whole, stop strings never
+    shown in part.
 
     Args:
         tokenizer: anything with ``decode(ids, skip_special_tokens=True)``; None gives no text.

@@ -1,4 +1,6 @@
-"""LaunchRing: the tokens of a graph's launches, written into pinned memory by the graph itself.
+"""Tokens on their way to the host, read one launch late.
+
+LaunchRing: those of a graph's launches, written into pinned memory by the graph itself.
 
     ring = rows.ring                        # the op `finish_step` writes it, from inside the graph
     runner.launch(num_rows)
@@ -9,6 +11,12 @@ A copy from the device to the host would need the copy engine, microseconds away
 behind it, and as many of the host. Which slot a launch writes is counted on the device, so that one graph
 serves all; the host counts along, and each slot holds the number of its launch, so that tokens of another one
 are never taken for it.
+
+TokenRing: those of other steps, copied there.
+
+    slot = ring.push(tokens)                # a copy to pinned memory and an event; the host goes on
+    ...                                     # the next launch is on its way meanwhile
+    tokens = ring.read(slot)                # waits for that event only; the slot is free again
 """
 
 from __future__ import annotations
@@ -19,7 +27,10 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
-from torchpaged.engine.device.prefill_tokens import RingFullError
+
+
+class RingFullError(TorchpagedError, RuntimeError):
+    """More launches in flight than the ring holds; read the oldest first."""
 
 
 class _Memory:
@@ -187,4 +198,52 @@ class LaunchRing:
                 "a launch"
             )
         self._unread.remove(launch)
+        return tokens
+
+
+class TokenRing:
+    """Pinned host memory for the tokens of several launches.
+
+    Args:
+        depth: launches in flight at most.
+        num_tokens: tokens of a launch at most.
+        device: where they come from; on a CPU the copy is immediate.
+    """
+
+    def __init__(self, depth: int, num_tokens: int, device: torch.device | str) -> None:
+        device = torch.device(device)
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(depth, num_tokens, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
+        # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python
+        # object of it, 4.5 us
+        self._events = [torch.Event(device) for _ in range(depth)] if on_gpu else None
+        self._shapes: list[torch.Size | None] = [None] * depth  # of what a slot holds
+        # A slot as a tensor of some shape: made once, since a push is host time.
+        self._places: dict[tuple[int, torch.Size], Tensor] = {}
+
+    def push(self, tokens: Tensor) -> int:
+        """Start copying ``tokens``, int64 and contiguous; returns the slot to read."""
+        if None not in self._shapes:
+            raise RingFullError(
+                f"{len(self._shapes)} launches are in flight and none was read; read the oldest before the "
+                "next launch"
+            )
+        slot, shape = self._shapes.index(None), tokens.shape
+        self._shapes[slot] = shape
+        place = self._places.get((slot, shape))
+        if place is None:
+            place = self._places[slot, shape] = self._host[slot, : tokens.numel()].view(shape)
+        place.copy_(tokens, non_blocking=True)
+        if self._events is not None:
+            self._events[slot].record()
+        return slot
+
+    def read(self, slot: int) -> list[list[int]]:
+        """The tokens of a slot, as ``[steps][rows]``; waits until they are there. Frees the slot."""
+        shape = self._shapes[slot]
+        assert shape is not None
+        if self._events is not None:
+            self._events[slot].synchronize()
+        tokens: list[list[int]] = self._places[slot, shape].view(-1, shape[-1]).tolist()
+        self._shapes[slot] = None
         return tokens

@@ -641,6 +641,7 @@ def test_a_backend_is_looked_up_before_the_model() -> None:
 def test_backends_that_was_asked_for_one_by_name() -> None:
     for options in (("--backend", "nope"), ("--backend", "cpu", "--dtype", "fp8_e4m3")):
         assert run("backends", *options).returncode == run("backends", *options, "--json").returncode == 2
+    assert run("backends", TORCHPAGED_BACKEND="nope").returncode == 2
     assert run("backends", "--backend", "cpu", "--dtype", "fp32").returncode == 0
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, paged
-from torchpaged.hf.dense import attend_with_sinks, select
+from torchpaged.hf.dense import attend_by_formula, select
 from torchpaged.hf.models.indexed import IndexedLayer
 
 GREEDY: dict[str, Any] = {
@@ -73,7 +73,7 @@ def test_selected_keys_alone(additive: bool) -> None:
     low = torch.finfo(torch.float32).min
     mask: Tensor = torch.zeros(seen.shape).masked_fill(~seen, low) if additive else seen
     indices = torch.tensor([[[0, 3, 5], [1, 5, 5]]], dtype=torch.int32)
-    got = attend_with_sinks(q, k, v, select(mask, indices, q.dtype, "it"), 0.3, sinks := torch.randn(4))
+    got = attend_by_formula(q, k, v, select(mask, indices, q.dtype, "it"), 0.3, None, sinks := torch.randn(4))
     for row, keys in enumerate(([0, 3], [1, 5])):
         for head in range(4):
             weights = (q[0, head, row] @ k[0, head // 2, keys].T * 0.3).exp()

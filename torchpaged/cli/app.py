@@ -34,6 +34,7 @@ from torchpaged.backends import (
     ranking,
     select_backend,
 )
+from torchpaged.backends.choose.names import requested
 from torchpaged.backends.choose.order import platform_table
 from torchpaged.backends.table import capability_tables, declared
 from torchpaged.cli.bench import app as bench_app
@@ -304,6 +305,7 @@ def backends(
         chosen, why, route = choice.name, choice.reason, asdict(choice.route)
     except TorchpagedError as error:
         chosen, why = "", str(error)
+    status = 0 if chosen or requested(backend)[0] == "auto" else 2
     if as_json:
         order = ranking(spec.device)
         report = {
@@ -315,7 +317,7 @@ def backends(
             "declared": {name: declared(name) for name in reasons},
         }
         print(json.dumps(report))
-        raise typer.Exit(0 if chosen or backend == "auto" else 2)
+        raise typer.Exit(status)
     shown = Table("backend", "usable", "graphs", "why not")
     for name, rejected in reasons.items():
         support = get_backend(name).capabilities.graph_support.name
@@ -323,7 +325,7 @@ def backends(
     console = Console()
     console.print(shown)
     console.print(f"chosen: {chosen or 'none'} ({why})", markup=False)
-    raise typer.Exit(0 if chosen or backend == "auto" else 2)
+    raise typer.Exit(status)
 
 
 @app.command(name="env")

@@ -22,7 +22,7 @@ from torchpaged.hf.chosen_backend import LayerCall
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import attend_across
 from torchpaged.hf.dense import SPARSE, asked, attend_dense, sparse, transformed
-from torchpaged.hf.layer import PagedLayer, cache_of, layer_of
+from torchpaged.hf.layer import PagedLayer, cache_of, in_autocast, layer_of
 from torchpaged.hf.mask_kinds import is_causal as is_causal_mask
 from torchpaged.hf.mask_rows import describe
 from torchpaged.hf.rolling_attention import attend_rolling
@@ -82,6 +82,7 @@ def paged_attention_forward(
         states = query, key, value, attention_mask
         return attend_dense(module, *states, scaling, dropout, is_causal, kwargs, **given), None
     key, value = layer.pools_of(key, value)
+    (query,) = in_autocast(query)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = layer.window if sliding_window is None else sliding_window or None
     # The mask's causality, where the model asks for one: modules may say False and mask by themselves. No

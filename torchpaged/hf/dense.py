@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.layer import in_autocast
 from torchpaged.hf.span_mask import both_directions, spans_of
 from torchpaged.hf.uncached import attend, way_of
 
@@ -97,13 +98,10 @@ def attend_dense(
         )
     if spans_of(mask) is not None:
         raise both_directions(module, "other keys than those of its PagedCache")
+    query, key, value = in_autocast(query, key, value)
     indices = kwargs.pop("indices", None)
     if indices is not None:
         mask = select(mask, indices, query.dtype, name)
-    plain = softcap is None and not (dropout and module.training) and mask is not None and mask.dim() == 4
-    if sinks is not None and mask is not None and plain and (indices is not None or bias is not None):
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_with_sinks(query, key, value, mask, scale, sinks, bias)
     # A dense cache's mask is as long as its rows can be.
     require_cache(module, None if mask is not None and mask.shape[-1] != key.shape[2] else mask)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -113,14 +111,21 @@ def attend_dense(
     if way is not None:
         options = {"scale": scaling, "logits_soft_cap": softcap, "sinks": sinks}
         return attend(query, key, value, mask, causal, way, **options)
+    if key.shape[0] != query.shape[0] and 1 not in (key.shape[0], query.shape[0]):
+        raise transformed(module)  # blocks of a pool, taken for batch rows
+    if needs_kernel and not (dropout and module.training):
+        query_len, kv_len = query.shape[2], key.shape[2]
+        if mask is None and bias is None and (query_len == kv_len or not causal):
+            mask = torch.ones(1, 1, query_len, kv_len, dtype=torch.bool, device=query.device)
+            mask = mask.tril() if causal else mask
+        if mask is not None and mask.dim() == 4:
+            return attend_by_formula(query, key, value, mask, scaling, softcap, sinks, bias)
     for argument, given in (("softcap", softcap), ("s_aux", sinks)):
         if given is not None:
             raise UnsupportedModelError(
                 f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or "
                 "set_attn_implementation('eager')"
             )
-    if key.shape[0] != query.shape[0] and 1 not in (key.shape[0], query.shape[0]):
-        raise transformed(module)  # blocks of a pool, taken for batch rows
     if bias is not None:
         kwargs["position_bias"] = bias
     out: Tensor
@@ -152,35 +157,43 @@ def select(mask: Tensor | None, indices: Tensor, dtype: torch.dtype, name: str) 
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(dtype).min)
 
 
-def attend_with_sinks(
+def attend_by_formula(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    scale: float,
-    sinks: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Attention over gathered keys with sink logits, which SDPA drops.
+    """Attention with a soft cap and sink logits, which SDPA drops, for masks that `way_of` has no way for,
+    and where gradients are wanted.
 
     Args:
         query: ``[batch, num_heads, query_len, head_dim]``.
         key, value: ``[batch, num_kv_heads, kv_len, head_dim(_v)]``.
-        mask: ``[batch, 1, query_len, kv_len]``, bool (true = seen) or additive.
-        scale: of the scores.
-        sinks: ``[num_heads]``, or one of each query, ``[batch, num_heads, query_len, 1]``.
-        bias: added to the scaled scores, ``[batch or 1, num_heads or 1, query_len, kv_len]``.
+        mask: ``[batch or 1, 1, query_len, kv_len]``, bool (true = seen) or additive.
+        scale: of the scores; None = ``head_dim ** -0.5``.
+        softcap: of the scaled scores; None = off.
+        sinks: ``[num_heads]``, or one of each query, ``[batch, num_heads, query_len, 1]``; None = off.
+        bias: added to the scores, ``[batch or 1, num_heads or 1, query_len, kv_len]``.
 
     Returns:
         ``[batch, query_len, num_heads, head_dim_v]``.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-    if mask.dtype == torch.bool:
-        zeros = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        mask = zeros.masked_fill(~mask, torch.finfo(torch.float32).min)
-    scores = (query @ key.mT).float() * scale + (mask if bias is None else mask + bias)
-    sinks = sinks[None, :, None, None] if sinks.dim() == 1 else sinks
-    more = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), -1)
-    weights = F.softmax(more, dim=-1)[..., :-1]
+    scores = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = scores + bias
+    # Scores vanish beside the lowest number, so that a query that sees nothing gets a mean, as from eager.
+    lowest = torch.finfo(torch.float32).min
+    scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        sinks = sinks[None, :, None, None] if sinks.dim() == 1 else sinks
+        scores = torch.cat((scores, sinks.float().expand(*scores.shape[:3], 1)), -1)
+    weights = F.softmax(scores, dim=-1)[..., : key.shape[2]]
     return (weights.to(value.dtype) @ value).transpose(1, 2)

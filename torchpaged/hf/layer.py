@@ -130,6 +130,16 @@ def by_token(states: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
+def in_autocast(*states: Tensor) -> tuple[Tensor, ...]:
+    """``states`` in the dtype of ``torch.autocast`` where it is on, as SDPA takes them: rotated keys come in
+    float32, beside values that do not."""
+    kind = states[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return states
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in states)
+
+
 class PagedLayer(CacheLayerMixin):
     """Pools of one layer.
 
@@ -367,6 +377,7 @@ class PagedLayer(CacheLayerMixin):
     def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """`update` without `complete`."""
         refuse_grad(key_states=key_states, value_states=value_states)
+        key_states, value_states = in_autocast(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self.owner.ready:

@@ -28,7 +28,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.chosen_backend import LayerCall
 from torchpaged.hf.families import Family, Function, register_family
-from torchpaged.hf.layer import PagedLayer, PagedOwner, by_token, layer_of, scale_of
+from torchpaged.hf.layer import PagedLayer, PagedOwner, by_token, in_autocast, layer_of, scale_of
 from torchpaged.profiling import is_on as is_profiling
 from torchpaged.profiling import ranged_attention
 
@@ -146,7 +146,7 @@ def up_projections(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
             offloaded weight, a bias), so that its halves would not be the whole of it.
     """
     why = _not_plain(module.kv_b_proj)
-    weight: Tensor = module.kv_b_proj.weight
+    (weight,) = in_autocast(module.kv_b_proj.weight)
     if not why and (weight.dtype != query.dtype or weight.device != query.device):
         why = f"has a weight of {weight.dtype} on {weight.device}, not {query.dtype} on {query.device}"
     if why:

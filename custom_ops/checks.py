@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import _is_functional_tensor as is_functional
+from torch._subclasses import FakeTensor
 from torch.autograd.forward_ad import unpack_dual
 
 from torchpaged.custom_ops import variables
@@ -85,8 +87,17 @@ def check_callable(name: str, value: object, called: str) -> None:
 
 
 def check_tensors(**tensors: object) -> None:
-    """All of these are tensors, not lists or None."""
+    """All of these are tensors, not lists or None, and have memory: values and addresses are checked, which
+    fake and functional tensors have none of."""
     for name, tensor in tensors.items():
+        # Neither is public; tests/test_meta_device.py notices a change.
+        if isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and is_functional(tensor)):
+            raise ArgumentError(
+                name,
+                "a tensor with memory",
+                "a fake or functional one",
+                "trace the call with torch.compile or torch.export, or call the ops in torch.ops.torchpaged",
+            )
         if not isinstance(tensor, Tensor):
             raise ArgumentError(
                 name,

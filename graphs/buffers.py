@@ -20,6 +20,7 @@ from torchpaged.metadata import (
     AttentionMetadata,
     BatchSizes,
     check_batch,
+    count,
     host_block_table,
     integers,
     make_batch_tensors,
@@ -165,7 +166,7 @@ class DecodeBuffers:
         padded_to: int,
     ) -> None:
         """Refuse what `load` could not put into the buffers; raises `ArgumentError`."""
-        rows = len(seq_lens)
+        rows = count("seq_lens", seq_lens)
         if isinstance(input_ids, Tensor) and (
             input_ids.dim() != 1
             or input_ids.dtype != torch.int64

@@ -28,7 +28,7 @@ from torchpaged.graphs.buckets import bucket_for, check_buckets
 from torchpaged.graphs.capture import CaptureBackend
 from torchpaged.graphs.packed_buffers import PackedBuffers, Trees
 from torchpaged.graphs.step import Ranges, StepSession
-from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata import AttentionMetadata, count
 
 PackedStep = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
 
@@ -145,7 +145,7 @@ class PackedGraphRunner(BucketedGraphs):
                 is wrong.
         """
         self.recover()
-        num_tokens = len(input_ids)
+        num_tokens = count("input_ids", input_ids)
         bucket = bucket_for(self.buckets, num_tokens)
         if not self.is_captured(bucket):
             self.buffers.check(

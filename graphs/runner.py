@@ -24,7 +24,7 @@ from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import CaptureBackend
 from torchpaged.graphs.prefixes import Prefixes, PrefixGraphs, require_no_plans
 from torchpaged.graphs.step import Ranges, Step, StepSession, decode_steps
-from torchpaged.metadata import HostLengths
+from torchpaged.metadata import HostLengths, count
 
 
 class DecodeGraphRunner(BucketedGraphs):
@@ -138,7 +138,7 @@ class DecodeGraphRunner(BucketedGraphs):
             ArgumentError: rows, lengths or block ids don't fit; nothing is written then.
             CaptureError: a captured address moved (debug mode), or the bucket can't be captured (first use).
         """
-        rows = len(seq_lens)
+        rows = count("seq_lens", seq_lens)
         bucket = bucket_for(self.buckets, rows)
         self.buffers.check(input_ids, seq_lens, block_tables, bucket)
         if not self.is_captured(bucket):
@@ -178,7 +178,7 @@ class DecodeGraphRunner(BucketedGraphs):
         block_tables: Sequence[Sequence[int]],
     ) -> Tensor:
         """The same step without graph, padding or compilation."""
-        rows = len(seq_lens)
+        rows = count("seq_lens", seq_lens)
         self.recover()
         with self._ranges("run_eager", batch=rows), torch.inference_mode():
             self.buffers.load(input_ids, seq_lens, block_tables, rows)

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import torchpaged
 from torchpaged import (
+    ArgumentError,
     AttentionMetadata,
     BackendUnavailableError,
     Limits,
@@ -181,3 +185,32 @@ def test_memory_found_in_inference_mode_takes_a_state_dict_later(built: Layer) -
     layer.load_state_dict(built.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(layer(*batch()), built(*batch()), rtol=0, atol=0)
+
+
+def test_tensors_without_memory_are_refused_by_name(built: Layer) -> None:
+    """Fake and functional ones, whose values and addresses can't be checked; ops take fake ones, and a trace
+    over real ones is served."""
+    x, (k_cache, v_cache, *_), metadata = batch()
+    k = x.view(-1, 1, 32)[:, :, :DIM].expand(-1, KV_HEADS, DIM).contiguous()
+
+    def write(k: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> Tensor:
+        torchpaged.write_kv(k, k, k_cache, v_cache, slots)
+        return k_cache + 0
+
+    arguments = k, k_cache, v_cache, metadata.slot_mapping
+    said = "expected a tensor with memory, got a fake or functional one; trace the call with torch.compile"
+    for tracing_mode in ("fake", "symbolic"):
+        with pytest.raises(ArgumentError, match=f"^k: {said}"):
+            make_fx(write, tracing_mode=tracing_mode)(*arguments)
+    with pytest.raises(ArgumentError, match=f"^k: {said}"):
+        torch.func.functionalize(write)(*arguments)
+    with FakeTensorMode() as mode, torch.no_grad():
+        fake = [mode.from_tensor(tensor) for tensor in arguments]
+        with pytest.raises(ArgumentError, match=f"^k: {said}"):
+            write(*fake)
+        with pytest.raises(ArgumentError, match=f": {said}"):
+            built.attention(fake[0].repeat(1, 2, 1), None, None, (fake[1], fake[2]), metadata)
+        torch.ops.torchpaged.write_kv(fake[0], *fake, None, None, are_query_tokens=False)
+    assert not k_cache.any()
+    again = make_fx(write)(k, k_cache.clone(), v_cache.clone(), metadata.slot_mapping)
+    assert torch.equal(again(*arguments), write(*arguments)) and k_cache.any()

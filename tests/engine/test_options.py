@@ -15,6 +15,7 @@ from torchpaged.backends import AttentionSpec, select_backend
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.options import decide_compile, decide_graphs
 from torchpaged.engine.outputs import GeneratorStats
+from torchpaged.graphs import EagerCapture
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import torchpaged.hf as hf  # noqa: E402
@@ -251,6 +252,12 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
         {"graphs": False, "steps_per_launch": 4},
         "steps_per_launch: expected 1 without graphs, got 4.*graphs=False",
     )
+    yield {"graphs": False, "buckets": [8]}, r"buckets: expected None without graphs, got \[8\].*graphs=False"
+    yield (
+        {"graphs": False, "capture": EagerCapture()},
+        "capture: expected 'auto' without graphs, got <.*graphs=False",
+    )
+    yield {"graphs": False, "capture_ahead": True}, "capture_ahead: expected 'auto' or False without graphs"
     yield {"block_size": 0}, "block_size: expected at least 1"
     yield {"max_seq_len": 500}, "max_seq_len: expected 2 to 128"
     yield {"max_seq_len": "64"}, "max_seq_len: expected None or an integer"

@@ -184,6 +184,9 @@ def bad_batches() -> Iterator[tuple[dict[str, Any], str]]:
         "block_tables: expected 2 blocks of 4 for 5 tokens in row 1",
     )
     yield {**good, "block_tables": [[1], [BLOCKS, 2], [3]]}, "block_tables: expected block ids in"
+    for uncounted in (None, 3, torch.tensor(3)):
+        yield {**good, "input_ids": uncounted}, "input_ids: expected a list of integers, got "
+    yield {**good, "block_tables": [1, 2, 3]}, r"block_tables: expected integers, got \[1, 2, 3\]"
     yield (
         {**good, "block_tables": [list(range(1, 12)), [20, 21], [30]]},
         "block_tables: expected at most 10 blocks per request, got 11",

@@ -284,6 +284,7 @@ BAD: dict[str, tuple[str, Any]] = {
     "id_none": ("input_ids: expected integers, got", ([None], [1], [[1]])),
     "id_huge": ("input_ids: expected integers, got", ([2**63], [1], [[1]])),
     "length_float": ("seq_lens: expected integers, got", ([1], [1.0], [[1]])),
+    "lengths_none": ("seq_lens: expected a list of integers, got None", ([1], None, [[1]])),
     "length_text": ("seq_lens: expected integers, got", ([1], ["1"], [[1]])),
     "block_truncated": ("block_tables: expected integers, got", ([1], [1], [[1.5]])),
     "block_truncated_later": ("block_tables: expected integers, got", ([1], [1], [[1, 2.5]])),

@@ -41,6 +41,7 @@ from torchpaged.engine.options import (
     decide_sharing,
     paged_model,
     require_invariant,
+    require_no_graphs,
     tokens_per_request,
 )
 from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TextStream, TokenEvent
@@ -92,7 +93,7 @@ class Generator(NotCopied):
             fully fused.
         graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU);
             "auto": if the backend can; `graph_reason` says what was decided.
-        buckets: batch sizes to capture, the largest of them ``max_batch_size``; default:
+        buckets: batch sizes to capture, the largest of them ``max_batch_size``, with graphs; None:
             `torchpaged.graphs.default_buckets`, on a CPU every size (no padding).
         steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a
             request's tokens come in groups, and one that ends inside a group leaves its row idle until
@@ -212,10 +213,8 @@ class Generator(NotCopied):
         use_compile, self.compile_reason = decide_compile(
             compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report
         )
-        if not use_graphs and steps_per_launch != 1:
-            raise ArgumentError(
-                "steps_per_launch", "1 without graphs", str(steps_per_launch), f"graphs: {self.graph_reason}"
-            )
+        if not use_graphs:
+            require_no_graphs(self.graph_reason, steps_per_launch, buckets, capture, capture_ahead)
         if steps_per_launch != 1 and self.model.session.plans_every_decode:
             raise ArgumentError(
                 "steps_per_launch",

@@ -301,6 +301,24 @@ def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[boo
     )
 
 
+def require_no_graphs(
+    reason: str,
+    steps_per_launch: int,
+    buckets: Sequence[int] | None,
+    capture: Any,
+    capture_ahead: bool | str,
+) -> None:
+    """Refuse what only graphs could do; raises `ArgumentError`. ``reason``: why there are none."""
+    for name, given, is_off, off in (
+        ("steps_per_launch", steps_per_launch, steps_per_launch == 1, "1"),
+        ("buckets", buckets, buckets is None, "None"),
+        ("capture", capture, isinstance(capture, str) and capture == "auto", "'auto'"),
+        ("capture_ahead", capture_ahead, capture_ahead is not True, "'auto' or False"),
+    ):
+        if not is_off:
+            raise ArgumentError(name, f"{off} without graphs", shown(given), f"graphs: {reason}")
+
+
 def decide_prefill_buckets(
     prefill_buckets: Sequence[int] | str | None,
     prefill_chunk_size: int,

@@ -10,7 +10,7 @@ encoder.py   batches of encoders, and of cross attention
 """
 
 from torchpaged.metadata.batch import AttentionMetadata, HostLengths
-from torchpaged.metadata.checks import check_batch, integers
+from torchpaged.metadata.checks import check_batch, count, integers
 from torchpaged.metadata.encoder import CrossMetadata, encoder_metadata
 from torchpaged.metadata.fields import (
     FIELDS,
@@ -33,6 +33,7 @@ __all__ = [
     "CrossMetadata",
     "HostLengths",
     "check_batch",
+    "count",
     "encoder_metadata",
     "host_block_table",
     "integers",

@@ -7,6 +7,7 @@ import math
 import reprlib
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
@@ -24,11 +25,17 @@ def integers(name: str, values: Iterable[int], bits: int = 64, given: object = N
         ) from None
 
 
+def count(name: str, values: Any, expected: str = "a list of integers") -> int:
+    """How many ``values`` there are; raises `ArgumentError` where they can't be counted."""
+    try:
+        return len(values)
+    except TypeError:  # a tensor without dimensions has __len__, too
+        raise ArgumentError(name, expected, repr(values)) from None
+
+
 def num_rows(block_tables: object) -> int:
     """Of a list of rows; raises `ArgumentError` where it is none."""
-    if not hasattr(block_tables, "__len__"):
-        raise ArgumentError("block_tables", "a list of blocks for each request", repr(block_tables))
-    return len(block_tables)
+    return count("block_tables", block_tables, "a list of blocks for each request")
 
 
 def check_batch(

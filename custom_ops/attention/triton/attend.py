@@ -1,12 +1,109 @@
-"""The loop both attention kernels share: query rows against a range of paged keys, softmax online.
+"""What both attention kernels share: the records that their functions hand on, masks, and the decode kernel's
+mainloop, query rows against a range of paged keys with an online softmax.
 
 Legend: M rows of a tile = query tokens x heads of the group; N keys of a tile; D, DV padded widths.
+
+Records of constants are named at their making, ``SPEC: tl.constexpr = Spec(...)``: so Triton keeps their
+fields constants; those of the others become values.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Spec(NamedTuple):
+    """What a kernel is compiled for, whatever its tiles: the fields of call.py's `Specialisation`, all of
+    them constants.
+
+    Attributes:
+        dim_pad, dim_v_pad: columns of a tile of keys and of one of values.
+        k_block, k_slot, v_block, v_slot: strides of the pools, for cheap addresses.
+        interpret: the kernel runs in Triton's interpreter.
+    """
+
+    group: Any
+    dim: Any
+    dim_pad: Any
+    dim_v: Any
+    dim_v_pad: Any
+    block_size: Any
+    k_block: Any
+    k_slot: Any
+    v_block: Any
+    v_slot: Any
+    causal: Any
+    window_left: Any
+    window_right: Any
+    chunk_size: Any
+    soft_cap: Any
+    alibi: Any
+    sinks: Any
+    scales: Any
+    tree: Any
+    interpret: Any
+
+
+class Batch(NamedTuple):
+    """Pointers to the batch's metadata, and its sizes; ``table_row``: stride."""
+
+    table: Any
+    seq_lens: Any
+    starts: Any
+    num_reqs: Any
+    num_tokens: Any
+    table_row: Any
+
+
+class Inputs(NamedTuple):
+    """Pointers to what is attended, their strides, and numbers; pointers are None where the call has none."""
+
+    q: Any
+    k: Any
+    v: Any
+    slopes: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+    tree: Any
+    scale: Any
+    soft_cap: Any
+    q_token: Any
+    q_head: Any
+    k_head: Any
+    v_head: Any
+    ks_head: Any
+    vs_head: Any
+
+
+class Rows(NamedTuple):
+    """Query rows of a work tile, ``[M]`` but for ``context``.
+
+    Attributes:
+        valid: the row is one of the request's.
+        position: over the keys; under a tree mask over those that the row sees.
+        low, end: keys that the row sees; under a tree mask ``low`` bounds positions.
+        word, context: as in `branch_sees`.
+    """
+
+    valid: Any
+    position: Any
+    low: Any
+    end: Any
+    word: Any
+    context: Any
+
+
+class Keys(NamedTuple):
+    """Where a request's keys and values of one kv head are: its row of the block table, the pools at
+    that head."""
+
+    table: Any
+    k: Any
+    v: Any
 
 
 @triton.jit
@@ -21,28 +118,21 @@ def tanh(x):
 
 
 @triton.jit
-def visible_range(
-    position,
-    seq_len,
-    WINDOW_LEFT: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+def visible_range(position, seq_len, SPEC: tl.constexpr):
     """The keys ``[low, end)`` that a query at ``position`` sees: every mask of the op is an interval. Empty
     below position 0."""
     low = tl.zeros_like(position)
     end = tl.zeros_like(position) + seq_len
-    if CAUSAL:
+    if SPEC.causal:
         end = tl.minimum(end, position + 1)
-    if WINDOW_LEFT >= 0:
-        low = tl.maximum(low, position - WINDOW_LEFT)
-    if WINDOW_RIGHT >= 0:
-        end = tl.minimum(end, position + WINDOW_RIGHT + 1)
-    if CHUNK > 0:
-        chunk = position // CHUNK * CHUNK
+    if SPEC.window_left >= 0:
+        low = tl.maximum(low, position - SPEC.window_left)
+    if SPEC.window_right >= 0:
+        end = tl.minimum(end, position + SPEC.window_right + 1)
+    if SPEC.chunk_size > 0:
+        chunk = position // SPEC.chunk_size * SPEC.chunk_size
         low = tl.maximum(low, chunk)
-        end = tl.minimum(end, chunk + CHUNK)
+        end = tl.minimum(end, chunk + SPEC.chunk_size)
     end = tl.where(position < 0, 0, end)
     return low, tl.maximum(end, low)
 
@@ -66,6 +156,20 @@ def branch_of(tree_ptr, start, query, context, valid):
     own = (tl.zeros_like(query) + 1).to(tl.int64) << tl.minimum(query, 63)
     word = tl.load(tree_ptr + (start + query), mask=valid, other=0) & (own - 1)
     return word | own, context + count_bits(word)
+
+
+@triton.jit
+def query_rows(inputs, start, query, query_len, seq_len, valid, SPEC: tl.constexpr):
+    """The `Rows` of query tokens ``query [M]`` of a request whose token rows begin at ``start``."""
+    position = seq_len - query_len + query
+    low, end = visible_range(position, seq_len, SPEC)
+    word = position
+    context = seq_len - query_len
+    if SPEC.tree:  # low bounds positions, of which a key's is never above its place
+        word, position = branch_of(inputs.tree, start, query, context, valid)
+        low, _ = visible_range(position, seq_len, SPEC)
+    end = tl.where(valid, end, low)
+    return Rows(valid, position, low, end, word, context)
 
 
 @triton.jit
@@ -99,48 +203,28 @@ def slot_offset(slot, stride: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def attend(
     q,
-    position,
-    low,
-    end,
-    word,
-    context,
+    rows,
     slope,
     first_key,
     end_key,
-    table_ptr,
-    k_ptr,
-    v_ptr,
-    k_block,
-    k_slot,
-    v_block,
-    v_slot,
+    keys,
     score_scale,
     soft_cap,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr,
+    SPEC: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    FIRST_KEY_SEEN: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    TREE: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
-    """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2. FIRST_KEY_SEEN: ``low`` is 0 for
-    all rows. TREE: ``word [M]`` and ``context`` are as in `branch_sees`.
+    """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2.
 
-    ``k_ptr`` and ``v_ptr`` point at the kv head; keys at or past ``end_key`` are never read. ``score_scale``
-    holds the softmax scale and the cache's k_scale. Block ids are read two tiles ahead, so that the loads of
-    keys and values are the only ones behind the software pipeline: a load whose address is itself pipelined
-    would halve its depth.
+    Keys at or past ``end_key`` are never read. ``score_scale`` holds the softmax scale and the cache's
+    k_scale. Block ids are read two tiles ahead, so that the loads of keys and values are the only ones behind
+    the software pipeline: a load whose address is itself pipelined would halve its depth.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
-    FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    FIRST_KEY_SEEN: tl.constexpr = SPEC.window_left < 0 and SPEC.chunk_size <= 0  # low is 0 for all rows
+    FP8: tl.constexpr = keys.k.dtype.element_ty.primitive_bitwidth == 8
     row_scale = tl.zeros([TILE_M], tl.float32) + score_scale
-    if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
+    if SPEC.interpret:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
         q = q.to(tl.float32)
     elif FP8 and q.dtype == tl.bfloat16:
         # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside
@@ -153,51 +237,51 @@ def attend(
     # finite, so that a row that sees nothing yet makes no inf - inf
     maximum = tl.full([TILE_M], -1.0e30, tl.float32)
     totals = tl.zeros([TILE_M, TILE_KV], tl.float32)  # summed over keys once, at the end
-    acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
+    acc = tl.zeros([TILE_M, SPEC.dim_v_pad], tl.float32)
     first_seen = first_key
     if not FIRST_KEY_SEEN:
-        first_seen = tl.min(low, 0)
-    d = tl.arange(0, DIM_PAD)
-    dv = tl.arange(0, DIM_V_PAD)
+        first_seen = tl.min(rows.low, 0)
+    d = tl.arange(0, SPEC.dim_pad)
+    dv = tl.arange(0, SPEC.dim_v_pad)
     ahead = first_key + tl.arange(0, TILE_KV)
-    block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end_key, other=0)
+    block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < end_key, other=0)
     for start in range(first_key, end_key, TILE_KV):
         n = start + tl.arange(0, TILE_KV)
         inside = n < end_key
         ahead = n + TILE_KV
-        next_block = tl.load(table_ptr + ahead // BLOCK_SIZE, mask=ahead < end_key, other=0)
-        offset = (n % BLOCK_SIZE).to(tl.int64)
-        k_at = k_ptr + (block.to(tl.int64) * k_block + offset * k_slot)[None, :] + d[:, None]
-        k = tl.load(k_at, mask=(d < DIM)[:, None] & inside[None, :], other=0.0)  # [D, N]
-        if INTERPRET:
+        next_block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < end_key, other=0)
+        offset = (n % SPEC.block_size).to(tl.int64)
+        k_at = keys.k + (block.to(tl.int64) * SPEC.k_block + offset * SPEC.k_slot)[None, :] + d[:, None]
+        k = tl.load(k_at, mask=(d < SPEC.dim)[:, None] & inside[None, :], other=0.0)  # [D, N]
+        if SPEC.interpret:
             k = k.to(tl.float32)
         else:
             k = k.to(q.dtype)
         s = tl.dot(q, k, input_precision="ieee") * row_scale[:, None]  # [M, N]
-        if SOFT_CAP:
+        if SPEC.soft_cap:
             s = soft_cap * tanh(s / soft_cap)
-        if ALIBI:
-            if TREE:
-                key = branch_position(word[:, None], context, n[None, :])
-                s += slope[:, None] * (key - position[:, None]).to(tl.float32)
+        if SPEC.alibi:
+            if SPEC.tree:
+                key = branch_position(rows.word[:, None], rows.context, n[None, :])
+                s += slope[:, None] * (key - rows.position[:, None]).to(tl.float32)
             else:
-                s += slope[:, None] * (n[None, :] - position[:, None]).to(tl.float32)
-        seen_by = (n[None, :] >= low[:, None]) & (n[None, :] < end[:, None])
-        if TREE:
+                s += slope[:, None] * (n[None, :] - rows.position[:, None]).to(tl.float32)
+        seen_by = (n[None, :] >= rows.low[:, None]) & (n[None, :] < rows.end[:, None])
+        if SPEC.tree:
             seen_by = seen_by & branch_sees(
-                word[:, None], context, low[:, None], n[None, :], not FIRST_KEY_SEEN
+                rows.word[:, None], rows.context, rows.low[:, None], n[None, :], not FIRST_KEY_SEEN
             )
         s = tl.where(seen_by, s * LOG2E, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         shrink = tl.exp2(maximum - top)
         totals = totals * shrink[:, None] + p
-        v_at = v_ptr + (block.to(tl.int64) * v_block + offset * v_slot)[:, None] + dv[None, :]
+        v_at = keys.v + (block.to(tl.int64) * SPEC.v_block + offset * SPEC.v_slot)[:, None] + dv[None, :]
         seen = inside
         if not FIRST_KEY_SEEN:  # blocks in front of a window may be gone and hold anything
             seen = inside & (n >= first_seen)
-        v = tl.load(v_at, mask=seen[:, None] & (dv < DIM_V)[None, :], other=0.0)  # [N, DV]
-        if INTERPRET:
+        v = tl.load(v_at, mask=seen[:, None] & (dv < SPEC.dim_v)[None, :], other=0.0)  # [N, DV]
+        if SPEC.interpret:
             v = v.to(tl.float32)
         else:
             v = v.to(q.dtype)
@@ -212,37 +296,19 @@ def attend_slices(
     q_ptr,
     q_mask,
     block,
-    position,
-    low,
-    end,
-    word,
-    context,
+    rows,
     slope,
+    low,
     first_key,
     end_key,
-    table_ptr,
-    k_ptr,
-    v_ptr,
+    keys,
     score_scale,
     soft_cap,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr,
+    SPEC: tl.constexpr,
     TILE_M: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_SLOT: tl.constexpr,
     SAME_MASK: tl.constexpr,
-    FIRST_KEY_SEEN: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    TREE: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """Like `attend`, with a tile of keys cut into SLICES slices of SLICE keys, one per warp, each with a
     softmax state of its own.
@@ -252,24 +318,24 @@ def attend_slices(
     queries: mma.sync has 16 rows and 8 columns, and up to 8 queries fill the columns. Returns ``acc [S, DV,
     M]``, for `merge_slices`.
 
-    ``q_ptr [D, M]`` are pointers; SAME_MASK: all rows see the same keys (one query token), from ``low``, a
-    number, on; FIRST_KEY_SEEN: ``low`` is 0 for all; TREE: as in `attend`. ``block``: ids of the first tile's
-    blocks, one per slice or per key (`slice_blocks`). K_BLOCK ... V_SLOT: strides of the caches, constants,
-    so that the addresses of a tile differ by constants.
+    ``q_ptr [D, M]`` are pointers; ``low``: that of ``rows``; SAME_MASK: all rows see the same keys (one
+    query token), from ``low``, a number, on. ``block``: ids of the first tile's blocks, one per slice or per
+    key (`slice_blocks`). Strides are constants, so that the addresses of a tile differ by constants.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
+    FIRST_KEY_SEEN: tl.constexpr = SPEC.window_left < 0 and SPEC.chunk_size <= 0  # low is 0 for all rows
     FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf
-    FP8: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    FP8: tl.constexpr = keys.k.dtype.element_ty.primitive_bitwidth == 8
     q = tl.load(q_ptr, mask=q_mask, other=0.0)  # [D, M]
     row_scale = tl.zeros([TILE_M], tl.float32) + score_scale
-    if INTERPRET:
+    if SPEC.interpret:
         q = q.to(tl.float32)
     elif FP8 and q.dtype == tl.bfloat16:  # as in attend
         largest = tl.max(tl.abs(q.to(tl.float32)), 0)
         fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
         q = (q.to(tl.float32) / fold[None, :]).to(tl.float16)
         row_scale *= fold
-    if not SOFT_CAP and not ALIBI:
+    if not SPEC.soft_cap and not SPEC.alibi:
         row_scale *= LOG2E
     first_seen = first_key
     if not FIRST_KEY_SEEN:
@@ -277,44 +343,38 @@ def attend_slices(
             first_seen = low
         else:
             first_seen = tl.min(low, 0)
-    q = tl.broadcast_to(q[None, :, :], [SLICES, DIM_PAD, TILE_M])
+    q = tl.broadcast_to(q[None, :, :], [SLICES, SPEC.dim_pad, TILE_M])
     maximum = tl.full([SLICES, TILE_M], FLOOR, tl.float32)
     totals = tl.zeros([SLICES, SLICE, TILE_M], tl.float32)  # summed over keys once, at the end
-    acc = tl.zeros([SLICES, DIM_V_PAD, TILE_M], tl.float32)
-    d = tl.arange(0, DIM_PAD)[None, None, :]
-    dv = tl.arange(0, DIM_V_PAD)[None, :, None]
+    acc = tl.zeros([SLICES, SPEC.dim_v_pad, TILE_M], tl.float32)
+    d = tl.arange(0, SPEC.dim_pad)[None, None, :]
+    dv = tl.arange(0, SPEC.dim_v_pad)[None, :, None]
     for start in range(first_key, end_key, SLICES * SLICE):
         n = start + tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]  # [S, N]
-        next_block = slice_blocks(table_ptr, start + SLICES * SLICE, end_key, SLICES, SLICE, BLOCK_SIZE)
-        slot, k_slot, v_slot = slice_slots(start, end_key, SLICES, SLICE, BLOCK_SIZE)
-        k_at = (
-            (k_ptr + (block.to(tl.int64) * K_BLOCK + slot_offset(slot, K_SLOT, BLOCK_SIZE)))[:, :, None]
-            + d
-            + (k_slot.to(tl.int64) * K_SLOT)[:, :, None]
-        )
-        v_at = (
-            (v_ptr + (block.to(tl.int64) * V_BLOCK + slot_offset(slot, V_SLOT, BLOCK_SIZE)))[:, None, :]
-            + dv
-            + (v_slot.to(tl.int64) * V_SLOT)[:, None, :]
-        )
-        if DIM == DIM_PAD:
+        next_block = slice_blocks(keys.table, start + SLICES * SLICE, end_key, SLICES, SLICE, SPEC.block_size)
+        slot, k_slot, v_slot = slice_slots(start, end_key, SLICES, SLICE, SPEC.block_size)
+        k_row = keys.k + (block.to(tl.int64) * SPEC.k_block + slot_offset(slot, SPEC.k_slot, SPEC.block_size))
+        k_at = k_row[:, :, None] + d + (k_slot.to(tl.int64) * SPEC.k_slot)[:, :, None]
+        v_row = keys.v + (block.to(tl.int64) * SPEC.v_block + slot_offset(slot, SPEC.v_slot, SPEC.block_size))
+        v_at = v_row[:, None, :] + dv + (v_slot.to(tl.int64) * SPEC.v_slot)[:, None, :]
+        if SPEC.dim == SPEC.dim_pad:
             k = tl.load(k_at)  # [S, N, D]
         else:
-            k = tl.load(k_at, mask=d < DIM, other=0.0)
-        if INTERPRET:
+            k = tl.load(k_at, mask=d < SPEC.dim, other=0.0)
+        if SPEC.interpret:
             k = k.to(tl.float32)
         else:
             k = k.to(q.dtype)
         s = tl.dot(k, q, input_precision="ieee") * row_scale[None, None, :]  # [S, N, M]
-        if SOFT_CAP:
+        if SPEC.soft_cap:
             s = soft_cap * tanh(s / soft_cap)
-        if ALIBI:
-            if TREE:
-                key = branch_position(word[None, None, :], context, n[:, :, None])
-                s += slope[None, None, :] * (key - position[None, None, :]).to(tl.float32)
+        if SPEC.alibi:
+            if SPEC.tree:
+                key = branch_position(rows.word[None, None, :], rows.context, n[:, :, None])
+                s += slope[None, None, :] * (key - rows.position[None, None, :]).to(tl.float32)
             else:
-                s += slope[None, None, :] * (n[:, :, None] - position[None, None, :]).to(tl.float32)
-        if SOFT_CAP or ALIBI:
+                s += slope[None, None, :] * (n[:, :, None] - rows.position[None, None, :]).to(tl.float32)
+        if SPEC.soft_cap or SPEC.alibi:
             s *= LOG2E
         if SAME_MASK:
             visible = n < end_key
@@ -322,12 +382,16 @@ def attend_slices(
                 visible = visible & (n >= low)
             visible = visible[:, :, None]
         else:
-            visible = n[:, :, None] < end[None, None, :]
+            visible = n[:, :, None] < rows.end[None, None, :]
             if not FIRST_KEY_SEEN:
                 visible = visible & (n[:, :, None] >= low[None, None, :])
-            if TREE:
+            if SPEC.tree:
                 visible = visible & branch_sees(
-                    word[None, None, :], context, low[None, None, :], n[:, :, None], not FIRST_KEY_SEEN
+                    rows.word[None, None, :],
+                    rows.context,
+                    low[None, None, :],
+                    n[:, :, None],
+                    not FIRST_KEY_SEEN,
                 )
         s = tl.where(visible, s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
@@ -335,12 +399,12 @@ def attend_slices(
         shrink = tl.exp2(maximum - top)
         totals = totals * shrink[:, None, :] + p
         if not FIRST_KEY_SEEN:  # blocks in front of a window may be gone and hold anything
-            v = tl.load(v_at, mask=(n >= first_seen)[:, None, :] & (dv < DIM_V), other=0.0)
-        elif DIM_V == DIM_V_PAD:
+            v = tl.load(v_at, mask=(n >= first_seen)[:, None, :] & (dv < SPEC.dim_v), other=0.0)
+        elif SPEC.dim_v == SPEC.dim_v_pad:
             v = tl.load(v_at)  # [S, DV, N]
         else:
-            v = tl.load(v_at, mask=dv < DIM_V, other=0.0)
-        if INTERPRET:
+            v = tl.load(v_at, mask=dv < SPEC.dim_v, other=0.0)
+        if SPEC.interpret:
             v = v.to(tl.float32)
         else:
             v = v.to(q.dtype)
@@ -419,6 +483,24 @@ def slice_slots(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK
         k_slot = tl.arange(0, SLICE)[None, :]
         v_slot = tl.minimum(k_slot, end_key - 1 - n)
     return first, k_slot, v_slot
+
+
+@triton.jit
+def load_slopes(inputs, head, valid, SPEC: tl.constexpr):
+    """ALiBi's slopes of ``head [M]``; zeros where there are none."""
+    slope = tl.zeros([head.shape[0]], tl.float32)
+    if SPEC.alibi:
+        slope = tl.load(inputs.slopes + head, mask=valid, other=0.0)
+    return slope
+
+
+@triton.jit
+def load_sinks(inputs, head, valid, SPEC: tl.constexpr):
+    """Sinks of ``head [M]``; zeros where there are none."""
+    sink = tl.zeros([head.shape[0]], tl.float32)
+    if SPEC.sinks:
+        sink = tl.load(inputs.sinks + head, mask=valid, other=0.0).to(tl.float32)
+    return sink
 
 
 @triton.jit

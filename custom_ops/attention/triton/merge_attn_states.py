@@ -32,7 +32,6 @@ def merge_attn_states_kernel(
     l_head,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
-    HAS_LSE: tl.constexpr,
 ):
     """Grid: (num_tokens, num_heads)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -51,7 +50,7 @@ def merge_attn_states_kernel(
     b = tl.load(b_ptr + token * b_token + head * b_head + d, mask=d < DIM, other=0.0).to(tl.float32)
     out = tl.where(sees_a, a * (weight_a / total), 0.0) + tl.where(sees_b, b * (weight_b / total), 0.0)
     tl.store(out_ptr + token * o_token + head * o_head + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
-    if HAS_LSE:
+    if lse_ptr is not None:
         tl.store(
             lse_ptr + token * l_token + head * l_head, tl.where(sees, safe + tl.log(total), float("-inf"))
         )
@@ -81,6 +80,5 @@ def merge_attn_states(
         *(lse.stride() if lse is not None else (0, 0)),
         DIM=dim,
         DIM_PAD=next_power_of_2(dim),
-        HAS_LSE=lse is not None,
         num_warps=1,
     )

@@ -97,11 +97,6 @@ def _arguments(call: AttentionCall) -> _Arguments:
         "WINDOW_RIGHT": spec.window_right,
         "CHUNK": spec.chunk_size,
         "SOFT_CAP": spec.soft_cap,
-        "ALIBI": spec.alibi,
-        "SINKS": spec.sinks,
-        "KV_SCALES": spec.scales,
-        "HAS_LSE": spec.lse,
-        "TREE": spec.tree,
         "INTERPRET": launching.INTERPRET,
     }
     cache_strides = spec.k_strides + spec.v_strides

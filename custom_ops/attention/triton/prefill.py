@@ -20,15 +20,21 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.attention.triton.attend import (
-    branch_of,
+    Batch,
+    Inputs,
+    Keys,
+    Spec,
     branch_position,
     branch_sees,
     finish,
+    load_sinks,
+    load_slopes,
+    query_rows,
     slot_offset,
     tanh,
-    visible_range,
 )
-from torchpaged.custom_ops.attention.triton.decode import store_padding, store_rows
+from torchpaged.custom_ops.attention.triton.decode import store_padding
+from torchpaged.custom_ops.triton.results import Results, store_rows
 
 
 @triton.jit
@@ -149,17 +155,13 @@ def tile_of(
 
 
 @triton.jit
-def attend_tiles(
+def mainloop(
     maximum,
     total,
     acc,
     blocks,
     q,
-    position,
-    low,
-    end,
-    word,
-    context,
+    rows,
     slope,
     first,
     last,
@@ -167,29 +169,13 @@ def attend_tiles(
     gap,
     low_key,
     end_key,
-    table_ptr,
-    k_ptr,
-    v_ptr,
-    k_block: tl.constexpr,
-    k_slot: tl.constexpr,
-    v_block: tl.constexpr,
-    v_slot: tl.constexpr,
+    keys,
     score_scale,
     soft_cap,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr,
+    SPEC: tl.constexpr,
     TILE_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    TREE: tl.constexpr,
-    LOW: tl.constexpr,
-    FOLD: tl.constexpr,
     MASKED: tl.constexpr,
-    GAP: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    GAP: tl.constexpr = False,
     STAGES: tl.constexpr = None,
 ):
     """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments,
@@ -199,36 +185,50 @@ def attend_tiles(
 
     maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one
     tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses. Unless
-    MASKED, every row must see every key, and with TREE all of them lie before ``context`` (`branch_sees`).
-    LOW: rows may not see the first keys. FOLD: ``maximum`` is of raw scores, the scale joins the exponential
-    in one multiply-add.
+    MASKED, every row must see every key, and with a tree all of them lie before ``context`` (`branch_sees`).
     """
+    FOLD: tl.constexpr = not (SPEC.soft_cap or SPEC.alibi)  # as in attend_query_tile
+    LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
     LOG2E: tl.constexpr = 1.4426950408889634
     to_base_2 = score_scale * LOG2E if FOLD else LOG2E
     key = tl.arange(0, TILE_KV)
-    d = tl.arange(0, DIM_PAD)
-    dv = tl.arange(0, DIM_V_PAD)
+    d = tl.arange(0, SPEC.dim_pad)
+    dv = tl.arange(0, SPEC.dim_v_pad)
     for start in tl.range(first, last, TILE_KV, num_stages=STAGES):
         following = start + TILE_KV
         if GAP:
             following += tl.where(following >= gap_at, gap, 0)
             start += tl.where(start >= gap_at, gap, 0)
-        k_at = tile_of(k_ptr, blocks, start, k_block, k_slot, DIM_PAD, TILE_KV, BLOCK_SIZE)
-        v_at = tile_of(v_ptr, blocks, start, v_block, v_slot, DIM_V_PAD, TILE_KV, BLOCK_SIZE)
+        k_at = tile_of(
+            keys.k, blocks, start, SPEC.k_block, SPEC.k_slot, SPEC.dim_pad, TILE_KV, SPEC.block_size
+        )
+        v_at = tile_of(
+            keys.v, blocks, start, SPEC.v_block, SPEC.v_slot, SPEC.dim_v_pad, TILE_KV, SPEC.block_size
+        )
         if MASKED:
             inside = start + key < end_key
-            k = tl.load(k_at, mask=inside[:, None] & (d < DIM)[None, :], other=0.0)  # [N, D]
+            k = tl.load(k_at, mask=inside[:, None] & (d < SPEC.dim)[None, :], other=0.0)  # [N, D]
             # v is masked wherever p is 0 for all rows: unwritten memory may hold NaN, and 0 * NaN is not 0.
             seen = inside & (start + key >= low_key) if LOW else inside
-            v = tl.load(v_at, mask=seen[:, None] & (dv < DIM_V)[None, :], other=0.0)  # [N, DV]
+            v = tl.load(v_at, mask=seen[:, None] & (dv < SPEC.dim_v)[None, :], other=0.0)  # [N, DV]
         else:
-            k = tl.load(k_at, mask=(d < DIM)[None, :], other=0.0) if DIM < DIM_PAD else tl.load(k_at)
-            v = tl.load(v_at, mask=(dv < DIM_V)[None, :], other=0.0) if DIM_V < DIM_V_PAD else tl.load(v_at)
-        if MASKED or TILE_KV % BLOCK_SIZE != 0 or BLOCK_SIZE == TILE_KV:
-            blocks = load_blocks(table_ptr, following, end_key, TILE_KV, BLOCK_SIZE)
+            k = (
+                tl.load(k_at, mask=(d < SPEC.dim)[None, :], other=0.0)
+                if SPEC.dim < SPEC.dim_pad
+                else tl.load(k_at)
+            )
+            v = (
+                tl.load(v_at, mask=(dv < SPEC.dim_v)[None, :], other=0.0)
+                if SPEC.dim_v < SPEC.dim_v_pad
+                else tl.load(v_at)
+            )
+        if MASKED or TILE_KV % SPEC.block_size != 0 or SPEC.block_size == TILE_KV:
+            blocks = load_blocks(keys.table, following, end_key, TILE_KV, SPEC.block_size)
         else:  # the last of these tiles again at the end: the next one may not be whole
-            blocks = load_whole_blocks(table_ptr, min(start + TILE_KV, last - TILE_KV), TILE_KV, BLOCK_SIZE)
-        if INTERPRET:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
+            blocks = load_whole_blocks(
+                keys.table, min(start + TILE_KV, last - TILE_KV), TILE_KV, SPEC.block_size
+            )
+        if SPEC.interpret:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
             k, v = k.to(tl.float32), v.to(tl.float32)
         else:
             # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
@@ -238,19 +238,19 @@ def attend_tiles(
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
         if not FOLD:
             s *= score_scale
-        if SOFT_CAP:
+        if SPEC.soft_cap:
             s = soft_cap * tanh(s / soft_cap)
-        if ALIBI:
-            if TREE and MASKED:
-                key_at = branch_position(word[:, None], context, start + key[None, :])
-                s += slope[:, None] * (key_at - position[:, None]).to(tl.float32)
+        if SPEC.alibi:
+            if SPEC.tree and MASKED:
+                key_at = branch_position(rows.word[:, None], rows.context, start + key[None, :])
+                s += slope[:, None] * (key_at - rows.position[:, None]).to(tl.float32)
             else:
-                s += slope[:, None] * (start + key[None, :] - position[:, None]).to(tl.float32)
+                s += slope[:, None] * (start + key[None, :] - rows.position[:, None]).to(tl.float32)
         if MASKED:
-            seen_by = (start + key[None, :] >= low[:, None]) & (start + key[None, :] < end[:, None])
-            if TREE:
+            seen_by = (start + key[None, :] >= rows.low[:, None]) & (start + key[None, :] < rows.end[:, None])
+            if SPEC.tree:
                 seen_by = seen_by & branch_sees(
-                    word[:, None], context, low[:, None], start + key[None, :], LOW
+                    rows.word[:, None], rows.context, rows.low[:, None], start + key[None, :], LOW
                 )
             s = tl.where(seen_by, s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
@@ -269,57 +269,14 @@ def attend_query_tile(
     query_len,
     first_query,
     kv_head,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    starts_ptr,
-    out_ptr,
-    lse_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    tree_ptr,
-    scale,
-    soft_cap,
-    q_token,
-    q_head,
-    k_block: tl.constexpr,
-    k_slot: tl.constexpr,
-    k_head,
-    v_block: tl.constexpr,
-    v_slot: tl.constexpr,
-    v_head,
-    o_token,
-    o_head,
-    l_token,
-    l_head,
-    table_row,
-    ks_head,
-    vs_head,
-    GROUP: tl.constexpr,
+    inputs,
+    batch,
+    results,
+    SPEC: tl.constexpr,
     TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
-    KV_SCALES: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    TREE: tl.constexpr,
     ALL_MASKED: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
     """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin
     at ``start``.
@@ -328,57 +285,54 @@ def attend_query_tile(
     and more to compile.
     """
     # Scales are positive: the largest raw score is the largest score, and the scale goes into the exponents.
-    FOLD: tl.constexpr = not (SOFT_CAP or ALIBI)
-    LOW: tl.constexpr = WINDOW_LEFT >= 0 or CHUNK > 0
+    FOLD: tl.constexpr = not (SPEC.soft_cap or SPEC.alibi)
+    LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
     # With a cap or slopes one loop takes the masked keys of both ends, since each copy of it takes long to
     # compile. Without, a copy is compiled soon, and three loops ran on fewer instructions than two.
     ENDS_TOGETHER: tl.constexpr = LOW and not FOLD and not ALL_MASKED
     row = tl.arange(0, TILE_M)
-    head = kv_head * GROUP + row % GROUP
-    seq_len = tl.load(seq_lens_ptr + request)
-    query = first_query + row // GROUP
-    valid = (query < query_len) & (row < TOKENS * GROUP)
-    d = tl.arange(0, DIM_PAD)
-    at = q_ptr + ((start + query).to(tl.int64) * q_token + head.to(tl.int64) * q_head)[:, None] + d[None, :]
+    head = kv_head * SPEC.group + row % SPEC.group
+    seq_len = tl.load(batch.seq_lens + request)
+    query = first_query + row // SPEC.group
+    valid = (query < query_len) & (row < TOKENS * SPEC.group)
+    d = tl.arange(0, SPEC.dim_pad)
+    at = (
+        inputs.q
+        + ((start + query).to(tl.int64) * inputs.q_token + head.to(tl.int64) * inputs.q_head)[:, None]
+        + d[None, :]
+    )
     # [M, D]; untouched, it stays in shared memory
-    q = tl.load(at, mask=valid[:, None] & (d < DIM)[None, :], other=0.0)
-    if INTERPRET:
+    q = tl.load(at, mask=valid[:, None] & (d < SPEC.dim)[None, :], other=0.0)
+    if SPEC.interpret:
         q = q.to(tl.float32)
-    position = seq_len - query_len + query
-    low, end = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
-    word = position
-    context = seq_len - query_len
-    if TREE:  # low bounds positions, of which a key's is never above its place
-        word, position = branch_of(tree_ptr, start, query, context, valid)
-        low, _ = visible_range(position, seq_len, WINDOW_LEFT, WINDOW_RIGHT, CHUNK, CAUSAL)
-    end = tl.where(valid, end, low)
-    sees = end > low
-    end_key = tl.max(tl.where(sees, end, 0), 0)
-    low_key = tl.minimum(tl.min(tl.where(sees, low, 2147483647), 0), end_key)
+    rows = query_rows(inputs, start, query, query_len, seq_len, valid, SPEC)
+    sees = rows.end > rows.low
+    end_key = tl.max(tl.where(sees, rows.end, 0), 0)
+    low_key = tl.minimum(tl.min(tl.where(sees, rows.low, 2147483647), 0), end_key)
     first_key = low_key // TILE_KV * TILE_KV
     # Every valid row sees all of [whole_first, whole_end), multiples of TILE_KV.
-    whole_end = tl.min(tl.where(valid, end, 2147483647), 0) // TILE_KV * TILE_KV
-    if TREE:
-        whole_end = tl.minimum(whole_end, tl.maximum(context, 0) // TILE_KV * TILE_KV)
+    whole_end = tl.min(tl.where(valid, rows.end, 2147483647), 0) // TILE_KV * TILE_KV
+    if SPEC.tree:
+        whole_end = tl.minimum(whole_end, tl.maximum(rows.context, 0) // TILE_KV * TILE_KV)
     whole_first = first_key
     if LOW:
-        whole_first = (tl.max(tl.where(valid, low, 0), 0) + TILE_KV - 1) // TILE_KV * TILE_KV
+        whole_first = (tl.max(tl.where(valid, rows.low, 0), 0) + TILE_KV - 1) // TILE_KV * TILE_KV
         whole_first = tl.minimum(whole_first, (end_key + TILE_KV - 1) // TILE_KV * TILE_KV)
     whole_end = tl.maximum(whole_end, whole_first)
-    slope = tl.zeros([TILE_M], tl.float32)
-    if ALIBI:
-        slope = tl.load(slopes_ptr + head, mask=valid, other=0.0)
-    score_scale = scale
-    if KV_SCALES:
-        score_scale = scale * tl.load(k_scale_ptr + kv_head * ks_head)
-    table_ptr += request.to(tl.int64) * table_row
-    k_ptr += kv_head.to(tl.int64) * k_head
-    v_ptr += kv_head.to(tl.int64) * v_head
+    slope = load_slopes(inputs, head, valid, SPEC)
+    score_scale = inputs.scale
+    if SPEC.scales:
+        score_scale = inputs.scale * tl.load(inputs.k_scale + kv_head * inputs.ks_head)
+    keys = Keys(
+        batch.table + request.to(tl.int64) * batch.table_row,
+        inputs.k + kv_head.to(tl.int64) * inputs.k_head,
+        inputs.v + kv_head.to(tl.int64) * inputs.v_head,
+    )
     # Finite for rows that see a key, so that one that has seen none yet makes no inf - inf. That of the
     # others stays -inf: it says so at the end, where a mask kept alive across the loops would cost registers.
     maximum = tl.where(sees, -1.0e30, float("-inf"))
     total = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
+    acc = tl.zeros([TILE_M, SPEC.dim_v_pad], tl.float32)
     masked_first, gap = whole_end, 0
     if ALL_MASKED or ENDS_TOGETHER:
         masked_first = first_key
@@ -386,20 +340,16 @@ def attend_query_tile(
         gap = (whole_end - whole_first) // TILE_KV * TILE_KV  # so the compiler sees what divides it
     if not ALL_MASKED:
         blocks = load_blocks(
-            table_ptr, whole_first if ENDS_TOGETHER else first_key, end_key, TILE_KV, BLOCK_SIZE
+            keys.table, whole_first if ENDS_TOGETHER else first_key, end_key, TILE_KV, SPEC.block_size
         )
         if LOW and not ENDS_TOGETHER:
-            maximum, total, acc, blocks = attend_tiles(
+            maximum, total, acc, blocks = mainloop(
                 maximum=maximum,
                 total=total,
                 acc=acc,
                 blocks=blocks,
                 q=q,
-                position=position,
-                low=low,
-                end=end,
-                word=word,
-                context=context,
+                rows=rows,
                 slope=slope,
                 first=first_key,
                 last=whole_first,
@@ -407,42 +357,20 @@ def attend_query_tile(
                 gap=0,
                 low_key=low_key,
                 end_key=end_key,
-                table_ptr=table_ptr,
-                k_ptr=k_ptr,
-                v_ptr=v_ptr,
-                k_block=k_block,
-                k_slot=k_slot,
-                v_block=v_block,
-                v_slot=v_slot,
+                keys=keys,
                 score_scale=score_scale,
-                soft_cap=soft_cap,
-                DIM=DIM,
-                DIM_PAD=DIM_PAD,
-                DIM_V=DIM_V,
-                DIM_V_PAD=DIM_V_PAD,
+                soft_cap=inputs.soft_cap,
+                SPEC=SPEC,
                 TILE_KV=TILE_KV,
-                BLOCK_SIZE=BLOCK_SIZE,
-                SOFT_CAP=SOFT_CAP,
-                ALIBI=ALIBI,
-                TREE=TREE,
-                LOW=LOW,
-                FOLD=FOLD,
                 MASKED=True,
-                GAP=False,
-                INTERPRET=INTERPRET,
-                STAGES=None,
             )
-        maximum, total, acc, blocks = attend_tiles(
+        maximum, total, acc, blocks = mainloop(
             maximum=maximum,
             total=total,
             acc=acc,
             blocks=blocks,
             q=q,
-            position=position,
-            low=low,
-            end=end,
-            word=word,
-            context=context,
+            rows=rows,
             slope=slope,
             first=whole_first,
             last=whole_end,
@@ -450,49 +378,31 @@ def attend_query_tile(
             gap=0,
             low_key=low_key,
             end_key=end_key,
-            table_ptr=table_ptr,
-            k_ptr=k_ptr,
-            v_ptr=v_ptr,
-            k_block=k_block,
-            k_slot=k_slot,
-            v_block=v_block,
-            v_slot=v_slot,
+            keys=keys,
             score_scale=score_scale,
-            soft_cap=soft_cap,
-            DIM=DIM,
-            DIM_PAD=DIM_PAD,
-            DIM_V=DIM_V,
-            DIM_V_PAD=DIM_V_PAD,
+            soft_cap=inputs.soft_cap,
+            SPEC=SPEC,
             TILE_KV=TILE_KV,
-            BLOCK_SIZE=BLOCK_SIZE,
-            SOFT_CAP=SOFT_CAP,
-            ALIBI=ALIBI,
-            TREE=TREE,
-            LOW=LOW,
-            FOLD=FOLD,
             MASKED=False,
-            GAP=False,
-            INTERPRET=INTERPRET,
-            STAGES=None,
         )
     if ENDS_TOGETHER:
         blocks = load_blocks(
-            table_ptr, first_key + tl.where(first_key >= whole_first, gap, 0), end_key, TILE_KV, BLOCK_SIZE
+            keys.table,
+            first_key + tl.where(first_key >= whole_first, gap, 0),
+            end_key,
+            TILE_KV,
+            SPEC.block_size,
         )
-    elif ALL_MASKED or (TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV):
-        # `attend_tiles` has not looked past its whole tiles
-        blocks = load_blocks(table_ptr, masked_first, end_key, TILE_KV, BLOCK_SIZE)
-    maximum, total, acc, blocks = attend_tiles(
+    elif ALL_MASKED or (TILE_KV % SPEC.block_size == 0 and SPEC.block_size < TILE_KV):
+        # `mainloop` has not looked past its whole tiles
+        blocks = load_blocks(keys.table, masked_first, end_key, TILE_KV, SPEC.block_size)
+    maximum, total, acc, blocks = mainloop(
         maximum=maximum,
         total=total,
         acc=acc,
         blocks=blocks,
         q=q,
-        position=position,
-        low=low,
-        end=end,
-        word=word,
-        context=context,
+        rows=rows,
         slope=slope,
         first=masked_first,
         last=end_key - gap,
@@ -500,63 +410,30 @@ def attend_query_tile(
         gap=gap,
         low_key=low_key,
         end_key=end_key,
-        table_ptr=table_ptr,
-        k_ptr=k_ptr,
-        v_ptr=v_ptr,
-        k_block=k_block,
-        k_slot=k_slot,
-        v_block=v_block,
-        v_slot=v_slot,
+        keys=keys,
         score_scale=score_scale,
-        soft_cap=soft_cap,
-        DIM=DIM,
-        DIM_PAD=DIM_PAD,
-        DIM_V=DIM_V,
-        DIM_V_PAD=DIM_V_PAD,
+        soft_cap=inputs.soft_cap,
+        SPEC=SPEC,
         TILE_KV=TILE_KV,
-        BLOCK_SIZE=BLOCK_SIZE,
-        SOFT_CAP=SOFT_CAP,
-        ALIBI=ALIBI,
-        TREE=TREE,
-        LOW=LOW,
-        FOLD=FOLD,
         MASKED=True,
         GAP=ENDS_TOGETHER,
-        INTERPRET=INTERPRET,
         STAGES=1 if ALL_MASKED else None,
     )
     # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their
     # registers (docs/log/mixed.md). Volatile, or the compiler would keep the first reading; it comes from L2,
     # as the first did.
-    start = tl.load(starts_ptr + request, volatile=True)
-    query_len = tl.load(starts_ptr + request + 1, volatile=True) - start
-    query = first_query + row // GROUP
-    valid = (query < query_len) & (row < TOKENS * GROUP)
-    sink = tl.zeros([TILE_M], tl.float32)
-    if SINKS:
-        sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32)
+    start = tl.load(batch.starts + request, volatile=True)
+    query_len = tl.load(batch.starts + request + 1, volatile=True) - start
+    query = first_query + row // SPEC.group
+    valid = (query < query_len) & (row < TOKENS * SPEC.group)
+    sink = load_sinks(inputs, head, valid, SPEC)
     v_scale = 1.0
-    if KV_SCALES:
-        v_scale = tl.load(v_scale_ptr + kv_head * vs_head)
+    if SPEC.scales:
+        v_scale = tl.load(inputs.v_scale + kv_head * inputs.vs_head)
     LOG2E: tl.constexpr = 1.4426950408889634
     maximum *= score_scale * LOG2E if FOLD else LOG2E
-    out, lse = finish(maximum, total, acc, sink, v_scale, maximum != float("-inf"), SINKS)
-    store_rows(
-        out_ptr=out_ptr,
-        lse_ptr=lse_ptr,
-        out=out,
-        lse=lse,
-        token=start + query,
-        head=head,
-        valid=valid,
-        o_token=o_token,
-        o_head=o_head,
-        l_token=l_token,
-        l_head=l_head,
-        DIM_V=DIM_V,
-        DIM_V_PAD=DIM_V_PAD,
-        HAS_LSE=HAS_LSE,
-    )
+    out, lse = finish(maximum, total, acc, sink, v_scale, maximum != float("-inf"), SPEC.sinks)
+    store_rows(results, out, lse, start + query, head, valid, SPEC.dim_v, SPEC.dim_v_pad)
 
 
 # one compile for all batch sizes
@@ -611,11 +488,6 @@ def prefill_kernel(
     WINDOW_RIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    SINKS: tl.constexpr,
-    KV_SCALES: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    TREE: tl.constexpr,
     SKIP_DECODES: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -634,6 +506,48 @@ def prefill_kernel(
     programs of this one have begun and the kernels before have finished. The decode launch relies on the
     latter and does not wait: programs without a tile, too, must not end before.
     """
+    SPEC: tl.constexpr = Spec(
+        group=GROUP,
+        dim=DIM,
+        dim_pad=DIM_PAD,
+        dim_v=DIM_V,
+        dim_v_pad=DIM_V_PAD,
+        block_size=BLOCK_SIZE,
+        k_block=k_block,
+        k_slot=k_slot,
+        v_block=v_block,
+        v_slot=v_slot,
+        causal=CAUSAL,
+        window_left=WINDOW_LEFT,
+        window_right=WINDOW_RIGHT,
+        chunk_size=CHUNK,
+        soft_cap=SOFT_CAP,
+        alibi=slopes_ptr is not None,
+        sinks=sinks_ptr is not None,
+        scales=k_scale_ptr is not None,
+        tree=tree_ptr is not None,
+        interpret=INTERPRET,
+    )
+    batch = Batch(table_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, table_row)
+    inputs = Inputs(
+        q=q_ptr,
+        k=k_ptr,
+        v=v_ptr,
+        slopes=slopes_ptr,
+        sinks=sinks_ptr,
+        k_scale=k_scale_ptr,
+        v_scale=v_scale_ptr,
+        tree=tree_ptr,
+        scale=scale,
+        soft_cap=soft_cap,
+        q_token=q_token,
+        q_head=q_head,
+        k_head=k_head,
+        v_head=v_head,
+        ks_head=ks_head,
+        vs_head=vs_head,
+    )
+    results = Results(out_ptr, lse_ptr, o_token, o_head, l_token, l_head)
     programs = tl.num_programs(0) // num_kv_heads
     program = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
@@ -668,57 +582,14 @@ def prefill_kernel(
             query_len=query_len,
             first_query=first_query,
             kv_head=kv_head,
-            q_ptr=q_ptr,
-            k_ptr=k_ptr,
-            v_ptr=v_ptr,
-            table_ptr=table_ptr,
-            seq_lens_ptr=seq_lens_ptr,
-            starts_ptr=starts_ptr,
-            out_ptr=out_ptr,
-            lse_ptr=lse_ptr,
-            slopes_ptr=slopes_ptr,
-            sinks_ptr=sinks_ptr,
-            k_scale_ptr=k_scale_ptr,
-            v_scale_ptr=v_scale_ptr,
-            tree_ptr=tree_ptr,
-            scale=scale,
-            soft_cap=soft_cap,
-            q_token=q_token,
-            q_head=q_head,
-            k_block=k_block,
-            k_slot=k_slot,
-            k_head=k_head,
-            v_block=v_block,
-            v_slot=v_slot,
-            v_head=v_head,
-            o_token=o_token,
-            o_head=o_head,
-            l_token=l_token,
-            l_head=l_head,
-            table_row=table_row,
-            ks_head=ks_head,
-            vs_head=vs_head,
-            GROUP=GROUP,
+            inputs=inputs,
+            batch=batch,
+            results=results,
+            SPEC=SPEC,
             TOKENS=TOKENS,
-            DIM=DIM,
-            DIM_PAD=DIM_PAD,
-            DIM_V=DIM_V,
-            DIM_V_PAD=DIM_V_PAD,
             TILE_M=TILE_M,
             TILE_KV=TILE_KV,
-            BLOCK_SIZE=BLOCK_SIZE,
-            CAUSAL=CAUSAL,
-            WINDOW_LEFT=WINDOW_LEFT,
-            WINDOW_RIGHT=WINDOW_RIGHT,
-            CHUNK=CHUNK,
-            SOFT_CAP=SOFT_CAP,
-            ALIBI=ALIBI,
-            SINKS=SINKS,
-            KV_SCALES=KV_SCALES,
-            HAS_LSE=HAS_LSE,
-            TREE=TREE,
             ALL_MASKED=False,
-            INTERPRET=INTERPRET,
         )
     elif SKIP_DECODES > 0 and tile >= num_single:
         # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one
@@ -735,76 +606,15 @@ def prefill_kernel(
                 query_len=query_len,
                 first_query=first_query,
                 kv_head=kv_head,
-                q_ptr=q_ptr,
-                k_ptr=k_ptr,
-                v_ptr=v_ptr,
-                table_ptr=table_ptr,
-                seq_lens_ptr=seq_lens_ptr,
-                starts_ptr=starts_ptr,
-                out_ptr=out_ptr,
-                lse_ptr=lse_ptr,
-                slopes_ptr=slopes_ptr,
-                sinks_ptr=sinks_ptr,
-                k_scale_ptr=k_scale_ptr,
-                v_scale_ptr=v_scale_ptr,
-                tree_ptr=tree_ptr,
-                scale=scale,
-                soft_cap=soft_cap,
-                q_token=q_token,
-                q_head=q_head,
-                k_block=k_block,
-                k_slot=k_slot,
-                k_head=k_head,
-                v_block=v_block,
-                v_slot=v_slot,
-                v_head=v_head,
-                o_token=o_token,
-                o_head=o_head,
-                l_token=l_token,
-                l_head=l_head,
-                table_row=table_row,
-                ks_head=ks_head,
-                vs_head=vs_head,
-                GROUP=GROUP,
+                inputs=inputs,
+                batch=batch,
+                results=results,
+                SPEC=SPEC,
                 TOKENS=TOKENS,
-                DIM=DIM,
-                DIM_PAD=DIM_PAD,
-                DIM_V=DIM_V,
-                DIM_V_PAD=DIM_V_PAD,
                 TILE_M=TILE_M,
                 TILE_KV=NARROW,
-                BLOCK_SIZE=BLOCK_SIZE,
-                CAUSAL=CAUSAL,
-                WINDOW_LEFT=WINDOW_LEFT,
-                WINDOW_RIGHT=WINDOW_RIGHT,
-                CHUNK=CHUNK,
-                SOFT_CAP=SOFT_CAP,
-                ALIBI=ALIBI,
-                SINKS=SINKS,
-                KV_SCALES=KV_SCALES,
-                HAS_LSE=HAS_LSE,
-                TREE=TREE,
-                ALL_MASKED=SOFT_CAP or ALIBI,
-                INTERPRET=INTERPRET,
+                ALL_MASKED=SPEC.soft_cap or SPEC.alibi,
             )
     row = tl.arange(0, TILE_M)
     head = kv_head * GROUP + row
-    store_padding(
-        out_ptr=out_ptr,
-        lse_ptr=lse_ptr,
-        starts_ptr=starts_ptr,
-        first=program,
-        step=programs,
-        num_reqs=num_reqs,
-        num_tokens=num_tokens,
-        head=head,
-        valid=row < GROUP,
-        o_token=o_token,
-        o_head=o_head,
-        l_token=l_token,
-        l_head=l_head,
-        TILE_M=TILE_M,
-        DIM_V=DIM_V,
-        DIM_V_PAD=DIM_V_PAD,
-        HAS_LSE=HAS_LSE,
-    )
+    store_padding(results, batch, program, programs, head, row < GROUP, TILE_M, SPEC)

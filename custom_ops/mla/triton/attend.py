@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchpaged.custom_ops.triton.results import Results, store_rows
+
 
 @triton.jit
 def request_of(
@@ -74,7 +76,6 @@ def mla_kernel(
     ROPE_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
-    HAS_LSE: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_HEADS: tl.constexpr,
@@ -85,6 +86,7 @@ def mla_kernel(
     ``parts`` is over 1."""
     LOG2E: tl.constexpr = 1.4426950408889634
     TOKENS: tl.constexpr = TILE_M // TILE_HEADS
+    results = Results(out_ptr, lse_ptr, o_token, o_head, l_token, l_head)
     HEAD_TILES: tl.constexpr = (NUM_HEADS + TILE_HEADS - 1) // TILE_HEADS
     program = tl.program_id(0)
     row = tl.arange(0, TILE_M)
@@ -140,21 +142,15 @@ def mla_kernel(
         if not SPLIT:
             sees = end > 0
             divisor = tl.where(sees, total, 1.0)
-            store(
-                out_ptr=out_ptr,
-                lse_ptr=lse_ptr,
-                out=tl.where(sees[:, None], acc * (1.0 / divisor)[:, None], 0.0),
-                lse=tl.where(sees, (maximum + tl.log2(divisor)) / LOG2E, float("-inf")),
-                token=token,
-                head=head,
-                valid=valid,
-                o_token=o_token,
-                o_head=o_head,
-                l_token=l_token,
-                l_head=l_head,
-                RANK=RANK,
-                RANK_PAD=RANK_PAD,
-                HAS_LSE=HAS_LSE,
+            store_rows(
+                results,
+                tl.where(sees[:, None], acc * (1.0 / divisor)[:, None], 0.0),
+                tl.where(sees, (maximum + tl.log2(divisor)) / LOG2E, float("-inf")),
+                token,
+                head,
+                valid,
+                RANK,
+                RANK_PAD,
             )
         else:
             sees = end > first
@@ -170,21 +166,15 @@ def mla_kernel(
     if not SPLIT:  # else the merge writes all rows
         used = tl.load(starts_ptr + num_reqs)
         for behind in range(used + program, num_tokens, num_tiles):
-            store(
-                out_ptr=out_ptr,
-                lse_ptr=lse_ptr,
-                out=tl.zeros([TILE_M, RANK_PAD], tl.float32),
-                lse=tl.full([TILE_M], float("-inf"), tl.float32),
-                token=tl.zeros([TILE_M], tl.int32) + behind,
-                head=head,
-                valid=(row < TILE_HEADS) & (head < NUM_HEADS),
-                o_token=o_token,
-                o_head=o_head,
-                l_token=l_token,
-                l_head=l_head,
-                RANK=RANK,
-                RANK_PAD=RANK_PAD,
-                HAS_LSE=HAS_LSE,
+            store_rows(
+                results,
+                tl.zeros([TILE_M, RANK_PAD], tl.float32),
+                tl.full([TILE_M], float("-inf"), tl.float32),
+                tl.zeros([TILE_M], tl.int32) + behind,
+                head,
+                (row < TILE_HEADS) & (head < NUM_HEADS),
+                RANK,
+                RANK_PAD,
             )
 
 
@@ -259,29 +249,3 @@ def attend(
         maximum = top
         block = next_block
     return maximum, total, acc
-
-
-@triton.jit
-def store(
-    out_ptr,
-    lse_ptr,
-    out,
-    lse,
-    token,
-    head,
-    valid,
-    o_token,
-    o_head,
-    l_token,
-    l_head,
-    RANK: tl.constexpr,
-    RANK_PAD: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
-    """Write ``out [M, C]`` and ``lse [M]`` of rows (token, head)."""
-    d = tl.arange(0, RANK_PAD)
-    token, head = token.to(tl.int64), head.to(tl.int64)
-    at = out_ptr + (token * o_token + head * o_head)[:, None] + d[None, :]
-    tl.store(at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (d < RANK)[None, :])
-    if HAS_LSE:
-        tl.store(lse_ptr + token * l_token + head * l_head, lse, mask=valid)

@@ -23,7 +23,6 @@ def merge_kernel(
     RANK: tl.constexpr,
     RANK_PAD: tl.constexpr,
     MAX_PARTS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
 ):
     """Grid: (num_tokens x NUM_HEADS,). A row of no request, or without keys in any part: zeros and -inf."""
     LN2: tl.constexpr = 0.6931471805599453
@@ -50,6 +49,6 @@ def merge_kernel(
     out = tl.where(sees, acc / divisor, 0.0)
     out_at = out_ptr + token * o_token + head * o_head + d
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < RANK)
-    if HAS_LSE:
+    if lse_ptr is not None:
         lse = tl.where(sees, top * LN2 + tl.log(divisor), float("-inf"))
         tl.store(lse_ptr + token * l_token + head * l_head, lse)

@@ -63,7 +63,6 @@ def mla_attention(call: LatentCall) -> None:
         "NUM_HEADS": num_heads,
         "RANK": rank,
         "RANK_PAD": rank_pad,
-        "HAS_LSE": lse is not None,
     }
     arguments = (
         q,

@@ -1,0 +1,32 @@
+"""Where attention kernels write their results."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Results(NamedTuple):
+    """Pointers to ``out`` and ``lse`` (or None), and their strides of a token and a head."""
+
+    out: Any
+    lse: Any
+    o_token: Any
+    o_head: Any
+    l_token: Any
+    l_head: Any
+
+
+@triton.jit
+def store_rows(results, out, lse, token, head, valid, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
+    """Write ``out [M, WIDTH_PAD]`` and ``lse [M]`` of rows (token, head)."""
+    column = tl.arange(0, WIDTH_PAD)
+    head = head.to(tl.int64)  # as the query's heads: a head's stride may be that of a whole sequence
+    at = results.out + (token.to(tl.int64) * results.o_token + head * results.o_head)[:, None]
+    at += column[None, :]
+    mask = valid[:, None] & (column < WIDTH)[None, :]
+    tl.store(at, out.to(results.out.dtype.element_ty), mask=mask)
+    if results.lse is not None:
+        tl.store(results.lse + token.to(tl.int64) * results.l_token + head * results.l_head, lse, mask=valid)

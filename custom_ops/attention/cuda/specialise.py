@@ -235,7 +235,21 @@ def unsupported(call: AttentionCall, spec: Specialisation, max_query_len: int, n
     addresses only. ``max_query_len``: of the requests that it is to take."""
     if call.q.device.type != "cuda":
         return f"device {call.q.device.type}"
-    index, dim, dim_v, kv_bytes = call.q.device.index or 0, spec.dim, spec.dim_v, spec.kv_dtype.itemsize
+    reason = _refused(spec, max_query_len, num_reqs, call.q.device.index or 0)
+    if reason is not None:
+        return reason
+    if call.sinks is not None and call.sinks.dtype != spec.dtype:
+        return f"sinks in {call.sinks.dtype}"
+    aligned = not (call.k_cache.data_ptr() % 16 or call.v_cache.data_ptr() % 16)
+    if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (call.q, call.out)):
+        return _UNALIGNED
+    return None
+
+
+@functools.cache
+def _refused(spec: Specialisation, max_query_len: int, num_reqs: int, index: int) -> str | None:
+    """What of `unsupported` a specialisation tells, asked once."""
+    dim, dim_v, kv_bytes = spec.dim, spec.dim_v, spec.kv_dtype.itemsize
     rows = spec.group * _power_of_2(max_query_len)
     numbers = (spec.dtype, spec.kv_dtype, dim, dim_v, rows, spec.block_size, gpu.capability(index))
     reason = refuse(*numbers, 0)
@@ -245,17 +259,12 @@ def unsupported(call: AttentionCall, spec: Specialisation, max_query_len: int, n
     heads = _pair_heads_of(spec, rows, head_pairs, sms)
     shape = decode_shape(dim, dim_v, kv_bytes, rows, head_pairs, sms, gpu.shared_per_sm(index), heads)
     reason = refuse(*numbers, shape.keys)
-    if reason is not None:
-        return reason
-    if call.sinks is not None and call.sinks.dtype != spec.dtype:
-        return f"sinks in {call.sinks.dtype}"
-    aligned = all(
-        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        for t in (call.k_cache, call.v_cache)
-    )
-    if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (call.q, call.out)):
-        return "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"
-    return None
+    if reason is None and any(stride * kv_bytes % 16 for stride in spec.k_strides + spec.v_strides):
+        reason = _UNALIGNED
+    return reason
+
+
+_UNALIGNED = "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"
 
 
 def _pair_heads_of(spec: Specialisation, rows: int, pairs: int, sms: int) -> int:

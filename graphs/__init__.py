@@ -9,28 +9,22 @@ theirs, and the engine derives one for requests that stay on the device.
 if __name__ != "torchpaged.graphs":
     raise ImportError(f"import torchpaged.graphs, not {__name__!r}")
 
-from torchpaged.graphs.bucketed import BucketedGraphs, StaticInputs
-from torchpaged.graphs.buckets import bucket_for, buckets_by_cost, default_buckets, default_prefill_buckets
-from torchpaged.graphs.buffers import DecodeBuffers
-from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture
+from torchpaged.graphs.bucketed import BucketedGraphs
+from torchpaged.graphs.buckets import buckets_by_cost, default_buckets, default_prefill_buckets
+from torchpaged.graphs.capture import CaptureBackend, CudaCapture, TapeCapture
 from torchpaged.graphs.packed_buffers import PackedBuffers
 from torchpaged.graphs.packed_runner import PackedGraphRunner
-from torchpaged.graphs.report import BucketReport, bucket_table
+from torchpaged.graphs.report import bucket_table
 from torchpaged.graphs.runner import DecodeGraphRunner
 
 __all__ = [
-    "BucketReport",
     "BucketedGraphs",
     "CaptureBackend",
     "CudaCapture",
-    "DecodeBuffers",
     "DecodeGraphRunner",
-    "EagerCapture",
     "PackedBuffers",
     "PackedGraphRunner",
-    "StaticInputs",
     "TapeCapture",
-    "bucket_for",
     "bucket_table",
     "buckets_by_cost",
     "default_buckets",

@@ -1,7 +1,7 @@
 """DecodeBuffers: the static tensors a captured decode step reads, and their update in place.
 
 Each step's host values are packed into one int64 buffer and one int32 table, so that a step costs two copies
-to the device. Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): slot -1, seq_len 0, null
+to the device. Padding is as `torchpaged.metadata.fields` says: slot -1, seq_len 0, null
 block 0, and a ``query_start_loc`` whose tail repeats its last value.
 """
 
@@ -14,20 +14,17 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import (
+from torchpaged.metadata import AttentionMetadata, count, integers
+from torchpaged.metadata.checks import check_batch
+from torchpaged.metadata.fields import (
     FIELDS,
     METADATA_FIELDS,
-    AttentionMetadata,
     BatchSizes,
-    check_batch,
-    count,
-    host_block_table,
-    integers,
     make_batch_tensors,
     pad_batch_tensors,
-    slot_of,
-    to_device,
 )
+from torchpaged.metadata.host import host_block_table, to_device
+from torchpaged.metadata.slots import slot_of
 
 
 class DecodeBuffers:

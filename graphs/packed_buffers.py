@@ -6,7 +6,7 @@
     input_ids, metadata, logits_indices = buffers.view(64)
 
 All tensors of a bucket lie in one piece of memory, so that a step costs one copy to the device, whatever it
-holds. Padding is as the table of fields says (`torchpaged.metadata.FIELDS`): tokens past the last request
+holds. Padding is as `torchpaged.metadata.fields` says: tokens past the last request
 have slot -1, requests past the last one no tokens and seq_len 0; further ``logits_indices`` are 0, and
 whoever reads the logits drops them.
 """
@@ -24,15 +24,10 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import (
-    FIELDS,
-    AttentionMetadata,
-    BatchSizes,
-    check_batch,
-    integers,
-    pad_batch_tensors,
-    slots_between,
-)
+from torchpaged.metadata import AttentionMetadata, integers
+from torchpaged.metadata.checks import check_batch
+from torchpaged.metadata.fields import FIELDS, BatchSizes, pad_batch_tensors
+from torchpaged.metadata.slots import slots_between
 from torchpaged.metadata.tree import MAX_TREE_TOKENS, depths_of, known_trees, words_of
 
 _ALIGN = 64  # bytes that every field starts at a multiple of

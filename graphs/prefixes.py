@@ -17,7 +17,7 @@ from torchpaged.metadata import AttentionMetadata
 
 
 class StepInputs(StaticInputs, Protocol):
-    """A decode step's own static inputs, ``(input_ids, metadata)``: `torchpaged.graphs.DecodeBuffers`, or
+    """A decode step's own static inputs, ``(input_ids, metadata)``: `graphs.buffers.DecodeBuffers`, or
     rows kept on the device."""
 
     max_blocks_per_req: int

@@ -437,7 +437,8 @@ def test_a_module_that_was_built_for_another_block_size(compiled: bool) -> None:
 
 def test_rows_of_a_runner_know_their_block_size() -> None:
     """What a graph runner and the engine hand to a model carries it."""
-    from torchpaged.graphs import DecodeBuffers, PackedBuffers
+    from torchpaged.graphs import PackedBuffers
+    from torchpaged.graphs.buffers import DecodeBuffers
 
     assert DecodeBuffers(2, 4, 8, "cpu").view(1)[1].block_size == 8
     assert PackedBuffers([4], 2, 4, 8, "cpu").view(4)[1].block_size == 8

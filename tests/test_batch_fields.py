@@ -12,17 +12,17 @@ import torch
 from torchpaged import ArgumentError, AttentionMetadata, PagedAttention
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.engine.device import DecodeRows
-from torchpaged.graphs import DecodeBuffers, PackedBuffers
-from torchpaged.metadata import (
+from torchpaged.graphs import PackedBuffers
+from torchpaged.graphs.buffers import DecodeBuffers
+from torchpaged.metadata import slots_at
+from torchpaged.metadata.fields import (
     FIELDS,
     METADATA_FIELDS,
     BatchSizes,
     make_batch_tensors,
     pad_batch_tensors,
-    slot_of,
-    slots_at,
-    slots_between,
 )
+from torchpaged.metadata.slots import slot_of, slots_between
 
 BLOCK = 4
 BUILDERS: dict[str, tuple[Callable[[], AttentionMetadata], BatchSizes]] = {

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchpaged import ArgumentError, BlockPool, KVLayerSpec, PagedKVCache
-from torchpaged.cache import LayerKind, LayerSpec, kinds, layer_kinds, register_layer_kind
+from torchpaged.cache import LayerKind, LayerSpec, kinds, register_layer_kind
+from torchpaged.cache.kinds import layer_kinds
 from torchpaged.custom_ops import BACKEND_OPS
 
 

@@ -13,7 +13,7 @@ from library_backends import LIBRARIES, stand_in
 
 from torchpaged import BackendUnavailableError
 from torchpaged.backends import Backend, GraphSupport, get_backend, list_backends
-from torchpaged.graphs import EagerCapture
+from torchpaged.graphs.capture import EagerCapture
 from torchpaged.testing import ATTENTION_VARIANTS, BATCH_SPECS, check_conformance, conformance_checks
 
 #: What each declares not to run, of variants and extras.

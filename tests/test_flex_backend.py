@@ -17,7 +17,7 @@ from torchpaged.backends import flex as flex_module
 from torchpaged.backends.flex import flex_backend
 from torchpaged.backends.query_tiles import Mask, num_tiles, query_tiles, visible_blocks
 from torchpaged.custom_ops.attention.mask import visible_keys
-from torchpaged.graphs import EagerCapture
+from torchpaged.graphs.capture import EagerCapture
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,

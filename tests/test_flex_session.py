@@ -9,7 +9,8 @@ from flex_backend import FLEX, FlexSession
 from small_gpt import BLOCK, BLOCKS, GPT, STEPS, TABLES, TOKENS, WIDTH, batch, close_to_dense, fed
 
 from torchpaged import Limits, PlanError
-from torchpaged.graphs import DecodeGraphRunner, EagerCapture
+from torchpaged.graphs import DecodeGraphRunner
+from torchpaged.graphs.capture import EagerCapture
 
 
 @pytest.fixture

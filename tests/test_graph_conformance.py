@@ -23,7 +23,8 @@ from torchpaged.backends import (
 )
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.graphs import CudaCapture, DecodeGraphRunner, EagerCapture, PackedGraphRunner, TapeCapture
+from torchpaged.graphs import CudaCapture, DecodeGraphRunner, PackedGraphRunner, TapeCapture
+from torchpaged.graphs.capture import EagerCapture
 from torchpaged.testing import check_graph_support
 from torchpaged.testing.graph_conformance import Case, check_forgotten_plan, check_replays, conformance_cases
 

@@ -14,17 +14,12 @@ from torch.nn import functional as F
 
 from torchpaged import profiling
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.profiling.kernel_report import (
-    KernelReport,
-    kernels_of_generation,
-    kernels_per_layer,
-    layer_groups,
-    match_kernels,
-    module_ranges,
-)
+from torchpaged.profiling.kernel_report import KernelReport, kernels_per_layer, layer_groups
+from torchpaged.profiling.kernel_report.attribute import kernels_of_generation
 from torchpaged.profiling.kernel_report.data import COMPILED
 from torchpaged.profiling.kernel_report.layers import layer_of
-from torchpaged.profiling.kernel_report.trace import parse, profiled
+from torchpaged.profiling.kernel_report.match import match_kernels
+from torchpaged.profiling.kernel_report.trace import module_ranges, parse, profiled
 
 N = None
 

@@ -23,7 +23,6 @@ from library_backends import attend, host_of, limits_of, spec_of, stand_in, step
 import torchpaged
 from torchpaged import BackendUnavailableError, Limits, PagedAttention, PlanError
 from torchpaged.backends import (
-    ALIASES,
     Backend,
     GraphSupport,
     HostLengths,
@@ -38,6 +37,7 @@ from torchpaged.backends import (
 )
 from torchpaged.backends import flash_attn as flash_attn_backend
 from torchpaged.backends.choose import names
+from torchpaged.backends.choose.names import ALIASES
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
     BATCH_SPECS,

@@ -15,23 +15,20 @@ import torch
 
 from torchpaged import BackendUnavailableError, Limits, PagedAttention, open_session
 from torchpaged.backends import (
-    PLATFORMS,
     AttentionSpec,
     Backend,
     Route,
-    Tuned,
     TunedFileWarning,
     get_backend,
     list_backends,
-    platform_of,
-    ranking,
     register_backend,
     select_backend,
 )
 from torchpaged.backends.choose import names as names_module
 from torchpaged.backends.choose import select as select_module
-from torchpaged.backends.choose.order import UNVERIFIED, platform_table
-from torchpaged.backends.choose.tuned import device_name, path_for, save, versions
+from torchpaged.backends.choose.order import PLATFORMS, UNVERIFIED, platform_of, platform_table
+from torchpaged.backends.choose.select import ranking
+from torchpaged.backends.choose.tuned import Tuned, device_name, path_for, save, versions
 
 ROOT, CPU = Path(__file__).parents[1], torch.device("cpu")
 SPEC = AttentionSpec(device=CPU, dtype=torch.float32, head_dim=16, num_heads=4, num_kv_heads=2)

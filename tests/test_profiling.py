@@ -231,6 +231,7 @@ def test_ranges_only_inside_enabled(tool: Path) -> None:
     """Before and after the block nothing is pushed; an exception still pops what was open."""
     code = """
 from torchpaged import profiling
+from torchpaged.profiling.ranges import NOTHING
 with profiling.range("before"):
     pass
 with profiling.enabled():
@@ -243,7 +244,7 @@ with profiling.enabled():
         pass
     outlives = profiling.range("outlives")
     outlives.__enter__()
-assert profiling.range("after") is profiling.NOTHING
+assert profiling.range("after") is NOTHING
 outlives.__exit__(None, None, None)
 """
     assert record(tool, code) == [
@@ -258,7 +259,8 @@ def test_off_costs_one_check() -> None:
     code = """
 import sys
 from torchpaged import profiling
-assert profiling.range("a") is profiling.range("b", 1, batch=2) is profiling.NOTHING
+from torchpaged.profiling.ranges import NOTHING
+assert profiling.range("a") is profiling.range("b", 1, batch=2) is NOTHING
 with profiling.range("a"):
     pass
 generator.generate([[5, 6, 7]], params)
@@ -272,6 +274,7 @@ def test_a_trace_has_the_same_names_and_is_written_when_the_block_fails() -> Non
     code = """
 import json, sys
 from torchpaged import profiling
+from torchpaged.profiling.ranges import NOTHING
 try:
     with profiling.trace(PATH):
         generator.submit([5, 6, 7], params)
@@ -281,7 +284,7 @@ try:
             raise KeyError("midway")
 except KeyError:
     pass
-assert profiling.range("a") is profiling.NOTHING and "nvtx" not in sys.modules
+assert profiling.range("a") is NOTHING and "nvtx" not in sys.modules
 spans = [e for e in json.load(open(PATH))["traceEvents"] if e.get("cat") == "user_annotation"]
 def inside(inner, outer):
     return any(o["ts"] <= i["ts"] and i["ts"] + i["dur"] <= o["ts"] + o["dur"]

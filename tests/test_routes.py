@@ -25,12 +25,11 @@ from torchpaged.backends import (
     Planning,
     Route,
     get_backend,
-    parse_route,
     register_backend,
     select_backend,
 )
 from torchpaged.backends.choose import names as names_module
-from torchpaged.backends.choose.route import route_backend
+from torchpaged.backends.choose.route import parse_route, route_backend
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.graphs import PackedGraphRunner, TapeCapture
 from torchpaged.testing import (

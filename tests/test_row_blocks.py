@@ -7,7 +7,7 @@ import random
 import pytest
 
 from torchpaged import BlockPool
-from torchpaged.cache import RowBlocks
+from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.custom_ops.errors import BlockPoolExhaustedError
 
 BLOCK, PER_ROW = 4, 3

@@ -55,7 +55,8 @@ from torchpaged.backends import (
 from torchpaged.backends import semaphore as semaphore_module
 from torchpaged.backends.choose import names as names_module
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.graphs import DecodeGraphRunner, EagerCapture, PackedGraphRunner, TapeCapture
+from torchpaged.graphs import DecodeGraphRunner, PackedGraphRunner, TapeCapture
+from torchpaged.graphs.capture import EagerCapture
 
 LIMITS = Limits(max_num_reqs=4, max_blocks_per_req=WIDTH)
 

@@ -31,9 +31,9 @@ from torchpaged.backends import (
     Session,
     attention_spec,
     get_backend,
-    route_of,
     select_backend,
 )
+from torchpaged.backends.choose.route import route_of
 from torchpaged.backends.fit import check_out, check_rows, require_fit
 from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
@@ -46,7 +46,7 @@ from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, check_tens
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FLOATS, FP8
 from torchpaged.metadata import AttentionMetadata
-from torchpaged.prefixes import attend_with_prefixes, can_read_once
+from torchpaged.prefixes.attention import attend_with_prefixes, can_read_once
 
 #: What shapes may be tried with on the meta device: everything.
 _META = Capabilities(

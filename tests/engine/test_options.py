@@ -15,7 +15,7 @@ from torchpaged.backends import AttentionSpec, select_backend
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.options import decide_compile, decide_graphs
 from torchpaged.engine.outputs import GeneratorStats
-from torchpaged.graphs import EagerCapture
+from torchpaged.graphs.capture import EagerCapture
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import torchpaged.hf as hf  # noqa: E402

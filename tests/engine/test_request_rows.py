@@ -12,7 +12,8 @@ from torchpaged import ArgumentError, AttentionMetadata
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.engine.device import DecodeRows, RingFullError, RowState, TokenRing, WholeStepRunner
-from torchpaged.graphs import EagerCapture, TapeCapture
+from torchpaged.graphs import TapeCapture
+from torchpaged.graphs.capture import EagerCapture
 
 VOCAB, BLOCK, REFERENCE = 70, 4, BACKEND_OPS["reference"]
 NOT_PER_ROW = ("query_start_loc", "tokens_out", "ring", "launches")

@@ -91,7 +91,8 @@ def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | No
     run as Python."""
     from torchpaged import profiling
     from torchpaged.engine import SamplingParams
-    from torchpaged.profiling.kernel_report import kernels_of_generation, module_ranges, read_trace
+    from torchpaged.profiling.kernel_report.attribute import kernels_of_generation
+    from torchpaged.profiling.kernel_report.trace import module_ranges, read_trace
 
     model, generator = tiny_generator(False, prefill_buckets=prefill_buckets)
     path = tmp_path / "out.json"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchpaged import ArgumentError, CaptureError
-from torchpaged.graphs import BucketedGraphs, EagerCapture, TapeCapture
+from torchpaged.graphs import BucketedGraphs, TapeCapture
+from torchpaged.graphs.capture import EagerCapture
 
 
 class Numbers:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError
-from torchpaged.graphs import DecodeGraphRunner, EagerCapture, TapeCapture, bucket_table, buckets_by_cost
+from torchpaged.graphs import DecodeGraphRunner, TapeCapture, bucket_table, buckets_by_cost
+from torchpaged.graphs.capture import EagerCapture
 
 
 def step_ms(rows: int) -> float:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import CaptureError, SemaphoreError
 from torchpaged.engine.device import DecodeRows, RowState, WholeStepRunner
-from torchpaged.graphs import CudaCapture, EagerCapture, PackedGraphRunner, TapeCapture
+from torchpaged.graphs import CudaCapture, PackedGraphRunner, TapeCapture
+from torchpaged.graphs.capture import EagerCapture
 
 VOCAB, BLOCK = 70, 4
 REQUEST = {0: RowState(5, 6, [3, 9, 4, 5, 6, 7], seed=11, counter=0, remaining=100)}

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache
 from torchpaged.graphs import (
-    EagerCapture,
     PackedBuffers,
     PackedGraphRunner,
     TapeCapture,
     bucket_table,
     default_prefill_buckets,
 )
+from torchpaged.graphs.capture import EagerCapture
 
 HEADS, DIM, BLOCK, BLOCKS, VOCAB, COLUMNS = 4, 8, 4, 60, 50, 10
 #: (query_len, seq_len) of each request: one alone, several, chunks of longer prompts, single tokens, a bucket

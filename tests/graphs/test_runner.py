@@ -12,15 +12,10 @@ from torch import Tensor, nn
 
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache, Session
-from torchpaged.graphs import (
-    DecodeBuffers,
-    DecodeGraphRunner,
-    EagerCapture,
-    TapeCapture,
-    bucket_for,
-    default_buckets,
-)
-from torchpaged.graphs.capture import Captured
+from torchpaged.graphs import DecodeGraphRunner, TapeCapture, default_buckets
+from torchpaged.graphs.buckets import bucket_for
+from torchpaged.graphs.buffers import DecodeBuffers
+from torchpaged.graphs.capture import Captured, EagerCapture
 
 HEADS, DIM, BLOCK, BLOCKS, VOCAB = 4, 8, 4, 60, 50
 

@@ -13,7 +13,8 @@ from models import MODELS, padded_prompts, tiny
 from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
-from torchpaged.hf import PagedCache, PagedModel, attach, require_supported
+from torchpaged.hf import PagedCache, PagedModel, attach
+from torchpaged.hf.support import require_supported
 
 DIFF: dict[str, Any] = {
     "vocab_size": 99,

@@ -13,17 +13,10 @@ from torch import Tensor
 
 from torchpaged import ArgumentError, AttentionMetadata, Limits, PagedAttention, open_session
 from torchpaged.backends import attention_spec
-from torchpaged.graphs import DecodeGraphRunner, EagerCapture, TapeCapture
-from torchpaged.prefixes import (
-    COSTS,
-    AutomaticPrefixes,
-    CascadeCosts,
-    LayerShape,
-    PrefixGroup,
-    costs_of,
-    groups_that_pay,
-)
-from torchpaged.prefixes.costs import saved_us
+from torchpaged.graphs import DecodeGraphRunner, TapeCapture
+from torchpaged.graphs.capture import EagerCapture
+from torchpaged.prefixes import AutomaticPrefixes, CascadeCosts, PrefixGroup
+from torchpaged.prefixes.costs import COSTS, LayerShape, costs_of, groups_that_pay, saved_us
 
 ROOT = Path(__file__).parents[2]
 LLAMA = LayerShape(32, 8, 128, 128, 2)

@@ -11,19 +11,15 @@ row_blocks.py  the blocks of a batch's rows, and what they share
 rolling.py     rings of blocks, for layers with a sliding window
 """
 
-from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
-from torchpaged.cache.kinds import LayerKind, LayerSpec, layer_kinds, register_layer_kind
+from torchpaged.cache.block_pool import BlockPool
+from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.latent import LatentLayerSpec, LayerLatentCache
-from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.rolling import RollingBlocks
-from torchpaged.cache.row_blocks import RowBlocks
 
 __all__ = [
-    "NULL_BLOCK",
     "BlockPool",
-    "CacheRequests",
     "KVLayerSpec",
     "LatentLayerSpec",
     "LayerKVCache",
@@ -32,7 +28,5 @@ __all__ = [
     "LayerSpec",
     "PagedKVCache",
     "RollingBlocks",
-    "RowBlocks",
-    "layer_kinds",
     "register_layer_kind",
 ]

@@ -20,7 +20,8 @@ import torch
 from torchpaged.cache.block_pool import BlockPool
 from torchpaged.custom_ops.checks import check_sizes, is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
-from torchpaged.metadata import AttentionMetadata, CrossMetadata
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.encoder import CrossMetadata
 
 
 class CacheRequests:

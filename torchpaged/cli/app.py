@@ -26,16 +26,10 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
         f"torchpaged's command line needs {_error.name}; pip install 'torchpaged[demo]'"
     ) from None
 
-from torchpaged.backends import (
-    GraphSupport,
-    attention_spec,
-    get_backend,
-    list_backends,
-    ranking,
-    select_backend,
-)
+from torchpaged.backends import GraphSupport, attention_spec, get_backend, list_backends, select_backend
 from torchpaged.backends.choose.names import requested
 from torchpaged.backends.choose.order import platform_table
+from torchpaged.backends.choose.select import ranking
 from torchpaged.backends.table import capability_tables, declared
 from torchpaged.cli.bench import app as bench_app
 from torchpaged.cli.tune import tune

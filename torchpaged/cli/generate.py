@@ -25,13 +25,10 @@ from torchpaged.custom_ops.errors import ArgumentError, RequestError, Torchpaged
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.graphs import bucket_table
 from torchpaged.names import short_dtype
-from torchpaged.profiling.kernel_report import (
-    KernelReport,
-    kernels_of_generation,
-    module_ranges,
-    read_trace,
-    report_table,
-)
+from torchpaged.profiling.kernel_report import KernelReport, report_table
+from torchpaged.profiling.kernel_report.attribute import kernels_of_generation
+from torchpaged.profiling.kernel_report.trace import module_ranges, read_trace
+from torchpaged.profiling.ranges import check_writable
 
 ERRORS = Console(stderr=True)
 
@@ -167,7 +164,7 @@ def _require_memory(settings: Settings, count: int) -> None:
 def run(settings: Settings) -> int:
     """Run the command; returns the exit code: 0, or 2 if a prompt was refused or failed."""
     if settings.profile:
-        profiling.check_writable(settings.profile, "--profile")
+        check_writable(settings.profile, "--profile")
     sampling = SamplingParams(**settings.sampling)  # bad options are refused before a model is loaded
     for text in sampling.stop:
         _require_text("--stop", text)
@@ -263,7 +260,7 @@ def _compile_cache(path: str, quiet: bool) -> Iterator[None]:
     was none."""
     present = bool(path) and Path(path).exists()
     if path and not present:
-        profiling.check_writable(path, "--compile-cache")
+        check_writable(path, "--compile-cache")
     if present:
         report = load_compile_cache(path)  # another version's is left as it is, with a warning
         if report.loaded and not quiet:

@@ -25,7 +25,7 @@ from torchpaged.custom_ops.errors import NotCopied
 from torchpaged.engine.device import DecodeRows, RowState, TokenRing, WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
-from torchpaged.graphs import bucket_for
+from torchpaged.graphs.buckets import bucket_for
 from torchpaged.profiling import range as profile_range
 
 #: Launches, and prefills, whose tokens may be on their way at once.

@@ -54,7 +54,9 @@ from torchpaged.engine.stepper import Stepper
 from torchpaged.graphs import CaptureBackend, PackedGraphRunner
 from torchpaged.graphs.bucketed import check_capture, check_progress
 from torchpaged.model_state import ModelState, undone_if_it_raises
-from torchpaged.prefixes import CascadeCosts, check_cascade, find_prefixes
+from torchpaged.prefixes import CascadeCosts
+from torchpaged.prefixes.automatic import find_prefixes
+from torchpaged.prefixes.costs import check_cascade
 
 if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport

@@ -175,8 +175,8 @@ def paged_model(
         return model, lambda: None
     from torchpaged.fuse import fuse as fuse_model
     from torchpaged.fuse import unfuse
-    from torchpaged.hf import PagedModel, fusion_of, require_supported  # transformers is optional
-    from torchpaged.hf.support import require_causal_lm
+    from torchpaged.hf import PagedModel, fusion_of
+    from torchpaged.hf.support import require_causal_lm, require_supported
     from torchpaged.hf.wrapped import unwrapped
 
     model = unwrapped(model)

@@ -21,7 +21,8 @@ from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.step_graphs import PrefillGraphs
-from torchpaged.metadata import AttentionMetadata, HostLengths, to_device
+from torchpaged.metadata import AttentionMetadata, HostLengths
+from torchpaged.metadata.host import to_device
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 

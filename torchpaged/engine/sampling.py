@@ -15,7 +15,7 @@ from torch import Tensor
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device import StepOps, token_bits
 from torchpaged.engine.numbers import as_float, as_integer, shown
-from torchpaged.metadata import to_device
+from torchpaged.metadata.host import to_device
 
 # The device has float32.
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max

@@ -23,8 +23,8 @@ from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.compile_layers import compile_layers, uncompile_layers
 from torchpaged.hf.continuous_batching import register_continuous_batching
 from torchpaged.hf.encoder_decoder import PagedEncoderDecoderCache
-from torchpaged.hf.paged_model import PagedModel, kv_layer_specs
-from torchpaged.hf.support import fusion_of, require_supported
+from torchpaged.hf.paged_model import PagedModel
+from torchpaged.hf.support import fusion_of
 from torchpaged.hf.switch import attach, detach, paged
 
 if TYPE_CHECKING:
@@ -46,10 +46,8 @@ __all__ = [
     "detach",
     "fuse",
     "fusion_of",
-    "kv_layer_specs",
     "paged",
     "register",
-    "require_supported",
     "unaccelerate",
     "uncompile_layers",
     "unfuse",

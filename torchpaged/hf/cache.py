@@ -55,7 +55,8 @@ from torchpaged.hf.support import (
 )
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
-from torchpaged.prefixes import CascadeCosts, RowPrefixes
+from torchpaged.prefixes import CascadeCosts
+from torchpaged.prefixes.rows import RowPrefixes
 
 
 def _keeps_kv(layer: PagedLayer) -> bool:

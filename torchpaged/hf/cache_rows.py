@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends import Limits
-from torchpaged.cache import BlockPool, RollingBlocks, RowBlocks
+from torchpaged.cache import BlockPool, RollingBlocks
+from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     BlockPoolExhaustedError,
@@ -21,14 +22,9 @@ from torchpaged.custom_ops.errors import (
 )
 from torchpaged.hf.query_starts import fill_query_starts
 from torchpaged.hf.rolling_rows import RollingRows
-from torchpaged.metadata import (
-    AttentionMetadata,
-    BatchSizes,
-    HostLengths,
-    host_block_table,
-    make_batch_tensors,
-    slots_at,
-)
+from torchpaged.metadata import AttentionMetadata, HostLengths, slots_at
+from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
+from torchpaged.metadata.host import host_block_table
 
 # Tokens per row that the decode kernels take at most: MAX_DECODE_QUERY_LEN of
 # custom_ops/attention/triton/config.py.

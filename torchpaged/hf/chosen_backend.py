@@ -28,7 +28,7 @@ from torchpaged.backends import (
 from torchpaged.backends.spec import features_used
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.prefixes import can_read_once
+from torchpaged.prefixes.attention import can_read_once
 
 
 class LayerCall(NamedTuple):

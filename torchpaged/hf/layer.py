@@ -24,9 +24,9 @@ from torchpaged.hf.families import Family
 from torchpaged.hf.kv_scales import KVScales
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
-from torchpaged.prefixes import attend_with_prefixes
-from torchpaged.profiling import is_on as is_profiling
-from torchpaged.profiling import ranged_attention
+from torchpaged.prefixes.attention import attend_with_prefixes
+from torchpaged.profiling.ranges import is_on as is_profiling
+from torchpaged.profiling.ranges import ranged_attention
 
 #: Why set-up is not traced, and what to do: the reason of a graph break, or of dynamo's error
 #: with ``fullgraph=True``.

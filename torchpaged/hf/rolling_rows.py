@@ -9,7 +9,9 @@ from torch import Tensor
 
 from torchpaged.cache import RollingBlocks
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import BatchSizes, host_block_table, make_batch_tensors, slots_at
+from torchpaged.metadata import slots_at
+from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
+from torchpaged.metadata.host import host_block_table
 
 
 class RollingRows:

@@ -17,7 +17,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.state_layer import StateLayer
-from torchpaged.prefixes import RowPrefixes
+from torchpaged.prefixes.rows import RowPrefixes
 
 
 class RowChanges:

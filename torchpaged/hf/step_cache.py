@@ -18,7 +18,8 @@ from torchpaged.hf.kv_scales import KVScales, require_paged
 from torchpaged.hf.layer import PagedLayer, mask_token
 from torchpaged.hf.mask_kinds import is_causal
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
-from torchpaged.metadata import METADATA_FIELDS, AttentionMetadata, BatchSizes, make_batch_tensors
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.fields import METADATA_FIELDS, BatchSizes, make_batch_tensors
 
 
 class PackedMasks:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends.planned_batch import is_capturing
-from torchpaged.cache import NULL_BLOCK, RollingBlocks
+from torchpaged.cache import RollingBlocks
+from torchpaged.cache.block_pool import NULL_BLOCK
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata

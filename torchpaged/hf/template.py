@@ -19,7 +19,7 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from torchpaged.cache import layer_kinds
+from torchpaged.cache.kinds import layer_kinds
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer, PagedOwner

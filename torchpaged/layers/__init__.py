@@ -22,7 +22,8 @@ from torchpaged.layers.cross import CrossAttention
 from torchpaged.layers.encoder import EncoderAttention, EncoderOnlyAttention
 from torchpaged.layers.mla import MLAAttention
 from torchpaged.layers.of_type import attention_layer
-from torchpaged.metadata import CrossMetadata, encoder_metadata
+from torchpaged.metadata import encoder_metadata
+from torchpaged.metadata.encoder import CrossMetadata
 
 __all__ = [
     "AttentionType",

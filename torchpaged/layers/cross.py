@@ -11,7 +11,7 @@ from torchpaged.attention import PagedAttention
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.layers.attention_type import AttentionType
-from torchpaged.metadata import CrossMetadata
+from torchpaged.metadata.encoder import CrossMetadata
 
 
 class CrossAttention(PagedAttention):

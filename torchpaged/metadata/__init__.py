@@ -10,39 +10,18 @@ encoder.py   batches of encoders, and of cross attention
 """
 
 from torchpaged.metadata.batch import AttentionMetadata, HostLengths
-from torchpaged.metadata.checks import check_batch, count, integers
-from torchpaged.metadata.encoder import CrossMetadata, encoder_metadata
-from torchpaged.metadata.fields import (
-    FIELDS,
-    METADATA_FIELDS,
-    BatchField,
-    BatchSizes,
-    make_batch_tensors,
-    pad_batch_tensors,
-)
-from torchpaged.metadata.host import host_block_table, to_device
-from torchpaged.metadata.slots import slot_of, slots_at, slots_between
+from torchpaged.metadata.checks import count, integers
+from torchpaged.metadata.encoder import encoder_metadata
+from torchpaged.metadata.slots import slots_at
 from torchpaged.metadata.tree import tree_mask_from_parents, tree_token_positions
 
 __all__ = [
-    "FIELDS",
-    "METADATA_FIELDS",
     "AttentionMetadata",
-    "BatchField",
-    "BatchSizes",
-    "CrossMetadata",
     "HostLengths",
-    "check_batch",
     "count",
     "encoder_metadata",
-    "host_block_table",
     "integers",
-    "make_batch_tensors",
-    "pad_batch_tensors",
-    "slot_of",
     "slots_at",
-    "slots_between",
-    "to_device",
     "tree_mask_from_parents",
     "tree_token_positions",
 ]

@@ -16,37 +16,20 @@ Two passes of ``paged_attention``, the prefixes' without sinks, and ``merge_attn
 Every launch depends on sizes alone, so that one graph serves all lengths and all groups that fit the buffers.
 """
 
-from torchpaged.prefixes.attention import attend_with_prefixes, can_read_once, cascade_attention
-from torchpaged.prefixes.automatic import AutomaticPrefixes, find_prefixes
+from torchpaged.prefixes.attention import cascade_attention
+from torchpaged.prefixes.automatic import AutomaticPrefixes
 from torchpaged.prefixes.buffers import SharedPrefixes, StepPrefixes
-from torchpaged.prefixes.costs import (
-    COSTS,
-    CascadeCosts,
-    LayerShape,
-    check_cascade,
-    costs_of,
-    groups_that_pay,
-)
+from torchpaged.prefixes.costs import CascadeCosts
 from torchpaged.prefixes.groups import PrefixGroup, find_prefix_groups
-from torchpaged.prefixes.rows import RowPrefixes
 from torchpaged.prefixes.tree import PrefixTree
 
 __all__ = [
-    "COSTS",
     "AutomaticPrefixes",
     "CascadeCosts",
-    "LayerShape",
     "PrefixGroup",
     "PrefixTree",
-    "RowPrefixes",
     "SharedPrefixes",
     "StepPrefixes",
-    "attend_with_prefixes",
-    "can_read_once",
     "cascade_attention",
-    "check_cascade",
-    "costs_of",
     "find_prefix_groups",
-    "find_prefixes",
-    "groups_that_pay",
 ]

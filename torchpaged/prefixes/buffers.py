@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import AttentionMetadata, to_device
-from torchpaged.metadata.host import host_block_table
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.host import host_block_table, to_device
 from torchpaged.prefixes.groups import PrefixGroup
 
 

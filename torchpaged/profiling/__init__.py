@@ -5,28 +5,12 @@ docs/profiling.md shows both. The library's code opens ranges by `range`, which 
 somebody profiles.
 """
 
-from torchpaged.profiling.ranges import (
-    DOMAIN,
-    NOTHING,
-    ProfilingUnavailableError,
-    check_writable,
-    enabled,
-    is_on,
-    range,
-    ranged_attention,
-    recorded,
-    trace,
-)
+from torchpaged.profiling.ranges import ProfilingUnavailableError, enabled, range, recorded, trace
 
 __all__ = [
-    "DOMAIN",
-    "NOTHING",
     "ProfilingUnavailableError",
-    "check_writable",
     "enabled",
-    "is_on",
     "range",
-    "ranged_attention",
     "recorded",
     "trace",
 ]

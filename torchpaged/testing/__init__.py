@@ -19,7 +19,7 @@ from torchpaged.testing.batch_invariance import (
     Company,
     check_batch_invariance,
 )
-from torchpaged.testing.batches import BATCH_SPECS, GARBAGE, Batch, BatchSpec, make_batch
+from torchpaged.testing.batches import BATCH_SPECS, Batch, BatchSpec, make_batch
 from torchpaged.testing.conformance import Check, ConformanceReport, check_conformance, conformance_checks
 from torchpaged.testing.graph_support import GraphSupportReport, check_graph_support
 from torchpaged.testing.oracle import (
@@ -34,7 +34,6 @@ __all__ = [
     "ATTENTION_VARIANTS",
     "BATCH_SPECS",
     "COMPANIES",
-    "GARBAGE",
     "Batch",
     "BatchInvarianceReport",
     "BatchSpec",

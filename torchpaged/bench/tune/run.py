@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from torchpaged.backends import Route, Tuned, get_backend, list_backends
-from torchpaged.backends.choose.tuned import device_name, path_for, save, versions
+from torchpaged.backends import Route, get_backend, list_backends
+from torchpaged.backends.choose.tuned import Tuned, device_name, path_for, save, versions
 from torchpaged.bench import conditions, timing
 from torchpaged.bench.attention.case import free_memory, measure_case
 from torchpaged.bench.attention.cases import AttentionCase, select_cases
@@ -172,7 +172,7 @@ def tune(options: TuneOptions) -> dict[str, Any]:
 
 def route_parts(route: str) -> tuple[str, str]:
     """The backends of a route's name."""
-    from torchpaged.backends import parse_route
+    from torchpaged.backends.choose.route import parse_route
 
     parts = parse_route(route)
     return parts.decode, parts.prefill

@@ -33,7 +33,8 @@ from torchpaged.engine.device.request_state import (
 )
 from torchpaged.engine.device.row_tensors import IDLE, RowTensors
 from torchpaged.engine.device.token_rings import LaunchRing
-from torchpaged.metadata import BatchSizes, pad_batch_tensors, to_device
+from torchpaged.metadata.fields import BatchSizes, pad_batch_tensors
+from torchpaged.metadata.host import to_device
 
 
 class StepOps(Protocol):

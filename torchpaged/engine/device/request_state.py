@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import slot_of
+from torchpaged.metadata.slots import slot_of
 
 #: Token ids that can end a row on the device; the caller looks after further ones.
 MAX_STOP_TOKEN_IDS = 16

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device.request_state import MAX_STOP_TOKEN_IDS, NUM_FLOATS, NUM_INTS, NUM_LONGS
-from torchpaged.metadata import FIELDS, METADATA_FIELDS, AttentionMetadata, BatchSizes
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchSizes
 
 #: What makes a row idle: its length and slot are a padding row's.
 IDLE = {name: FIELDS[name].padding for name in ("seq_lens", "slot_mapping")}

@@ -29,8 +29,8 @@ from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.chosen_backend import LayerCall
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.layer import PagedLayer, PagedOwner, by_token, in_autocast, layer_of, scale_of
-from torchpaged.profiling import is_on as is_profiling
-from torchpaged.profiling import ranged_attention
+from torchpaged.profiling.ranges import is_on as is_profiling
+from torchpaged.profiling.ranges import ranged_attention
 
 
 class LatentLayer(PagedLayer):

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torchpaged.profiling.kernel_report.attribute import kernels_of_generation, kernels_per_layer
-from torchpaged.profiling.kernel_report.data import Between, KernelTime, ModuleKernels, UnmatchedKernels
-from torchpaged.profiling.kernel_report.layers import LayerGroup, layer_groups
-from torchpaged.profiling.kernel_report.match import match_kernels
+from torchpaged.profiling.kernel_report.attribute import kernels_per_layer
+from torchpaged.profiling.kernel_report.data import Between
+from torchpaged.profiling.kernel_report.layers import layer_groups
 from torchpaged.profiling.kernel_report.report import KernelReport
-from torchpaged.profiling.kernel_report.trace import Trace, module_ranges, read_trace
 
 if TYPE_CHECKING:
     from torchpaged.profiling.kernel_report.table import report_table
@@ -27,17 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Between",
     "KernelReport",
-    "KernelTime",
-    "LayerGroup",
-    "ModuleKernels",
-    "Trace",
-    "UnmatchedKernels",
-    "kernels_of_generation",
     "kernels_per_layer",
     "layer_groups",
-    "match_kernels",
-    "module_ranges",
-    "read_trace",
     "report_table",
 ]
 

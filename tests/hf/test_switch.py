@@ -162,3 +162,13 @@ def test_training_mode_is_named() -> None:
     model = model_of("bloom", "eager")
     with paged(model), torch.no_grad(), pytest.raises(UnsupportedModelError, match="in eval mode"):
         model.train()(**padded_prompts(), past_key_values=PagedCache(model.config, 2, 32))
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt", "gptj"])
+def test_models_with_attention_of_their_own_are_told_to_attach(name: str) -> None:
+    """By the two lines of other models, padded: before the model reads a mask that it can't."""
+    model = model_of(name, "eager").eval()
+    model.set_attn_implementation("torchpaged")
+    options = {"past_key_values": PagedCache(model.config, 2, 64), "use_cache": True, "max_new_tokens": 2}
+    with pytest.raises(ArgumentError, match=r"attn_implementation: .*; call torchpaged.hf.attach\(model\)"):
+        model.generate(**padded_prompts(), **options)

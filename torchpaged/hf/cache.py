@@ -470,6 +470,7 @@ class PagedCache(Cache):
         refused."""
         self.order.announce(query_length)
         if not torch.compiler.is_compiling() and layer is self.paged[0]:
+            self._require_implementation()
             self.rows.require_room(query_length)
         return self.max_seq_len, self._mask_token
 

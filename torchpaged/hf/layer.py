@@ -260,13 +260,13 @@ class PagedLayer(CacheLayerMixin):
                 f"backend {backend.choice.name!r} cannot run this attention: tree_mask is not supported"
             )
         requests = metadata.block_table, metadata.seq_lens, metadata.query_start_loc
-        made = self.op_call(call, requests, metadata.max_query_len)
+        made = self.op_call(call, requests, metadata.max_query_len, metadata.tree_mask)
         alike = call.causal and call.window is None and call.alibi_slopes is None
         if metadata.prefixes is not None and self.reads_once and alike and metadata.tree_mask is None:
             made = made._replace(semaphore=self.workspace.get("semaphore"))
             attend_with_prefixes(backend.ops, made, metadata.prefixes)
         else:
-            self.run(made._replace(tree_mask=metadata.tree_mask))
+            self.run(made)
         return made.out.view(batch, query_len, *made.out.shape[1:])
 
     def hold(self, call: LayerCall) -> None:
@@ -287,14 +287,18 @@ class PagedLayer(CacheLayerMixin):
             self.asked = kind
 
     def op_call(
-        self, call: LayerCall, requests: tuple[Tensor, Tensor, Tensor], max_query_len: int
+        self,
+        call: LayerCall,
+        requests: tuple[Tensor, Tensor, Tensor],
+        max_query_len: int,
+        tree_mask: Tensor | None = None,
     ) -> AttentionCall:
         """``call`` as the op takes it, with an ``out`` of its own.
 
         Args:
             call: as its kind was held to the backend.
             requests: block table, lengths and query starts.
-            max_query_len: of them.
+            max_query_len, tree_mask: of them.
         """
         q = by_token(call.query)
         out = q.new_empty(*q.shape[:2], call.value.shape[-1])
@@ -316,6 +320,7 @@ class PagedLayer(CacheLayerMixin):
             alibi_slopes=call.alibi_slopes,
             sinks=call.sinks,
             chunk_size=self.chunk or 0,
+            tree_mask=tree_mask,
             k_scale=self.scales.get("k_scale"),
             v_scale=self.scales.get("v_scale"),
         )
@@ -401,7 +406,7 @@ class PagedLayer(CacheLayerMixin):
             return rows.gather(self.keys, batch), rows.gather(self.values, batch)
         # Other models of such a type may not be attached.
         if not traced and (not self._watched or self._computes):
-            return watch(self.keys, self.owner.name), watch(self.values, self.owner.name)
+            return watch(self.keys, self), watch(self.values, self)
         if not self._watched:
             self._require_attended()
         return self.keys, self.values

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.families import family_of
 
 
 class WatchedPool(Tensor):
@@ -24,11 +23,10 @@ class WatchedPool(Tensor):
 
     Attributes:
         pool: the pool itself.
-        model_name: the model's type, for messages.
     """
 
     pool: Tensor
-    model_name: str
+    _torchpaged_layer: Any  # the `PagedLayer` whose pool it is, as the pool itself has it
 
     @classmethod
     def __torch_function__(
@@ -53,17 +51,19 @@ class WatchedPool(Tensor):
 def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> UnsupportedModelError:
     """Of ``func`` over a pool; whoever tries again is refused again."""
     watched = next(x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool))
-    watched._torchpaged_layer.watch_again()  # type: ignore[attr-defined]
-    family = family_of(watched.model_name)
+    layer = watched._torchpaged_layer
+    name = layer.owner.name
+    layer.watch_again()
+    family = layer.owner.family
     if family.own_attention:
         return UnsupportedModelError(
-            f"{watched.model_name} ignores transformers' attention interface; call "
+            f"{name} ignores transformers' attention interface; call "
             "torchpaged.hf.attach(model), or run it within `with torchpaged.hf.paged(model)`, in eval mode: "
             "while it trains it runs its own attention"
         )
-    if watched._torchpaged_layer.latent:  # type: ignore[attr-defined]
+    if layer.latent:
         return UnsupportedModelError(
-            f"{watched.model_name}: the cache keeps latents, for a model that is attached, and this one is "
+            f"{name}: the cache keeps latents, for a model that is attached, and this one is "
             "not; call torchpaged.hf.attach(model), or make a PagedCache of this model's config"
         )
     attach = (
@@ -72,7 +72,7 @@ def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) ->
         else ""
     )
     return UnsupportedModelError(
-        f"{watched.model_name} computes with its cached keys or values ({getattr(func, '__name__', func)}) "
+        f"{name} computes with its cached keys or values ({getattr(func, '__name__', func)}) "
         f"before it attends, where paged attention reads the pools themselves; {attach}use PagedCache(..., "
         "dense=True), which gathers them first"
     )
@@ -82,9 +82,8 @@ def _flat(args: tuple[Any, ...]) -> list[Any]:
     return [x for arg in args if isinstance(arg, (tuple, list)) for x in arg]
 
 
-def watch(pool: Tensor, model_name: str) -> WatchedPool:
-    """``pool`` as a `WatchedPool`; it carries the pool's layer."""
+def watch(pool: Tensor, layer: Any) -> WatchedPool:
+    """``pool`` of ``layer`` as a `WatchedPool`."""
     watched: WatchedPool = pool.as_subclass(WatchedPool)
-    watched.pool, watched.model_name = pool, model_name
-    watched._torchpaged_layer = pool._torchpaged_layer  # type: ignore[attr-defined]
+    watched.pool, watched._torchpaged_layer = pool, layer
     return watched

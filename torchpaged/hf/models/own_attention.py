@@ -139,9 +139,10 @@ def in_forward(family: Inline) -> Maker:
                 cross = None if self.training else family.cross
                 crossed = None if cross is None else cross(self, hidden_states, given, scaling)
                 return plain(self, hidden_states, *args, **options) if crossed is None else crossed
-            cache = None if self.training else paged_cache_of(given.get(family.cache), self.layer_idx)
+            cache = paged_cache_of(given.get(family.cache), self.layer_idx)
             if cache is None:
                 require_cache(self, given.get("attention_mask"))
+            if cache is None or self.training:
                 return plain(self, hidden_states, *args, **options)
             query, key, value = family.heads(self, hidden_states, given)
             key, value = cache.update(key, value, self.layer_idx)

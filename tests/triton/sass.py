@@ -143,6 +143,19 @@ def strange_descriptors(code: str) -> list[str]:
                 found.append(match["text"])
             continue
         target, *sources = [operand.strip() for operand in operands.split(",")]
+        words = {"64": 2, "128": 4}.get(opcode.rsplit(".", 1)[-1], 1)
+        if spilled := re.match(
+            r"\[R1(?:\+(0x[0-9a-f]+))?\]", sources[0] if opcode.startswith("LDL") else target
+        ):
+            slot, register = (
+                int(spilled[1] or "0", 16),
+                re.match(r"R(\d+)", (target, *sources)[opcode[0] == "S"]),
+            )
+            for n in range(words if register else 0):  # what is put aside comes back as it was
+                names = f"R{int(register[1]) + n}", f"stack {slot + 4 * n}"
+                a, b = names if opcode.startswith("LDL") else names[::-1]
+                origins[a] = origins.get(b, set())
+            continue
         if not (register := re.match(r"(U?R)(\d+)", target)):
             continue
         origin = {name for name in sources if re.search(r"c\[0x0\]\[0x2[0-9a-f]{2}\]", name)}

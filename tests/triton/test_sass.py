@@ -93,6 +93,20 @@ def test_descriptors_made_of_a_parameter_are_found() -> None:
     assert sass.strange_descriptors(code) == [lines[-1]]
 
 
+@pytest.mark.parametrize(("origin", "lost"), [("S2R R4, SR_CgaCtaId", 0), ("LDC R4, c[0x0][0x230]", 1)])
+def test_spilled_descriptors_come_back_as_they_were(origin: str, lost: int) -> None:
+    lines = (
+        origin,
+        "STL.64 [R1+0x8], R4",
+        "LDL.LU R9, [R1+0x8]",
+        "R2UR UR6, R9",
+        "UMOV UR7, 0x40000040",
+        "HGMMA.64x64x16.F32 R152, R184, gdesc[UR4], R152",
+    )
+    code = "\n".join(f"        /*{n:04x}*/                   {line} ;" for n, line in enumerate(lines))
+    assert len(sass.strange_descriptors(code)) == lost
+
+
 @pytest.mark.parametrize("widths", [(96, 32), (64, 32), (128, 16), (32, 64), (32, 32)], ids=str)
 def test_values_beside_wider_keys_are_read_where_they_lie(widths: tuple[int, int]) -> None:
     """ptxas 12.8 lost the base of the values behind the first 16 keys of a tile, over fp8 and from 64 query

@@ -133,12 +133,7 @@ def test_triton_sources(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.split(":")[0].endswith(".cu")])
 def test_cuda_sources(kernel: str) -> None:
-    path = source_of(kernel)
-    included = [
-        source_of_header(path.parent, name).read_text()
-        for name in re.findall(r'#include "(\w+\.cuh)"', path.read_text())
-    ]
-    code = re.sub(r"//[^\n]*", "", "\n".join([path.read_text(), *included]))
+    code = code_of(source_of(kernel))
     found = {
         word
         for word, text in (("wait", "griddepcontrol.wait"), ("trigger", "griddepcontrol.launch_dependents"))
@@ -147,8 +142,14 @@ def test_cuda_sources(kernel: str) -> None:
     assert found == said(kernel)
 
 
-def source_of_header(folder: Path, name: str) -> Path:
-    return next(path for path in (folder / name, *(ROOT / "custom_ops").rglob(name)) if path.exists())
+def code_of(path: Path) -> str:
+    """A CUDA source and all that it includes, comments left out."""
+    found, new = dict[str, str](), {path.name: path.read_text()}
+    while new:
+        found |= new
+        names = set(re.findall(r'#include "(?:[^"/]*/)*([^"/]+)"', "\n".join(new.values()))) - set(found)
+        new = {name: next((ROOT / "custom_ops").rglob(name)).read_text() for name in names}
+    return re.sub(r"//[^\n]*", "", "\n".join(found.values()))
 
 
 def test_every_kernel_that_is_launched_early_is_there() -> None:
@@ -158,9 +159,7 @@ def test_every_kernel_that_is_launched_early_is_there() -> None:
     assert waiting == {
         launch.kernel.split(":")[1] for _, launch in LAUNCHES if launch.early and ".py:" in launch.kernel
     }
-    code = {
-        path.name: re.sub(r"//[^\n]*", "", path.read_text()) for path in (ROOT / "custom_ops").rglob("*.cu")
-    }
+    code = {path.name: code_of(path) for path in (ROOT / "custom_ops").rglob("*.cu")}
     rows = [launch for _, launch in LAUNCHES if ".cu:" in launch.kernel]
     assert {name for name in code if "griddepcontrol.wait" in code[name]} == {
         row.kernel.split(":")[0] for row in rows if row.early

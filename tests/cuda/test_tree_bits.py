@@ -1,5 +1,5 @@
-"""What a row sees of a tree, and where its keys count: the structs of prefill.cu and decode_mainloop.cuh,
-compiled for the host, against the reference's mask."""
+"""What a row sees of a tree, and where its keys count: the structs of prefill_softmax.cuh and
+decode_mainloop.cuh, compiled for the host, against the reference's mask."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ int main() {
 }
 """
 KERNELS = {
-    "prefill.cu": (
+    "prefill_softmax.cuh": (
         r"struct Seen \{.*?\n\};.*?struct Branch \{.*?\n\};",
         "",
         "const Seen seen = Branch{word, context}.from(first);",
@@ -82,7 +82,7 @@ def test_bits_and_positions(tmp_path: Path, kernel: str) -> None:
         "bits",
     ]
     subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
-    r, most = random.Random(kernel), 64 if kernel == "prefill.cu" else 8
+    r, most = random.Random(kernel), 64 if kernel == "prefill_softmax.cuh" else 8
     lines, wanted = [], []
     for count in (1, 2, 5, 7, 8, 33, 63, 64):
         if count > most:

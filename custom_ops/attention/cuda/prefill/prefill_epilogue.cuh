@@ -20,8 +20,8 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
 }
 
 // N blocks of 8 columns from block `block` on, of rows `first` and `first` + 8 of a tile. `tops`: maxima in
-// base 2; `totals`: of this thread's columns; `acc`: as the second product leaves it (struct Softmax in
-// prefill.cu). Block 0 brings the LSE along.
+// base 2; `totals`: of this thread's columns; `acc`: as the second product leaves it (struct
+// Softmax). Block 0 brings the LSE along.
 template <int N>
 __device__ __forceinline__ void store_rows(const Params &p, const QueryTile &tile, int first, int lane,
                                            const float (&tops)[2], const float (&totals)[2],
@@ -86,4 +86,15 @@ __device__ __forceinline__ void store_rows(const Params &p, const QueryTile &til
           *(uint4 *)(at[r] + (block + n) * 16) = make_uint4(w[0], w[1], w[2], w[3]);
       }
   }
+}
+
+// What prefill_merge.cu puts together: nothing is weighed or summed over threads yet.
+__device__ __forceinline__ void store_partial(const Params &p, const float (&tops)[2],
+                                              const float (&totals)[2], const float (&acc)[DIM_V / 2],
+                                              int partial) {
+  float4 *to = partial_of(p, partial) + threadIdx.x - 128;
+#pragma unroll
+  for (int n = 0; n < DIM_V / 8; ++n)
+    to[n * CONSUMER_THREADS] = make_float4(acc[n * 4], acc[n * 4 + 1], acc[n * 4 + 2], acc[n * 4 + 3]);
+  to[DIM_V / 8 * CONSUMER_THREADS] = make_float4(tops[0], tops[1], totals[0], totals[1]);
 }

@@ -23,7 +23,6 @@ constexpr int CONVERTERS = 3;
 // lanes of a warp that arrive at a barrier: one, behind what all have read or written; compute-sanitizer's
 // racecheck follows each lane for itself
 constexpr int ARRIVING = DEBUG_EVERY_LANE ? 32 : 1;
-constexpr bool HIDES_FIRST_KEYS = WINDOW_LEFT >= 0 || CHUNK > 0;  // some rows do not see the first keys
 constexpr bool ADJUST = SOFT_CAP || ALIBI;                        // scores are more than scaled products
 static_assert(WARPGROUPS == 2 || WARPGROUPS == 3, "registers");
 static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && TILE_KV % BLOCK_SIZE == 0 &&

@@ -17,46 +17,7 @@
 
 #include "prefill_config.cuh"
 
-#ifdef __CUDACC__
-#include "../../../cuda/machine.cuh"
-#define BOTH __device__ __forceinline__
-constexpr int LANES = 32;
-BOTH int warp_lane() { return threadIdx.x % 32; }
-BOTH int warp_sum(int x) { return __reduce_add_sync(0xffffffffu, x); }
-BOTH int warp_max(int x) { return __reduce_max_sync(0xffffffffu, x); }
-BOTH int warp_min(int x) { return __reduce_min_sync(0xffffffffu, x); }
-BOTH int warp_sum_upto(int x) {  // of this lane and those before it
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int below = __shfl_up_sync(0xffffffffu, x, step);
-    if (warp_lane() >= step) x += below;
-  }
-  return x;
-}
-BOTH int warp_first(bool x) { return __ffs(__ballot_sync(0xffffffffu, x)) - 1; }  // lane, or -1
-BOTH int warp_take(int x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
-// 0 behind `last`
-BOTH unsigned count_up(unsigned *counter, unsigned last) { return atomicInc(counter, last); }
-#else
-#define BOTH inline
-constexpr int LANES = 1;
-BOTH int load_l2(const int *p) { return *p; }
-BOTH int load_and_forget_l1(const int *p) { return *p; }
-BOTH int warp_lane() { return 0; }
-BOTH int warp_sum(int x) { return x; }
-BOTH int warp_max(int x) { return x; }
-BOTH int warp_min(int x) { return x; }
-BOTH int warp_sum_upto(int x) { return x; }
-BOTH int warp_first(bool x) { return x ? 0 : -1; }
-BOTH int warp_take(int x, int) { return x; }
-BOTH unsigned count_up(unsigned *counter, unsigned last) {
-  const unsigned x = *counter;
-  *counter = x >= last ? 0 : x + 1;
-  return x;
-}
-BOTH int min(int a, int b) { return a < b ? a : b; }
-BOTH int max(int a, int b) { return a > b ? a : b; }
-#endif
+#include "prefill_mask.cuh"
 
 // packed query rows of a tile: token * GROUP + head of the group
 constexpr int TILE_Q = WARPGROUPS * 64;
@@ -70,30 +31,6 @@ constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that
 constexpr int SPLIT_WORTH_STEPS = 8, MIN_SPLIT_STEPS = 3;
 
 #include "../cascade/cascade_scheduler.cuh"
-
-// Every mask is an interval of keys, [first_key, end_key) for the query at `position`; both ends rise with
-// the position.
-BOTH int first_key(int position) {
-  int low = 0;
-  if (position < 0) return 0;
-  if (WINDOW_LEFT >= 0) low = max(low, position - WINDOW_LEFT);
-  if (CHUNK > 0) low = max(low, position / max(CHUNK, 1) * CHUNK);
-  return low;
-}
-BOTH int end_key(int position, int seq_len) {
-  if (position < 0) return 0;
-  int end = CAUSAL ? min(position + 1, seq_len) : seq_len;
-  if (WINDOW_RIGHT >= 0) end = min(end, position + WINDOW_RIGHT + 1);
-  if (CHUNK > 0) end = min(end, position / max(CHUNK, 1) * CHUNK + CHUNK);
-  return end;
-}
-// The first position that sees a key at or after `key`.
-BOTH int first_to_see(int key) {
-  int position = CAUSAL ? key : 0;
-  if (WINDOW_RIGHT >= 0) position = max(position, key - WINDOW_RIGHT);
-  if (CHUNK > 0) position = max(position, key / max(CHUNK, 1) * CHUNK);
-  return position;
-}
 
 struct Request {
   int start, query_len, seq_len;

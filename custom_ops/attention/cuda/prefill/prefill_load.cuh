@@ -1,0 +1,265 @@
+// The producer: one warp, which has the copy engine bring tiles of queries, keys and values.
+#pragma once
+
+#include "../cascade/cascade_load.cuh"
+#include "prefill_convert.cuh"
+#include "prefill_launch_order.cuh"
+
+// The producer's waits. With DEBUG_PATIENCE it gives up after so many tries and ends the kernel with an
+// error: for tests. Whoever waits for ever, the producer soon waits too; in the consumer warps the way out
+// would cost registers.
+__device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
+  if constexpr (DEBUG_PATIENCE > 0)
+    asm volatile(
+        "{.reg .pred done, out; .reg .u32 left; mov.u32 left, %2; again%=: "
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @done bra there%=;"
+        " sub.u32 left, left, 1; setp.eq.u32 out, left, 0; @!out bra again%=; trap; there%=:}" ::"r"(at),
+        "r"(parity), "n"(DEBUG_PATIENCE)
+        : "memory");
+  else
+    mbarrier_wait(at, parity);
+}
+
+struct Producer {
+  const Params &p;
+  const SharedLayout &smem;
+  int *kinds;  // fp8: of each raw stage, what is in it
+  PipelineState<K_STAGES> k;
+  PipelineState<V_STAGES> v;
+  PipelineState<RAW_STAGES> raw;
+  int lane;
+
+  // PAIRED: the first block of a step that this CTA brings both.
+  static constexpr int MY_BLOCKS = TILE_BLOCKS / SHARERS;
+  __device__ __forceinline__ int first_block() const { return PAIRED ? blockIdx.x % 2 * MY_BLOCKS : 0; }
+
+  // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile
+  // sees, are no block at all: the copy engine fills them with zeros.
+  __device__ __forceinline__ int block_of(const WorkTile &tile, int first_seen, int step) const {
+    const int index = step * TILE_BLOCKS + first_block() + lane;
+    const bool seen = lane < MY_BLOCKS && index * BLOCK_SIZE < tile.r.seq_len &&
+                      (!HIDES_FIRST_KEYS || (index + 1) * BLOCK_SIZE > first_seen);
+    return seen ? p.table[tile.request * p.table_row + index] : p.num_blocks;
+  }
+
+  // `ring`: the place in it; `kind`: what the stage is said to hold, of those that are converted.
+  template <bool RAW, int COUNT, int STAGE, class Ring>
+  __device__ __forceinline__ void load(Ring &ring, u32 stages, u32 full, u32 empty, const Map *map,
+                                       const Where &at, int head, int block, [[maybe_unused]] int kind) {
+    const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
+    // arrive: release_stage() of every consumer warp, of both CTAs if PAIRED, or Converter::convert of every
+    // converter, a round ago
+    wait_or_give_up(empty + ring.slot * 8, ring.phase ^ 1);
+    if (lane == 0) {
+      if constexpr (RAW) kinds[ring.slot] = kind;
+      mbarrier_arrive_expect_tx(filled, COUNT);
+    }
+    __syncwarp();  // expected before anything can arrive
+    if constexpr (PAIRED) {
+      // The other CTA's stage is empty too: its consumer warps are among those waited for. Its barrier may be
+      // told before it expects anything; its phase does not end before that.
+      if (lane < MY_BLOCKS)
+        tma_load_4d_shared(to + (first_block() + lane) * (COUNT / TILE_BLOCKS), map, 0, 0,
+                           head * at.head_square, head * at.head_group + block * at.block_group, filled, 3);
+    } else if (lane < TILE_BLOCKS) {
+      tma_load_4d(to + lane * (COUNT / TILE_BLOCKS), map, 0, 0, head * at.head_square,
+                  head * at.head_group + block * at.block_group, filled);
+    }
+    ring.advance();
+  }
+  __device__ __forceinline__ void load_keys(int head, int block) {
+    if constexpr (FP8 && !Q_FP8)
+      load<true, TILE_KV * DIM, RAW_STAGE_BYTES>(raw, smem.raw, smem.raw_full, smem.raw_empty, &p.k, p.k_at,
+                                                 head, block, KEYS_COME);
+    else
+      load<false, K_STAGE_BYTES, K_STAGE_BYTES>(k, smem.k, smem.k_full, smem.k_empty, &p.k, p.k_at, head,
+                                                block, KEYS_COME);
+  }
+  __device__ __forceinline__ void load_values(int head, int block) {
+    if constexpr (FP8)
+      load<true, TILE_KV * DIM_V, RAW_STAGE_BYTES>(raw, smem.raw, smem.raw_full, smem.raw_empty, &p.v, p.v_at,
+                                                   head, block, VALUES_COME);
+    else
+      load<false, V_STAGE_BYTES, V_STAGE_BYTES>(v, smem.v, smem.v_full, smem.v_empty, &p.v, p.v_at, head,
+                                                block, VALUES_COME);
+  }
+  __device__ __forceinline__ void end_conversion() {
+    // arrive: Converter::convert of every converter, a round ago
+    wait_or_give_up(smem.raw_empty + raw.slot * 8, raw.phase ^ 1);
+    if (lane == 0) {
+      kinds[raw.slot] = NOTHING_COMES;
+      mbarrier_arrive(smem.raw_full + raw.slot * 8);
+    }
+  }
+
+  // Which steps a ticket's tile goes through: [first, last]; whether it is all of the tile.
+  struct Steps {
+    int first, last, first_seen;
+    bool whole;
+    __device__ __forceinline__ int count() const { return last < 0 ? 0 : max(last - first + 1, 0); }
+  };
+  __device__ __forceinline__ Steps steps_of(const TileScheduler &scheduler, const WorkTile &tile, int ticket,
+                                            [[maybe_unused]] const CascadeSplit &split) const {
+    Steps s;
+    s.first_seen = HIDES_FIRST_KEYS ? tile.r.first_seen(tile.index) : 0;
+    s.first = s.first_seen / TILE_KV, s.last = tile.r.level(tile.index) - 1;
+    s.whole = true;
+    if constexpr (CASCADE) {
+      const int all = s.last + 1;
+      s.first = all * split.from / split.of, s.last = all * split.to / split.of - 1;
+      s.whole = false;
+    } else if constexpr (SPLIT) {
+      s.whole = scheduler.splits == 1 || ticket >= scheduler.live_total();
+      if (!s.whole) {
+        const int all = max(s.last + 1 - s.first, 0);
+        s.last = s.first + all * (tile.split + 1) / scheduler.splits - 1;
+        s.first += all * tile.split / scheduler.splits;
+      }
+    }
+    return s;
+  }
+
+  // CASCADE: the CTA's next split, and its tile; `total` if there is none.
+  __device__ __forceinline__ int take(const CascadeScheduler &cascade, int turn, int total,
+                                      CascadeSplit &split) const {
+    split = total > 0 ? cascade.split(blockIdx.x / SHARERS, turn) : CascadeSplit{-1, 0, 0, 1};
+    return split.tile < 0 ? total : split.tile;
+  }
+
+  // PAIRED: the first CTA of a cluster draws tickets for both and tells the other one, through one of two
+  // places in its memory. `turn`: messages before.
+  __device__ __forceinline__ int tell(const Mail &mail, int ticket, int turn) {
+    const int slot = turn % 2, phase = turn / 2 & 1;
+    if (blockIdx.x % 2 == 0) {
+      if (lane == 0) {
+        wait_or_give_up(mail.empty + slot * 8, phase ^ 1);  // arrive: below, two messages ago
+        st_async(mapa(mail.place + slot * 4, 1), ticket, mapa(mail.full + slot * 8, 1));
+      }
+      __syncwarp();
+      return ticket;
+    }
+    if (lane == 0) mbarrier_arrive_expect_tx(mail.full + slot * 8, 4);
+    wait_or_give_up(mail.full + slot * 8, phase);  // arrive: the line above, and the 4 bytes from above it
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(ticket) : "r"(mail.place + slot * 4) : "memory");
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive_cluster(mapa(mail.empty + slot * 8, 0));
+    return ticket;
+  }
+
+  __device__ __forceinline__ void run(TileScheduler scheduler, QueryTile *query_tiles,
+                                      [[maybe_unused]] const Mail &mail) {
+    [[maybe_unused]] CascadeScheduler cascade;
+    [[maybe_unused]] CascadeSplit split = {};
+    if constexpr (CASCADE)
+      cascade.schedule(scheduler.live_total(), p.ctas / SHARERS, scheduler.shortest, scheduler.top);
+    const int total = CASCADE ? scheduler.live_total() : scheduler.total();
+    // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
+    const Tickets tickets = {(u32 *)p.tickets + (DECODE_LEN > 0 ? scheduler.owner * p.ticket_row : 0), total,
+                             (p.ctas - p.late) / SHARERS, p.late};
+    int ticket = 0;
+    if constexpr (CASCADE) {
+      ticket = take(cascade, 0, total, split);
+    } else {
+      if (lane == 0) ticket = tickets.begin(blockIdx.x / SHARERS, DECODE_LEN > 0 && p.is_late);
+      ticket = __shfl_sync(ALL, ticket, 0);
+    }
+    WorkTile tile = {};
+    int block = 0, block_before = 0;  // of a tile's last step and of the one before, asked for ahead
+    if (ticket < total) {
+      tile = scheduler.find(ticket);
+      const Steps steps = steps_of(scheduler, tile, ticket, split);
+      if (steps.count() > 0) block = block_of(tile, steps.first_seen, steps.last);
+      if (steps.count() > 1) block_before = block_of(tile, steps.first_seen, steps.last - 1);
+    }
+    wait_for_kernels_ahead();
+    [[maybe_unused]] SplitTiles *split_tiles = nullptr;
+    if constexpr (SPLIT) {
+      split_tiles = split_tiles_of(p);
+      if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
+        split_tiles->tiles = scheduler.live * NUM_KV_HEADS * SHARERS;
+        split_tiles->splits = scheduler.splits;
+        if constexpr (CASCADE) split_tiles->cascade = cascade;
+      }
+    }
+    for (int turn = 0;; ++turn) {
+      const int buffer = turn % Q_STAGES, parity = turn / Q_STAGES & 1;
+      const u32 q_full = smem.q_full + buffer * 8;
+      // arrive: release() of every consumer warp, Q_STAGES tiles ago
+      wait_or_give_up(smem.q_empty + buffer * 8, parity ^ 1);
+      if (ticket >= total) {
+        if (lane == 0) {
+          query_tiles[buffer].steps = -1;
+          mbarrier_arrive(q_full);
+        }
+        if constexpr (FP8) end_conversion();
+        finish_behind_decode(p);
+        return;
+      }
+      int next = 0;  // comes while this tile is loaded
+      if constexpr (!CASCADE)
+        if (lane == 0 && (!PAIRED || blockIdx.x % 2 == 0)) next = tickets.draw();
+      const Steps reach = steps_of(scheduler, tile, ticket, split);
+      const int steps = reach.count(), first = reach.first, last = reach.last, first_seen = reach.first_seen;
+      const bool whole = reach.whole;
+      if (lane == 0) {
+        const QueryTile query_tile = {steps,
+                         last,
+                         PAIRED ? tile.index * 2 + (int)(blockIdx.x % 2) : tile.index,
+                         tile.r.start,
+                         tile.r.query_len,
+                         tile.r.seq_len,
+                         tile.head,
+                         CASCADE ? turn * p.ctas + (int)blockIdx.x : whole ? -1 : ticket};
+        query_tiles[buffer] = query_tile;
+        if constexpr (CASCADE) {
+          if (split.to == split.of)
+            split_tiles->query_tiles[ticket * SHARERS + blockIdx.x % SHARERS] = query_tile;
+        } else if constexpr (SPLIT) {
+          if (!whole && tile.split == 0) split_tiles->query_tiles[ticket / scheduler.splits] = query_tile;
+        }
+        if (steps > 0) {
+          // the tile is written before: a wait for q_full sees it
+          mbarrier_arrive_expect_tx(q_full, Q_LOAD_BYTES);
+#pragma unroll 1
+          for (int s = 0; !CASCADE && s < K_SQUARES; ++s)
+            tma_load_3d(smem.q + buffer * Q_TILE_BYTES + s * (Q_TILE_BYTES / K_SQUARES), &p.q, s * K_WIDTH,
+                        tile.head * GROUP, tile.r.start + query_tile.index * TILE_TOKENS, q_full);
+        } else {
+          mbarrier_arrive(q_full);
+        }
+      }
+      __syncwarp();
+      if constexpr (CASCADE)
+        if (steps > 0)
+          gather_queries(p, tile, tile.index * SHARERS + blockIdx.x % SHARERS, smem.q + buffer * Q_TILE_BYTES,
+                         q_full, lane);
+      int block_ahead = 0;
+      if (steps > 0) {
+        load_keys(tile.head, block);
+        if (steps > 1) load_keys(tile.head, block_before);
+        if (steps > 2) block_ahead = block_of(tile, first_seen, last - 2);
+        load_values(tile.head, block);
+      }
+      // The next tile is sought while the stages are full, so that nothing waits for it at the border.
+      if constexpr (CASCADE) ticket = take(cascade, turn + 1, total, split);
+      else ticket = __shfl_sync(ALL, next, 0);
+      if constexpr (PAIRED && !CASCADE) ticket = tell(mail, ticket, turn);
+      WorkTile coming = {};
+      int coming_block = 0, coming_before = 0;
+      if (ticket < total) {
+        coming = scheduler.find(ticket);
+        const Steps steps = steps_of(scheduler, coming, ticket, split);
+        if (steps.count() > 0) coming_block = block_of(coming, steps.first_seen, steps.last);
+        if (steps.count() > 1) coming_before = block_of(coming, steps.first_seen, steps.last - 1);
+      }
+      for (int step = last - 1; step >= first; --step) {
+        block = block_before;
+        block_before = block_ahead;
+        if (step > first + 1) block_ahead = block_of(tile, first_seen, step - 2);
+        if (step > first) load_keys(tile.head, block_before);
+        load_values(tile.head, block);
+      }
+      tile = coming, block = coming_block, block_before = coming_before;
+    }
+  }
+};

@@ -15,6 +15,8 @@ closed it in the middle of a step, the next call does.
 
 from __future__ import annotations
 
+# What `signal` wraps, without its search for members of an enumeration: 1.5 us a step for 17.
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import signal
 import threading
@@ -40,7 +42,8 @@ def interrupts_wait() -> Iterator[None]:
     """Ctrl-C within the block comes when the block is over; a second one at once, for a step that hangs or
     compiles for minutes. In other threads, which get no signals, and where SIGINT has no handler in Python:
     nothing."""
-    handler, waiting = signal.getsignal(signal.SIGINT), list[tuple[Any, ...]]()
+    handler = _signal.getsignal(signal.SIGINT)
+    waiting: list[tuple[Any, ...]] = []
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
@@ -53,10 +56,10 @@ def interrupts_wait() -> Iterator[None]:
             waiting.append(arrived)
 
     try:
-        signal.signal(signal.SIGINT, note)
+        _signal.signal(signal.SIGINT, note)
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(signal.SIGINT, handler)
         if waiting:
             handler(*waiting.pop())
 

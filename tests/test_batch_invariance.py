@@ -166,7 +166,7 @@ def test_a_trace_is_refused() -> None:
         return torchpaged.paged_attention(q, pool, pool, table, lens, starts, **options)
 
     ints = [torch.zeros(shape, dtype=torch.int32) for shape in ((1, 1), (1,), (2,))]
-    with pytest.raises(Exception, match="batch_invariant: expected False in a traced call"):
+    with pytest.raises(Exception, match="batch_invariant.*False in a traced call"):
         torch.compile(attend, fullgraph=True, backend="eager")(
             torch.zeros(1, 1, 16), torch.zeros(1, 16, 1, 16), *ints
         )

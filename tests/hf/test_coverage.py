@@ -227,8 +227,8 @@ def test_the_committed_table(path: Path) -> None:
 def test_the_committed_tables_of_other_kinds(name: str) -> None:
     """Nothing wrong, nothing broken; the right ones and the graphs are no fewer than there were."""
     least = {
-        "encoders-5.23": {"varlen": 39, "dense": 5, "own attention": 7, "one graph": 51},
-        "encoders-5.17": {"varlen": 38, "dense": 5, "own attention": 7, "one graph": 50},
+        "encoders-5.23": {"varlen": 38, "dense": 6, "own attention": 7, "one graph": 51},
+        "encoders-5.17": {"varlen": 37, "dense": 6, "own attention": 7, "one graph": 50},
         "encoder-decoders-5.23": {"paged": 17, "dense": 5, "one graph": 20},
         "encoder-decoders-5.17": {"paged": 17, "dense": 5, "one graph": 20},
         "vision-language-5.23": {"paged": 30, "refused": 1, "one graph": 30},

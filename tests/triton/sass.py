@@ -147,14 +147,12 @@ def strange_descriptors(code: str) -> list[str]:
         if spilled := re.match(
             r"\[R1(?:\+(0x[0-9a-f]+))?\]", sources[0] if opcode.startswith("LDL") else target
         ):
-            slot, register = (
-                int(spilled[1] or "0", 16),
-                re.match(r"R(\d+)", (target, *sources)[opcode[0] == "S"]),
-            )
-            for n in range(words if register else 0):  # what is put aside comes back as it was
-                names = f"R{int(register[1]) + n}", f"stack {slot + 4 * n}"
-                a, b = names if opcode.startswith("LDL") else names[::-1]
-                origins[a] = origins.get(b, set())
+            data = sources[-1] if opcode.startswith("STL") else target
+            held, slot = int(data[1:].replace("Z", "255")), int(spilled[1] or "0", 16)
+            for n in range(words):  # what is put aside comes back as it was
+                names = f"R{held + n}", f"stack {slot + 4 * n}"
+                to, of = names if opcode.startswith("LDL") else names[::-1]
+                origins[to] = origins.get(of, set())
             continue
         if not (register := re.match(r"(U?R)(\d+)", target)):
             continue

@@ -172,7 +172,7 @@ class SetUp:
             "prefill_buckets": rng.choice((None, [12])) if graphs else None,
             "prefill_chunk_size": rng.choice((5, 12)) if not graphs else 12,
             "lookahead": rng.choice((None, 8)),
-            "capture_ahead": rng.choice((True, False)),
+            "capture_ahead": rng.choice((True, False)) and graphs,
             "cascade": rng.choice((FREE, False)),
             "share_prefixes": shares,
             "max_batch_size": rng.randint(1, SLOTS),

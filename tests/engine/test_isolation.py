@@ -78,7 +78,7 @@ def engine(model: Any, **options: Any) -> Generator:
         "max_seq_len": 64,
         "prefill_chunk_size": 16,
         "compile": False,
-        "capture_ahead": True,
+        "capture_ahead": options.get("graphs", True),  # without graphs there is nothing to capture
     }
     generator = Generator(model, **{**defaults, **options})
     model.calls = 0

@@ -51,10 +51,13 @@ class AttentionCall(NamedTuple):
         return cls(*tensors, **options)
 
     def flat(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional arguments and keywords for an op's handle, without tensors that are None: an op of
-        another library need not know them."""
-        options = zip(self._fields[_POSITIONAL:], self[_POSITIONAL:], strict=True)
-        return self[:_POSITIONAL], {name: value for name, value in options if value is not None}
+        """Positional arguments and keywords for an op's handle, without those that are their defaults: an op
+        of another library need not know them, and each costs time in the dispatcher."""
+        options: dict[str, Any] = {"max_query_len": self.max_query_len, "scale": self.scale}
+        for name, value, default in zip(_NAMES, self[-len(_NAMES) :], _DEFAULTS, strict=True):
+            if value is not default:
+                options[name] = value
+        return self[:_POSITIONAL], options
 
     @property
     def num_reqs(self) -> int:
@@ -114,6 +117,8 @@ class AttentionCall(NamedTuple):
 
 
 _POSITIONAL = AttentionCall._fields.index("lse") + 1
+_NAMES = tuple(AttentionCall._field_defaults)
+_DEFAULTS = tuple(AttentionCall._field_defaults.values())
 _CASCADE_OPTIONS = ("max_query_len", "scale", "logits_soft_cap", "sinks", "k_scale", "v_scale", "semaphore")
 
 

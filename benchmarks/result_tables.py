@@ -296,7 +296,7 @@ def step() -> list[str]:
             "roofline",
             "own",
             "goal",
-            "own, beside HF",
+            "own, same run",
             "HF static + compile",
             "HF continuous",
             "×",

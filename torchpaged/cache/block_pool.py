@@ -22,7 +22,7 @@ NULL_BLOCK = 0
 
 
 def check_num_blocks(num_blocks: object) -> None:
-    """There is at least one block beside the null block."""
+    """There is at least one block besides the null block."""
     if not is_int(num_blocks) or num_blocks < 2:  # type: ignore[operator]
         raise ArgumentError(
             "num_blocks", "an int of at least 2 (block 0 is the null block)", repr(num_blocks)
@@ -37,8 +37,8 @@ class BlockPool:
 
     Attributes:
         peak_used: blocks held at once at most.
-        is_alone: a copy or an unpickled one, whose blocks' tensors were not copied with it: so far as nobody
-            who holds them has set it to False.
+        is_alone: True for a copy or an unpickled pool, whose blocks' tensors were not copied with it, until
+            an owner of such tensors sets it to False.
     """
 
     def __init__(self, num_blocks: int) -> None:

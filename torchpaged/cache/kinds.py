@@ -103,7 +103,7 @@ def kind_of(spec: Any) -> LayerKind:
     """The kind of a layer's spec.
 
     Raises:
-        ArgumentError: nobody registered its class.
+        ArgumentError: its class is not registered.
     """
     for kind in _KINDS.values():
         if type(spec) is kind.spec:

@@ -172,8 +172,8 @@ class PagedKVCache:
 
     @property
     def pool(self) -> BlockPool:
-        """Which blocks are free, as far as `allocate` gave them out; one for the life of the cache. Whoever
-        keeps a `BlockPool` of their own for these pools must not use both."""
+        """Which blocks are free, as far as `allocate` gave them out; one for the life of the cache. A caller
+        that keeps another `BlockPool` for these pools must not use both."""
         if self._pool is None:
             self._pool = BlockPool(self.num_blocks)
         return self._pool

@@ -1,5 +1,5 @@
 """CacheRequests: the requests of a batch that hold blocks of a `PagedKVCache`, and the metadata of their
-steps, so that nobody builds block tables by hand.
+steps, so that no caller builds block tables by hand.
 
     rows = cache.allocate(2)
     metadata = rows.append([7, 3])      # a prefill of 7 and 3 tokens

@@ -81,8 +81,8 @@ class CrossAttention(PagedAttention):
             ``[..., num_heads, head_dim_v]`` in query's dtype.
 
         Raises:
-            ArgumentError: shapes, dtypes, devices or values don't fit, or keys that nobody said to write;
-                nothing is written then.
+            ArgumentError: shapes, dtypes, devices or values don't fit, or keys without slots to write them
+                to; nothing is written then.
         """
         if not isinstance(metadata, CrossMetadata):
             raise ArgumentError(

@@ -44,7 +44,7 @@ class AttentionMetadata:
         positions: ``[num_tokens]`` int64, each token's position in its sequence; None likewise.
         max_query_len: host int, an upper bound of the query lengths; 1 marks a decode batch.
         block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for;
-            None = nobody said. A cache of another block size is refused (`check_block_size`).
+            None = unknown. A cache of another block size is refused (`check_block_size`).
         query_lens: the query length of each request as the host knows it; None = the host does not. Counts
             and parts of the batch come from it.
         tree_mask: ``[num_tokens]`` int64, bit j of a token's word: it sees query token j of its request, one

@@ -1,5 +1,5 @@
-"""Every tensor of a batch, described once: name, dtype, axes and padding. Whoever keeps a batch in tensors of
-its own allocates, slices and pads by it.
+"""Every tensor of a batch, described once: name, dtype, axes and padding. Code that keeps a batch in tensors
+of its own allocates, slices and pads by it.
 
 sizes = BatchSizes(num_reqs=8, num_tokens=8, max_blocks_per_req=128)
 tensors = make_batch_tensors(METADATA_FIELDS, sizes, "cuda")     # padding, all of it
@@ -62,7 +62,7 @@ class BatchField(NamedTuple):
         return padded
 
 
-#: The tensors of a batch: those of `AttentionMetadata`, in its order, and what a step takes beside it. Every
+#: The tensors of a batch: those of `AttentionMetadata`, in its order, and what else a step takes. Every
 #: batch has those of `METADATA_FIELDS`; ``tree_mask`` only one with trees.
 FIELDS = {
     field.name: field

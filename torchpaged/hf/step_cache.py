@@ -127,7 +127,7 @@ class StepCache(Cache):
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         """The step's slots: ``[num_tokens]`` int64, the same for every layer but those that roll. Lengths
-        were moved on by whoever made the step."""
+        were advanced by the code that made the step."""
         slots = self.metadata_of(layer, batch, query_len).slot_mapping
         assert slots is not None
         return slots

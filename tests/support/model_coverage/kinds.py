@@ -75,8 +75,8 @@ scale, and the same greedy tokens. Batches have rows with one picture, two and n
 - **layers**: of the text model; behind the semicolon what the tower's attention runs on: **varlen**, the
   paged kernels, or **SDPA**.
 - **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
-  **broken**: another error. A reason that begins with **turns** or **uncached** is a refusal beside the mode:
-  of a second call on the same cache with pictures of its own, or of a forward without a cache.
+  **broken**: another error. A reason that begins with **turns** or **uncached** does not concern the mode: it
+  refuses a second call on the same cache with pictures of its own, or a forward without a cache.
 - **graphs**: that a compiled decode takes, under `fullgraph=True`.
 """
 

@@ -174,7 +174,7 @@ def _by_name_alone(name: str, specs: Sequence[AttentionSpec]) -> list[str]:
 def _not_planned(name: str, plans: bool) -> list[str]:
     if plans or get_backend(name).capabilities.planning == Planning.NEVER:
         return []
-    return ["it plans each batch, and nobody does so here: open_session with limits, or name it"]
+    return ["it plans each batch, and this caller does not: open_session with limits, or name it"]
 
 
 def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:

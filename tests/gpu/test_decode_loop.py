@@ -86,7 +86,7 @@ def test_tokens_equal_the_engine_without_graphs(model: Any, steps: int, buckets:
     rng = random.Random(2)
     requests = [draw(rng, i) for i in range(24)]
     prompts, params = [p for p, _ in requests], [s for _, s in requests]
-    want = make(model, graphs=False).generate(prompts, params)
+    want = make(model, graphs=False, buckets=None).generate(prompts, params)
     got = make(model, steps_per_launch=steps, buckets=buckets).generate(prompts, params)
     assert [(o.token_ids, o.finish_reason) for o in got] == [(o.token_ids, o.finish_reason) for o in want]
 
@@ -103,7 +103,7 @@ def test_fused_steps_draw_the_tokens_of_the_engine_without_graphs(model: Any, st
         SamplingParams(max_new_tokens=60, ignore_eos=True, temperature=1.0, top_p=0.95, seed=i)
         for i in range(9)
     ]
-    want = make(fused, graphs=False, fuse=True).generate(prompts, params)
+    want = make(fused, graphs=False, buckets=None, fuse=True).generate(prompts, params)
     for some in ([0], range(9)):  # alone, and more than the rows hold
         got = make(fused, steps_per_launch=steps, fuse=True).generate(
             [prompts[i] for i in some], [params[i] for i in some]
@@ -117,7 +117,7 @@ def test_soak_of_ten_thousand_steps(model: Any, share_prefixes: bool) -> None:
     gets alone. Requests that share blocks find room where others are put back."""
     rng = random.Random(4)
     pool = [draw(rng, i) for i in range(40)]
-    alone = make(model, graphs=False)
+    alone = make(model, graphs=False, buckets=None)
     want = [alone.generate([prompt], params)[0].token_ids for prompt, params in pool]
     generator = make(model, steps_per_launch=2, num_blocks=60, share_prefixes=share_prefixes)
     asked: dict[int, int] = {}

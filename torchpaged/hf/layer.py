@@ -130,11 +130,15 @@ def by_token(states: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
+#: Devices that have autocast: asked here, since torch 2.11 can't trace the question.
+_AUTOCAST = tuple(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
+
+
 def in_autocast(*states: Tensor) -> tuple[Tensor, ...]:
     """``states`` in the dtype of ``torch.autocast`` where it is on, as SDPA takes them: rotated keys come in
     float32, beside values that do not."""
     kind = states[0].device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
         return states
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in states)

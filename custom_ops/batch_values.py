@@ -35,7 +35,7 @@ def check_batch_values(
     ...]``; raises `ArgumentError`. Reads the values.
 
     A request has a block once among those that a query sees. Columns behind the window or the chunk of its
-    first query may repeat them: a ring of blocks takes the place of what nobody sees any more.
+    first query may repeat them: a ring of blocks takes the place of what no query sees any more.
     """
     num_blocks, block_size = cache.shape[:2]
     if block_table.numel() <= pools.FEW and block_table.shape[0] and block_table.device.type == "cpu":

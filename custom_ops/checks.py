@@ -48,8 +48,8 @@ def check_is_dtype(**dtypes: object) -> None:
 
 
 def switch(name: str, value: object, *others: str | None) -> None:
-    """``value`` is True, False or one of ``others``. 1, 0 and NumPy's booleans are none of them: whoever asks
-    with ``is`` would take them for neither."""
+    """``value`` is True, False or one of ``others``. 1, 0 and NumPy's booleans are none of them: code that
+    asks with ``is`` would take them for neither."""
     if isinstance(value, bool) or any(type(value) is type(other) and value == other for other in others):
         return
     *most, last = (True, False, *others)

@@ -1,7 +1,7 @@
 """Inductor's own programmatic launches are refused while our kernels start early.
 
 ``paged_attention`` and ``finish_step`` read lengths, tables and keys before the kernels ahead of them have
-ended (``stream_order.py``). That is right as long as whoever wrote these did not let its dependents start.
+ended (``stream_order.py``). That is right as long as what wrote these did not let its dependents start.
 Kernels that Inductor makes may hold such a write, a copy or an addition that it moved in front of the op;
 with its programmatic launch on, they let dependents start before they have stored anything.
 """

@@ -1,6 +1,6 @@
-"""Who watches the launches of kernels that are written in Python: nobody, or a profiler.
+"""What watches the launches of kernels that are written in Python: nothing, or a profiler.
 
-    launches.around = lambda op, arguments: some_context_manager      # None again: nobody
+    launches.around = lambda op, arguments: some_context_manager      # None again: nothing
 
 The functions behind the ops run at every eager call and while a graph is captured, also in compiled code,
 where ranges of the caller's own would break the graph. They do not run at a replay, and kernels in C++ don't

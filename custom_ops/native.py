@@ -38,7 +38,7 @@ def _candidates() -> list[Path]:
 
 def load() -> bool:
     """Load the library if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load); a value that means
-    nothing is refused by whoever asks what was loaded, and by every op on a CPU: not by an import."""
+    nothing is refused where a caller asks what was loaded, and by every op on a CPU: not by an import."""
     global _state, wrong
     try:
         wanted = variables.get("TORCHPAGED_NATIVE")

@@ -38,7 +38,7 @@ def _are_few_good_slots(slot_mapping: Tensor, cache: Tensor) -> bool:
 
 
 def _check_distinct_slots(slot_mapping: Tensor, block_size: int) -> None:
-    """No two tokens have one slot, but for -1 and the slots of block 0, which hold nobody's tokens."""
+    """No two tokens have one slot, but for -1 and the slots of block 0, which hold no request's tokens."""
     if slot_mapping.shape[0] < 2:
         return
     slots = slot_mapping.sort().values

@@ -169,7 +169,7 @@ class BucketedGraphs(NotCopied):
         """
         wanted = self.buckets if buckets is None else buckets
         todo = [n for n in reversed(wanted) if n not in self._graphs]
-        gc.collect()  # what nobody uses any more gives its memory to the graphs
+        gc.collect()  # unused objects give their memory to the graphs
         for done, bucket in enumerate(todo):
             self._capture_one(bucket)
             if self._progress:

@@ -8,7 +8,7 @@
 All tensors of a bucket lie in one piece of memory, so that a step costs one copy to the device, whatever it
 holds. Padding is as `torchpaged.metadata.fields` says: tokens past the last request
 have slot -1, requests past the last one no tokens and seq_len 0; further ``logits_indices`` are 0, and
-whoever reads the logits drops them.
+the reader of the logits drops them.
 """
 
 from __future__ import annotations

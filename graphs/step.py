@@ -65,7 +65,7 @@ class NoSession:
     plans = plans_every_step = plans_every_decode = False
 
     def require_graphs(self, max_query_len: int) -> None:
-        """Nobody knows."""
+        """Nothing is known to refuse."""
 
     def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
         """Nothing to plan."""
@@ -82,7 +82,7 @@ class NoSession:
 
 
 def no_range(name: str, **payload: object) -> AbstractContextManager[None]:
-    """Ranges for nobody: one object, which does nothing."""
+    """Ranges that are off: one object, which does nothing."""
     return _NO_RANGE
 
 

@@ -87,7 +87,7 @@ class PagedAttention(nn.Module):
             once: tensors that it reads may change in place, Python values are kept. Backend "flex" runs it.
         mask_mod: ``(request, head, query_position, key_position) -> bool``, which hides keys beside those
             that causality, window, chunks and lengths hide; likewise.
-        batch_invariant: give a request the same bits whoever is in the batch with it; a backend that does
+        batch_invariant: give a request the same bits in every batch; a backend that does
             not declare that is refused.
         block_size: tokens per block, if that shall count in the choice of a backend; a cache of another size
             is refused then. None: the cache says it.
@@ -300,7 +300,7 @@ class PagedAttention(nn.Module):
                 setattr(self, name, self._per_head(name, self._numbers[name], dtype))
 
     def _settle(self, query: Tensor) -> None:
-        """Choose where nobody told the module that it left the meta device: loaders replace tensors one by
+        """Choose where the module was not told that it left the meta device: loaders replace tensors one by
         one, and do not know those that are in no state dict."""
         with torch.inference_mode(False):  # an inference tensor could not be loaded into later
             if self._home.is_meta:

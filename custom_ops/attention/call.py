@@ -1,7 +1,7 @@
 """A call of an attention op as one record: made once where torch's flat arguments end (registry.py), and
 handed to the check, the fake, the reference and every launcher.
 
-A new option is a field here and an argument of schema.py; whoever computes with it reads it from the record.
+A new option is a field here and an argument of schema.py; code that uses it reads it from the record.
 Shapes, dtypes and meanings: schema.py. ``T`` tokens, ``B`` requests, ``G`` groups.
 """
 

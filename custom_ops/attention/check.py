@@ -51,7 +51,7 @@ def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> Non
 def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> None:
     """Every argument of ``paged_attention``; raises `ArgumentError` before anything is written.
 
-    ``fp8_queries``: whether whoever asks takes queries of e4m3 over pools of e4m3.
+    ``fp8_queries``: whether the caller's backend takes queries of e4m3 over pools of e4m3.
     """
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     check_pools(k_cache, v_cache)

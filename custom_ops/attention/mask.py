@@ -1,4 +1,4 @@
-"""Which keys a query sees: one definition for the reference and for whoever compares a mask with it."""
+"""Which keys a query sees: one definition for the reference and for code that compares a mask with it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ With u = 1 - (bits + 1/2) / 2**32, in (0, 1), g = -log(-log(u)): large noise com
 bits' resolution is finest.
 
 A row with a NaN among its logits, whatever the others are, and a row whose logits are all -inf give
-`NO_TOKEN`, -2: there is nothing to draw from, and whoever reads the tokens must not take it for one.
+`NO_TOKEN`, -2: there is nothing to draw from, and a reader of the tokens must not take it for one.
 `accept_tokens` ends such a row.
 """
 

@@ -220,7 +220,7 @@ def _is_as_installed() -> bool:
 
 
 def hooked() -> bool:
-    """Whether somebody watches Triton's launches, as its profiler does: these it would not see."""
+    """Whether a hook watches Triton's launches, as its profiler does: it would not see these."""
     triton = sys.modules.get("triton")
     runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
     hooks = [getattr(runtime, name, None) for name in ("launch_enter_hook", "launch_exit_hook")]

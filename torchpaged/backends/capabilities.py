@@ -20,7 +20,7 @@ from torchpaged.backends.spec import (
 class Planning(IntEnum):
     """When a session's `plan` must run.
 
-    Whoever drives a graph calls it outside the graph: before the warm-up and the capture where it is not
+    The runner of a graph calls it outside the graph: before the warm-up and the capture where it is not
     NEVER, and before every replay where it is EVERY_STEP. Eager code calls it for every batch where it is
     not NEVER.
     """

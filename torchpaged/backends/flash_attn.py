@@ -6,8 +6,8 @@ page table. Its schedule is made once per step and kind of layer by ``get_schedu
 kept in a tensor that never moves and whose tail is zeroed; the number of splits follows from shapes alone, so
 that one graph serves all lengths. Nothing waits for the device.
 
-Where a spec asks for batch invariance, nobody's keys are split: a request's sums then run in one order, with
-blocks of up to 32 tokens, which the library reads in one way whatever the queries are.
+Where a spec asks for batch invariance, no request's keys are split: a request's sums then run in one order,
+with blocks of up to 32 tokens, which the library reads in one way whatever the queries are.
 
 The library's own fake kernel refuses what is needed here, and its call declares no schema for a trace; the op
 around it does. Its result is copied once, since its public function takes no ``out``.

@@ -79,7 +79,7 @@ class FlashInferSession(Session):
         with torch.inference_mode(False):
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
             self._indptr, self._last = torch.zeros(rows + 1, **ints), torch.zeros(rows, **ints)
-            self._indices = torch.zeros(rows * width + 1, **ints)  # the last one: where nobody's columns go
+            self._indices = torch.zeros(rows * width + 1, **ints)  # the last one: where unused columns go
         self._handle = _SESSIONS.add(self)
         self._kinds: list[_Kind] = []
         self._decoders: dict[tuple[_Kind, int], _Decoder] = {}
@@ -127,8 +127,8 @@ class FlashInferSession(Session):
             count = (lens + block_size - 1) // block_size
             self._indptr[1 : rows + 1].copy_(count.cumsum(0))
             self._last[:rows].copy_(torch.where(lens > 0, (lens - 1) % block_size + 1, 0))
-            nobody, column = self._indices.numel() - 1, torch.arange(width, device=self.device)
-            at = torch.where(column < count[:, None], self._indptr[:rows, None] + column, nobody)
+            unused, column = self._indices.numel() - 1, torch.arange(width, device=self.device)
+            at = torch.where(column < count[:, None], self._indptr[:rows, None] + column, unused)
             self._indices.scatter_(0, at.flatten().long(), table.flatten())
 
     def _plan_decode(self, kind: _Kind, rows: int, pages: Pages, query_lens: list[int]) -> None:

@@ -85,7 +85,7 @@ def refuse_tree(name: str, tree_mask: Tensor | None) -> None:
 
 
 class Held(Generic[Kept]):
-    """Objects that an op finds by a handle. They live as long as somebody else holds them.
+    """Objects that an op finds by a handle. They live as long as another object holds them.
 
     A handle is an int64 tensor on the CPU: part of a trace and of a call's arguments like every other tensor.
     Only the op's launch looks at it, so a replay never does.

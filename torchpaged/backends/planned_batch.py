@@ -30,7 +30,7 @@ class PlannedBatchBuffers:
         lens: ``[max_num_reqs]`` int32, keys of each request, 0 for a negative number; behind the batch's
             requests whatever was there.
         table: ``[max_num_reqs, max_blocks_per_req]`` int32, likewise: blocks in use, 0 behind a request's
-            last, so that nobody can follow garbage.
+            last, so that garbage is never followed.
         starts: ``[max_num_reqs + 1]`` int32, as the batch's ``query_start_loc``.
         hidden: ``[max_num_tokens]`` bool: padding, and queries before their sequence's first token. They see
             nothing.

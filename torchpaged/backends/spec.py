@@ -68,7 +68,7 @@ class GraphSupport(IntEnum):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The attention somebody wants to run; a backend answers with the reasons why it can't.
+    """The attention that a caller wants to run; a backend answers with the reasons why it can't.
 
     Attributes:
         device: where it runs.

@@ -225,7 +225,7 @@ def packed_call(
 
 
 def refuse_invariant_splits(num_splits: int | None) -> None:
-    """Raise for ``num_splits=1``: with it FlashAttention promises the same bits for a request in any company,
+    """Raise for ``num_splits=1``: with it FlashAttention promises the same bits for a request in every batch,
     and we don't yet."""
     if type(num_splits) is int and num_splits == 1:
         raise ArgumentError(

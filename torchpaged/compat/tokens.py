@@ -47,7 +47,7 @@ def rotated(
 
 def slots_of(new: Tokens, lens: Tensor, table: Tensor, block_size: int) -> Tensor:
     """``[num_tokens]`` int64: where each new token is stored; -1 of padding and of what has no place in the
-    table, as behind a negative length or one that int32 can't hold, which nobody reads on a GPU."""
+    table, as behind a negative length or one that int32 can't hold, which are not read on a GPU."""
     position = lens[new.request] + new.place
     column = position // block_size
     block = table[new.request, column.clamp(0, table.shape[1] - 1)].long()

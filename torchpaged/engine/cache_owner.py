@@ -16,7 +16,7 @@ _OWNERS: WeakKeyDictionary[Any, weakref.ref[CacheOwner]] = WeakKeyDictionary()
 
 
 class CacheOwner:
-    """One engine's claim on a cache. A new one takes the cache; later it goes to whoever has requests.
+    """One engine's claim on a cache. A new one takes the cache; later it goes to one that has requests.
 
     Args:
         cache: of the paged model.

@@ -88,7 +88,7 @@ class HandOut:
         return mine
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        """One by one, those that nobody else has taken by then."""
+        """One by one, those that no other call has taken by then."""
         for sequence, (first, end) in self._places.items():
             for index in range(first, end):
                 if not self._take(sequence, index, index + 1):
@@ -209,7 +209,7 @@ class Calls:
 
         Args:
             request_ids: whose; they belong to it from the first ``next`` on, which gives nothing, and it
-                cancels them if it is dropped: nobody else will take their events. None: all submitted ones.
+                cancels them if it is dropped: no other call will take their events. None: all submitted ones.
 
         Raises:
             ArgumentError: as `_claim`.
@@ -259,7 +259,7 @@ class Calls:
             if requests is self.inbox:
                 self.inbox = Inbox()  # what was not taken is of no use to a later call
             for sequence in list(requests.live if isinstance(requests, Inbox) else requests):
-                if not isinstance(requests, Inbox):  # of a `submit`, whose id nobody got to know
+                if not isinstance(requests, Inbox):  # of a `submit` that did not return its id
                     sequence.inbox.live.pop(sequence, None)
                     sequence.inbox.ready.pop(sequence, None)
                     with _TAKING:

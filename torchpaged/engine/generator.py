@@ -118,7 +118,7 @@ class Generator(NotCopied):
             ``capture_ahead`` captures, too. True: by the device's own costs;
             `torchpaged.prefixes.CascadeCosts`: by these; False: never. `cascade_reason` says what was
             decided.
-        batch_invariant: every step of a request has the same shapes whoever runs beside it, and attention
+        batch_invariant: every step of a request has the same shapes in every batch, and attention
             gives it the same bits, by a backend that declares it: decode steps are all of ``max_batch_size``
             rows, a step prefills one request, none shares blocks or is put back. The other ops are torch's,
             which gives a row of a matrix product the same bits at any place among as many rows on the
@@ -307,7 +307,7 @@ class Generator(NotCopied):
                 self._stepper.add(sequence)
             return sequence.request_id
         except BaseException:
-            if sequence is not None:  # interrupted: nobody knows its id
+            if sequence is not None:  # interrupted: its id was not returned
                 self._calls.leave([sequence])
             raise
 
@@ -377,7 +377,7 @@ class Generator(NotCopied):
                     self._stepper.add(sequence)
             while inbox.live:
                 with self._calls.entered():
-                    if inbox.live:  # nobody else finished them meanwhile
+                    if inbox.live:  # no other thread finished them meanwhile
                         self._stepper.step()
                 self._calls.give_way()
         except BaseException:
@@ -386,7 +386,7 @@ class Generator(NotCopied):
         return [sequence.result() for sequence in sequences]
 
     def step(self) -> list[TokenEvent]:
-        """One step of the whole batch; returns the events of submitted requests that nobody was given, those
+        """One step of the whole batch; returns the events of submitted requests not handed out yet, those
         of open streams over some of them left out.
 
         If it is interrupted, the next call or stream gives the events that this one did not return.

@@ -62,7 +62,7 @@ class Scheduler:
             asked before each step; the steps of a launch, where the device goes on by itself and looks up the
             slot of the step after them.
         lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free
-            and nobody waits, so that block tables change rarely.
+            and no request waits, so that block tables change rarely.
         share_prefixes: let requests share blocks.
         one_prompt_per_step: a step prefills one request at most, so that its chunks are those it has alone.
         rings: told of each request's first block; None: no layer keeps rings.
@@ -116,8 +116,8 @@ class Scheduler:
         self._release(sequence)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Start over with ``sequences``, whatever was half done: all of them wait, and nobody
-        holds blocks."""
+        """Start over with ``sequences``, whatever was half done: all of them wait, and none holds
+        blocks."""
         self.pool.reset()
         if self._rings is not None and self._rings.num_resets == self._resets:
             self._reset_rings(self._rings)
@@ -246,7 +246,7 @@ class Scheduler:
                 return False
         if missing > 0:
             if not sequence.blocks and self._rings is not None:
-                # Whoever had them since has no requests any more: `CacheOwner` lets one engine run.
+                # An engine that had them since has no requests any more: `CacheOwner` lets one engine run.
                 if self._rings.num_resets != self._resets:
                     self._reset_rings(self._rings)
                 sequence.blocks += self.pool.allocate(1)

@@ -18,7 +18,7 @@ class StepCount:
 
 
 class Inbox:
-    """Where events of some requests wait for whoever owns these.
+    """Where events of some requests wait for the call that owns these.
 
     Attributes:
         live: its requests that have not ended, as a set in order.

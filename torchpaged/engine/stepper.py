@@ -51,7 +51,7 @@ class Stepper:
         scheduler: who runs, and with which blocks.
         loop: the decode loop; None to decode without graphs.
         prefill_graphs: of prefills; None: all are launched from Python.
-        prefixes: who finds the groups of decode steps without a loop; None: nobody.
+        prefixes: finds the groups of decode steps without a loop; None: no groups.
 
     Attributes:
         requests: by id, those that wait or run.
@@ -75,7 +75,7 @@ class Stepper:
         self.stats = GeneratorStats(num_blocks=scheduler.pool.num_usable)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a new request; the first one's prompt gives fp8 pools the scales that nobody gave.
+        """Queue a new request; the first one's prompt gives fp8 pools the scales if none were given.
 
         Raises:
             TorchpagedError: another engine runs requests in the model's cache.
@@ -146,7 +146,7 @@ class Stepper:
     def _step(self) -> None:
         started, loop = time.perf_counter(), self._loop
         if loop is not None and loop.in_flight and self._scheduler.short_of_blocks():
-            self._collect(loop, keep=0)  # somebody may be put back: his tokens must be known
+            self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
             plan = self._scheduler.schedule()
         if loop is not None:

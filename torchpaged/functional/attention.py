@@ -69,7 +69,7 @@ def paged_attention(
         alibi_slopes: ``[num_heads]`` float32.
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         q_scale: float32 ``[1]`` or ``[num_kv_heads]``, for queries of fp8, what they were divided by. It is
-            multiplied into ``k_scale`` at every call; whoever calls often gives the product as ``k_scale``.
+            multiplied into ``k_scale`` at every call; for many calls pass the product as ``k_scale``.
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``, for fp8 pools.
         chunk_size: keys of the query's own chunk of that many positions only; None or 0 = off.
         tree_mask: ``[num_tokens]`` int64: of its request's query tokens a token sees itself and those before
@@ -79,7 +79,7 @@ def paged_attention(
             ``session.workspace(spec)``; the session has planned the batch if it plans at all. None: nothing
             is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
             plans for this call alone, which compiled code can't.
-        batch_invariant: give each request the same bits whoever is in the batch with it: by a backend that
+        batch_invariant: give each request the same bits in every batch: by a backend that
             declares it, in a session for this call alone; eager calls only, and without a ``workspace``. A
             `torchpaged.PagedAttention` of that option keeps its session, and may be compiled.
         return_lse: also return the log-sum-exp.

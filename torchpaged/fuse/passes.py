@@ -188,7 +188,7 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
         and all(plan.rope is not None for plan in fusion.plans)
         and fusion.tables
     ):
-        fusion.give(base.rotary_emb, "forward", lazy_forward)  # nobody needs its result any more
+        fusion.give(base.rotary_emb, "forward", lazy_forward)  # its result is no longer used
     fusion.ends, forwards = end_forwards(model, base, chosen, report)
     for module, forward in forwards:
         fusion.give(module, "_torchpaged_ends", fusion.ends)

@@ -43,7 +43,7 @@ class Stacked:
         return whole
 
     def holds(self) -> bool:
-        """Whether the linear layers still use this memory: nobody replaced their weights. Runs in every
+        """Whether the linear layers still use this memory: their weights were not replaced. Runs in every
         eager step."""
         return self._addresses() == self._stacked_at
 

@@ -87,7 +87,7 @@ class PagedCache(Cache):
             (`torchpaged.prefixes`): rows share them after beams were reordered or rows repeated. True: by the
             device's own costs; `torchpaged.prefixes.CascadeCosts`: by these; False: never. Not in decoders
             with cross attention.
-        batch_invariant: attention gives a row the same bits whoever is in the batch with it: by a backend
+        batch_invariant: attention gives a row the same bits in every batch: by a backend
             that declares it, else the cache is refused. Of the model's own linear layers torch promises
             nothing of the kind.
         sliding_step: in layers with a sliding window or attention chunks, a row's blocks are used over and
@@ -98,7 +98,7 @@ class PagedCache(Cache):
 
     Attributes:
         dense: whether keys and values are gathered.
-        dense_reason: why, if nobody asked for it; else empty.
+        dense_reason: why, if it was not asked for; else empty.
         rows, masks, backend, order, prefixes: what it is made of.
         paged: the paged ones of its ``layers``.
 

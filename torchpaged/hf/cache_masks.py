@@ -185,7 +185,7 @@ class CacheMasks:
             )
 
     def _assert_no_spans(self, mask_function: Any, batch: int, device: Any) -> None:
-        """In a trace nobody can look at spans: they are asserted away on the device."""
+        """In a trace spans can't be read: they are asserted away on the device."""
         if not self._marks or mask_function is causal_mask_function or not self.causal:
             return
         count = self._rows.max_seq_len - 1

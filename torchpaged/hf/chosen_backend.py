@@ -92,7 +92,7 @@ class ChosenBackend:
         asked: a name or "auto".
         limits: the largest batches of the session.
         layers: the cache's `PagedLayer`s; each is given its ``workspace``.
-        batch_invariant: ask for backends that give a request the same bits in any company.
+        batch_invariant: ask for backends that give a request the same bits in every batch.
 
     Attributes:
         choice: which backend runs and why.

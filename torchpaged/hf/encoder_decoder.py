@@ -72,7 +72,7 @@ class CrossPagedCache(PagedCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """`PagedCache.update`; the first one sizes a cache whose size nobody said."""
+        """`PagedCache.update`; the first one sizes a cache that was given no size."""
         if not self._sized:
             self._sized = True
             self._make(self._config, key_states.shape[2])

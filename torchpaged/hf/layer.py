@@ -460,7 +460,7 @@ class PagedLayer(CacheLayerMixin):
             )
 
     def watch_again(self) -> None:
-        """The model computed with the pools: whoever tries again is refused again."""
+        """The model computed with the pools: another try is refused, too."""
         self._watched = False
 
     def pools_of(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -43,9 +43,9 @@ class MaskRows:
             serves all layers.
         starts, lens: ``[batch]`` int32, the first key of each row and how many there are, once `are_spans`
             was asked; None where no row has padding.
-        all_at_zero: likewise, whether every row's keys start at 0; None where nobody could look, as in a
+        all_at_zero: likewise, whether every row's keys start at 0; None where it can't be read, as in a
             trace.
-        some_empty: likewise, whether a row has no keys; False where nobody could look.
+        some_empty: likewise, whether a row has no keys; False where it can't be read.
     """
 
     def __init__(

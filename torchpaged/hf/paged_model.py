@@ -43,7 +43,7 @@ from torchpaged.hf.wrapped import unwrapped
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.model_state import undone_if_it_raises
 
-_MAX_NUM_REQS = 1024  # requests of a batch, where nobody said how many
+_MAX_NUM_REQS = 1024  # requests of a batch, where no number is given
 
 
 class PagedModel(NotCopied):
@@ -61,18 +61,18 @@ class PagedModel(NotCopied):
             blocks as there are.
         kv_dtype, kv_scales: of the pools, as for `torchpaged.hf.PagedCache`: None, the keys' dtype, or
             "fp8_e4m3" or "fp8_e5m2" with scales given, or found by `find_scales` in the first prompt.
-        batch_invariant: attention gives a request the same bits whoever is in the batch with it, by a backend
+        batch_invariant: attention gives a request the same bits in every batch, by a backend
             that declares it.
-        sliding_step: for whoever tells `rings` which requests begin and end: tokens of a request in one step
-            at most. Layers with a sliding window or attention chunks then keep rings of blocks, for as many
-            requests as ``limits`` say, where that takes fewer; None: they keep every token.
+        sliding_step: for callers that tell `rings` which requests begin and end: tokens of a request in one
+            step at most. Layers with a sliding window or attention chunks then keep rings of blocks, for as
+            many requests as ``limits`` say, where that takes fewer; None: they keep every token.
 
     Attributes:
         batch_invariant: as given.
         rings: the `StepRings` of the layers that have them; None if no layer has.
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
-        session: what it keeps open for the layers, whoever runs them: steps must not overlap on
+        session: what it keeps open for the layers, for all their callers: steps must not overlap on
             different streams.
         vocab_size, max_position_embeddings, eos_token_ids, device: facts of the model.
 
@@ -237,7 +237,7 @@ class PagedModel(NotCopied):
         Raises:
             ArgumentError: the batch was made for another block size than the cache's, has no positions or
                 slots, or is over the limits; requests of it have no rings (where values are read, or where
-                nobody has one); or it has requests so long that the longest of them would rotate
+                no request has one); or it has requests so long that the longest of them would rotate
                 the keys of all (longrope, dynamic NTK): by their lengths where values are read, elsewhere by
                 the width of their tables.
         """

@@ -15,7 +15,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.chosen_backend import LayerCall
 from torchpaged.hf.layer import PagedLayer
 
-#: New tokens of a row that a rolling layer takes at once, where nobody says how many.
+#: New tokens of a row that a rolling layer takes at once, where no number is given.
 DEFAULT_STEP = 512
 
 

@@ -1,4 +1,4 @@
-"""StepCache: transformers' view of a packed step, whose blocks and lengths somebody else owns, such as
+"""StepCache: transformers' view of a packed step, whose blocks and lengths another object owns, such as
 the engine."""
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class StepCache(Cache):
         self.ready = True
 
     def written(self, layer: PagedLayer) -> None:
-        """A step that raises is nobody's state: the engine sets lengths anew for each one."""
+        """A step that raises leaves no state behind: the engine sets lengths anew for each one."""
 
     def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
         """The step's slots: ``[num_tokens]`` int64, the same for every layer but those that roll. Lengths
@@ -187,8 +187,8 @@ class StepCache(Cache):
         return positions - torch.arange(positions.shape[0], device=positions.device)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """`length` of a layer that asks for itself. Whoever names none wants positions or a mask, which are
-        given, and gets 0."""
+        """`length` of a layer that asks for itself. A caller that names none wants positions or a mask, which
+        are given, and gets 0."""
         return 0 if layer_idx is None else super().get_seq_length(layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -197,7 +197,7 @@ class StepCache(Cache):
 
 
 def padding_step(device: torch.device) -> AttentionMetadata:
-    """One token that belongs to nobody: nothing is written, attention gives zeros."""
+    """One token that belongs to no request: nothing is written, attention gives zeros."""
     sizes = BatchSizes(num_reqs=1, num_tokens=1, max_blocks_per_req=1)
     tensors = make_batch_tensors(METADATA_FIELDS, sizes, device)
     tensors["query_start_loc"][1] = 1

@@ -1,4 +1,4 @@
-"""The rings of a packed step's requests, for layers with a window: whoever owns the requests says which begin
+"""The rings of a packed step's requests, for layers with a window: the owner of the requests says which begin
 and end, the device finds each row's ring by its first block.
 
     rings.take(block)           # a request begins: the first of its blocks
@@ -84,7 +84,7 @@ class StepRings:
         self._free.append(self._taken.pop(block))
 
     def require(self, metadata: AttentionMetadata) -> None:
-        """Refuse requests that have no ring, where values are read; elsewhere, as long as nobody has one.
+        """Refuse requests that have no ring, where values are read; elsewhere, as long as no request has one.
 
         Raises:
             ArgumentError: some have none, so that their keys would be lost.

@@ -49,7 +49,7 @@ class WatchedPool(Tensor):
 
 
 def _refusal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> UnsupportedModelError:
-    """Of ``func`` over a pool; whoever tries again is refused again."""
+    """Of ``func`` over a pool; another try is refused, too."""
     watched = next(x for x in (*args, *_flat(args), *(kwargs or {}).values()) if isinstance(x, WatchedPool))
     layer = watched._torchpaged_layer
     name = layer.owner.name

@@ -2,7 +2,7 @@
 in ``kernel_report``.
 
 docs/profiling.md shows both. The library's code opens ranges by `range`, which does nothing until
-somebody profiles.
+a profile is taken.
 """
 
 from torchpaged.profiling.ranges import ProfilingUnavailableError, enabled, range, recorded, trace

@@ -7,7 +7,7 @@
 
     check_conformance(MY_BACKEND)  # right or refused: batches, features, eager, compiled and captured
     check_graph_support(MY_BACKEND)  # it holds what it declares, or an AssertionError says what it does hold
-    check_batch_invariance(MY_BACKEND)  # a request has the same bits in any company, or an AssertionError
+    check_batch_invariance(MY_BACKEND)  # a request has the same bits in every batch, or an AssertionError
 
 ``graph_conformance`` has the proof of a declared graph support.
 Nothing in the library imports this package.

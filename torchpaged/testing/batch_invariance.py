@@ -1,4 +1,4 @@
-"""`check_batch_invariance`: whether a request gets the same bits whoever is in the batch with it.
+"""`check_batch_invariance`: whether a request gets the same bits in every batch.
 
     report = check_batch_invariance(get_backend("reference"))    # raises where company changes a bit
     print(report)                                                # reference: 48 calls gave the same bits

@@ -62,7 +62,7 @@ def check_graph_support(
     **shape: Any,
 ) -> GraphSupportReport:
     """Capture one step of each declared kind at its bucket's maximum, and replay it with other lengths, block
-    tables, padding, windows of the pool, and with nobody in the batch; every replay is compared with the
+    tables, padding, windows of the pool, and with an empty batch; every replay is compared with the
     float64 oracle. What is beyond the declared support runs without a graph and is compared likewise, and no
     session may be opened for it.
 

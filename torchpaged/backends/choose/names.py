@@ -153,7 +153,7 @@ def requested_name(device_type: str) -> str:
 
 def backend_of(ops: BackendOps) -> Backend | None:
     """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that
-    nobody registered."""
+    no backend is registered under."""
     return next((backend for backend in _all() if backend.ops is ops), None)
 
 

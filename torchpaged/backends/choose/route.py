@@ -138,7 +138,7 @@ def _attention(decode: Callable[..., None], prefill: Callable[..., None]) -> Cal
         of_all = {name: value for name, value in shared.items() if name != "tree_mask"}
         decode(one, *pools, *decodes[:3], one_out, one_lse, max_query_len=1, **of_all, **for_decode)
         prefill(q, *pools, *rest[:3], out, lse, max_query_len=max_query_len, **shared, **for_prefill)
-        # An empty request stands at its neighbour's token: what is put there is the token's, whoever puts it.
+        # An empty request stands at its neighbour's token: what is put there is the token's in either case.
         row = torch.searchsorted(query_start_loc[1:], token, right=True)  # num_reqs: padding
         owner = row.clamp(max=num_reqs - 1)
         is_decode = (row < num_reqs) & (query_start_loc.diff() == 1).index_select(0, owner)

@@ -94,7 +94,7 @@ def save(tuned: Tuned, device: torch.device, evidence: dict[str, Any]) -> Path:
 
 _FOUND: dict[tuple[str, str], Tuned | None] = {}  # by path and device: read once in a process
 _SAVED: list[Path] = []  # by this process
-_TOLD: set[tuple[tuple[str, str], tuple[str, ...]]] = set()  # names that nobody has here, likewise
+_TOLD: set[tuple[tuple[str, str], tuple[str, ...]]] = set()  # names unknown here, likewise
 
 
 def state() -> tuple[str, str, int]:

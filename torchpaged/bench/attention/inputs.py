@@ -71,7 +71,7 @@ class Inputs:
         return len(self.k_caches)
 
     def poisoned_out(self) -> Tensor:
-        """An output of NaN, so that a row nobody writes is seen."""
+        """An output of NaN, so that a row that is not written is seen."""
         return torch.full_like(self.q, float("nan"))
 
     def dense(self, layer: int, request: int, length: int) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@
     state.packed(block_size=16)     # HEAD_WORDS words of 4 bytes; blocks and seen bits travel beside them
     packed_rows({3: state}, block_size=16, max_blocks_per_req=128, num_seen_words=0)    # all of them
 
-Numbers that do not fit their fields are refused by whoever takes them from a
-user (`torchpaged.engine.SamplingParams`).
+Numbers that do not fit their fields are refused where they are taken from a user
+(`torchpaged.engine.SamplingParams`).
 """
 
 from __future__ import annotations

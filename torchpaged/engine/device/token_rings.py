@@ -144,7 +144,7 @@ class LaunchRing:
             )
 
     def count(self) -> None:
-        """After a launch was started, by whoever did."""
+        """Called after a launch was started, by the code that started it."""
         self._launched += 1
 
     def reset(self) -> None:

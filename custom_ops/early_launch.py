@@ -37,7 +37,7 @@ def refuse_inductors() -> None:
             launched then.
     """
     # A private module of torch, and the only place that knows; tests/ops/test_early_launch.py notices when it
-    # moves. Not imported: where nobody has, there is no kernel of Inductor's either.
+    # moves. Not imported here: without it there is no kernel of Inductor's either.
     config = sys.modules.get("torch._inductor.config")
     if config is not None and getattr(config.triton, "enable_pdl", False):
         raise BackendUnavailableError(

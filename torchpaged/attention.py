@@ -75,7 +75,7 @@ class PagedAttention(nn.Module):
         head_dim: width of queries and keys.
         num_kv_heads: key/value heads; default ``num_heads``. Must divide ``num_heads``.
         scale: softmax scale; default ``head_dim ** -0.5``.
-        window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
+        window_size: ``(left, right)`` keys visible besides the own one; -1 = open.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
         alibi_slopes: ``[num_heads]`` numbers; a buffer of the module.
         sinks: ``[num_heads]`` logits; a buffer of the module, in its dtype.
@@ -85,7 +85,7 @@ class PagedAttention(nn.Module):
         score_mod: a function ``(score, request, head, query_position, key_position) -> score`` of tensors
             without dimensions, positions of the sequence, behind scale, soft cap and ALiBi. It is traced
             once: tensors that it reads may change in place, Python values are kept. Backend "flex" runs it.
-        mask_mod: ``(request, head, query_position, key_position) -> bool``, which hides keys beside those
+        mask_mod: ``(request, head, query_position, key_position) -> bool``, which hides keys besides those
             that causality, window, chunks and lengths hide; likewise.
         batch_invariant: give a request the same bits in every batch; a backend that does
             not declare that is refused.

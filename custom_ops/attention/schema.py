@@ -7,9 +7,9 @@ SCHEMAS = {
     # q [T, num_heads, head_dim], block_table [B, max_blocks_per_req] int32, seq_lens [B] int32 (this step's
     # tokens included), query_start_loc [B + 1] int32, out [T, num_heads, head_dim_v], lse [T, num_heads]
     # float32. max_query_len: upper bound of query_len, known to the host (1 selects the decode kernels).
-    # window_left/right: keys visible beside the own one, -1 = open. chunk_size: keys of the own chunk only,
+    # window_left/right: keys visible besides the own one, -1 = open. chunk_size: keys of the own chunk only,
     # 0 = off. Metadata and the context's keys and values may be read before the kernels ahead on the stream
-    # have ended; stream_order.py says by whom, and what that asks of whoever writes them.
+    # have ended; stream_order.py says by whom, and what that asks of the kernels that write them.
     # tree_mask [T] int64: bit j of a token's word says that it sees query token j of its request, one before
     # it; itself it always sees. A query then counts positions from the context on over what it sees alone.
     # Needs causal and at most 64 query tokens per request.

@@ -32,7 +32,7 @@ def _unavailable() -> str | None:
 @dataclass(frozen=True)
 class _Capabilities(Capabilities):
     def reject(self, spec: AttentionSpec) -> list[str]:
-        """Beside what is declared: fp8 queries have one kernel, and nothing serves what it does not take."""
+        """Besides what is declared: fp8 queries have one kernel, and nothing serves what it does not take."""
         reasons = super().reject(spec)
         if "fp8_queries" in spec.uses and spec.device.type == "cuda" and torch.cuda.is_available():
             why = _prefill_why_not(spec)

@@ -1,4 +1,4 @@
-"""What a call of `torchpaged.PagedAttention` is held to beside the checks of its ops: pools and batches that
+"""What a call of `torchpaged.PagedAttention` is held to besides the checks of its ops: pools and batches that
 its session was opened for, and an output that can be written into."""
 
 from __future__ import annotations

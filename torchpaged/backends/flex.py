@@ -210,7 +210,7 @@ def _lists(
     column = torch.arange(width, device=device)
     at = (first[:, None] + column).clamp_max(block_table.shape[1] - 1)
     is_listed = column < count[:, None]
-    # [N, width]; num_blocks: of nobody
+    # [N, width]; num_blocks: of no request
     block = torch.where(is_listed, block_table[request[:, None], at], num_blocks).long()
     listed = torch.empty(len(request), num_blocks, dtype=torch.int32, device=device)
     if not fused:
@@ -449,7 +449,7 @@ def flex_backend(
     arguments of `torchpaged.PagedAttention`.
 
     The functions get and give tensors without dimensions, and are traced once: what they read may change in
-    place between calls. They come after scale, soft cap and ALiBi, and hide keys beside what causality,
+    place between calls. They come after scale, soft cap and ALiBi, and hide keys besides what causality,
     window, chunks and lengths hide. Positions are those of the sequence, not of the packed batch or the pool.
 
     Args:

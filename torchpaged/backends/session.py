@@ -236,7 +236,7 @@ class Session(NotCopied):
         return tuple(self._workspaces)
 
     def workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        """What a layer passes to ``ops.paged_attention`` beside the batch: keyword arguments, tensors that
+        """What a layer passes to ``ops.paged_attention`` besides the batch: keyword arguments, tensors that
         stay where they are.
 
         Call it at construction, or eagerly where a new kind of layer appears; the same for equal specs.

@@ -78,7 +78,7 @@ class AttentionSpec:
         block_size: tokens per block; None = not known yet, the cache that comes says it.
         kv_dtype: of the pools (None = ``dtype``).
         causal: hide keys after the query.
-        window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
+        window_size: ``(left, right)`` keys visible besides the own one; -1 = open.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; 0 = off.
         chunk_size: keys of the query's own chunk of that many positions only; 0 = off.
         scale: softmax scale; None = ``head_dim ** -0.5``.

@@ -52,7 +52,7 @@ def attention(
     ] = False,
 ) -> None:
     """Paged attention on this machine, backends side by side: checked against a float32 oracle, then timed in
-    turns. Beside other libraries, in a checkout: benchmarks/bench_attention.py."""
+    turns. Against other libraries, in a checkout: benchmarks/bench_attention.py."""
     from torchpaged.bench.attention import Options, exit_code, run, split
 
     options = Options(

@@ -154,7 +154,7 @@ def flash_attn_varlen_func(
         elif cu_seqlens_k is not None:
             lens = cu_seqlens_k.diff()
         else:
-            raise ArgumentError("seqused_k", "the keys of each request, beside a block_table", "None")
+            raise ArgumentError("seqused_k", "the keys of each request, together with a block_table", "None")
         k_cache, v_cache, table = k, v, block_table
     is_causal, window = window_of(causal, window_size)
     options = {
@@ -268,7 +268,7 @@ def _check(
     if cu_seqlens_k is not None and reads_values(q.device):
         check_starts("cu_seqlens_k", cu_seqlens_k, k.shape[0] if block_table is None else 2**31)
     if cu_seqlens_k is not None and seqused_k is not None:
-        raise ArgumentError("cu_seqlens_k", "None beside seqused_k", "both")
+        raise ArgumentError("cu_seqlens_k", "None together with seqused_k", "both")
     lens = seqused_k if seqused_k is not None else cu_seqlens_k.diff() if cu_seqlens_k is not None else None
     if lens is not None and lens.numel() and reads_values(q.device) and int(lens.max()) > max_seqlen_k:
         raise ArgumentError(

@@ -235,7 +235,7 @@ def flash_attn_with_kvcache(
 
 def _one_of(name: str, value: Tensor | None, other: str, other_value: Tensor | None) -> Tensor | None:
     if value is not None and other_value is not None:
-        raise ArgumentError(other, f"None beside {name}, which is the same", "both")
+        raise ArgumentError(other, f"None together with {name}, which is the same", "both")
     return other_value if value is None else value
 
 

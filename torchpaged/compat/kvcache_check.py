@@ -72,7 +72,7 @@ def check_kvcache(
     if rotary_seqlens is not None and num_reqs and reads_values(q.device) and int(rotary_seqlens.min()) < 0:
         raise ArgumentError("rotary_seqlens", "positions of at least 0", str(rotary_seqlens.tolist()[:64]))
     if table is not None and cache_batch_idx is not None:
-        raise ArgumentError("cache_batch_idx", "None beside page_table, which has a row per request", "both")
+        raise ArgumentError("cache_batch_idx", "None with page_table, which has a row per request", "both")
     if table is None and cache_batch_idx is not None and num_reqs and reads_values(q.device):
         low, high = (int(x) for x in torch.aminmax(cache_batch_idx))
         if low < 0 or high >= k_cache.shape[0]:

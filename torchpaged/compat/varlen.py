@@ -126,7 +126,7 @@ def _call(
         key, value, block_table = packed_pools(key, value, cu_seq_k[:-1], max_k)
     else:
         if seqused_k is None:
-            raise ArgumentError("seqused_k", "the keys of each request, beside a block_table", "None")
+            raise ArgumentError("seqused_k", "the keys of each request, together with a block_table", "None")
         lens = seqused_k
     causal, window = window_of(False, window_size)
     options = {"scale": scale, "causal": causal, "window_size": window}
@@ -182,7 +182,7 @@ def _check(
     else:
         check_dims("key", key, None, None, None, None)
         if cu_seq_k is not None:
-            raise ArgumentError("cu_seq_k", "None beside block_table", "a tensor")
+            raise ArgumentError("cu_seq_k", "None together with block_table", "a tensor")
     if not enable_gqa and query.shape[1] != key.shape[-2]:
         raise ArgumentError(
             "enable_gqa", f"True for {query.shape[1]} query heads and {key.shape[-2]} key heads", "False"

@@ -1,6 +1,6 @@
 """An attention backend for vLLM on the kernels of torchpaged. Experimental.
 
-    vllm serve MODEL --attention-backend CUSTOM         # torchpaged is installed beside vLLM
+    vllm serve MODEL --attention-backend CUSTOM         # where torchpaged is installed, too
 
 Written against vLLM's public interface ``vllm.v1.attention.backend``, and tested with a stand-in of it; it
 has not run under a real vLLM yet. `TorchpagedAttentionBackend` says what it can't do in

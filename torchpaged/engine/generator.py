@@ -83,7 +83,7 @@ class Generator(NotCopied):
             half the memory, with scales given, or found in the first prompt by a forward of its own
             (``generator.model.kv_scales`` has them). Refused, too, with a model that is paged already.
         rolling: layers with a sliding window or attention chunks keep the blocks of their window and of
-            ``prefill_chunk_size`` tokens beside it, used over and over, however long a request is; where that
+            ``prefill_chunk_size`` more tokens, used over and over, however long a request is; where that
             takes fewer, and not over backends that plan on the host. Requests share no blocks then: what
             those layers saw of a prefix is gone. False: every token is kept; "auto": they roll, unless
             ``share_prefixes`` is True.

@@ -25,7 +25,7 @@ from torchpaged.prefixes import PrefixTree
 
 
 class Rings(Protocol):
-    """Rings of blocks that requests have beside their own: `torchpaged.hf.step_rings.StepRings`."""
+    """Rings of blocks that requests have besides their own: `torchpaged.hf.step_rings.StepRings`."""
 
     num_resets: int
 
@@ -96,7 +96,7 @@ class Scheduler:
 
     @property
     def has_rings(self) -> bool:
-        """Whether requests have rings beside their blocks."""
+        """Whether requests have rings besides their blocks."""
         return self._rings is not None
 
     def blocks_for(self, num_tokens: int) -> int:

@@ -64,7 +64,7 @@ def paged_attention(
         max_query_len: upper bound of the query lengths.
         scale: softmax scale; default ``head_dim ** -0.5``.
         causal: hide keys after the query.
-        window_size: ``(left, right)`` keys visible beside the own one; -1 = open.
+        window_size: ``(left, right)`` keys visible besides the own one; -1 = open.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
         alibi_slopes: ``[num_heads]`` float32.
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.

@@ -91,10 +91,10 @@ class PagedCache(Cache):
             that declares it, else the cache is refused. Of the model's own linear layers torch promises
             nothing of the kind.
         sliding_step: in layers with a sliding window or attention chunks, a row's blocks are used over and
-            over: they hold the window and this many tokens beside it, however long the row is. Longer
+            over: they hold the window and this many tokens more, however long the row is. Longer
             forwards are attended in steps of so many tokens, and so many can be taken back at least
             (`crop`). ``max_seq_len`` keeps every token, and so do backends that plan on the host, and models
-            whose config has parts beside the text's (images).
+            whose config has parts besides the text's (images).
 
     Attributes:
         dense: whether keys and values are gathered.

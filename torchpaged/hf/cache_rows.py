@@ -1,6 +1,6 @@
 """The rows of a paged cache: the blocks, the length and the padding of each, and how a forward moves them on.
 
-The device's tensors move on in place, inside compiled code too. The host counts beside them as far as it sees
+The device's tensors move on in place, inside compiled code too. The host counts along as far as it sees
 the forwards: a compiled step has no hook there. What generate() does to the rows between forwards:
 row_changes.py.
 """
@@ -175,7 +175,7 @@ class CacheRows:
             self.rolling.upload()
 
     def add_padding(self, more: Sequence[int]) -> None:
-        """So many of each row's tokens are padding, beside those that were known to be."""
+        """So many of each row's tokens are padding, besides those that were known to be."""
         self.seq_lens[: len(more)] -= torch.tensor(more, dtype=torch.int32, device=self.seq_lens.device)
 
     # ------------------------------------------------------------------------------------------- one forward

@@ -22,7 +22,7 @@ _QUERIES = 64  # positions at which an unknown mask function is asked for its ke
 
 
 class MaskKind(NamedTuple):
-    """``window``: ``(left, right)`` keys visible beside the own one; -1 = open."""
+    """``window``: ``(left, right)`` keys visible besides the own one; -1 = open."""
 
     causal: bool
     window: tuple[int, int]

@@ -105,7 +105,7 @@ class PagedModel(NotCopied):
         if sliding_step is not None and (not is_int(sliding_step) or sliding_step < 1 or limits is None):
             raise ArgumentError(
                 "sliding_step",
-                "None, or tokens of at least 1 beside limits, which say for how many requests",
+                "None, or at least 1 token together with limits, which say for how many requests",
                 f"{sliding_step!r} with limits={limits}",
                 "give limits=Limits(max_num_reqs=..., max_blocks_per_req=...)",
             )

@@ -27,7 +27,7 @@ def _stack() -> list[FrameType]:
 
 
 def preparing_caller() -> FrameType | None:
-    """Who called ``prepare_inputs_for_generation``, under which this runs; None if nobody did."""
+    """The caller of ``prepare_inputs_for_generation`` under which this runs; None if there is none."""
     stack = _stack()
     prepared = [i for i, frame in enumerate(stack[:-1]) if frame.f_code.co_name == _PREPARE]
     return stack[prepared[-1] + 1] if prepared else None

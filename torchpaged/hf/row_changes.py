@@ -25,7 +25,7 @@ class RowChanges:
 
     Args:
         rows: the cache's rows.
-        layers: all of the cache's layers, of which a `StateLayer` keeps states of the rows beside blocks.
+        layers: all of the cache's layers, of which a `StateLayer` keeps states of the rows besides blocks.
         prefixes: of the rows.
     """
 

@@ -53,7 +53,7 @@ def require_causal_lm(model: Any) -> None:
 
     Raises:
         ArgumentError: no model of transformers.
-        UnsupportedModelError: one with an encoder beside the decoder, without a head for tokens, or that
+        UnsupportedModelError: one with an encoder besides the decoder, without a head for tokens, or that
             needs more than tokens.
     """
     if not isinstance(model, PreTrainedModel):

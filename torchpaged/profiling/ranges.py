@@ -1,4 +1,4 @@
-"""Ranges: what the host does, by name, beside the kernels in Nsight Systems (NVTX) and in traces
+"""Ranges: what the host does, by name, next to the kernels in Nsight Systems (NVTX) and in traces
 of torch.profiler.
 
     # the whole process

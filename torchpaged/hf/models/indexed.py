@@ -1,5 +1,5 @@
 """Models that select the keys of each query by an indexer of their own (DeepSeek sparse attention): their
-caches gather, and keep the indexer's keys in blocks beside keys and values.
+caches gather, and keep the indexer's keys in blocks besides keys and values.
 
 transformers' modules score every cached indexer key against a query, and hand the positions of the best ones
 to the attention function, which masks all others. No kernel here reads only the selected keys: nothing is

@@ -160,7 +160,7 @@ def up_projections(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _not_plain(projection: Any) -> str:
-    """What a projection has beside a weight; empty if nothing."""
+    """What a projection has besides a weight; empty if nothing."""
     if type(projection) is not nn.Linear:
         return f"is a {type(projection).__name__}"
     if projection._forward_hooks or projection._forward_pre_hooks:

@@ -108,7 +108,7 @@ class BucketedGraphs(NotCopied):
 
     #: What a step and a bucket are called in errors and progress, and what still works where a
     #: capture failed.
-    STEP, BUCKET, ADVICE = "step", "bucket", ""
+    STEP, BUCKET, STILL_WORKS = "step", "bucket", ""
     #: Whether ``ranges`` are called around replays; False where a caller's own range says what it is.
     RANGES_REPLAYS = True
 
@@ -205,7 +205,7 @@ class BucketedGraphs(NotCopied):
                     warmup_iters=self._warmup_iters,
                     step=self.STEP,
                     eager=lambda: eager(*arguments),
-                    advice=self.ADVICE,
+                    advice=self.STILL_WORKS,
                 )
             finally:
                 self.session.reset()

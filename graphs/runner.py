@@ -64,7 +64,7 @@ class DecodeGraphRunner(BucketedGraphs):
     has what any bucketed graphs do: ``capture``, ``capture_for``, ``reset``, ``report``, ``histogram``.
     """
 
-    STEP, BUCKET, ADVICE = "decode step", "batch", "; run_eager() still works"
+    STEP, BUCKET, STILL_WORKS = "decode step", "batch", "; run_eager() still works"
 
     def __init__(
         self,

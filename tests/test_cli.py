@@ -638,6 +638,19 @@ def test_a_backend_is_looked_up_before_the_model() -> None:
         assert done.returncode == 2 and "backend: expected one of auto, cuda" in done.stderr, done.stderr
 
 
+def test_bad_options_are_refused_before_a_model_is_fetched(tmp_path: Path) -> None:
+    """With no --model the demo's would come over the network, 89 MiB, or be converted for 10 s."""
+    for options, words in (
+        (("--backend", "nope"), "backend: expected one of auto, cuda"),
+        (("--max-new-tokens", "0"), "max_new_tokens: expected"),
+        (("--profile", str(tmp_path / "no" / "trace.json")), "--profile: "),
+    ):
+        done = run("generate", "hello", "--offline", *options, TORCHPAGED_CACHE=str(tmp_path))
+        assert done.returncode == 2 and words in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_backends_that_was_asked_for_one_by_name() -> None:
     for options in (("--backend", "nope"), ("--backend", "cpu", "--dtype", "fp8_e4m3")):
         assert run("backends", *options).returncode == run("backends", *options, "--json").returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from models import COMMON, SUFFIX, padded_prompts
 from torch import Tensor, nn
 from transformers import CompileConfig, PreTrainedModel
 
-from torchpaged import ArgumentError
+from torchpaged import ArgumentError, NotCopyableError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.fuse.fusible import PASSES
 from torchpaged.fuse.launch_count import count_launches
@@ -285,6 +286,17 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert loaded.state_dict().keys() == want.keys() and all(
         torch.equal(x, want[key]) for key, x in loaded.state_dict().items()
     )
+
+
+@pytest.mark.parametrize("passes", [None, ("norm",), ("lm_head",)])
+def test_a_pickle_is_refused_where_it_is_made(passes: tuple[str, ...] | None) -> None:
+    """It would name forwards that no class has, and fail where the file is all that is left."""
+    model = build("Llama")
+    fuse(model, passes)
+    with pytest.raises(NotCopyableError, match=r"unfuse\(model\)"):
+        torch.save(model, io.BytesIO())
+    unfuse(model)
+    torch.save(model, io.BytesIO())
 
 
 def test_a_copy_is_fused_and_independent() -> None:

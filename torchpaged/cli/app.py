@@ -166,7 +166,6 @@ def generate(
     ] = "",
 ) -> None:
     """Generate text, streamed as it comes, with a summary line at the end."""
-    from torchpaged.cli.demo import ensure_smollm2
     from torchpaged.cli.generate import Settings, run
 
     if not any(prompts):
@@ -175,9 +174,8 @@ def generate(
     kind = ("bf16" if place.type == "cuda" else "fp32") if dtype == "auto" else dtype
     if offline:
         os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
-    folder = model or str(ensure_smollm2(offline=offline, progress=not as_json))
     settings = Settings(
-        folder,
+        model,
         prompts,
         place,
         _dtype(kind, "--dtype"),
@@ -206,6 +204,7 @@ def generate(
         _sizes(buckets, "--buckets"),
         [] if prefill_buckets == "none" else _sizes(prefill_buckets, "--prefill-buckets") or "auto",
         verbose,
+        offline,
     )
     raise typer.Exit(run(settings))
 

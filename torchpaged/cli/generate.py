@@ -20,6 +20,7 @@ from torchpaged import profiling
 from torchpaged.backends import get_backend
 from torchpaged.backends.choose.names import requested
 from torchpaged.cache.memory import memory_of
+from torchpaged.cli.demo import ensure_smollm2
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, RequestError, TorchpagedError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
@@ -37,7 +38,7 @@ ERRORS = Console(stderr=True)
 class Settings:
     """The command's options, read and typed."""
 
-    model: str
+    model: str  # a folder or hub id; "": SmolLM2, fetched once
     prompts: list[str]
     device: torch.device
     dtype: torch.dtype
@@ -58,6 +59,7 @@ class Settings:
     )
     prefill_buckets: list[int] | str = "auto"  # []: none
     verbose: bool = False
+    offline: bool = False
 
 
 @contextlib.contextmanager
@@ -161,16 +163,30 @@ def _require_memory(settings: Settings, count: int) -> None:
         )
 
 
-def run(settings: Settings) -> int:
-    """Run the command; returns the exit code: 0, or 2 if a prompt was refused or failed."""
+def check_options(settings: Settings) -> SamplingParams:
+    """Refuse what no model is needed for to refuse, before one is fetched or loaded.
+
+    Raises:
+        TorchpagedError, OSError: the trace can't be written there, a number of the sampling or the backend's
+            name is no such thing.
+    """
     if settings.profile:
         check_writable(settings.profile, "--profile")
-    sampling = SamplingParams(**settings.sampling)  # bad options are refused before a model is loaded
+    sampling = SamplingParams(**settings.sampling)
     for text in sampling.stop:
         _require_text("--stop", text)
     name, _ = requested(settings.backend)
     if name != "auto":
         get_backend(name)
+    return sampling
+
+
+def run(settings: Settings) -> int:
+    """Run the command; returns the exit code: 0, or 2 if a prompt was refused or failed."""
+    sampling = check_options(settings)
+    if not settings.model:
+        model = ensure_smollm2(offline=settings.offline, progress=not settings.as_json)
+        settings = dataclasses.replace(settings, model=str(model))
     with _compile_cache(settings.compile_cache, quiet=settings.as_json):
         return _generate(settings, sampling)
 

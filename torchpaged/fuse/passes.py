@@ -12,6 +12,7 @@ the launches per layer.
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.checks import switch
-from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.fuse.ends import Ends, end_forwards
 from torchpaged.fuse.fusible import ARCHITECTURES, PASSES, why_changed, why_no_table, why_not, why_unknown
 from torchpaged.fuse.launch_count import count_launches
@@ -43,6 +44,22 @@ class _Fusion:
         self.ends: Ends
         self.state: ModelState
         self.handles: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Fusion:
+        twin = memo[id(self)] = object.__new__(_Fusion)
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __reduce__(self) -> Any:
+        """Refuse: what is unpickled looks the fused forwards up by their names, and finds none.
+
+        Raises:
+            NotCopyableError: always.
+        """
+        raise NotCopyableError(
+            "a fused model can't be pickled: call torchpaged.hf.unfuse(model) before, and fuse what is "
+            "loaded; copy.deepcopy and model.save_pretrained take it as it is"
+        )
 
     def give(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of one instance; functions become methods."""

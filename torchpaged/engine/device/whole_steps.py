@@ -33,7 +33,7 @@ _LOG = logging.getLogger("torchpaged.engine")
 class _Launches(BucketedGraphs):
     """Graphs of launches over the rows, each counted in the ring's books."""
 
-    STEP, BUCKET, ADVICE = "decode step", "batch", "; launch_eager() still works"
+    STEP, BUCKET, STILL_WORKS = "decode step", "batch", "; launch_eager() still works"
 
     def __init__(
         self,

@@ -41,8 +41,6 @@ REFUSALS = {
     "no static cache": "transformers' StaticCache.*can't be built.*use DynamicCache",
     "indexer": "caches an indexer",
     "sparse": "selects keys sparsely",
-    "sinks": "needs s_aux, which SDPA drops; run it with a PagedCache, or set_attn_implementation",
-    "soft cap": "needs softcap, which SDPA drops; run it with a PagedCache, or set_attn_implementation",
 }
 
 

@@ -215,11 +215,13 @@ class CacheRows:
 
     def assert_padding(self, mask: Tensor) -> None:
         """Assert on the device that a forward's 2-D mask ``[batch, length]`` has the left padding that the
-        rows have, and nothing else: in a trace, and where reading it would synchronise."""
+        rows have, and nothing else: in a trace, and where reading it would synchronise. A row of ones says
+        nothing: models make them where they are given no mask, as generate() gives none to a compiled step.
+        """
         padding = self.total - self.seq_lens[: mask.shape[0], None]
-        tokens = torch.arange(mask.shape[1], device=padding.device)[None] >= padding
+        mask, tokens = mask.bool(), torch.arange(mask.shape[1], device=padding.device)[None] >= padding
         torch._assert_async(
-            (mask.bool() == tokens).all(),
+            ((mask == tokens) | mask.all(1, keepdim=True)).all(),
             "PagedCache: an attention mask with other padding than this cache's first batch has; run the "
             "step uncompiled to see which, or call cache.reset() before another batch",
         )

@@ -140,7 +140,7 @@ def test_a_model_whose_prefill_can_not_be_captured(
         "capture_ahead": ahead,
     }
     want = (
-        Generator(paged, **{**options, "graphs": False})
+        Generator(paged, max_batch_size=2, max_seq_len=96, compile=False, graphs=False)
         .generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0]
         .token_ids
     )

@@ -240,7 +240,7 @@ def test_requests_without_rings_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("step", ["12", 0, 2.5, True])
 def test_a_sliding_step_is_a_number_of_tokens(step: Any) -> None:
-    with pytest.raises(ArgumentError, match="sliding_step: expected None, or tokens of at least 1"):
+    with pytest.raises(ArgumentError, match="sliding_step: expected None, or at least 1 token"):
         PagedModel(make("Mistral"), num_blocks=60, limits=Limits(2, 24, 24), sliding_step=step)
     with pytest.raises(ArgumentError, match="sliding_step: .*give limits=Limits"):
         PagedModel(make("Mistral"), num_blocks=60, sliding_step=12)

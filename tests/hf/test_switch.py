@@ -160,7 +160,7 @@ def test_parts_and_wholes_are_not_attached_both() -> None:
 def test_training_mode_is_named() -> None:
     """Attached, a model that trains runs its own attention, which has no use for pools."""
     model = model_of("bloom", "eager")
-    with paged(model), torch.no_grad(), pytest.raises(ArgumentError, match="in training mode"):
+    with paged(model), torch.no_grad(), pytest.raises(UnsupportedModelError, match="while it trains"):
         model.train()(**padded_prompts(), past_key_values=PagedCache(model.config, 2, 32))
 
 

@@ -109,6 +109,13 @@ class AttentionCall(NamedTuple):
             changed["tree_mask"] = None
         return self._replace(**changed) if changed else self
 
+    def with_semaphore(self) -> AttentionCall:
+        """The same call with zeros of its own where it brings no semaphore."""
+        if self.semaphore is not None:
+            return self
+        count = self.num_reqs * self.num_kv_heads
+        return self._replace(semaphore=torch.zeros(count, dtype=torch.int32, device=self.q.device))
+
     def empty(self) -> None:
         """What a call without requests gives: zeros and LSE -inf."""
         self.out.zero_()
@@ -120,6 +127,11 @@ _POSITIONAL = AttentionCall._fields.index("lse") + 1
 _NAMES = tuple(AttentionCall._field_defaults)
 _DEFAULTS = tuple(AttentionCall._field_defaults.values())
 _CASCADE_OPTIONS = ("max_query_len", "scale", "logits_soft_cap", "sinks", "k_scale", "v_scale", "semaphore")
+
+
+def head_stride(scale: Tensor | None) -> int:
+    """Numbers from one kv head's scale to the next: 0 where there is one for all."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
 
 class Specialisation(NamedTuple):

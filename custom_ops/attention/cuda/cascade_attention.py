@@ -14,7 +14,7 @@ from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.attention.call import CascadeCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_cascade_attention
 from torchpaged.custom_ops.attention.cuda import decode, prefill
-from torchpaged.custom_ops.attention.cuda.paged_attention import require_cuda, route, with_semaphore
+from torchpaged.custom_ops.attention.cuda.paged_attention import require_cuda, route
 from torchpaged.custom_ops.attention.cuda.prefill_shape import MAX_CTA_SPLITS, most_tiles, shape_for
 from torchpaged.custom_ops.attention.cuda.tensor_maps import square_width
 from torchpaged.custom_ops.attention.triton.cascade_attention import compose
@@ -71,7 +71,7 @@ def attend(call: CascadeCall, *, ctas: int = 0, paired: bool = False) -> None:
     """The three launches, on checked arguments that `refuse` lets pass. ``ctas``: for the prefixes; 0:
     `prefix_ctas`. ``paired``: as in `prefill.Suffixes`, where `may_pair` says that they
     can; off, since no win was shown (docs/log/shared_prefixes.md)."""
-    own = with_semaphore(call.own.for_launch())
+    own = call.own.for_launch().with_semaphore()
     ctas = ctas or prefix_ctas(gpu.num_sms(own.q.device.index or 0))
     own_lse = torch.empty(own.q.shape[:2], dtype=torch.float32, device=own.q.device)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation, head_stride
 from torchpaged.custom_ops.attention.cuda import specialise
 from torchpaged.custom_ops.cuda import gpu, jit
 
@@ -97,11 +97,6 @@ def _params(call: AttentionCall, scratch: Tensor, part_numbers: int) -> DecodePa
 def address(tensor: Tensor | None) -> int:
     """Of the first number, 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
-
-
-def head_stride(scale: Tensor | None) -> int:
-    """Numbers from one kv head's scale to the next: 0 where there is one for all."""
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
 
 @functools.cache

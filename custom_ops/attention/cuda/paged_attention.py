@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
-
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
@@ -39,7 +37,7 @@ def paged_attention(call: AttentionCall) -> None:
     if kernel == "prefill":
         prefill.prefill(call, spec)
         return
-    call = with_semaphore(call)
+    call = call.with_semaphore()
     behind = functools.partial(decode.prepare, call, spec, short or call.max_query_len, short)
     if kernel == "decode":
         behind()[0]()
@@ -53,14 +51,6 @@ def require_cuda(call: AttentionCall) -> None:
         raise BackendUnavailableError(
             f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.q.device.type}"
         )
-
-
-def with_semaphore(call: AttentionCall) -> AttentionCall:
-    """The call with zeros of its own where it brings none."""
-    if call.semaphore is not None:
-        return call
-    count = call.num_reqs * call.num_kv_heads
-    return call._replace(semaphore=torch.zeros(count, dtype=torch.int32, device=call.q.device))
 
 
 class Route(NamedTuple):
@@ -118,8 +108,8 @@ def _refuse_fp8_queries(kernel: str, reason: str, call: AttentionCall) -> None:
 
 @functools.cache
 def _triton() -> Callable[[AttentionCall], None]:
-    """Triton's op, imported when it is needed: importing Triton takes longer than loading a decode kernel
-    from the disk."""
-    from torchpaged.custom_ops.attention.triton.paged_attention import paged_attention
+    """Triton's launches, imported when they are needed: importing Triton takes longer than loading a decode
+    kernel from the disk."""
+    from torchpaged.custom_ops.attention.triton.paged_attention import attend
 
-    return paged_attention
+    return attend

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
-from torchpaged.custom_ops.attention.cuda.decode import address, head_stride
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation, head_stride
+from torchpaged.custom_ops.attention.cuda.decode import address
 from torchpaged.custom_ops.attention.cuda.prefill_shape import (
     NO_DEBUG,
     Debug,

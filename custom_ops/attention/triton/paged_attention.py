@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation, head_stride
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.triton import launching
@@ -28,6 +28,11 @@ def paged_attention(call: AttentionCall) -> None:
     on lengths."""
     launching.require_launchable(call.q)
     check_paged_attention(call)
+    attend(call)
+
+
+def attend(call: AttentionCall) -> None:
+    """The launches of a checked call."""
     launching.require_fp8(call.k_cache)
     if not call.num_reqs:
         call.empty()
@@ -81,8 +86,8 @@ def _arguments(call: AttentionCall) -> _Arguments:
         *call.out.stride()[:2],
         *(call.lse.stride() if call.lse is not None else (0, 0)),
         call.block_table.stride(0),
-        _head_stride(call.k_scale),
-        _head_stride(call.v_scale),
+        head_stride(call.k_scale),
+        head_stride(call.v_scale),
     )
     dim_pad, dim_v_pad = config.padded_widths(spec.dim, spec.dim_v, spec.kv_dtype.itemsize)
     flags: dict[str, Any] = {
@@ -101,10 +106,6 @@ def _arguments(call: AttentionCall) -> _Arguments:
     }
     cache_strides = spec.k_strides + spec.v_strides
     return _Arguments(tensors, call.q.stride()[:2], cache_strides, strides, flags)
-
-
-def _head_stride(scale: Tensor | None) -> int:
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
 
 def _prefill(call: AttentionCall, arguments: _Arguments, skip: int) -> Launch:
@@ -161,9 +162,6 @@ def _decode(call: AttentionCall, arguments: _Arguments, max_query_len: int, long
         max(call.q.shape[2], call.dim_v), rows, call.k_cache.element_size(), call.q.element_size()
     )
     programs = config.num_programs(device, tiles)
-    semaphore = call.semaphore
-    if semaphore is None:
-        semaphore = torch.zeros(num_reqs * call.num_kv_heads, dtype=torch.int32, device=device)
     part_acc = torch.empty(programs * 2 * rows * flags["DIM_V_PAD"], dtype=torch.float32, device=device)
     part_state = torch.empty(programs * 4 * rows, dtype=torch.float32, device=device)
     reqs = next((size for size in config.SCANS if num_reqs <= size), config.SCANS[-1])
@@ -171,7 +169,7 @@ def _decode(call: AttentionCall, arguments: _Arguments, max_query_len: int, long
         *arguments.tensors,
         part_acc,
         part_state,
-        semaphore,
+        call.with_semaphore().semaphore,
         call.scale,
         call.logits_soft_cap,
         num_reqs,

@@ -36,9 +36,7 @@ def mla_attention(call: LatentCall) -> None:
             "use the reference backend",
         )
     if not num_reqs:
-        out.zero_()
-        if lse is not None:
-            lse.fill_(float("-inf"))
+        call.as_attention().empty()
         return
     if not num_tokens:
         return

@@ -42,26 +42,17 @@ def check(backend: str, batch: Batch, **options: Any) -> None:
     [("padded_prefill", "prefill"), ("prefill", "prefill and decode"), ("mixed", "prefill and decode")],
 )
 def test_the_cuda_prefill_kernel_is_among_them(spec: str, kernel: str) -> None:
+    from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
     from torchpaged.custom_ops.attention.cuda.paged_attention import route
 
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernel is written for compute capability 9.0")
     b = make_batch(SPECS[spec], **SHAPE).to("cuda")
-    capacity = b.block_table.shape[1] * b.k_cache.shape[1]
-    assert (
-        route(
-            b.q,
-            b.k_cache,
-            b.v_cache,
-            torch.empty_like(b.q),
-            len(b.seq_lens),
-            b.max_query_len,
-            b.scale,
-            None,
-            capacity,
-        ).kernel
-        == kernel
+    lengths = (b.block_table, b.seq_lens, b.query_start_loc)
+    call = AttentionCall(
+        b.q, b.k_cache, b.v_cache, *lengths, torch.empty_like(b.q), None, b.max_query_len, b.scale
     )
+    assert route(call, Specialisation.of(call)).kernel == kernel
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])

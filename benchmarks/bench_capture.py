@@ -36,7 +36,8 @@ from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.step_graphs import MAX_NUM_REQS, PrefillGraphs
-from torchpaged.graphs import bucket_table, default_prefill_buckets
+from torchpaged.graphs import bucket_table
+from torchpaged.graphs.buckets import default_prefill_buckets
 from torchpaged.hf import PagedModel, fuse
 
 MAX_SEQ_LEN = 2048

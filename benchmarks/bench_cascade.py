@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--output", default="")
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no case after so long")
     parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--flashinfer", action="store_true", help="beside FlashInfer's cascade, fewer cases")
+    parser.add_argument("--flashinfer", action="store_true", help="against FlashInfer's cascade, fewer cases")
     parser.add_argument("--variants", action="store_true", help="measure what is not in use, too")
     parser.add_argument("--first", type=int, help="only so many cases of each shape")
     given = parser.parse_args()

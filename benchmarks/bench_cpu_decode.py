@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from op_inputs.opcheck import opcheck_cases
 
+from torchpaged.bench import conditions
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops.registry import NATIVE_OPS
 from torchpaged.testing import BatchSpec, assert_attention_close, make_batch, run_paged_attention
@@ -61,6 +61,50 @@ def gather_then_sdpa(batch: Any) -> torch.Tensor:
     return torch.stack(outs)
 
 
+def decode_row(case: tuple[Any, ...], context: int, seconds: float) -> dict[str, Any]:
+    """One case, checked and timed."""
+    heads, kv_heads, dim, reqs, dtype = case
+    spec = BatchSpec("bench", (context,) * reqs, (1,) * reqs)
+    batch = make_batch(
+        spec, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, extra_columns=0
+    )
+    out, lse = run_paged_attention(BACKEND_OPS["cpu"], batch)
+    assert_attention_close(out, lse, batch)
+    torch.testing.assert_close(gather_then_sdpa(batch).float(), out.float(), rtol=2e-2, atol=2e-2)
+    native = measure(lambda: run_paged_attention(BACKEND_OPS["cpu"], batch), seconds)
+    sdpa = measure(lambda: gather_then_sdpa(batch), seconds)
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": dim,
+        "reqs": reqs,
+        "dtype": str(dtype),
+        "ratio": sdpa["median_us"] / native["median_us"],
+        "native": native,
+        "gather_sdpa": sdpa,
+    }
+
+
+@torch.inference_mode()
+def dispatch(seconds: float) -> dict[str, dict[str, float]]:
+    """Of one call of each native op with tiny inputs: those of its first case."""
+    found: dict[str, dict[str, float]] = {}
+    for case, (op, inputs, options) in opcheck_cases().items():
+        if op in found or op not in NATIVE_OPS:
+            continue
+        if case == "attention":  # one request of one token: what is left is dispatch
+            tiny = make_batch(BatchSpec("tiny", (1,), (1,)), num_heads=1, num_kv_heads=1, head_dim=8)
+            (*inputs, _), options = tiny.arguments(torch.zeros_like(tiny.q), None, scale=1.0)
+        handle = getattr(BACKEND_OPS["cpu"], op)
+
+        def hundred(handle: Any = handle, inputs: Any = inputs, options: Any = options) -> None:
+            for _ in range(100):
+                handle(*inputs, **options)
+
+        found[op] = {name: value / 100 for name, value in measure(hundred, seconds).items()}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
@@ -72,73 +116,26 @@ def main() -> None:
     loaded, reason = native_status()
     if not loaded:
         raise SystemExit(f"the native kernels are needed: {reason}")
-    cpu = next(
-        (
-            line.split(":", 1)[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
+    cpu = conditions.collect(torch.device("cpu"))["cpu"]
     result: dict[str, Any] = {
         "machine": cpu,
         "torch": torch.__version__,
         "threads": args.threads,
         "context": args.context,
+        "decode": [],
     }
-    result["decode"], result["dispatch"] = [], {}
     say = (lambda *_: None) if args.json else print
     say(f"{cpu}, torch {torch.__version__}, {args.threads} thread(s), context {args.context}, block 16")
     say(f"{'heads/kv/dim':>14} {'reqs':>4} {'dtype':>9} {'native us':>10} {'sdpa us':>10} {'ratio':>6}")
-    for heads, kv_heads, dim, reqs, dtype in CASES:
-        spec = BatchSpec("bench", (args.context,) * reqs, (1,) * reqs)
-        batch = make_batch(
-            spec, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype, extra_columns=0
-        )
-        out, lse = run_paged_attention(BACKEND_OPS["cpu"], batch)
-        assert_attention_close(out, lse, batch)
-        torch.testing.assert_close(gather_then_sdpa(batch).float(), out.float(), rtol=2e-2, atol=2e-2)
-        native = measure(lambda batch=batch: run_paged_attention(BACKEND_OPS["cpu"], batch), args.seconds)
-        sdpa = measure(lambda batch=batch: gather_then_sdpa(batch), args.seconds)
-        ratio = sdpa["median_us"] / native["median_us"]
-        row = {
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": dim,
-            "reqs": reqs,
-            "dtype": str(dtype),
-            "ratio": ratio,
-        }
-        result["decode"].append({**row, "native": native, "gather_sdpa": sdpa})
-        say(
-            f"{f'{heads}/{kv_heads}/{dim}':>14} {reqs:>4} {str(dtype)[6:]:>9} {native['median_us']:>10.0f} "
-            f"{sdpa['median_us']:>10.0f} {ratio:>6.2f}"
-        )
+    for case in CASES:
+        row = decode_row(case, args.context, args.seconds)
+        result["decode"].append(row)
+        sizes = "/".join(map(str, case[:3]))
+        times = f"{row['native']['median_us']:>10.0f} {row['gather_sdpa']['median_us']:>10.0f}"
+        say(f"{sizes:>14} {row['reqs']:>4} {row['dtype'][6:]:>9} {times} {row['ratio']:>6.2f}")
     say("dispatch of one op call with tiny inputs, native kernels:")
-    for case, (op, inputs, options) in opcheck_cases().items():
-        if case in ("attention_full", "attention_lse") or op not in NATIVE_OPS:
-            continue
-        if case == "attention":  # one request of one token: what is left is dispatch
-            tiny = make_batch(BatchSpec("tiny", (1,), (1,)), num_heads=1, num_kv_heads=1, head_dim=8)
-            inputs = (
-                tiny.q,
-                tiny.k_cache,
-                tiny.v_cache,
-                tiny.block_table,
-                tiny.seq_lens,
-                tiny.query_start_loc,
-                torch.zeros_like(tiny.q),
-            )
-            options = {"max_query_len": 1, "scale": 1.0}
-        handle = getattr(BACKEND_OPS["cpu"], op)
-
-        def hundred(handle: Any = handle, inputs: Any = inputs, options: Any = options) -> None:
-            for _ in range(100):
-                handle(*inputs, **options)
-
-        with torch.inference_mode():
-            figures = {k: v / 100 for k, v in measure(hundred, args.seconds).items()}
-        result["dispatch"][op] = figures
+    result["dispatch"] = dispatch(args.seconds)
+    for op, figures in result["dispatch"].items():
         say(f"{op:>20} {figures['median_us']:>8.1f} us")
     print(json.dumps(result))
 

@@ -1,4 +1,4 @@
-"""What fp8 keys and values cost a real model: perplexity of a fixed text and its logits, beside the model's
+"""What fp8 keys and values cost a real model: perplexity of a fixed text and its logits, against the model's
 own dtype.
 
     PYTHONPATH=. python benchmarks/bench_fp8_accuracy.py --model /folder/of/SmolLM2 --output fp8.json
@@ -35,7 +35,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def figures(logits: Tensor, exact: Tensor, ids: Tensor) -> dict[str, float]:
-    """Of ``logits [num_tokens, vocab]`` float32 beside ``exact``, and of the text ``ids [num_tokens]``."""
+    """Of ``logits [num_tokens, vocab]`` float32 against ``exact``, and of the text ``ids [num_tokens]``."""
     log_p, log_q = exact.log_softmax(-1), logits.log_softmax(-1)
     loss = torch.nn.functional.cross_entropy(logits[:-1], ids[1:])
     return {

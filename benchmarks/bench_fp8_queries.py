@@ -1,4 +1,4 @@
-"""Prompts whose queries, keys and values are e4m3, on a Hopper GPU: time and error, beside bf16 and beside
+"""Prompts whose queries, keys and values are e4m3, on a Hopper GPU: time and error, against bf16 and against
 FlashAttention-3.
 
     PYTHONPATH=. python benchmarks/bench_fp8_queries.py [--repeats 8] [--output fp8_queries.json]

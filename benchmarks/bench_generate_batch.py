@@ -1,4 +1,4 @@
-"""A step of transformers' continuous batching, ``generate_batch()``: its own attention beside ours.
+"""A step of transformers' continuous batching, ``generate_batch()``: its own attention against ours.
 
     PYTHONPATH=. python benchmarks/bench_generate_batch.py --output generate_batch.json
     # seconds, any machine

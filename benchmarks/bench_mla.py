@@ -1,12 +1,13 @@
-"""mla_attention's decode by the Triton kernel on a GPU, at DeepSeek's sizes.
+"""mla_attention's decode on a GPU, at DeepSeek's sizes: both backends, and FlashMLA where it is installed.
 
     PYTHONPATH=. python benchmarks/bench_mla.py [--heads 128,16] [--batches 8,64] [--context 4096]
         [--block-size 64] [--tiles 64x32x8x2x1,...] [--seconds 60] [--output FILE]
 
 A correctness gate runs before every timing. Each round is one CUDA graph over several pools, together larger
-than the L2 cache; contenders, the kernel's own tiles and those of ``--tiles`` (rows x keys x warps x stages x
-programs per multiprocessor), are replayed in turns; figures are microseconds per call. ``gb_per_s`` counts
-every cached row once, ``tflop_per_s`` both products. The last line is one JSON document.
+than the L2 cache; contenders are replayed in turns: the backends "cuda" and "triton", the latter with tiles
+of ``--tiles`` too (rows x keys x warps x stages x programs per multiprocessor), and "flash_mla" (the package
+sgl-flash-mla: blocks of 64, its schedule made outside of the timing). Figures are microseconds per call;
+``gb_per_s`` counts every cached row once, ``tflop_per_s`` both products. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from torchpaged.bench.timing import Call, CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.triton import config
 
-TRITON, CPU = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 RANK, ROPE = 512, 64
 ROUND_BYTES, CALLS = 256 << 20, 8
 
@@ -47,15 +47,46 @@ def inputs_of(num_reqs: int, num_heads: int, context: int, block_size: int, seed
     }
 
 
-def attend(inputs: dict[str, Any]) -> None:
-    TRITON.mla_attention(**inputs, max_query_len=1, scale=192**-0.5)
+SCALE = 192**-0.5
+
+
+def attend(inputs: dict[str, Any], backend: str = "triton") -> None:
+    BACKEND_OPS[backend].mla_attention(**inputs, max_query_len=1, scale=SCALE)
+
+
+def flash_mla(sets: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
+    """FlashMLA over batches of the same lengths; raises what its import raises."""
+    import flash_mla as package  # type: ignore[import-not-found]
+
+    lens, num_heads = sets[0]["seq_lens"], sets[0]["q"].shape[1]
+    plan, _ = package.get_mla_metadata()
+    plan.tile_scheduler_metadata, plan.num_splits = package.get_mla_decoding_metadata(
+        lens, num_heads, 1, num_heads, use_legacy=True
+    )
+    plan.have_initialized = True
+
+    def run(inputs: dict[str, Any]) -> None:
+        out, _ = package.flash_mla_with_kvcache(
+            inputs["q"][:, None],
+            inputs["kv_cache"],
+            inputs["block_table"],
+            inputs["seq_lens"],
+            RANK,
+            plan,
+            softmax_scale=SCALE,
+            causal=True,
+            use_legacy=True,
+        )
+        inputs["out"] = out[:, 0]
+
+    return run
 
 
 def dense(inputs: dict[str, Any]) -> torch.Tensor:
     """What comes out of the first request, in float32."""
     count = int(inputs["seq_lens"][0])
     rows = inputs["kv_cache"][inputs["block_table"][0].long()].flatten(0, 2)[:count].float()
-    weights = torch.softmax(inputs["q"][0].float() @ rows.T * 192**-0.5, dim=-1)
+    weights = torch.softmax(inputs["q"][0].float() @ rows.T * SCALE, dim=-1)
     return weights @ rows[:, :RANK]
 
 
@@ -83,15 +114,20 @@ def measure(
         for seed in range(max(1, -(-ROUND_BYTES // row_bytes)))
     ]
     samplers, failed = {}, {}
-    for name, chosen in tiles.items():
+    contenders: dict[str, tuple[config.Tiles | None, Callable[[], Callable[[dict[str, Any]], None]]]] = {
+        "cuda": (None, lambda: lambda inputs: attend(inputs, "cuda")),
+        "flash_mla": (None, lambda: flash_mla(sets)),
+        **{name: (chosen, lambda: attend) for name, chosen in tiles.items()},
+    }
+    for name, (chosen, made) in contenders.items():
         try:
-            run = with_tiles(chosen, lambda: attend(sets[0]))
-            run()
+            run = made()
+            with_tiles(chosen, lambda run=run: run(sets[0]))()
             error = float((sets[0]["out"][0].float() - dense(sets[0])).abs().max())
             if not error < 2e-2:
                 raise AssertionError(f"off by {error}")
             calls: list[Call] = [
-                with_tiles(chosen, lambda i=i: attend(sets[i % len(sets)]))
+                with_tiles(chosen, lambda i=i, run=run: run(sets[i % len(sets)]))
                 for i in range(max(CALLS, len(sets)))
             ]
             samplers[name] = CudaSampler(calls)
@@ -120,7 +156,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no further case begins")
     parser.add_argument("--output")
     options = parser.parse_args()
-    tiles: dict[str, config.Tiles | None] = {"own": None}
+    tiles: dict[str, config.Tiles | None] = {"triton": None}
     for text in filter(None, options.tiles.split(",")):
         tiles[text] = config.Tiles(*map(int, text.split("x")))
     begin, rows = time.monotonic(), []

@@ -23,8 +23,8 @@ import torch
 
 from torchpaged import Limits
 from torchpaged.backends import Backend, HostLengths, Session, attention_spec, get_backend
+from torchpaged.backends.choose.route import Part
 from torchpaged.bench import conditions
-from torchpaged.testing.graph_conformance import PlannedTensors
 
 DEVICE, DTYPE, BLOCK_SIZE = torch.device("cuda"), torch.bfloat16, 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -33,7 +33,7 @@ DECODES = [(1, 1, 1024), (8, 1, 4096), (64, 1, 4096), (256, 1, 1024)]
 PROMPTS = [(1, 2048, 2048), (8, 256, 4096)]
 
 
-def step_of(requests: int, query_len: int, keys: int) -> tuple[PlannedTensors, HostLengths, Limits]:
+def step_of(requests: int, query_len: int, keys: int) -> tuple[Part, HostLengths, Limits]:
     """A batch of equal requests whose blocks follow one another, and limits with room for more lengths."""
     width = keys // BLOCK_SIZE + 2
     ints: dict[str, Any] = {"dtype": torch.int32, "device": DEVICE}
@@ -42,10 +42,10 @@ def step_of(requests: int, query_len: int, keys: int) -> tuple[PlannedTensors, H
     starts = torch.arange(requests + 1, **ints) * query_len
     host = HostLengths([query_len] * requests, [keys] * requests)
     limits = Limits(requests, requests * query_len, width, requests * width + 1, BLOCK_SIZE)
-    return PlannedTensors(table, lens, starts, query_len), host, limits
+    return Part(table, lens, starts, query_len), host, limits
 
 
-def advanced(batch: PlannedTensors, host: HostLengths, by: int) -> HostLengths:
+def advanced(batch: Part, host: HostLengths, by: int) -> HostLengths:
     """The same batch, ``by`` keys longer, in place."""
     batch.seq_lens.fill_(host.seq_lens[0] + by)
     return HostLengths(host.query_lens, [length + by for length in host.seq_lens])
@@ -59,9 +59,7 @@ def timed(call: Callable[[], Any]) -> float:
     return (time.perf_counter() - began) * 1e6
 
 
-def attend(
-    session: Session, spec: Any, batch: PlannedTensors, pools: list[Any]
-) -> Callable[[], torch.Tensor]:
+def attend(session: Session, spec: Any, batch: Part, pools: list[Any]) -> Callable[[], torch.Tensor]:
     """A step of one call per pair of pools."""
     tokens, workspace = int(batch.query_start_loc[-1]), session.workspace(spec)
     q = torch.randn(tokens, HEADS, HEAD_DIM, device=DEVICE, dtype=DTYPE)

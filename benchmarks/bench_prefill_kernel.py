@@ -1,4 +1,4 @@
-"""The CUDA C++ prefill kernel on a Hopper GPU: checked against float64, timed beside its peers, its cycles
+"""The CUDA C++ prefill kernel on a Hopper GPU: checked against float64, timed against its peers, its cycles
 per step counted.
 
     PYTHONPATH=. python benchmarks/bench_prefill_kernel.py [--parts check,time,cycles,power]

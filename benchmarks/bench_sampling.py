@@ -1,4 +1,4 @@
-"""sample_tokens on a GPU: greedy, plain and truncated rows, beside torch.argmax and a sampler that sorts.
+"""sample_tokens on a GPU: greedy, plain and truncated rows, against torch.argmax and a sampler that sorts.
 
     PYTHONPATH=. python benchmarks/bench_sampling.py [--rows 1,8,64] [--vocab 128256]
         [--cases greedy,top_k_top_p] [--dtype bf16]

@@ -1,4 +1,4 @@
-"""Memory and time of layers with a sliding window, whose blocks roll, beside the same layers keeping every
+"""Memory and time of layers with a sliding window, whose blocks roll, against the same layers keeping every
 token.
 
     PYTHONPATH=. python benchmarks/bench_sliding.py --shape gemma3-1b --lengths 2048 10240 32768 \\

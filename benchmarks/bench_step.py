@@ -1,4 +1,4 @@
-"""A whole decode step of a model, ours beside HuggingFace's: weights once and keys and values against what
+"""A whole decode step of a model, ours against HuggingFace's: weights once and keys and values against what
 the memory could do.
 
     # own contenders, both shapes

@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import result_tables as tables
+import step_tables as steps
 import suite_tables as suites
-from result_tables import RESULTS, geomean, latest, load, prefill_rows, ratio, step_times, table
+from result_tables import RESULTS, geomean, latest, load, prefill_rows, ratio, table
+from step_tables import step_times
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/results.md", "docs/stream_order.md")
@@ -162,15 +164,15 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         tables.cascade,
         tables.block_size,
         tables.write_kv,
-        tables.step,
-        tables.step_variants,
-        tables.idle,
-        tables.host,
-        tables.capture,
-        tables.cold,
-        tables.engine,
-        tables.linear,
-        tables.sampling,
+        steps.step,
+        steps.step_variants,
+        steps.idle,
+        steps.host,
+        steps.capture,
+        steps.cold,
+        steps.engine,
+        steps.linear,
+        steps.sampling,
         summary,
         runs,
         stream_order,

@@ -1,4 +1,4 @@
-"""Tables of the attention suites beside every peer, for docs/results.md: each of one run (make_results.py).
+"""Tables of the attention suites against every peer, for docs/results.md: each of one run (make_results.py).
 
 A peer that failed or was wrong in a case makes the case void: no ratio is shown, none is counted, and the
 reason stands below the table. Of FlashInfer's three ways the fastest one counts.
@@ -56,7 +56,7 @@ def ratios(row: dict[str, Any]) -> tuple[float | None, float | None]:
 
 
 def summary_line(what: str, peers: str, rows: Iterable[dict[str, Any]]) -> list[str]:
-    """A line of the README's table: geometric mean and worst case beside paged peers, over the cases that
+    """A line of the README's table: geometric mean and worst case against paged peers, over the cases that
     have one. A void case counts nowhere."""
     known = [x for row in rows if (x := ratios(row)[0]) is not None]
     return [f"{what}, {len(known)} cases", peers, ratio(geomean(known)), ratio(min(known))]
@@ -172,7 +172,7 @@ def choice() -> list[str]:
 
 
 def cascade_peers() -> list[str]:
-    """Ours beside FlashInfer's cascade, over the same blocks."""
+    """Ours against FlashInfer's cascade, over the same blocks."""
     lines = []
     for row in latest("h200_cascade_flashinfer")["rows"]:
         us = row["us"]

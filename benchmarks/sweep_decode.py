@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from attention_peers.suites import SUITES
 
-from torchpaged.bench.attention.cases import SUITES
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.cuda import decode, specialise
 from torchpaged.custom_ops.attention.triton import config

@@ -1,4 +1,5 @@
-"""Checks of a batch's values, for every op that attends over blocks: lengths, and block ids."""
+"""What every op that attends over blocks asks of its batch: tensors, lengths and block ids; of real tensors,
+and of the fake ones of a trace."""
 
 from __future__ import annotations
 
@@ -8,7 +9,47 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import pools
+from torchpaged.custom_ops.checks import check_apart, check_dims, check_dtype, check_last_dim
 from torchpaged.custom_ops.errors import ArgumentError
+
+
+def check_batch(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> dict[str, Tensor]:
+    """Shapes, dtypes and strides of a batch's tensors; raises `ArgumentError`. Returns them by name."""
+    check_dims("block_table", block_table, None, None)
+    check_dims("seq_lens", seq_lens, block_table.shape[0])
+    check_dims("query_start_loc", query_start_loc, block_table.shape[0] + 1)
+    batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    for name, tensor in batch.items():
+        check_dtype(name, tensor, torch.int32)
+    check_last_dim(**batch)
+    return batch
+
+
+def check_results(q: Tensor, out: Tensor, lse: Tensor | None, **read: Tensor) -> None:
+    """``out`` and ``lse`` of an attention are apart from each other and from what it reads."""
+    read["q"] = q
+    check_apart({"out": out}, read, "allocate out with torch.empty")
+    if lse is not None:
+        check_dims("lse", lse, q.shape[0], q.shape[1])
+        check_dtype("lse", lse, torch.float32)
+        check_apart({"lse": lse}, read | {"out": out}, "allocate lse with torch.empty")
+
+
+def expect_batch(q: Tensor, out: Tensor, block_table: Tensor, seq_lens: Tensor, starts: Tensor) -> None:
+    """What a fake kernel states of queries, results and batch."""
+    torch._check(
+        q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}"
+    )
+    torch._check(
+        block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}"
+    )
+    batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": starts}
+    for name, t in batch.items():
+        torch._check(t.dtype == torch.int32, lambda name=name, t=t: f"{name}: expected int32, got {t.dtype}")
+    torch._check(q.shape[0] == out.shape[0], lambda: "out: expected as many rows as q")
+    torch._check(
+        block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row"
+    )
 
 
 def check_starts(name: str, starts: Tensor, num_tokens: int) -> None:

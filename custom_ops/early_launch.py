@@ -36,8 +36,8 @@ def refuse_inductors() -> None:
         BackendUnavailableError: ``torch._inductor.config.triton.enable_pdl`` is on; nothing is compiled or
             launched then.
     """
-    # A private module of torch, and the only place that knows; tests/ops/test_early_launch.py notices when it
-    # moves. Not imported here: without it there is no kernel of Inductor's either.
+    # A private module of torch, and the only place that knows; tests/custom_ops/test_early_launch.py notices
+    # when it moves. Not imported here: without it there is no kernel of Inductor's either.
     config = sys.modules.get("torch._inductor.config")
     if config is not None and getattr(config.triton, "enable_pdl", False):
         raise BackendUnavailableError(

@@ -79,6 +79,11 @@ def check_scale(name: str, scale: Tensor, num_kv_heads: int) -> None:
     check_scale_values(name, scale)
 
 
+def head_stride(scale: Tensor | None) -> int:
+    """Numbers from one kv head's scale to the next: 0 where there is one for all."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
+
+
 def check_scale_values(name: str, scale: Tensor) -> None:
     """Each number of ``scale`` is positive and finite, where values may be read."""
     if reads_values(scale.device) and not bool(((scale > 0) & (scale < INF)).all()):

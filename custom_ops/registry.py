@@ -28,8 +28,6 @@ Rules every kernel keeps (``B`` requests, ``T`` tokens):
 * numbers beyond an fp8 cache's range are stored as its largest, NaN as NaN;
 * no two tokens have one slot (-1 and block 0 excepted), no block is twice in a row of the table (block
   0 excepted);
-* with a ``tree_mask`` a query token sees the context and, of its request's query tokens, itself and those
-  before it whose bits its word has; it counts positions over these alone (docs/ops.md);
 * LSE is the natural logarithm of the softmax denominator (the sink's term included), float32,
   ``[T, num_heads]``.
 
@@ -51,14 +49,17 @@ from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.attention.fake import FAKES as ATTENTION_FAKES
 from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
 from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
+from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
 from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
 from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
+from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
 from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
 from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
 
@@ -86,6 +87,14 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     "paged_attention": AttentionCall.of,
     "cascade_attention": CascadeCall.of,
     "mla_attention": LatentCall.of,
+    "write_kv": WriteCall,
+    "rope_write_kv": RotatedWriteCall,
+    "advance_step": AdvanceCall,
+    "sample_tokens": SampleCall,
+    "accept_tokens": AcceptCall,
+    "finish_step": FinishCall.of,
+    "rms_norm": NormCall,
+    "linear": LinearCall,
 }
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
@@ -149,7 +158,7 @@ def _lazy(module: str, function: str) -> Any:
     return launch
 
 
-_CUDA_OPS = frozenset({"paged_attention", "linear", "cascade_attention"})
+_CUDA_OPS = frozenset({"paged_attention", "linear", "cascade_attention", "mla_attention"})
 
 
 def _of_this_gpu(op: str) -> Any:

@@ -6,8 +6,8 @@ ahead of it on the stream have ended. It reads ``reads_early`` right away and ev
 ``griddepcontrol.wait``, which returns when all kernels ahead have ended and their stores are visible.
 ``griddepcontrol.launch_dependents`` lets the kernel behind begin. One rule follows for all of them: **what is
 read early is written by kernels alone that never let their dependents start**. docs/stream_order.md renders
-`STREAM_ORDER` and says what the rule requires of other kernels; tests/test_stream_order.py compares it with
-sources and PTX.
+`STREAM_ORDER` and says what the rule requires of other kernels; tests/custom_ops/test_stream_order.py
+compares it with sources and PTX.
 
 Data only: no import of torch, so that scripts load this file by its path.
 """
@@ -216,6 +216,12 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("attend.py:mla_kernel", False, ("out", "lse"), waits="launch", case="one part per request"),
         Launch("attend.py:mla_kernel", False, ("scratch",), waits="launch", case="parts of the context"),
         Launch("merge.py:merge_kernel", False, ("out", "lse"), waits="launch", case="merge of the parts"),
+        Launch(
+            "latent.cu:latent_decode", True, ("out", "lse"), "start", case="cuda, short queries on Hopper"
+        ),
+        Launch(
+            "latent_merge.cu:latent_merge", True, ("out", "lse"), "wait", case="cuda, merge of cut requests"
+        ),
     ),
     "write_latent": (Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),),
     "merge_attn_states": (

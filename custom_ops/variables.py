@@ -61,7 +61,7 @@ VARIABLES = (
     Variable(
         "TORCHPAGED_CACHE",
         "~/.cache/torchpaged",
-        "folder of downloaded and converted models, compiled kernels, and what `torchpaged tune` measured",
+        "folder of downloaded and converted models and compiled kernels",
         _folder,
     ),
     Variable(
@@ -90,19 +90,8 @@ VARIABLES = (
         "1: NVTX ranges around the engine's host work (needs torchpaged[profiling])",
         _flag,
     ),
-    Variable(
-        "TORCHPAGED_TUNED",
-        "1",
-        "0: choose backends without what `torchpaged tune` measured on this device",
-        _flag,
-    ),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
-
-
-def text_of(name: str) -> str:
-    """The text of a variable of the table, for keys of what follows from it; `get` reads it."""
-    return os.environ.get(name, _BY_NAME[name].default)
 
 
 def get(name: str) -> Any:

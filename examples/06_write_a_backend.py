@@ -61,7 +61,7 @@ OPS = attention_op("mine", attend)
 MINE = declare(GraphSupport.NEVER)
 
 # 1. It is right on every batch of the suite, eagerly and in a compiled call (blocks shuffled, NaN where
-# nobody wrote, against the float64 oracle), and refuses every feature that it does not declare.
+# was never written, against the float64 oracle), and refuses every feature that it does not declare.
 batches = ("decode_edges", "mixed_padded", "left_padded")
 print(check_conformance(MINE, dtype=torch.bfloat16, modes=("eager",)))
 print(check_conformance(MINE, dtype=torch.bfloat16, modes=("compiled",), batches=batches, compiler="eager"))

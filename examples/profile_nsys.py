@@ -61,10 +61,12 @@ def main() -> None:
     report = kernels_per_layer(lambda: runner.launch_eager(rows), model, lambda: runner.replay(rows))
     for group in layer_groups(report):
         each = " each" if group.indices else ""
-        print(f"{group.name}: {group.kernels_each:g} {report.kind}s{each}, {group.total_us:.0f} us")
+        print(
+            f"{group.name}: {group.kernels_each:g} {report.kind}s{each}, {group.rows.total.total_us:.0f} us"
+        )
     print(
-        f"{report.count} {report.kind}s in a decode step of {rows} rows, "
-        f"{sum(row.count for row in report.unmatched)} not placed"
+        f"{report.rows.total.count} {report.kind}s in a decode step of {rows} rows, "
+        f"{sum(row.total.count for row in report.rows.unmatched.values())} not placed"
     )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torchpaged.custom_ops.checks import check_callable, checks_device_values, s
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError, NotCopied
 from torchpaged.graphs.addresses import CapturedAddresses, Watch
 from torchpaged.graphs.buckets import bucket_for
-from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, TapeCapture
+from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, HostCapture
 from torchpaged.graphs.capture_bucket import capture_bucket
 from torchpaged.graphs.report import BucketReport, describe_bucket
 from torchpaged.graphs.step import NoSession, Ranges, StepSession, no_range
@@ -32,6 +32,18 @@ from torchpaged.metadata import HostLengths
 
 BucketStep = Callable[..., Tensor]
 Progress = Callable[[int, int, str], None]
+
+
+class CaptureOptions(TypedDict, total=False):
+    """What runners hand on to `BucketedGraphs`, which says what it means."""
+
+    capture: str | CaptureBackend
+    warmup_iters: int
+    progress: Progress | None
+    watch: Watch | None
+    debug: bool | None
+    ranges: Ranges | None
+    session: StepSession | None
 
 
 class StaticInputs(Protocol):
@@ -145,15 +157,17 @@ class BucketedGraphs(NotCopied):
         self._ranges = no_range if ranges is None else ranges
         self._replay_ranges = self._ranges if self.RANGES_REPLAYS else no_range
         self._dirty = False  # inside a capture or a replay, or one of them did not come to its end
+        self._first: BucketedGraphs = self  # whose note and reset that is: of graphs over the same inputs one
         self._graphs: dict[int, Captured] = {}
         self._views: dict[int, tuple[Any, ...]] = {}
         self._reports = {n: BucketReport(n) for n in buckets}
         self._seen: dict[int, int] = {}
+        self._bucket_of: dict[int, int] = {}
 
     def _require_graphs(self, max_query_len: int) -> None:
         """Refuse a session whose backend declares less than graphs of such steps need. An eager capture runs
         Python again and a tape runs ops again, whole, so that what they make is none."""
-        if not isinstance(self.capture_backend, EagerCapture | TapeCapture):
+        if not isinstance(self.capture_backend, HostCapture):
             self.session.require_graphs(max_query_len)
 
     # ----------------------------------------------------------------------------------------------- captures
@@ -187,10 +201,11 @@ class BucketedGraphs(NotCopied):
         return bucket in self._graphs
 
     def _capture_one(self, bucket: int) -> None:
-        self.recover()
+        if self._first._dirty:
+            self._first.reset()
         arguments = self.view(bucket)
         step, eager = self._steps(bucket), self._eager(bucket)
-        self._dirty = True
+        self._first._dirty = True
         with self._ranges("capture", padded=bucket), torch.inference_mode(), self.inputs.padding(bucket):
             self.session.reset()
             try:
@@ -211,7 +226,7 @@ class BucketedGraphs(NotCopied):
                 self.session.reset()
         self._addresses.note(bucket)
         self._graphs[bucket] = graph
-        self._dirty = False
+        self._first._dirty = False
 
     # ------------------------------------------------------------------------------------------------ steps
     def view(self, num_rows: int) -> tuple[Any, ...]:
@@ -248,9 +263,12 @@ class BucketedGraphs(NotCopied):
             SemaphoreError: the session's semaphore is not zero behind the replay (debug mode): its results
                 are wrong.
         """
-        if self._dirty:
-            self.reset()
-        bucket = bucket_for(self.buckets, num_rows)
+        first = self._first
+        if first._dirty:
+            first.reset()
+        bucket = self._bucket_of.get(num_rows)
+        if bucket is None:
+            bucket = self._bucket_of[num_rows] = bucket_for(self.buckets, num_rows)
         graph = self._graphs.get(bucket)
         if graph is None:
             if not capture:
@@ -260,11 +278,11 @@ class BucketedGraphs(NotCopied):
         if self.debug:
             self._addresses.check(bucket)
         with self._replay_ranges("replay", batch=num_rows, padded=bucket):
-            self._dirty = True
+            first._dirty = True
             if self._plans_replays:
                 self.session.plan(self.view(bucket)[1], host)
             self._replay(graph)
-        self._dirty = False
+        first._dirty = False
         report = self._reports[bucket]
         report.hits += 1
         self._seen[num_rows] = self._seen.get(num_rows, 0) + 1
@@ -280,21 +298,17 @@ class BucketedGraphs(NotCopied):
 
     def start_eager(self, num_rows: int, step: BucketStep, host: HostLengths | None = None) -> Tensor:
         """``step`` over the first ``num_rows`` rows, any number, without graph, padding or compilation."""
-        self.recover()
+        if self._first._dirty:
+            self._first.reset()
         with torch.inference_mode():
-            self._dirty = True
+            self._first._dirty = True
             if self.session.plans:
                 self.session.plan(self.view(num_rows)[1], host)
             output = step(*self.view(num_rows))
-            self._dirty = False
+            self._first._dirty = False
         return output
 
     # ------------------------------------------------------------------------------------------- breaking off
-    def recover(self) -> None:
-        """`reset`, if a capture, replay or eager step before did not come to its end."""
-        if self._dirty:
-            self.reset()
-
     def reset(self) -> None:
         """Make host and device agree again after a capture or replay that failed or was interrupted, and the
         session as new. Waits for the device.

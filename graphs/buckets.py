@@ -9,6 +9,7 @@ buckets_by_cost(64, step_ms, seen=runner.histogram())
 from __future__ import annotations
 
 import bisect
+import itertools
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -16,11 +17,19 @@ from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 
 
+def _check_rows(max_batch_size: int) -> None:
+    if max_batch_size < 1:
+        raise ArgumentError("max_batch_size", "at least 1 row", str(max_batch_size))
+
+
+#: Milliseconds, and the buckets behind a 0.
+_Way = tuple[float, tuple[int, ...]]
+
+
 def default_buckets(max_batch_size: int) -> list[int]:
     """1, 2, 4, then every 8 up to 256, then every 16, and the maximum itself: at most 7 padded rows below 256
     (vLLM's list)."""
-    if max_batch_size < 1:
-        raise ArgumentError("max_batch_size", "at least 1 row", str(max_batch_size))
+    _check_rows(max_batch_size)
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_batch_size + 1, 16)]
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
 
@@ -99,8 +108,7 @@ def buckets_by_cost(
     Raises:
         ArgumentError: no size, a bucket number below 1, or counts for sizes that can't occur.
     """
-    if max_batch_size < 1:
-        raise ArgumentError("max_batch_size", "at least 1 row", str(max_batch_size))
+    _check_rows(max_batch_size)
     if max_buckets is not None and max_buckets < 1:
         raise ArgumentError("max_buckets", "at least 1", str(max_buckets))
     counts = dict.fromkeys(range(1, max_batch_size + 1), 1000.0) if seen is None else dict(seen)
@@ -111,27 +119,26 @@ def buckets_by_cost(
             f"counts of at least 0 for 1 to {max_batch_size} rows",
             f"{counts[wrong]} for {wrong} rows",
         )
-    below = [0.0]  # steps of up to n rows
-    for n in range(1, max_batch_size + 1):
-        below.append(below[-1] + counts.get(n, 0.0))
-    times = [0.0, *(step_ms(n) for n in range(1, max_batch_size + 1))]
-    limit = min(max_buckets or max_batch_size, max_batch_size)
-    # best[n]: cheapest way to serve up to n rows with n as the largest bucket, by number of buckets used
-    best: dict[int, list[tuple[float, int, int]]] = {0: [(0.0, 0, 0)]}  # (cost, buckets, previous bucket)
-    for n in range(1, max_batch_size + 1):
-        options: dict[int, tuple[float, int, int]] = {}
-        for smaller in range(n):
-            for cost, used, _ in best[smaller]:
-                total = cost + bucket_ms + (below[n] - below[smaller]) * times[n]
-                if used < limit and (used + 1 not in options or total < options[used + 1][0]):
-                    options[used + 1] = (total, used + 1, smaller)
-        best[n] = list(options.values()) if max_buckets is not None else [min(options.values())]
-    chosen, at = [], max_batch_size
-    _, used, previous = min(best[at])
-    while at:
-        chosen.append(at)
-        at, used = previous, used - 1
-        previous = (
-            next((p for _, u, p in best[at] if u == used), 0) if max_buckets is not None else best[at][0][2]
+    sizes = range(1, max_batch_size + 1)
+    below = [0.0, *itertools.accumulate(counts.get(n, 0.0) for n in sizes)]  # steps of up to n rows
+    times = [0.0, *map(step_ms, sizes)]
+
+    def cheapest(n: int, ways: Iterable[_Way]) -> _Way:
+        """To serve up to ``n`` rows with ``n`` as the largest bucket, behind one of ``ways`` to serve
+        fewer."""
+        cost, buckets = min(
+            (cost + bucket_ms + (below[n] - below[buckets[-1]]) * times[n], buckets) for cost, buckets in ways
         )
-    return chosen[::-1]
+        return cost, (*buckets, n)
+
+    nothing: _Way = 0.0, (0,)
+    if max_buckets is None:
+        best = [nothing]
+        for n in sizes:
+            best.append(cheapest(n, best))
+        return list(best[-1][1][1:])
+    layer, found = [nothing], []  # ways of as many buckets; the cheapest of each number
+    for _ in range(min(max_buckets, max_batch_size)):
+        layer = [cheapest(n, smaller) for n in sizes if (smaller := [x for x in layer if x[1][-1] < n])]
+        found.append(layer[-1])
+    return list(min(found)[1][1:])

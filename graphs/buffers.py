@@ -1,21 +1,25 @@
-"""DecodeBuffers: the static tensors a captured decode step reads, and their update in place.
+"""The static tensors that captured steps read, and their update in place from host lists.
 
-Each step's host values are packed into one int64 buffer and one int32 table, so that a step costs two copies
-to the device. Padding is as `torchpaged.metadata.fields` says: slot -1, seq_len 0, null
-block 0, and a ``query_start_loc`` whose tail repeats its last value.
+`DecodeBuffers` holds decode steps, a token per row; `torchpaged.graphs.packed_buffers.PackedBuffers` steps of
+any query lengths. A step's numbers travel as the bytes of one piece of pinned memory, so that a step costs
+one copy to the device, whatever it holds. Padding is as `torchpaged.metadata.fields` says: slot -1, seq_len
+0, null block 0, and a ``query_start_loc`` whose tail repeats its last value.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import AttentionMetadata, count, integers
-from torchpaged.metadata.checks import check_batch
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.checks import check_batch, count, integers
 from torchpaged.metadata.fields import (
     FIELDS,
     METADATA_FIELDS,
@@ -23,19 +27,133 @@ from torchpaged.metadata.fields import (
     make_batch_tensors,
     pad_batch_tensors,
 )
-from torchpaged.metadata.host import host_block_table, to_device
 from torchpaged.metadata.slots import slot_of
 
+_ALIGN = 64  # bytes that every field starts at a multiple of
+_CODES = {torch.int64: "q", torch.int32: "i"}  # how `array` calls numbers of these dtypes
 
-class DecodeBuffers:
-    """Static decode inputs for up to ``max_batch_size`` rows.
+
+class DecodeBatch(NamedTuple):
+    """A decode step on the host, as `DecodeGraphRunner.run` takes it."""
+
+    input_ids: Sequence[int] | Tensor
+    seq_lens: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+
+
+class StepBuffers:
+    """What both kinds have: sizes, and the way of a step's numbers to the device.
 
     Args:
-        max_batch_size: rows.
         max_blocks_per_req: columns of the block table.
         block_size: tokens per block.
         device: where the tensors live.
         num_blocks: blocks in the pools, to check ids against; None skips that check.
+        order: the fields of a step.
+        at_least_one: further sizes, by name.
+    """
+
+    def __init__(
+        self,
+        max_blocks_per_req: int,
+        block_size: int,
+        device: torch.device | str,
+        num_blocks: int | None,
+        order: Sequence[str],
+        **at_least_one: int,
+    ) -> None:
+        sizes = {**at_least_one, "max_blocks_per_req": max_blocks_per_req, "block_size": block_size}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ArgumentError(name, "at least 1", str(size))
+        self.max_blocks_per_req, self.block_size = max_blocks_per_req, block_size
+        self.num_blocks, self.device = num_blocks, torch.device(device)
+        self._order = tuple(order)
+        self._layouts: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}
+
+    def _sizes(self, bucket: int) -> BatchSizes:
+        """Of the batch that a bucket holds."""
+        raise NotImplementedError
+
+    def _fields(self, bucket: int) -> Mapping[str, Tensor]:
+        """The tensors of a bucket, or larger ones, by name."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def padding(self, bucket: int) -> Iterator[None]:
+        """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `load` fills
+        it afterwards."""
+        pad_batch_tensors(self._fields(bucket), self._sizes(bucket))
+        yield
+
+    def reset(self) -> None:
+        """Wait for the device after a step that failed or was interrupted; `load` writes every
+        tensor anew."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _check_blocks(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> None:
+        check_batch(query_lens, seq_lens, block_tables, self.block_size, self.num_blocks)
+        widest = max(len(blocks) for blocks in block_tables)
+        if widest > self.max_blocks_per_req:
+            raise ArgumentError(
+                "block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest)
+            )
+
+    def _layout(self, bucket: int) -> list[tuple[str, int, tuple[int, ...]]]:
+        """Of each field of a bucket its name, its bytes with the gap behind it, and its shape."""
+        if bucket not in self._layouts:
+            sizes, layout = self._sizes(bucket), []
+            for field in (FIELDS[name] for name in self._order):
+                shape = field.shape(sizes)
+                num_bytes = -(-math.prod(shape) * field.dtype.itemsize // _ALIGN) * _ALIGN
+                layout.append((field.name, num_bytes, shape))
+            self._layouts[bucket] = layout
+        return self._layouts[bucket]
+
+    def _num_bytes(self, bucket: int) -> int:
+        return sum(num_bytes for _, num_bytes, _ in self._layout(bucket))
+
+    def _staged(
+        self, numbers: Mapping[str, Sequence[int]], block_tables: Sequence[Sequence[int]], bucket: int
+    ) -> Tensor:
+        """A step's fields, padded, as bytes on the host: built from lists, since a tensor operation each
+        would cost the host several times as much. Pinned memory is fresh for each step: torch's allocator
+        keeps it until the copy is done, so that nothing is overwritten early."""
+        packed = bytearray()
+        for name, num_bytes, _ in self._layout(bucket):
+            if name == "block_table":
+                table = bytearray(num_bytes)  # of null blocks
+                rows = memoryview(table).cast("i")
+                for row, blocks in enumerate(block_tables):
+                    first = row * self.max_blocks_per_req
+                    rows[first : first + len(blocks)] = array("i", blocks)
+                packed += table
+            else:
+                field = FIELDS[name]
+                padded = field.pad(numbers[name], num_bytes // field.dtype.itemsize)
+                packed += array(_CODES[field.dtype], padded)
+        staged = torch.frombuffer(packed, dtype=torch.uint8)
+        return staged.pin_memory() if self.device.type == "cuda" else staged
+
+    def _split(self, memory: Tensor, bucket: int) -> dict[str, Tensor]:
+        """The fields of a bucket that lie in these bytes, by name."""
+        fields, first = {}, 0
+        for name, num_bytes, shape in self._layout(bucket):
+            end = first + math.prod(shape) * FIELDS[name].dtype.itemsize
+            fields[name] = memory[first:end].view(FIELDS[name].dtype).view(shape)
+            first += num_bytes
+        return fields
+
+
+class DecodeBuffers(StepBuffers):
+    """Static decode inputs for up to ``max_batch_size`` rows, the same tensors for every bucket.
+
+    Args:
+        max_batch_size: rows.
+        max_blocks_per_req, block_size, device, num_blocks: as in `StepBuffers`.
 
     Attributes:
         input_ids, positions, slot_mapping: ``[max_batch_size]`` int64.
@@ -52,19 +170,12 @@ class DecodeBuffers:
         device: torch.device | str,
         num_blocks: int | None = None,
     ) -> None:
-        for name, size in (
-            ("max_batch_size", max_batch_size),
-            ("max_blocks_per_req", max_blocks_per_req),
-            ("block_size", block_size),
-        ):
-            if size < 1:
-                raise ArgumentError(name, "at least 1", str(size))
-        self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
-        self.block_size, self.num_blocks, self.device = block_size, num_blocks, torch.device(device)
-        self._pin = self.device.type == "cuda"
-        self._tensors = make_batch_tensors(
-            (*METADATA_FIELDS, "input_ids"), self._sizes(max_batch_size), device
+        fields = (*METADATA_FIELDS, "input_ids")
+        super().__init__(
+            max_blocks_per_req, block_size, device, num_blocks, fields, max_batch_size=max_batch_size
         )
+        self.max_batch_size = max_batch_size
+        self._tensors = make_batch_tensors(fields, self._sizes(max_batch_size), device)
         (
             self.block_table,
             self.seq_lens,
@@ -76,9 +187,12 @@ class DecodeBuffers:
         for tensor in self._tensors.values():
             torch._dynamo.mark_static_address(tensor, guard=False)
 
-    def _sizes(self, num_rows: int) -> BatchSizes:
-        """Of a decode step: one token per row."""
-        return BatchSizes(num_rows, num_rows, self.max_blocks_per_req)
+    def _sizes(self, bucket: int) -> BatchSizes:
+        """One token per row."""
+        return BatchSizes(bucket, bucket, self.max_blocks_per_req)
+
+    def _fields(self, bucket: int) -> Mapping[str, Tensor]:
+        return self._tensors
 
     def tensors(self) -> dict[str, Tensor]:
         """All buffers by name."""
@@ -110,79 +224,53 @@ class DecodeBuffers:
         Raises:
             ArgumentError: lengths, rows or ids don't fit; nothing is written then.
         """
+        batch = DecodeBatch(input_ids, seq_lens, block_tables)
+        self.check(batch, padded_to)
+        self.put(batch, padded_to)
+
+    def put(self, batch: DecodeBatch, padded_to: int) -> None:
+        """`load` of a batch that was checked."""
+        input_ids, seq_lens, block_tables = batch
         rows = len(seq_lens)
-        self.check(input_ids, seq_lens, block_tables, padded_to)
         last = [length - 1 for length in seq_lens]
-        slots = [
-            slot_of(position, blocks, self.block_size)
-            for blocks, position in zip(block_tables, last, strict=True)
-        ]
-        longs = FIELDS["positions"].pad(last, padded_to) + FIELDS["slot_mapping"].pad(slots, padded_to)
-        if not isinstance(input_ids, Tensor):
-            longs += FIELDS["input_ids"].pad(input_ids, padded_to)
-        ints = FIELDS["seq_lens"].pad(seq_lens, padded_to) + FIELDS["query_start_loc"].pad(
-            range(rows + 1), padded_to + 1
-        )
-        table = host_block_table(block_tables, padded_to, self.max_blocks_per_req, self._pin)
-        packed, small = to_device(longs, torch.int64, self.device), to_device(ints, torch.int32, self.device)
-        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is
-        # overwritten early.
-        self.positions[:padded_to].copy_(packed[:padded_to])
-        self.slot_mapping[:padded_to].copy_(packed[padded_to : 2 * padded_to])
+        numbers = {
+            "positions": last,
+            "slot_mapping": [
+                slot_of(position, blocks, self.block_size)
+                for blocks, position in zip(block_tables, last, strict=True)
+            ],
+            "seq_lens": seq_lens,
+            "query_start_loc": range(rows + 1),
+            "input_ids": [] if isinstance(input_ids, Tensor) else input_ids,
+        }
+        staged = self._staged(numbers, block_tables, padded_to).to(self.device, non_blocking=True)
+        new = self._split(staged, padded_to)
         if isinstance(input_ids, Tensor):
+            del new["input_ids"]
             self.input_ids[:rows].copy_(input_ids)
             self.input_ids[rows:padded_to].zero_()
-        else:
-            self.input_ids[:padded_to].copy_(packed[2 * padded_to :])
-        self.seq_lens[:padded_to].copy_(small[:padded_to])
-        self.query_start_loc[: padded_to + 1].copy_(small[padded_to:])
-        self.block_table[:padded_to].copy_(table, non_blocking=True)
+        for name, tensor in new.items():
+            self._tensors[name][: len(tensor)].copy_(tensor)
 
-    def load_padding(self, num_rows: int) -> None:
-        """Make the first ``num_rows`` rows padding: a step over them writes nothing and reads nothing."""
-        pad_batch_tensors(self._tensors, self._sizes(num_rows))
-
-    @contextlib.contextmanager
-    def padding(self, num_rows: int) -> Iterator[None]:
-        """The first ``num_rows`` rows are padding inside the block, for a warm-up or a capture; `load` fills
-        them afterwards."""
-        self.load_padding(num_rows)
-        yield
-
-    def reset(self) -> None:
-        """Wait for the device after a step that failed or was interrupted; `load` writes every
-        tensor anew."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def check(
-        self,
-        input_ids: Sequence[int] | Tensor,
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        padded_to: int,
-    ) -> None:
-        """Refuse what `load` could not put into the buffers; raises `ArgumentError`."""
+    def check(self, batch: DecodeBatch, padded_to: int) -> None:
+        """Refuse what could not be `put` into the buffers; raises `ArgumentError`."""
+        input_ids, seq_lens, block_tables = batch
         rows = count("seq_lens", seq_lens)
-        if isinstance(input_ids, Tensor) and (
-            input_ids.dim() != 1
-            or input_ids.dtype != torch.int64
-            or input_ids.device.type != self.device.type
-        ):
+        if not isinstance(input_ids, Tensor):
+            integers("input_ids", input_ids)
+        elif (input_ids.dim(), input_ids.dtype, input_ids.device.type) != (1, torch.int64, self.device.type):
             raise ArgumentError(
                 "input_ids",
                 f"[num_rows] int64 on {self.device.type}",
                 f"{list(input_ids.shape)} {input_ids.dtype} on {input_ids.device}",
             )
-        if not isinstance(input_ids, Tensor):
-            integers("input_ids", input_ids)
         if len(input_ids) != rows:
             raise ArgumentError("input_ids", f"one token per row ({rows})", str(len(input_ids)))
         if not 0 < rows <= padded_to <= self.max_batch_size:
             raise ArgumentError("padded_to", f"{rows} to {self.max_batch_size} rows", str(padded_to))
         if min(integers("seq_lens", seq_lens)) < 1:
             raise ArgumentError("seq_lens", "at least 1 (this step's token included)", str(min(seq_lens)))
-        check_batch([1] * rows, seq_lens, block_tables, self.block_size, self.num_blocks)
+        self._check_blocks([1] * rows, seq_lens, block_tables)
         if self.num_blocks is not None:  # columns past the length too: advance_step will write there
             highest = max(max(blocks) for blocks in block_tables)
             lowest = min(min(blocks) for blocks in block_tables)
@@ -190,8 +278,3 @@ class DecodeBuffers:
                 raise ArgumentError(
                     "block_tables", f"block ids in [0, {self.num_blocks})", f"ids in [{lowest}, {highest}]"
                 )
-        widest = max(len(blocks) for blocks in block_tables)
-        if widest > self.max_blocks_per_req:
-            raise ArgumentError(
-                "block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest)
-            )

@@ -30,9 +30,6 @@ class Captured(Protocol):
     def replay(self) -> None:
         """Run it again; ``output`` holds the result."""
 
-    def reset(self) -> None:
-        """Free what it holds."""
-
 
 @runtime_checkable
 class CaptureBackend(Protocol):
@@ -54,21 +51,16 @@ class _CudaCaptured:
         self._graph, self.output = graph, output
         self.replay = graph.replay
 
-    def reset(self) -> None:
-        self._graph.reset()
-
 
 class CudaCapture:
     """CUDA graphs, captured on one side stream into one pool.
 
     Args:
         device: the GPU.
-        error_mode: ``capture_error_mode`` of `torch.cuda.graph`; "thread_local" lets other threads
-            allocate meanwhile.
     """
 
-    def __init__(self, device: torch.device | str, error_mode: str = "thread_local") -> None:
-        self.device, self._error_mode = torch.device(device), error_mode
+    def __init__(self, device: torch.device | str) -> None:
+        self.device = torch.device(device)
         self._stream = torch.cuda.Stream(self.device)
 
     def new_pool(self) -> Any:
@@ -94,7 +86,8 @@ class CudaCapture:
             with (
                 # The next one leaves its stream current where it ends in an error.
                 torch.cuda.stream(current),
-                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode=self._error_mode),
+                # "thread_local" lets other threads allocate meanwhile.
+                torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 try:
                     output = step()
@@ -130,12 +123,9 @@ class _EagerCaptured:
         with torch.inference_mode():
             self.output = self._step()
 
-    def reset(self) -> None:
-        pass
 
-
-class EagerCapture:
-    """No graph: replay calls the step again. Buckets, padding and buffers are exercised as on a GPU."""
+class HostCapture:
+    """What needs no memory pool and no side stream."""
 
     def new_pool(self) -> Any:
         """See `CaptureBackend`."""
@@ -146,13 +136,17 @@ class EagerCapture:
         for _ in range(iterations):
             step()
 
+
+class EagerCapture(HostCapture):
+    """No graph: replay calls the step again. Buckets, padding and buffers are exercised as on a GPU."""
+
     def capture(self, step: Launch, pool: Any) -> Captured:
         """See `CaptureBackend`."""
         return _EagerCaptured(step)
 
 
 # Ops that hand a device value, or a size that depends on one, to the host: illegal while a CUDA graph is
-# captured. Under inference mode composite ops arrive whole, hence the likes of `item` beside what they
+# captured. Under inference mode composite ops arrive whole, hence the likes of `item` next to what they
 # decompose into.
 _SYNCHRONISING = {
     "aten::_local_scalar_dense",
@@ -212,11 +206,8 @@ class _TapeCaptured:
                     if isinstance(old, Tensor) and old.data_ptr() != fresh.data_ptr():
                         old.copy_(fresh)
 
-    def reset(self) -> None:
-        self._ops.clear()
 
-
-class TapeCapture:
+class TapeCapture(HostCapture):
     """CUDA-graph semantics on a CPU, for tests: Python does not run at replay, scalars are frozen,
     storages stay.
 
@@ -224,15 +215,6 @@ class TapeCapture:
     runner refuses the pair). ``.tolist()``, ``.numpy()`` and ``.cpu()`` of a CPU tensor never reach the
     dispatcher and are not noticed.
     """
-
-    def new_pool(self) -> Any:
-        """See `CaptureBackend`."""
-        return None
-
-    def warmup(self, step: Launch, iterations: int) -> None:
-        """See `CaptureBackend`."""
-        for _ in range(iterations):
-            step()
 
     def capture(self, step: Launch, pool: Any) -> Captured:
         """See `CaptureBackend`."""

@@ -5,33 +5,29 @@
                  logits_indices=[6], padded_to=64)
     input_ids, metadata, logits_indices = buffers.view(64)
 
-All tensors of a bucket lie in one piece of memory, so that a step costs one copy to the device, whatever it
-holds. Padding is as `torchpaged.metadata.fields` says: tokens past the last request
-have slot -1, requests past the last one no tokens and seq_len 0; further ``logits_indices`` are 0, and
-the reader of the logits drops them.
+All tensors of a bucket lie in one piece of memory. Padding is as in `torchpaged.graphs.buffers`: tokens past
+the last request have slot -1, requests past the last one no tokens and seq_len 0; further ``logits_indices``
+are 0, and the reader of the logits drops them.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import math
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.metadata import AttentionMetadata, integers
-from torchpaged.metadata.checks import check_batch
-from torchpaged.metadata.fields import FIELDS, BatchSizes, pad_batch_tensors
-from torchpaged.metadata.slots import slots_between
-from torchpaged.metadata.tree import MAX_TREE_TOKENS, depths_of, known_trees, words_of
+from torchpaged.graphs.buffers import StepBuffers
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.checks import integers
+from torchpaged.metadata.fields import TREE_FIELDS, BatchSizes
+from torchpaged.metadata.host import host_numbers
+from torchpaged.metadata.tree import MAX_TREE_TOKENS, known_trees
 
-_ALIGN = 64  # bytes that every field starts at a multiple of
-#: Fields as they lie, one behind the other, and how `array` calls numbers of their dtypes.
+#: Fields as they lie, one behind the other.
 _ORDER = (
     "input_ids",
     "positions",
@@ -42,22 +38,29 @@ _ORDER = (
     "block_table",
 )
 Trees = Sequence[Sequence[int] | None]
-_CODES = {torch.int64: "q", torch.int32: "i"}
 
 
-class PackedBuffers:
+class PackedBatch(NamedTuple):
+    """A packed step on the host, as `PackedGraphRunner.run` takes it."""
+
+    input_ids: Sequence[int]
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    block_tables: Sequence[Sequence[int]]
+    logits_indices: Sequence[int]
+    tree_parents: Trees | None = None
+
+
+class PackedBuffers(StepBuffers):
     """Static inputs of packed steps, for every bucket of tokens.
 
     Args:
         buckets: numbers of tokens, ascending.
         max_num_reqs: requests of a step at most.
-        max_blocks_per_req: columns of the block table.
-        block_size: tokens per block.
-        device: where the tensors live.
-        num_blocks: blocks in the pools, to check ids against; None skips that check.
+        max_blocks_per_req, block_size, device, num_blocks: as in `StepBuffers`.
         max_query_len: most tokens of a request in a step; None: all of a bucket.
-        trees: whether a request's tokens may be a tree (`torchpaged.tree_mask_from_parents`), at most 64 of
-            them.
+        trees: whether a request's tokens may be a tree, as `AttentionMetadata.from_lists` takes one, at most
+            64 of them.
     """
 
     def __init__(
@@ -72,28 +75,21 @@ class PackedBuffers:
         trees: bool = False,
     ) -> None:
         switch("trees", trees)
-        for name, size in (
-            ("max_num_reqs", max_num_reqs),
-            ("max_blocks_per_req", max_blocks_per_req),
-            ("block_size", block_size),
-        ):
-            if size < 1:
-                raise ArgumentError(name, "at least 1", str(size))
-        self.buckets, self.max_num_reqs, self.max_blocks_per_req = (
-            list(buckets),
-            max_num_reqs,
-            max_blocks_per_req,
-        )
-        self.block_size, self.num_blocks, self.device = block_size, num_blocks, torch.device(device)
+        order = (*_ORDER, *TREE_FIELDS) if trees else _ORDER
+        super().__init__(max_blocks_per_req, block_size, device, num_blocks, order, max_num_reqs=max_num_reqs)
         if max_query_len is not None and max_query_len < 1:
             raise ArgumentError("max_query_len", "at least 1 token, or None", str(max_query_len))
+        self.buckets, self.max_num_reqs, self.trees = list(buckets), max_num_reqs, trees
         most = MAX_TREE_TOKENS if trees else self.buckets[-1]
-        self.trees, self.max_query_len = trees, most if max_query_len is None else min(max_query_len, most)
-        self._order = (*_ORDER, "tree_mask") if trees else _ORDER
+        self.max_query_len = most if max_query_len is None else min(max_query_len, most)
         with torch.inference_mode(False):
-            self._bytes = torch.zeros(
-                sum(self._num_bytes(self.buckets[-1])), dtype=torch.uint8, device=device
-            )
+            self._bytes = torch.zeros(self._num_bytes(self.buckets[-1]), dtype=torch.uint8, device=device)
+
+    def _sizes(self, bucket: int) -> BatchSizes:
+        return BatchSizes(self.max_num_reqs, bucket, self.max_blocks_per_req)
+
+    def _fields(self, bucket: int) -> dict[str, Tensor]:
+        return self._split(self._bytes, bucket)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a captured step reads or writes, by name."""
@@ -102,12 +98,9 @@ class PackedBuffers:
     def view(self, bucket: int) -> tuple[Tensor, AttentionMetadata, Tensor]:
         """``(input_ids, metadata, logits_indices)`` of a bucket; slices, no copies. Unless less was said,
         ``max_query_len`` is the bucket: one request may have all its tokens."""
-        fields = self._fields(bucket)
+        fields, most = self._fields(bucket), min(bucket, self.max_query_len)
         metadata = AttentionMetadata.view(
-            fields,
-            self._sizes(bucket),
-            max_query_len=min(bucket, self.max_query_len),
-            block_size=self.block_size,
+            fields, self._sizes(bucket), max_query_len=most, block_size=self.block_size
         )
         return fields["input_ids"], metadata, fields["logits_indices"]
 
@@ -140,94 +133,50 @@ class PackedBuffers:
         Raises:
             ArgumentError: lengths, tokens, blocks or sizes don't fit; nothing is written then.
         """
-        step = (input_ids, query_lens, seq_lens, block_tables, logits_indices, padded_to)
-        self.check(*step, tree_parents)
-        packed = self._packed(*step, tree_parents)
-        # Fresh pinned memory each step: torch's host allocator keeps it until the copy is done, so nothing is
-        # overwritten early.
-        staged = torch.empty(
-            len(packed), dtype=torch.uint8, pin_memory=self.device.type == "cuda", device="cpu"
-        )
-        staged.copy_(torch.frombuffer(packed, dtype=torch.uint8))
-        self._bytes[: len(packed)].copy_(staged, non_blocking=True)
+        batch = PackedBatch(input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents)
+        self.check(batch, padded_to)
+        self.put(batch, padded_to)
 
-    def _packed(
-        self,
-        input_ids: Sequence[int],
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        logits_indices: Sequence[int],
-        bucket: int,
-        tree_parents: Trees | None,
-    ) -> bytearray:
-        """A step as the bytes of a bucket's fields, built from lists: a tensor operation each would cost the
-        host several times as much."""
-        positions: list[int] = []
-        slots: list[int] = []
-        table: list[int] = []
-        for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
-            positions += range(seq_len - query_len, seq_len)
-            slots += slots_between(seq_len - query_len, seq_len, blocks, self.block_size)
-            table += FIELDS["block_table"].pad(blocks, self.max_blocks_per_req)
-        trees: list[list[int]] = []
-        if self.trees:
-            trees = known_trees(tree_parents or [None] * len(query_lens), query_lens, seq_lens)
-            contexts = [seq_len - query_len for seq_len, query_len in zip(seq_lens, query_lens, strict=True)]
-            positions = [
-                context + depth
-                for context, parents in zip(contexts, trees, strict=True)
-                for depth in depths_of(parents)
-            ]
-        values = (
-            input_ids,
-            positions,
-            slots,
-            logits_indices,
-            seq_lens,
-            [0, *itertools.accumulate(query_lens)],
-            table,
-            *([[word for parents in trees for word in words_of(parents)]] if self.trees else []),
-        )
-        packed = bytearray()
-        for name, numbers, num_bytes in zip(self._order, values, self._num_bytes(bucket), strict=True):
-            field = FIELDS[name]
-            packed += array(_CODES[field.dtype], field.pad(numbers, num_bytes // field.dtype.itemsize))
-        return packed
+    def put(self, batch: PackedBatch, padded_to: int) -> None:
+        """`load` of a batch that was checked."""
+        input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents = batch
+        trees = (tree_parents or [None] * len(query_lens)) if self.trees else None
+        numbers = host_numbers(query_lens, seq_lens, block_tables, self.block_size, trees)
+        numbers |= {"input_ids": list(input_ids), "logits_indices": list(logits_indices)}
+        staged = self._staged(numbers, block_tables, padded_to)
+        self._bytes[: len(staged)].copy_(staged, non_blocking=True)
 
-    @contextlib.contextmanager
-    def padding(self, bucket: int) -> Iterator[None]:
-        """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `load` fills
-        it afterwards."""
-        pad_batch_tensors(self._fields(bucket), self._sizes(bucket))
-        yield
-
-    def reset(self) -> None:
-        """Wait for the device after a step that failed or was interrupted; `load` writes every
-        tensor anew."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def check(
-        self,
-        input_ids: Sequence[int],
-        query_lens: Sequence[int],
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        logits_indices: Sequence[int],
-        padded_to: int,
-        tree_parents: Trees | None = None,
-    ) -> None:
-        """Refuse what `load` could not put into the tensors; raises `ArgumentError`."""
-        for name, numbers in (
-            ("input_ids", input_ids),
-            ("query_lens", query_lens),
-            ("seq_lens", seq_lens),
-            ("logits_indices", logits_indices),
-        ):
+    def check(self, batch: PackedBatch, padded_to: int) -> None:
+        """Refuse what could not be `put` into the tensors; raises `ArgumentError`."""
+        input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents = batch
+        lists = {"input_ids": input_ids, "query_lens": query_lens, "seq_lens": seq_lens}
+        for name, numbers in {**lists, "logits_indices": logits_indices}.items():
             integers(name, numbers)
         if padded_to not in self.buckets:
             raise ArgumentError("padded_to", f"one of the buckets {self.buckets}", str(padded_to))
+        self._check_lens(query_lens, seq_lens)
+        tokens = len(input_ids)
+        if sum(query_lens) != tokens or tokens > padded_to:
+            raise ArgumentError(
+                "input_ids",
+                f"as many tokens as query_lens says ({sum(query_lens)}), at most {padded_to}",
+                str(tokens),
+            )
+        if len(logits_indices) > self.max_num_reqs or any(not 0 <= i < tokens for i in logits_indices):
+            raise ArgumentError(
+                "logits_indices",
+                f"at most {self.max_num_reqs} tokens in [0, {tokens})",
+                str(list(logits_indices)),
+            )
+        if tree_parents is not None:
+            if not self.trees:
+                raise ArgumentError(
+                    "tree_parents", "None: these buffers were made without trees", "trees", "pass trees=True"
+                )
+            known_trees(tree_parents, query_lens, seq_lens)
+        self._check_blocks(query_lens, seq_lens, block_tables)
+
+    def _check_lens(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
         if not 0 < len(query_lens) <= self.max_num_reqs:
             raise ArgumentError(
                 "query_lens",
@@ -237,20 +186,6 @@ class PackedBuffers:
             )
         if min(query_lens) < 1:
             raise ArgumentError("query_lens", "at least 1 token per request", str(min(query_lens)))
-        if sum(query_lens) != len(input_ids) or len(input_ids) > padded_to:
-            raise ArgumentError(
-                "input_ids",
-                f"as many tokens as query_lens says ({sum(query_lens)}), at most {padded_to}",
-                str(len(input_ids)),
-            )
-        if len(logits_indices) > self.max_num_reqs or any(
-            not 0 <= index < len(input_ids) for index in logits_indices
-        ):
-            raise ArgumentError(
-                "logits_indices",
-                f"at most {self.max_num_reqs} tokens in [0, {len(input_ids)})",
-                str(list(logits_indices)),
-            )
         if any(length < tokens for length, tokens in zip(seq_lens, query_lens, strict=False)):
             raise ArgumentError(
                 "seq_lens",
@@ -261,35 +196,3 @@ class PackedBuffers:
             raise ArgumentError(
                 "query_lens", f"at most {self.max_query_len} tokens per request", str(max(query_lens))
             )
-        if tree_parents is not None:
-            if not self.trees:
-                raise ArgumentError(
-                    "tree_parents", "None: these buffers were made without trees", "trees", "pass trees=True"
-                )
-            known_trees(tree_parents, query_lens, seq_lens)
-        check_batch(query_lens, seq_lens, block_tables, self.block_size, self.num_blocks)
-        widest = max(len(blocks) for blocks in block_tables)
-        if widest > self.max_blocks_per_req:
-            raise ArgumentError(
-                "block_tables", f"at most {self.max_blocks_per_req} blocks per request", str(widest)
-            )
-
-    def _sizes(self, bucket: int) -> BatchSizes:
-        return BatchSizes(self.max_num_reqs, bucket, self.max_blocks_per_req)
-
-    def _num_bytes(self, bucket: int) -> list[int]:
-        """Bytes of each field of a bucket, with the gap behind it."""
-        sizes = self._sizes(bucket)
-        fields = [FIELDS[name] for name in self._order]
-        return [
-            -(-math.prod(field.shape(sizes)) * field.dtype.itemsize // _ALIGN) * _ALIGN for field in fields
-        ]
-
-    def _fields(self, bucket: int) -> dict[str, Tensor]:
-        """The tensors of a bucket by name."""
-        sizes, fields = self._sizes(bucket), {}
-        parts = self._bytes[: sum(self._num_bytes(bucket))].split(self._num_bytes(bucket))
-        for name, part in zip(self._order, parts, strict=True):
-            shape = FIELDS[name].shape(sizes)
-            fields[name] = part.view(FIELDS[name].dtype)[: math.prod(shape)].view(shape)
-        return fields

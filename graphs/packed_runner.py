@@ -17,18 +17,16 @@ a CPU the same code runs with an eager capture.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from torchpaged.graphs.addresses import Watch
-from torchpaged.graphs.bucketed import BucketedGraphs, Progress
+from torchpaged.graphs.bucketed import BucketedGraphs, CaptureOptions
 from torchpaged.graphs.buckets import bucket_for, check_buckets
-from torchpaged.graphs.capture import CaptureBackend
-from torchpaged.graphs.packed_buffers import PackedBuffers, Trees
-from torchpaged.graphs.step import Ranges, StepSession
-from torchpaged.metadata import AttentionMetadata, count
+from torchpaged.graphs.packed_buffers import PackedBatch, PackedBuffers, Trees
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.checks import count
 
 PackedStep = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
 
@@ -48,15 +46,12 @@ class PackedGraphRunner(BucketedGraphs):
             by it.
         trees: whether a request's tokens may be a tree of drafts, at most 64 of them. Words of bits are then
             an input of the graph like positions, so that one capture serves all trees of a bucket. The step's
-            layers need a backend that takes ``tree_mask``.
+            layers need a backend that takes them.
         device: where the step runs.
-        capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
         pool: memory pool of ``capture`` to share with another runner whose replays never overlap with these,
             such as ``DecodeGraphRunner.pool``; default: one of its own.
-        warmup_iters: runs before each capture.
-        progress: called with ``(done, total, text)`` after each bucket.
-        watch, debug, ranges, session: as in `DecodeGraphRunner`; a replay has no range, its caller's says
-            what it is.
+        options: as in `DecodeGraphRunner`, but ``warmup_iters`` is 1 unless it is given, and a replay has no
+            range: its caller's says what it is.
 
     Attributes:
         buffers: the `PackedBuffers` that the graphs read.
@@ -79,32 +74,16 @@ class PackedGraphRunner(BucketedGraphs):
         max_query_len: int | None = None,
         trees: bool = False,
         device: torch.device | str = "cpu",
-        capture: str | CaptureBackend = "auto",
         pool: Any = None,
-        warmup_iters: int = 1,
-        progress: Progress | None = None,
-        watch: Watch | None = None,
-        debug: bool | None = None,
-        ranges: Ranges | None = None,
-        session: StepSession | None = None,
+        **options: Unpack[CaptureOptions],
     ) -> None:
         sizes = check_buckets(buckets, None)
         self.buffers = PackedBuffers(
             sizes, max_num_reqs, max_blocks_per_req, block_size, device, num_blocks, max_query_len, trees
         )
+        options.setdefault("warmup_iters", 1)
         super().__init__(
-            self.buffers,
-            lambda bucket: step,
-            buckets=sizes,
-            device=device,
-            capture=capture,
-            pool=pool,
-            warmup_iters=warmup_iters,
-            progress=progress,
-            watch=watch,
-            debug=debug,
-            ranges=ranges,
-            session=session,
+            self.buffers, lambda bucket: step, buckets=sizes, device=device, pool=pool, **options
         )
         self._require_graphs(self.buffers.max_query_len)
         self._step = step
@@ -144,18 +123,13 @@ class PackedGraphRunner(BucketedGraphs):
             SemaphoreError: the session's semaphore is not zero behind the step (debug mode): its result
                 is wrong.
         """
-        self.recover()
         num_tokens = count("input_ids", input_ids)
         bucket = bucket_for(self.buckets, num_tokens)
-        if not self.is_captured(bucket):
-            self.buffers.check(
-                input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket, tree_parents
-            )
-            self.capture_for(num_tokens)
+        batch = PackedBatch(input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents)
+        self.buffers.check(batch, bucket)
+        self.capture_for(num_tokens)
         with torch.inference_mode():
-            self.buffers.load(
-                input_ids, query_lens, seq_lens, block_tables, logits_indices, bucket, tree_parents
-            )
+            self.buffers.put(batch, bucket)
             host = self.host_lengths(query_lens, seq_lens, self.buffers.max_num_reqs)
             return self.start(num_tokens, host=host).output[: len(logits_indices)]
 

@@ -28,57 +28,47 @@ _NO_RANGE: AbstractContextManager[None] = nullcontext()
 
 class StepSession(Protocol):
     """What a runner drives of the session that its step's layers share: a `torchpaged.Session`, or anything
-    like it."""
+    like it. The bodies here are those of `NoSession`."""
 
     @property
     def plans(self) -> bool:
         """Whether a capture needs `plan`."""
+        return False
 
     @property
     def plans_every_step(self) -> bool:
         """Whether every replay needs `plan`."""
-
-    def require_graphs(self, max_query_len: int) -> None:
-        """Raise if graphs of steps with up to so many query tokens per request are beyond its backend."""
+        return False
 
     @property
     def plans_every_decode(self) -> bool:
         """Whether a replay of one query token per request does."""
+        return False
+
+    def require_graphs(self, max_query_len: int) -> None:
+        """Raise if graphs of steps with up to so many query tokens per request are beyond its backend."""
+        return None
 
     def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
         """Plan the next step."""
+        return None
 
     def tensors(self) -> Mapping[str, Tensor]:
         """What a captured step reads or writes, by name."""
-
-    def reset(self) -> None:
-        """Make it as new after a step that was cut short."""
-
-    def check(self, launch: str) -> None:
-        """In debug mode, behind ``launch``: raise if its results are wrong."""
-
-
-class NoSession:
-    """The session of steps that keep nothing, or whose layers have sessions of their own that need
-    no plan."""
-
-    plans = plans_every_step = plans_every_decode = False
-
-    def require_graphs(self, max_query_len: int) -> None:
-        """Nothing is known to refuse."""
-
-    def plan(self, batch: AttentionMetadata, host: HostLengths | None = None) -> None:
-        """Nothing to plan."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Nothing."""
         return {}
 
     def reset(self) -> None:
-        """Nothing to clear."""
+        """Make it as new after a step that was cut short."""
+        return None
 
     def check(self, launch: str) -> None:
-        """Nothing to look at."""
+        """In debug mode, behind ``launch``: raise if its results are wrong."""
+        return None
+
+
+class NoSession(StepSession):
+    """The session of steps that keep nothing, or whose layers have sessions of their own that need
+    no plan."""
 
 
 def no_range(name: str, **payload: object) -> AbstractContextManager[None]:
@@ -112,17 +102,12 @@ def decode_steps(
             "True",
             "the tape can't see the kernels that Inductor generates",
         )
-    compiled: dict[int, Step] = {
-        n: torch.compile(_own_code(step, n), fullgraph=True, dynamic=False) for n in buckets
-    }
-    return compiled.__getitem__
-
-
-def _own_code(step: Step, bucket: int) -> Step:
-    """``step`` for one bucket alone, so that buckets don't share the compiler's recompile limit."""
 
     def call(input_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
         return step(input_ids, metadata)
 
-    copy: Step = with_own_code(call, f"decode_{bucket}")
-    return copy
+    # Code of its own for each bucket, so that buckets don't share the compiler's recompile limit.
+    compiled: dict[int, Step] = {
+        n: torch.compile(with_own_code(call, f"decode_{n}"), fullgraph=True, dynamic=False) for n in buckets
+    }
+    return compiled.__getitem__

@@ -24,44 +24,47 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
-def slow_tests(text: str, nodes: list[str], strict: bool = False) -> set[str]:
-    """The node ids that a list such as tests/slow.txt names. The last line that matches a node counts.
+def _matches(item: pytest.Item, pattern: str) -> bool:
+    case = item.callspec.id if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    return bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), case, re.DOTALL))
 
-    A line names a test with all its parameters, or one parametrisation; ``*`` stands for anything; ``!`` in
-    front: not slow after all.
+
+def is_slow(item: pytest.Item) -> bool:
+    """Whether a default run leaves this test out: it is marked ``slow``, or ``slow_cases`` with its
+    parameters (``*`` stands for anything; no pattern: all cases) that are not among ``but``."""
+    return "slow" in item.keywords or any(
+        (not mark.args or any(_matches(item, one) for one in mark.args))
+        and not any(_matches(item, one) for one in mark.kwargs.get("but", ()))
+        for mark in item.iter_markers("slow_cases")
+    )
+
+
+def refuse_patterns_without_cases(items: list[pytest.Item]) -> None:
+    """Of whole functions.
 
     Raises:
-        pytest.UsageError: strict, and a line names a test that its file, of which nodes are given, does
-            not hold.
+        pytest.UsageError: ``slow_cases`` names a case that its function does not have.
     """
-    functions = {node.split("[")[0] for node in nodes}
-    files = {node.split("::")[0] for node in nodes}
-    slow: set[str] = set()
-    for line in text.splitlines():
-        pattern = line.strip().removeprefix("!")
-        if not pattern or pattern.startswith("#"):
-            continue
-        name, bracket, _ = pattern.partition("[")
-        if strict and "*" not in name and name.split("::")[0] in files and name not in functions:
-            raise pytest.UsageError(f"tests/slow.txt names a test that is not there: {line}")
-        rule = re.compile(
-            re.escape(pattern).replace(r"\*", ".*") + ("" if bracket else r"(\[.*\])?"), re.DOTALL
-        )
-        matching = {node for node in nodes if rule.fullmatch(node)}
-        slow = slow - matching if line.strip().startswith("!") else slow | matching
-    return slow
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for name, of_function in cases.items():
+        for mark in of_function[0].iter_markers("slow_cases"):
+            for pattern in (*mark.args, *mark.kwargs.get("but", ())):
+                if pattern.startswith("triton-"):  # such cases may exist in Triton's interpreter only
+                    continue
+                if not any(_matches(item, pattern) for item in of_function):
+                    raise pytest.UsageError(f"{name} has no case {pattern!r}, which its slow_cases names")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked gpu are skipped without a GPU; slow ones, by their mark or by slow.txt, unless asked for.
-    The longest come first."""
+    """Tests marked gpu are skipped without a GPU; slow ones unless asked for. The longest come first."""
     chosen = config.getoption("-m") or ""
-    whole = config.args == config.getini("testpaths")  # a part of a file says nothing about the rest of it
-    nodes = [item.nodeid for item in items]
-    slow = slow_tests(Path(__file__).with_name("slow.txt").read_text(), nodes, strict=whole)
+    if config.args == config.getini("testpaths"):  # else cases may be chosen by name
+        refuse_patterns_without_cases(items)
     for item in items:
-        if item.nodeid in slow:
+        if is_slow(item):
             item.add_marker("slow")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
@@ -111,15 +114,9 @@ def make_llama() -> Callable[..., Any]:
 
     def make(**options: Any) -> Any:
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            eos_token_id=7,
-            pad_token_id=0,
-            bos_token_id=1,
-            **options,
-        )
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        tokens = {"eos_token_id": 7, "pad_token_id": 0, "bos_token_id": 1}
+        config = transformers.LlamaConfig(**{"num_hidden_layers": 2, **heads, **tokens, **options})
         return transformers.LlamaForCausalLM(config).eval()
 
     return make
@@ -150,7 +147,7 @@ def interpreter() -> None:
     triton = pytest.importorskip("triton", reason="triton is not installed")
     import numpy
 
-    probe = Path(__file__).parent / "triton/probe_interpreter.py"
+    probe = Path(__file__).parent / "support/probe_interpreter.py"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, str(probe)], env=environment, capture_output=True, text=True, timeout=120

@@ -2,7 +2,8 @@
 
 Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified
 ``generate()``), and the ops ``torch.ops.torchpaged.*`` with `write_kv`, `paged_attention`, ... as their
-checked functions. Importing this package imports torch and nothing optional.
+checked functions. Importing this package imports torch and nothing optional. Errors derive from
+`TorchpagedError`; an `ArgumentError` names the argument, what was expected, what came and what to do.
 """
 
 import signal
@@ -15,16 +16,8 @@ if (sys.argv[:1] == ["-m"] and "torchpaged" in sys.orig_argv) or Path(sys.argv[0
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from torchpaged.attention import PagedAttention
-from torchpaged.backends import (
-    AttentionSpec,
-    Limits,
-    Session,
-    list_backends,
-    open_session,
-    select_backend,
-    use_backend,
-)
-from torchpaged.cache import BlockPool, KVLayerSpec, LayerKVCache, PagedKVCache
+from torchpaged.backends import AttentionSpec, Limits, Session, open_session, select_backend, use_backend
+from torchpaged.cache import BlockPool, PagedKVCache
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import (
     ArgumentError,
@@ -46,7 +39,8 @@ from torchpaged.functional import (
     rope_write_kv,
     write_kv,
 )
-from torchpaged.metadata import AttentionMetadata, tree_mask_from_parents, tree_token_positions
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.tree import tree_mask_from_parents, tree_token_positions
 from torchpaged.version import __version__ as __version__
 
 __all__ = [
@@ -57,8 +51,6 @@ __all__ = [
     "BlockPool",
     "BlockPoolExhaustedError",
     "CaptureError",
-    "KVLayerSpec",
-    "LayerKVCache",
     "Limits",
     "NotCopyableError",
     "PagedAttention",
@@ -71,7 +63,6 @@ __all__ = [
     "UnsupportedModelError",
     "advance_step",
     "copy_blocks",
-    "list_backends",
     "load_compile_cache",
     "merge_attn_states",
     "open_session",

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.backends import (
-    COMMON_FEATURES,
     Capabilities,
     Choice,
     GraphSupport,
@@ -34,20 +33,34 @@ from torchpaged.backends import (
     select_backend,
 )
 from torchpaged.backends.choose.route import route_of
-from torchpaged.backends.fit import check_out, check_rows, require_fit
-from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
+from torchpaged.backends.fit import check_out, check_rows, require_dtype, require_fit
+from torchpaged.backends.spec import OWN_FEATURES, MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
 from torchpaged.cache.kv import layer_pools
-from torchpaged.custom_ops import BACKEND_OPS, check_native_dtype
+from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
+from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, check_tensors, refuse_grad, switch
-from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.custom_ops.checks import (
+    check_is_dtype,
+    check_sizes,
+    check_tensors,
+    refuse_grad,
+    switch,
+)
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS, FP8
+from torchpaged.custom_ops.registry import check_native_dtype, checks_arguments
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.prefixes.attention import attend_with_prefixes, can_read_once
 
+#: Attributes of a module that its backend is asked for, under the names of `attention_spec`.
+_ASKED = (
+    *("num_heads", "num_kv_heads", "head_dim", "head_dim_v", "block_size", "kv_dtype", "causal", "scale"),
+    *("window_size", "logits_soft_cap", "alibi_slopes", "sinks", "chunk_size", "tree_mask"),
+    *("score_mod", "mask_mod", "batch_invariant"),
+)
 #: What shapes may be tried with on the meta device: everything.
 _META = Capabilities(
     device_types=("meta",),
@@ -56,7 +69,7 @@ _META = Capabilities(
     graph_support=GraphSupport.ALWAYS,
     mods=True,
     batch_invariant=True,
-    features=COMMON_FEATURES | {"tree_mask"},
+    features=OWN_FEATURES,
 )
 
 
@@ -65,6 +78,16 @@ def _numbers(values: Sequence[float] | Tensor | None) -> list[float] | None:
     if isinstance(values, Tensor):
         return None if values.is_meta else [float(value) for value in values.flatten().tolist()]
     return None if values is None else [float(value) for value in values]
+
+
+def _check_session(session: Any, limits: Any, backend: Any) -> None:
+    if not isinstance(session, (Session, NoneType)):
+        raise ArgumentError("session", "a Session, such as open_session gives", repr(session))
+    if not isinstance(limits, (Limits, NoneType)):
+        raise ArgumentError("limits", "Limits", repr(limits))
+    if session is not None and (limits is not None or backend != "auto"):
+        fix = "the session has a backend and limits"
+        raise ArgumentError("session", "a session, or a backend and limits", "both", fix)
 
 
 class PagedAttention(nn.Module):
@@ -152,7 +175,7 @@ class PagedAttention(nn.Module):
         sizes = {"num_kv_heads": num_kv_heads, "head_dim_v": head_dim_v, "block_size": block_size}
         check_sizes(**{name: size for name, size in sizes.items() if size is not None})
         dtypes = {"dtype": dtype, "kv_dtype": kv_dtype}
-        check_is_dtype(**{name: given for name, given in dtypes.items() if given is not None})
+        check_is_dtype(**{name: one for name, one in dtypes.items() if one is not None})
         window_size = check_options(scale, window_size, logits_soft_cap, chunk_size)
         switches = {"causal": causal, "batch_invariant": batch_invariant, "tree_mask": tree_mask}
         for name, value in switches.items():
@@ -163,27 +186,12 @@ class PagedAttention(nn.Module):
             raise ArgumentError("num_kv_heads", f"a divisor of num_heads ({num_heads})", str(num_kv_heads))
         self.head_dim_v = head_dim if head_dim_v is None else head_dim_v
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.window_size, self.logits_soft_cap, self.causal, self.chunk_size = (
-            window_size,
-            logits_soft_cap,
-            causal,
-            chunk_size,
-        )
+        self.window_size, self.logits_soft_cap, self.chunk_size = window_size, logits_soft_cap, chunk_size
         check_mods(score_mod, mask_mod)
         self.score_mod, self.mask_mod, self.batch_invariant = score_mod, mask_mod, batch_invariant
-        self.block_size, self.kv_dtype, self.requested_backend = block_size, kv_dtype, backend
-        self.tree_mask = tree_mask
-        if not isinstance(session, (Session, NoneType)):
-            raise ArgumentError("session", "a Session, such as open_session gives", repr(session))
-        if not isinstance(limits, (Limits, NoneType)):
-            raise ArgumentError("limits", "Limits", repr(limits))
-        if session is not None and (limits is not None or backend != "auto"):
-            raise ArgumentError(
-                "session",
-                "a session, or a backend and limits",
-                "both",
-                "the session has a backend and limits",
-            )
+        self.causal, self.tree_mask, self.block_size, self.kv_dtype = causal, tree_mask, block_size, kv_dtype
+        self.requested_backend = backend
+        _check_session(session, limits, backend)
         self._limits, self._given = Limits() if limits is None else limits, session
         # an empty buffer that knows where the module lives, since there may be no parameter to ask
         self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
@@ -209,27 +217,8 @@ class PagedAttention(nn.Module):
         return tensor
 
     def _choose(self) -> None:
-        spec = self.spec = attention_spec(
-            device=self._home.device,
-            dtype=self._home.dtype,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim_v,
-            block_size=self.block_size,
-            kv_dtype=self.kv_dtype,
-            causal=self.causal,
-            window_size=self.window_size,
-            logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            chunk_size=self.chunk_size,
-            scale=self.scale,
-            score_mod=self.score_mod,
-            mask_mod=self.mask_mod,
-            batch_invariant=self.batch_invariant,
-            tree_mask=self.tree_mask or None,
-        )
+        asked = {name: getattr(self, name) for name in _ASKED}
+        spec = self.spec = attention_spec(device=self._home.device, dtype=self._home.dtype, **asked)
         self._on_meta = self._home.is_meta
         if self._on_meta:
             if self.requested_backend != "auto":
@@ -247,7 +236,7 @@ class PagedAttention(nn.Module):
 
     def _use(self, session: Session) -> None:
         self._workspace = session.workspace(self.spec)
-        self.session, self._capabilities, self._ops = session, session.capabilities, session.ops
+        self.session, self._ops = session, session.ops
         self._reads_once = can_read_once(self.spec, session)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -301,7 +290,18 @@ class PagedAttention(nn.Module):
 
     def _settle(self, query: Tensor) -> None:
         """Choose where the module was not told that it left the meta device: loaders replace tensors one by
-        one, and do not know those that are in no state dict."""
+        one, and do not know those that are in no state dict.
+
+        Raises:
+            ArgumentError: in a trace, which can't choose.
+        """
+        if torch.compiler.is_compiling():
+            raise ArgumentError(
+                "PagedAttention",
+                "a backend",
+                "a module that was built on the meta device and whose tensors were assigned",
+                "call model.to(device), or one forward, before compiling it",
+            )
         with torch.inference_mode(False):  # an inference tensor could not be loaded into later
             if self._home.is_meta:
                 self._home = torch.empty(0, device=query.device, dtype=query.dtype)
@@ -346,103 +346,92 @@ class PagedAttention(nn.Module):
         if (key is None) != (value is None):
             raise ArgumentError("key, value", "both or neither", f"key {'None' if key is None else 'given'}")
         if self._on_meta and query.device.type != "meta":
-            if torch.compiler.is_compiling():
-                raise ArgumentError(
-                    "PagedAttention",
-                    "a backend",
-                    "a module that was built on the meta device and whose tensors were assigned",
-                    "call model.to(device), or one forward, before compiling it",
-                )
             self._settle(query)
-        if not torch.compiler.is_compiling():
-            check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
-            if key is not None:
-                check_tensors(key=key, value=value)
+        check_tensors(query=query, k_cache=pools.k_cache, v_cache=pools.v_cache)
         check_rows("query", query, self.num_heads, self.head_dim)
-        if key is not None and value is not None:
-            check_rows("key", key, self.num_kv_heads, self.head_dim)
-            check_rows("value", value, self.num_kv_heads, self.head_dim_v)
-        require_fit(
-            pools.k_cache, metadata, self.session, self._capabilities, self.choice.name, self.block_size
-        )
+        require_fit(pools.k_cache, metadata, self.session, self.block_size)
+        write = self._to_write(key, value, pools, metadata)
         q = query.reshape(-1, self.num_heads, self.head_dim)
         result = q.new_empty(*query.shape[:-1], self.head_dim_v) if out is None else out
-        if out is not None and not torch.compiler.is_compiling():
+        eager = not torch.compiler.is_compiling()
+        if out is not None and eager:
             check_out(out, query, self.head_dim_v, key, value)
-        flat = result.view(-1, self.num_heads, self.head_dim_v)
-        call = AttentionCall(
+        call = AttentionCall.over(
+            metadata,
             q,
             pools.k_cache,
             pools.v_cache,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            flat,
-            None,
-            metadata.max_query_len,
-            self.scale,
+            result.view(-1, self.num_heads, self.head_dim_v),
             k_scale=pools.k_scale,
             v_scale=pools.v_scale,
-            tree_mask=metadata.tree_mask,
             **self._options(),
         )
-        workspace = self._workspace
-        write = None
-        if key is not None and value is not None:
-            k = key.reshape(-1, self.num_kv_heads, self.head_dim)
-            v = value.reshape(-1, self.num_kv_heads, self.head_dim_v)
-            slots = metadata.slot_mapping
-            if slots is None:
-                raise ArgumentError(
-                    "metadata",
-                    "a slot_mapping, since keys are written",
-                    "None",
-                    "or pass key=None, value=None",
-                )
-            write = (k, v, pools.k_cache, pools.v_cache, slots, pools.k_scale, pools.v_scale)
         refuse_grad(query=query, key=key, value=value)
-        if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
-            if write is not None:
-                check_write_kv(*write)
-            check_paged_attention(call)
-            self.session.require(metadata, q.shape[0])
-            workspace = self.session.workspace_for(workspace, metadata.num_reqs)
-            check_native_dtype(self._ops.paged_attention, query=query, k_cache=pools.k_cache)
-        if query.dtype not in self._capabilities.dtypes:
-            raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: dtype "
-                f"{str(query.dtype).removeprefix('torch.')} is not one of {self._capabilities.dtypes}; give "
-                "PagedAttention dtype, or call module.to(dtype), so that it chooses with it"
-            )
-        together = metadata.prefixes is not None and self._can_read_prefixes_once(metadata)
+        workspace = self._checked(call, write, metadata) if eager else self._workspace
+        require_dtype(query, self.session)
+        prefixes = metadata.prefixes
+        if prefixes is not None and (metadata.features or not self._reads_once):
+            prefixes = None
         if write is not None:
             # longer queries may be another request's context, see above; they gain little from the
             # early start
             keys_of_queries = self._writes_query_tokens and metadata.max_query_len == 1
-            self._ops.write_kv(*write, are_query_tokens=keys_of_queries and not together)
-        if together:
-            call = call._replace(semaphore=workspace.get("semaphore"))
-            attend_with_prefixes(self._ops, call, metadata.prefixes)
+            self._ops.write_kv(*write, are_query_tokens=keys_of_queries and prefixes is None)
+        if prefixes is not None:
+            attend_with_prefixes(self._ops, call._replace(semaphore=workspace.get("semaphore")), prefixes)
         else:
             tensors, options = call.flat()
             self._ops.paged_attention(*tensors, **options, **workspace)
         return result
 
+    def _checked(
+        self, call: AttentionCall, write: tuple[Any, ...] | None, metadata: AttentionMetadata
+    ) -> dict[str, Tensor]:
+        """The workspace of an eager step whose calls are right: each checked once, here or by its op, and
+        both before the first one writes."""
+        attend, device = self._ops.paged_attention, call.q.device
+        if write is not None and not checks_arguments(self._ops.write_kv, device):
+            check_write_kv(WriteCall(*write))
+        if write is not None or not checks_arguments(attend, device):
+            check_paged_attention(call)
+        self.session.require(metadata, call.q.shape[0])
+        check_native_dtype(attend, query=call.q)
+        if call.k_cache.dtype != call.q.dtype:
+            check_native_dtype(attend, k_cache=call.k_cache)
+        return self.session.workspace_for(self._workspace, metadata.num_reqs)
+
+    def _to_write(
+        self, key: Tensor | None, value: Tensor | None, pools: LayerKVCache, metadata: AttentionMetadata
+    ) -> tuple[Any, ...] | None:
+        """The arguments of ``write_kv``."""
+        if key is None or value is None:
+            return None
+        check_tensors(key=key, value=value)
+        check_rows("key", key, self.num_kv_heads, self.head_dim)
+        check_rows("value", value, self.num_kv_heads, self.head_dim_v)
+        k = key.reshape(-1, self.num_kv_heads, self.head_dim)
+        v = value.reshape(-1, self.num_kv_heads, self.head_dim_v)
+        slots = metadata.slots_of("keys", "key=None, value=None")
+        return k, v, pools.k_cache, pools.v_cache, slots, pools.k_scale, pools.v_scale
+
     def _options(self) -> dict[str, Any]:
         """The options of the module's own, as the record of a call has them."""
         return {
+            "scale": self.scale,
             "causal": self.causal,
             "window_left": self.window_size[0],
             "window_right": self.window_size[1],
             "logits_soft_cap": self.logits_soft_cap or 0.0,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
+            "alibi_slopes": self._of_heads("alibi_slopes"),
+            "sinks": self._of_heads("sinks"),
             "chunk_size": self.chunk_size or 0,
         }
 
-    def _can_read_prefixes_once(self, metadata: AttentionMetadata) -> bool:
-        """`can_read_once`, for this batch."""
-        return self._reads_once and metadata.tree_mask is None
+    def _of_heads(self, name: str) -> Tensor | None:
+        """A buffer, or the parameter that was put in its place. A module's own look for a buffer takes
+        longer."""
+        found: Tensor | None = self._buffers[name] if name in self._buffers else getattr(self, name)
+        return found
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""

@@ -1,6 +1,9 @@
-"""Devices and dtypes as people type them on a command line."""
+"""Devices, dtypes and options as people type them on a command line."""
 
 from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
 
 import torch
 
@@ -8,6 +11,19 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 #: torch's names of dtypes -> ours.
 LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def option(words: str, default: Any = ..., *flags: str, **limits: Any) -> Any:
+    """A field of a dataclass that declares a command's options, one per field.
+
+    Args:
+        words: its help.
+        default: left out: it must be given.
+        flags: as typed, where they don't follow from the field's name.
+        limits: such as ``min``.
+    """
+    metadata = {"help": words, "flags": flags, "limits": limits}
+    return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
 
 
 def short_dtype(name: str) -> str:

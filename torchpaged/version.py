@@ -1,3 +1,3 @@
-"""The version, where everybody can read it without importing the package's doors."""
+"""The version, readable without importing the rest of the package."""
 
 __version__ = "0.1.0"

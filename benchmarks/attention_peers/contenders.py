@@ -1,4 +1,4 @@
-"""Who is measured beside torchpaged's backends: plain PyTorch, and the list of all.
+"""What is measured together with torchpaged's backends: plain PyTorch, and the list of all.
 
     for contender in contenders(device, backends=None, peers=True):
         print(contender.name, contender.unavailable())
@@ -28,7 +28,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 def contenders(
     device: torch.device, backends: Sequence[str] | None = None, peers: bool = True, skip: Sequence[str] = ()
 ) -> list[Contender]:
-    """Who runs on ``device``.
+    """What runs on ``device``.
 
     Args:
         device: where.
@@ -38,14 +38,14 @@ def contenders(
 
     Raises:
         BackendUnavailableError: a backend is unknown.
-        ArgumentError: a name in ``skip`` is unknown, or nobody is left.
+        ArgumentError: a name in ``skip`` is unknown, or none is left.
     """
-    everybody = [*own_backends(device, backends), *((SDPA, FLEX, *PEERS) if peers else ())]
-    names = [contender.name for contender in everybody]
+    listed = [*own_backends(device, backends), *((SDPA, FLEX, *PEERS) if peers else ())]
+    names = [contender.name for contender in listed]
     unknown = [name for name in skip if name not in names]
     if unknown:
         raise ArgumentError("skip", f"one of {', '.join(names)}", repr(unknown[0]))
-    left = [contender for contender in everybody if contender.name not in skip]
+    left = [contender for contender in listed if contender.name not in skip]
     if not left:
         raise ArgumentError("skip", "at least one contender left", f"all of {', '.join(names)}")
     return left

@@ -2,8 +2,8 @@
 
     contender = in_parts("triton")      # "triton-in-parts", for cases whose decodes come before their chunks
 
-The sum of both parts measured alone is a stricter figure, and one nobody can run: a kernel in a row of its
-like begins while the one before it ends. Here decodes and chunks take turns, as they do in a model that gives
+The sum of both parts measured alone is a stricter figure, which no program reaches: a kernel among equal ones
+begins while the one before it ends. Here decodes and chunks take turns, as they do in a model that gives
 each a call of its own.
 """
 
@@ -15,20 +15,28 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attention_peers.summary import SUFFIX
 from torchpaged.backends import get_backend
 from torchpaged.bench.attention.cases import AttentionCase
 from torchpaged.bench.attention.contender import Contender, Prepared, own_backend
 from torchpaged.bench.attention.inputs import Inputs
-from torchpaged.bench.attention.summary import SUFFIX
 
 
 def in_parts_of(backends: Sequence[Contender], cases: Sequence[AttentionCase]) -> list[Contender]:
     """`in_parts` of the own ones among ``backends``; none if no case is a mixed batch."""
     return (
         [in_parts(contender.name) for contender in backends if contender.own]
-        if any(case.num_decodes for case in cases)
+        if any(map(num_decodes, cases))
         else []
     )
+
+
+def num_decodes(case: AttentionCase) -> int:
+    """Requests of one query token that come first, if only longer queries follow them; else, and if none
+    follow, 0."""
+    queries = case.query_lens
+    count = sum(query == 1 for query in queries)
+    return count if 0 < count < len(queries) and max(queries[:count]) == 1 else 0
 
 
 def in_parts(name: str) -> Contender:
@@ -38,12 +46,12 @@ def in_parts(name: str) -> Contender:
     def why_not(case: AttentionCase, device: torch.device) -> str | None:
         return (
             whole.why_not(case, device)
-            if case.num_decodes
+            if num_decodes(case)
             else "no batch of decodes and, after them, longer queries"
         )
 
     def prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
-        count, num_reqs = case.num_decodes, len(case.seq_lens)
+        count, num_reqs = num_decodes(case), len(case.seq_lens)
         out, starts = inputs.poisoned_out(), inputs.query_start_loc
         semaphores = torch.zeros(
             inputs.num_layers, num_reqs * case.num_kv_heads, dtype=torch.int32, device=inputs.q.device

@@ -1,4 +1,4 @@
-"""A whole decode step of a model: ours in its variants beside HuggingFace's.
+"""A whole decode step of a model: ours in its variants against HuggingFace's.
 
 cases.py, options.py   what is measured;  own.py, peers.py: who;
                        gate.py: what must be right before anything is timed

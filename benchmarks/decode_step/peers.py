@@ -92,7 +92,7 @@ def hf_static(model: Any, batch: int, context: int, new_tokens: int) -> dict[str
         return entry | {
             "new_tokens": new_tokens,
             "attention": "sdpa",
-            "compiled_by": "generate()" if device.type == "cuda" else "nobody",
+            "compiled_by": "generate()" if device.type == "cuda" else "no compiler",
         }
     finally:
         # the next batch size gets static shapes of its own, and the CUDA graphs' memory comes back

@@ -1,4 +1,4 @@
-"""A whole decode step of a model: ours in its variants beside HuggingFace's, as one function and as a
+"""A whole decode step of a model: ours in its variants against HuggingFace's, as one function and as a
 command line.
 
     # or: python benchmarks/bench_step.py --shapes llama-1b

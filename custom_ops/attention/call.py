@@ -50,6 +50,23 @@ class AttentionCall(NamedTuple):
             tensors = (*tensors, options.pop("lse", None))
         return cls(*tensors, **options)
 
+    @classmethod
+    def over(
+        cls,
+        batch: Any,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        **options: Any,
+    ) -> AttentionCall:
+        """The call of a layer over ``batch``, such as `torchpaged.AttentionMetadata`, which says all that is
+        of the step and not of the layer; ``options``: the record's others."""
+        options["tree_mask"], longest = batch.tree_mask, batch.max_query_len
+        table, starts = batch.block_table, batch.query_start_loc
+        return cls(q, k_cache, v_cache, table, batch.seq_lens, starts, out, lse, longest, **options)
+
     def flat(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional arguments and keywords for an op's handle, without those that are their defaults: an op
         of another library need not know them, and each costs time in the dispatcher."""
@@ -58,6 +75,17 @@ class AttentionCall(NamedTuple):
             if value is not default:
                 options[name] = value
         return self[:_POSITIONAL], options
+
+    @property
+    def optional(self) -> tuple[Tensor | None, ...]:
+        """The tensors that it may have, in the order in which kernels take them: of heads, of the pools, of
+        tokens."""
+        return self.alibi_slopes, self.sinks, self.k_scale, self.v_scale, self.tree_mask
+
+    @property
+    def per_token(self) -> dict[str, Tensor]:
+        """The tensors ``[T]`` int64 that it has, by name."""
+        return {} if self.tree_mask is None else {"tree_mask": self.tree_mask}
 
     @property
     def num_reqs(self) -> int:
@@ -127,11 +155,6 @@ _POSITIONAL = AttentionCall._fields.index("lse") + 1
 _NAMES = tuple(AttentionCall._field_defaults)
 _DEFAULTS = tuple(AttentionCall._field_defaults.values())
 _CASCADE_OPTIONS = ("max_query_len", "scale", "logits_soft_cap", "sinks", "k_scale", "v_scale", "semaphore")
-
-
-def head_stride(scale: Tensor | None) -> int:
-    """Numbers from one kv head's scale to the next: 0 where there is one for all."""
-    return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
 
 class Specialisation(NamedTuple):
@@ -236,6 +259,11 @@ class CascadeCall(NamedTuple):
         tensors, options = self.own.flat()
         options = {name: options[name] for name in _CASCADE_OPTIONS if name in options}
         return (*tensors[:6], *self[1:], *tensors[6:]), options
+
+    @property
+    def per_token(self) -> dict[str, Tensor]:
+        """As `AttentionCall.per_token`."""
+        return {"order": self.order, "inverse": self.inverse}
 
     def prefixes(self, q: Tensor, out: Tensor, lse: Tensor | None) -> AttentionCall:
         """The groups' call over their prefixes alone, with queries in the groups' order: all of a prefix lies

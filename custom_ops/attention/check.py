@@ -1,6 +1,5 @@
-"""Argument checks of ``paged_attention``, ``merge_attn_states`` and ``cascade_attention``, shared
-by reference, kernels and public
-functions; pieces: checks.py."""
+"""Argument checks of ``paged_attention``, ``merge_attn_states`` and ``cascade_attention``, shared by
+reference, kernels and public functions; pieces: checks.py, pools.py and batch_values.py."""
 
 from __future__ import annotations
 
@@ -10,9 +9,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
-from torchpaged.custom_ops.batch_values import check_batch_values, check_starts
+from torchpaged.custom_ops.batch_values import check_batch, check_batch_values, check_results, check_starts
 from torchpaged.custom_ops.checks import (
-    check_apart,
     check_device,
     check_dims,
     check_dtype,
@@ -63,25 +61,9 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
         )
     check_dims("out", out, q.shape[0], q.shape[1], v_cache.shape[3])
     _check_query_dtype(q, k_cache, out, fp8_queries)
-    check_dims("block_table", block_table, None, None)
-    check_dims("seq_lens", seq_lens, block_table.shape[0])
-    check_dims("query_start_loc", query_start_loc, block_table.shape[0] + 1)
-    for name, tensor in (
-        ("block_table", block_table),
-        ("seq_lens", seq_lens),
-        ("query_start_loc", query_start_loc),
-    ):
-        check_dtype(name, tensor, torch.int32)
-        check_last_dim(**{name: tensor})
+    batch = check_batch(block_table, seq_lens, query_start_loc)
     check_last_dim(q=q, out=out)
-    check_apart(
-        {"out": out}, {"q": q, "k_cache": k_cache, "v_cache": v_cache}, "allocate out with torch.empty"
-    )
-    if lse is not None:
-        check_dims("lse", lse, q.shape[0], q.shape[1])
-        check_dtype("lse", lse, torch.float32)
-        others = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "out": out}
-        check_apart({"lse": lse}, others, "allocate lse with torch.empty")
+    check_results(q, out, lse, k_cache=k_cache, v_cache=v_cache)
     for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
         if per_head is not None:
             check_dims(name, per_head, q.shape[1])
@@ -94,13 +76,11 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
         k_cache=k_cache,
         out=out,
         lse=lse,
-        block_table=block_table,
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
         k_scale=call.k_scale,
         v_scale=call.v_scale,
+        **batch,
     )
     check_cache_dtype(q, k_cache, call.k_scale, call.v_scale)
     if call.max_query_len < 1:
@@ -114,7 +94,8 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
     if call.semaphore is not None:
         _check_semaphore(call.semaphore, block_table.shape[0] * num_kv_heads, q.device)
     if call.tree_mask is not None:
-        _check_tree_mask(call.tree_mask, q, call.causal, call.max_query_len)
+        _check_per_token(call.per_token, q)
+        _check_tree_mask(call.causal, call.max_query_len)
     if reads_values(q.device):
         check_batch_values(
             q.shape[0],
@@ -147,11 +128,15 @@ def _check_query_dtype(q: Tensor, k_cache: Tensor, out: Tensor, fp8_queries: boo
     check_dtype("out", out, *FLOATS)
 
 
-def _check_tree_mask(tree_mask: Tensor, q: Tensor, causal: bool, max_query_len: int) -> None:
-    check_dims("tree_mask", tree_mask, q.shape[0])
-    check_dtype("tree_mask", tree_mask, torch.int64)
-    check_device(q.device, tree_mask=tree_mask)
-    check_last_dim(tree_mask=tree_mask)
+def _check_per_token(tensors: dict[str, Tensor], q: Tensor) -> None:
+    for name, tensor in tensors.items():
+        check_dims(name, tensor, q.shape[0])
+        check_dtype(name, tensor, torch.int64)
+    check_device(q.device, **tensors)
+    check_last_dim(**tensors)
+
+
+def _check_tree_mask(causal: bool, max_query_len: int) -> None:
     if not causal:
         raise ArgumentError(
             "causal", "True with a tree_mask: no query token sees a later one of its request", "False"
@@ -228,12 +213,9 @@ def check_cascade_attention(call: CascadeCall) -> None:
     check_dims("prefix_query_start_loc", prefix_query_start_loc, prefix_block_table.shape[0] + 1)
     for name, tensor in groups.items():
         check_dtype(name, tensor, torch.int32)
-    rows = {"order": order, "inverse": inverse}
-    for name, tensor in rows.items():
-        check_dims(name, tensor, q.shape[0])
-        check_dtype(name, tensor, torch.int64)
-    check_last_dim(**groups, **rows)
-    check_device(q.device, **groups, **rows)
+    check_last_dim(**groups)
+    check_device(q.device, **groups)
+    _check_per_token(call.per_token, q)
     if reads_values(q.device):
         _check_values(q, own.k_cache, groups, order, inverse, own.query_start_loc)
 

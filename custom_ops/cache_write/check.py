@@ -4,8 +4,8 @@ public functions."""
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
+from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.checks import (
     check_apart,
     check_device,
@@ -21,16 +21,9 @@ from torchpaged.custom_ops.pools import FLOATS, INF, check_cache_dtype, check_po
 from torchpaged.custom_ops.slots import check_slots
 
 
-def check_write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def check_write_kv(call: WriteCall) -> None:
     """Every argument of ``write_kv``; raises `ArgumentError` before anything is written."""
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, _ = call
     check_pools(k_cache, v_cache, stores=True)
     check_dims("slot_mapping", slot_mapping, None)
     check_dims("k", k, slot_mapping.shape[0], k_cache.shape[2], k_cache.shape[3])
@@ -45,26 +38,10 @@ def check_write_kv(
     check_slots(slot_mapping, k_cache)
 
 
-def check_rope_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    slot_mapping: Tensor,
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
+def check_rope_write_kv(call: RotatedWriteCall) -> None:
     """Every argument of ``rope_write_kv``; raises `ArgumentError` before anything is written."""
-    check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    check_write_kv(call.write())
+    q, k, v, positions, cos_sin, _, q_out, k_cache, v_cache, q_norm, k_norm, norm_eps, norm_offset, *_ = call
     check_dims("q", q, k.shape[0], None, k.shape[2])
     check_dims("q_out", q_out, *q.shape)
     check_dims("positions", positions, q.shape[0])

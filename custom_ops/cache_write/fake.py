@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 
+from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.pools import expect_pools
 
 # Inductor of torch 2.11 reads and writes beyond two halves of one tensor that an op mutates: wrong numbers
@@ -16,16 +15,8 @@ from torchpaged.custom_ops.pools import expect_pools
 _SPLITS_WRONG = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13)
 
 
-def _write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    **_: Any,
-) -> None:
+def _write_kv(call: WriteCall) -> None:
+    k, v, k_cache, v_cache, slot_mapping = call[:5]
     torch._check(
         k.dim() == 3 and v.dim() == 3, lambda: f"k, v: expected 3 dimensions, got {k.dim()} and {v.dim()}"
     )
@@ -65,19 +56,9 @@ def _write_kv(
     )
 
 
-def _rope_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    slot_mapping: Tensor,
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    **_: Any,
-) -> None:
-    _write_kv(k, v, k_cache, v_cache, slot_mapping)
+def _rope_write_kv(call: RotatedWriteCall) -> None:
+    q, k, _, positions, cos_sin, _, q_out = call[:7]
+    _write_kv(call.write())
     torch._check(
         q.dim() == 3 and q_out.dim() == 3,
         lambda: f"q, q_out: expected 3 dimensions, got {q.dim()}, {q_out.dim()}",

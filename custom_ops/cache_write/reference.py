@@ -9,49 +9,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+from torchpaged.custom_ops.pools import FP8
 
 
 def _quantize(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     """``x [T, K, D]`` in the cache's dtype; fp8 values are stored divided by their scale and saturated."""
-    if dtype not in FP8_DTYPES:
+    if dtype not in FP8:
         return x.to(dtype)
     x = x.float() if scale is None else x.float() / scale.view(1, -1, 1)
     limit = torch.finfo(dtype).max
     return x.clamp(-limit, limit).to(dtype)
 
 
-def write_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    are_query_tokens: bool = False,
-) -> None:
+def write_kv(call: WriteCall) -> None:
     """Store ``k``, ``v`` at their slots; slot -1 skips. Two tokens with one slot are refused where values are
     checked, else undefined.
 
     ``are_query_tokens`` says when others may start; it changes no result.
     """
-    check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    _store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    check_write_kv(call)
+    _store(call)
 
 
-def _store(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def _store(call: WriteCall) -> None:
+    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, _ = call
     keep = slot_mapping >= 0
     slots = slot_mapping[keep]
     block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
@@ -82,46 +65,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([turned, x[..., 2 * half :]], dim=-1)
 
 
-def rope_write_kv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    slot_mapping: Tensor,
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    interleaved: bool = False,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    are_query_tokens: bool = False,
-) -> None:
+def rope_write_kv(call: RotatedWriteCall) -> None:
     """Norm and rotate q into ``q_out``; norm and rotate k and store it with v. One rounding, at the end."""
-    check_rope_write_kv(
-        q,
-        k,
-        v,
-        positions,
-        cos_sin,
-        slot_mapping,
-        q_out,
-        k_cache,
-        v_cache,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    cos, sin = cos_sin[positions].to(dtype)[:, None].chunk(2, dim=-1)
-    q_out.copy_(_rotate(_rms_norm(q.to(dtype), q_norm, norm_eps, norm_offset), cos, sin, interleaved))
-    rotated = _rotate(_rms_norm(k.to(dtype), k_norm, norm_eps, norm_offset), cos, sin, interleaved)
-    _store(rotated, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    check_rope_write_kv(call)
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    cos, sin = call.cos_sin[call.positions].to(dtype)[:, None].chunk(2, dim=-1)
+
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        normed = _rms_norm(x.to(dtype), weight, call.norm_eps, call.norm_offset)
+        return _rotate(normed, cos, sin, call.interleaved)
+
+    call.q_out.copy_(turned(call.q, call.q_norm))
+    _store(call.write()._replace(k=turned(call.k, call.k_norm)))

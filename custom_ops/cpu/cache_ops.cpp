@@ -84,7 +84,7 @@ void check_scale(const char* name, const std::optional<Tensor>& scale, bool fp8,
   }
 }
 
-// No two tokens have one slot, but for -1 and the slots of block 0, which hold nobody's tokens.
+// No two tokens have one slot, but for -1 and the slots of block 0, which hold no request's tokens.
 void check_distinct(const int64_t* slots, int64_t stride, int64_t count, int64_t block_size) {
   std::vector<int64_t> sorted;
   for (int64_t i = 0; i < count; ++i)

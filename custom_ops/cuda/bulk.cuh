@@ -15,10 +15,6 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 at, int bytes) {
 __device__ __forceinline__ void mbarrier_arrive(u32 at) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
-// The same for a barrier of any CTA of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_cluster(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at) : "memory");
-}
 // Waits for a phase of a barrier in this CTA's memory, completed by copies that this CTA asked for, its
 // warps, or CTAs of its cluster.
 __device__ __forceinline__ void mbarrier_wait(u32 at, int parity) {
@@ -32,12 +28,6 @@ __device__ __forceinline__ void mbarrier_wait(u32 at, int parity) {
 __device__ __forceinline__ void st_async(u32 to, const float (&x)[4], u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier) : "memory");
-}
-// One number, 4 bytes.
-__device__ __forceinline__ void st_async(u32 to, int x, u32 barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to), "r"(x),
-               "r"(barrier)
-               : "memory");
 }
 // A box of `map` from column k and row on, into shared memory.
 __device__ __forceinline__ void tma_load_2d(u32 to, const void *map, int k, int row, u32 barrier) {
@@ -79,15 +69,6 @@ __device__ __forceinline__ void tma_load_4d(u32 to, const void *map, int x, int 
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, "
       "%5}], [%6];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
-      : "memory");
-}
-// Into the same place of all CTAs of the cluster whose bits `mask` has, each of whose barriers is told.
-__device__ __forceinline__ void tma_load_4d_shared(u32 to, const void *map, int x, int y, int z, int w,
-                                                   u32 barrier, u16 mask) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "h"(mask)
       : "memory");
 }
 __device__ __forceinline__ void prefetch_tensormap(const void *map) {

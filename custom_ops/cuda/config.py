@@ -1,7 +1,7 @@
 """What a CUDA kernel is compiled for, as a C++ header of constants: described once, with types and comments.
 
 A family of kernels has one `Table`. A `Config` is a table with values; its text is what the kernels' sources
-include under the table's name (``decode_config.cuh``). The file of that name beside the sources is an
+include under the table's name (``decode_config.cuh``). The file of that name among the sources is an
 example for readers and editors: the compiler gets the text made for its specialisation (``jit.py``).
 """
 
@@ -98,8 +98,8 @@ class Config:
             else:
                 said = ("false", "true")[value] if constant.kind == "bool" else str(value)
                 code = f"inline constexpr {constant.kind} {constant.name} = {said};"
-            beside = f"{code:<45}  // {constant.what}"
-            lines += [beside] if len(beside) <= _WIDTH else [*_comment(constant.what), code]
+            line = f"{code:<45}  // {constant.what}"
+            lines += [line] if len(line) <= _WIDTH else [*_comment(constant.what), code]
         return "\n".join(lines) + "\n"
 
 

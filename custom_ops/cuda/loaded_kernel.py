@@ -11,11 +11,17 @@ import threading
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu
 
 #: A CUtensorMap, as a kernel's parameters hold it.
 Map = ctypes.c_ubyte * 128
+
+
+def address(tensor: Tensor | None) -> int:
+    """Of the first number, 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def checked(result: Any, what: str) -> Any:
@@ -29,7 +35,7 @@ def checked(result: Any, what: str) -> Any:
 class Kernel:
     """A loaded kernel of one device.
 
-    ``prefer_shared``: cut the memory beside a multiprocessor in favour of shared memory, if the kernel has
+    ``prefer_shared``: cut a multiprocessor's memory in favour of shared memory, if the kernel has
     more than 48 KiB of it.
     """
 
@@ -68,6 +74,9 @@ class Kernel:
             config = self._driver.CUlaunchConfig()
             config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
             config.sharedMemBytes = self._shared_bytes
+            # Set once, and each launch says whether it counts: cuda-bindings before 13.3 frees a list twice
+            # that was replaced by an empty one.
+            config.attrs = [self._early]
             self._local.config = config
         return self._local.config
 
@@ -127,7 +136,7 @@ class Kernel:
         config = self._config()
         config.gridDimX, config.blockDimX = grid, threads
         config.hStream = torch.cuda.current_stream().cuda_stream
-        config.attrs, config.numAttrs = ([self._early], 1) if early else ([], 0)
+        config.numAttrs = int(early)
         begin = ctypes.addressof(arguments)
         pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))
         (error,) = self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)

@@ -1,11 +1,11 @@
 // The instructions that C++ has no words for. FP16: 16-bit numbers are float16, else bfloat16.
 //
-// Who waits for whom, in all kernels here. Each wait says beside it why it ends; these hold for every one:
+// Who waits for whom, in all kernels here. A comment at each wait says why it ends; these hold for every one:
 // - A CTA waits for warps of its own, for CTAs of its cluster, and for whole kernels ahead
 //   (griddepcontrol.wait); never for another CTA of its grid, for a kernel behind it, or for the host. The
 //   hardware places a cluster whole or refuses the launch, under MPS and MIG as well, so that no wait needs
-//   room for a CTA which is not there. Work shared by CTAs of different clusters is finished by whoever comes
-//   last.
+//   room for a CTA which is not there. Work shared by CTAs of different clusters is finished by the CTA
+//   that comes last.
 // - griddepcontrol.wait ends because a kernel is placed early only when all CTAs of the one ahead run or have
 //   ended: one that waits keeps no room from one it waits for. Every kernel here waits for those ahead before
 //   it ends, so that "the one ahead has ended" holds for all further ahead.
@@ -129,8 +129,8 @@ __device__ __forceinline__ float tanh_(float x) {  // a series near 0, where the
   return fabsf(x) < 0.3f ? series : far;
 }
 // Lengths, query starts and block tables are read before griddepcontrol.wait, where this multiprocessor's L1
-// may still hold an older step's: a program that starts early is not known to find L1 emptied. Nobody writes
-// them while the kernel runs. So the first reads come from L2, and the last of them is an acquire, which
+// may still hold an older step's: a program that starts early is not known to find L1 emptied. They are not
+// written while the kernel runs. So the first reads come from L2, and the last of them is an acquire, which
 // empties L1: what a thread reads behind its own is as new, at the price of L1.
 __device__ __forceinline__ int load_l2(const int *p) {
   int x;

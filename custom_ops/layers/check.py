@@ -21,6 +21,7 @@ from torchpaged.custom_ops.checks import (
     reads_values,
 )
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 
 #: Activations of a gate that `act_and_mul` and `linear` know; "gelu_tanh" is GELU's tanh approximation.
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -84,16 +85,9 @@ def check_embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Te
             raise ArgumentError("input_ids", f"ids in [0, {weight.shape[0]})", str(wrong[0].item()))
 
 
-def check_rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    eps: float = 1e-6,
-    residual: Tensor | None = None,
-    post_residual: Tensor | None = None,
-) -> None:
+def check_rms_norm(call: NormCall) -> None:
     """Every argument of ``rms_norm``; raises `ArgumentError` before anything is written."""
+    x, weight, out, eps, _, residual, post_residual = call
     check_dims("x", x, None, None)
     check_dtype("x", x, *FLOATS)
     check_last_dim(x=x)
@@ -116,19 +110,9 @@ def check_act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu")
     _check_apart("out", out, gate_up=gate_up)
 
 
-def check_linear(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    activation: str = "none",
-) -> None:
+def check_linear(call: LinearCall) -> None:
     """Every argument of ``linear``; raises `ArgumentError` before anything is written."""
+    x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation = call
     check_dims("x", x, None, None)
     check_dtype("x", x, *FLOATS)
     check_dims("weight", weight, None, x.shape[1])

@@ -2,9 +2,9 @@
 plain torch.
 
 Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for
-float64 inputs) and
-rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded before its product.
-Kernels that use tensor cores round the normed input once more, which the tests' error budget allows.
+float64 inputs) and rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded
+before its product. Kernels that use tensor cores round the normed input once more, which the tests' error
+budget allows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.layers.check import (
     check_act_and_mul,
     check_embedding,
@@ -47,19 +48,11 @@ def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor |
     out.copy_(rows if scale is None else rows * scale.to(weight.dtype))
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    residual: Tensor | None = None,
-    post_residual: Tensor | None = None,
-) -> None:
+def rms_norm(call: NormCall) -> None:
     """``out = x / rms(x) * (weight + offset)``; ``residual += x`` before it, ``+ post_residual`` after it.
     The unrounded sum is normed."""
-    check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
+    check_rms_norm(call)
+    x, weight, out, eps, offset, residual, post_residual = call
     total = _exact(x)
     if residual is not None:
         total = total + _exact(residual)
@@ -74,31 +67,11 @@ def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> No
     out.copy_(_gated(_exact(gate_up), activation))
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    activation: str = "none",
-) -> None:
+def linear(call: LinearCall) -> None:
     """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only
     where given."""
-    check_linear(
-        x,
-        weight,
-        out,
-        bias=bias,
-        residual=residual,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
-        activation=activation,
-    )
+    check_linear(call)
+    x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation = call
     inputs = _exact(x) if norm_weight is None else _normed(_exact(x), norm_weight, norm_eps, norm_offset)
     y = F.linear(inputs, _exact(weight), None if bias is None else _exact(bias))
     if activation != "none":

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.batch_values import check_batch_values
+from torchpaged.custom_ops.batch_values import check_batch, check_batch_values, check_results
 from torchpaged.custom_ops.checks import (
     check_apart,
     check_device,
@@ -49,18 +49,8 @@ def check_mla_attention(call: LatentCall) -> None:
             f"rank columns, at least 1 and fewer than the pool's {kv_cache.shape[3]} (rank + rope)",
             f"{rank} columns",
         )
-    check_apart({"out": out}, {"q": q, "kv_cache": kv_cache}, "allocate out with torch.empty")
-    if lse is not None:
-        check_dims("lse", lse, q.shape[0], q.shape[1])
-        check_dtype("lse", lse, torch.float32)
-        check_apart({"lse": lse}, {"q": q, "kv_cache": kv_cache, "out": out}, "allocate lse with torch.empty")
-    check_dims("block_table", block_table, None, None)
-    check_dims("seq_lens", seq_lens, block_table.shape[0])
-    check_dims("query_start_loc", query_start_loc, block_table.shape[0] + 1)
-    batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
-    for name, tensor in batch.items():
-        check_dtype(name, tensor, torch.int32)
-        check_last_dim(**{name: tensor})
+    check_results(q, out, lse, kv_cache=kv_cache)
+    batch = check_batch(block_table, seq_lens, query_start_loc)
     check_last_dim(q=q, out=out)
     check_device(kv_cache.device, q=q, out=out, lse=lse, **batch)
     if call.max_query_len < 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.batch_values import expect_batch
 from torchpaged.custom_ops.early_launch import refuse_inductors_for
 from torchpaged.custom_ops.mla.call import LatentCall
 
@@ -18,18 +19,10 @@ def _expect_pool(kv_cache: Tensor) -> None:
 
 def _mla_attention(call: LatentCall) -> None:
     q, kv_cache, block_table, seq_lens, query_start_loc, out = call[:6]
-    torch._check(
-        q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}"
-    )
+    expect_batch(q, out, block_table, seq_lens, query_start_loc)
     _expect_pool(kv_cache)
     for name, dtype in (("kv_cache", kv_cache.dtype), ("out", out.dtype)):
         torch._check(q.dtype == dtype, lambda name=name, got=dtype: f"{name}: expected {q.dtype}, got {got}")
-    torch._check(
-        block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}"
-    )
-    batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
-    for name, t in batch.items():
-        torch._check(t.dtype == torch.int32, lambda name=name, t=t: f"{name}: expected int32, got {t.dtype}")
     torch._check(
         q.shape[2] == kv_cache.shape[3],
         lambda: f"q: expected the pool's width {kv_cache.shape[3]}, got {q.shape[2]}",
@@ -38,11 +31,7 @@ def _mla_attention(call: LatentCall) -> None:
         out.shape[2] <= kv_cache.shape[3],
         lambda: f"out: expected at most the pool's width {kv_cache.shape[3]}, got {out.shape[2]}",
     )
-    torch._check(q.shape[0] == out.shape[0], lambda: "out: expected as many rows as q")
     torch._check(q.shape[1] == out.shape[1], lambda: "out: expected as many heads as q")
-    torch._check(
-        block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row"
-    )
 
 
 def _write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

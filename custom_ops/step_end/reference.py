@@ -28,6 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
 from torchpaged.custom_ops.step_end.check import (
     NO_TOKEN,
     check_accept_tokens,
@@ -37,21 +38,11 @@ from torchpaged.custom_ops.step_end.check import (
 )
 
 
-def advance_step(
-    sampled_token_ids: Tensor,
-    block_table: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-) -> None:
+def advance_step(call: AdvanceCall) -> None:
     """Turn one decode step's buffers into the next one's: token in, position and length + 1, slot from
     the table."""
-    check_advance_step(
-        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
-    )
+    check_advance_step(call)
+    sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size = call
     old_lens = seq_lens.long()
     moves = (old_lens > 0) & (old_lens < block_table.shape[1] * block_size)
     column = (old_lens // block_size).clamp_max(block_table.shape[1] - 1)
@@ -121,22 +112,10 @@ def kept_tokens(z: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return torch.zeros_like(keep).scatter(1, order, keep)
 
 
-def sample_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    repetition_penalty: Tensor,
-    seen: Tensor,
-    seeds: Tensor,
-    counters: Tensor,
-    out: Tensor,
-) -> None:
+def sample_tokens(call: SampleCall) -> None:
     """One token per row; arguments as in ``schema.py``, semantics in this module's docstring."""
-    check_sample_tokens(
-        logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out
-    )
+    check_sample_tokens(call)
+    logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out = call
     z = penalised_logits(logits, repetition_penalty, seen)
     largest, token = z.max(-1)
     out.copy_(token)
@@ -170,24 +149,7 @@ def _draw(
     return score.argmax(-1)
 
 
-def accept_tokens(
-    sampled_token_ids: Tensor,
-    block_table: Tensor,
-    stop_token_ids: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    counters: Tensor,
-    remaining: Tensor,
-    seen: Tensor,
-    tokens_out: Tensor,
-    *,
-    block_size: int,
-    ring: Tensor | None = None,
-    launches: Tensor | None = None,
-    step: int = 0,
-) -> None:
+def accept_tokens(call: AcceptCall) -> None:
     """Take the sampled tokens and turn this step's buffers into the next one's; arguments as
     in ``schema.py``.
 
@@ -195,36 +157,21 @@ def accept_tokens(
     `NO_TOKEN`, ``remaining`` used up, table full) gets seq_len 0 and slot -1 and keeps its input_ids
     and position.
     """
-    check_accept_tokens(
-        sampled_token_ids,
-        block_table,
-        stop_token_ids,
-        input_ids,
-        positions,
-        seq_lens,
-        slot_mapping,
-        counters,
-        remaining,
-        seen,
-        tokens_out,
-        block_size=block_size,
-        ring=ring,
-        launches=launches,
-        step=step,
-    )
+    check_accept_tokens(call)
+    sampled_token_ids, block_table, stop_token_ids, input_ids, positions, seq_lens, slot_mapping = call[:7]
+    assert sampled_token_ids is not None
+    remaining, block_size = call.remaining, call.block_size
     old_lens = seq_lens.long()
     active = old_lens > 0
     token = torch.where(active, sampled_token_ids, -1)
-    tokens_out.copy_(token)
-    if ring is not None and launches is not None:
-        _put(ring, launches, step, token)
-    counters.add_(active)
+    call.tokens_out.copy_(token)
+    if call.ring is not None and call.launches is not None:
+        _put(call.ring, call.launches, call.step, token)
+    call.counters.add_(active)
     remaining.sub_(active.to(torch.int32))
-    _mark_seen(seen, token)
+    _mark_seen(call.seen, token)
     stopped = (stop_token_ids == token[:, None]).any(-1)
-    goes_on = (
-        active & (token >= 0) & ~stopped & (remaining > 0) & (old_lens < block_table.shape[1] * block_size)
-    )
+    goes_on = active & (token >= 0) & ~stopped & (remaining > 0) & (old_lens < call.capacity)
     column = (old_lens // block_size).clamp(0, block_table.shape[1] - 1)
     block = block_table.gather(1, column[:, None])[:, 0].long()
     slot_mapping.copy_(torch.where(goes_on, block * block_size + old_lens % block_size, -1))
@@ -233,75 +180,12 @@ def accept_tokens(
     seq_lens.copy_(torch.where(goes_on, old_lens + 1, torch.where(active, 0, old_lens)).to(torch.int32))
 
 
-def finish_step(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    repetition_penalty: Tensor,
-    seeds: Tensor,
-    block_table: Tensor,
-    stop_token_ids: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    counters: Tensor,
-    remaining: Tensor,
-    seen: Tensor,
-    tokens_out: Tensor,
-    *,
-    block_size: int,
-    ring: Tensor | None = None,
-    launches: Tensor | None = None,
-    step: int = 0,
-) -> None:
+def finish_step(call: FinishCall) -> None:
     """`sample_tokens`, then `accept_tokens`; arguments as in ``schema.py``."""
-    check_finish_step(
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
-        seeds,
-        block_table,
-        stop_token_ids,
-        input_ids,
-        positions,
-        seq_lens,
-        slot_mapping,
-        counters,
-        remaining,
-        seen,
-        tokens_out,
-        block_size=block_size,
-        ring=ring,
-        launches=launches,
-        step=step,
-    )
-    sampled = torch.empty_like(counters)
-    sample_tokens(
-        logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, sampled
-    )
-    accept_tokens(
-        sampled,
-        block_table,
-        stop_token_ids,
-        input_ids,
-        positions,
-        seq_lens,
-        slot_mapping,
-        counters,
-        remaining,
-        seen,
-        tokens_out,
-        block_size=block_size,
-        ring=ring,
-        launches=launches,
-        step=step,
-    )
+    check_finish_step(call)
+    sampled = torch.empty_like(call.accept.counters)
+    sample_tokens(call.sample._replace(out=sampled))
+    accept_tokens(call.accept._replace(sampled_token_ids=sampled))
 
 
 def _put(ring: Tensor, launches: Tensor, step: int, token: Tensor) -> None:

@@ -9,59 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 import torch
 
-from torchpaged.custom_ops.triton import kernel_store, launching
-from torchpaged.custom_ops.triton.kernel_store import KernelRef
+from torchpaged.custom_ops.triton import launching
+from torchpaged.custom_ops.triton.kernel_store import Launch
 
 _compiled: set[Hashable] = set()
-
-
-class Launch(NamedTuple):
-    """A kernel and all that it is launched with; ``grid`` has one dimension, as stored ones need."""
-
-    kernel: KernelRef
-    grid: tuple[int, ...]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-
-    def __call__(self) -> None:
-        """Launch, on the current device and stream: what is stored, else by Triton.
-
-        Raises:
-            ValueError: ``grid`` has more than one dimension.
-        """
-        if len(self.grid) != 1:
-            raise ValueError(f"grid: expected one dimension, got {self.grid}")
-        stored = self._stored()
-        if stored is None and self._on_cuda():
-            stored = kernel_store.keep(self.kernel, self.arguments, self.options, self._compiled)
-        if stored is not None:
-            stored.launch(self.grid, self.arguments)
-        else:
-            self.kernel.load()[self.grid](*self.arguments, **self.options)
-
-    def _compiled(self) -> Any:
-        return self.kernel.load().warmup(*self.arguments, grid=self.grid, **self.options)
-
-    def is_stored(self) -> bool:
-        """Whether Triton is not needed."""
-        return self._stored() is not None
-
-    def _stored(self) -> kernel_store.StoredKernel | None:
-        return kernel_store.find(self.kernel, self.arguments, self.options) if self._on_cuda() else None
-
-    def _on_cuda(self) -> bool:
-        return any(
-            isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in self.arguments[:1]
-        )
-
-    def compile(self, device: torch.device) -> None:
-        """Compile for these arguments; nothing is launched. A thread of its own starts on device 0."""
-        with torch.cuda.device(device):
-            self._compiled()
 
 
 def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> None:

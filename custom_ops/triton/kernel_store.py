@@ -1,11 +1,7 @@
 """Machine code that Triton made, kept and launched by us: where it is on disk, neither Triton nor its
 compiler is imported.
 
-    stored = kernel_store.find(kernel, arguments, options)
-    if stored is None:  # let Triton compile, and keep that
-        stored = kernel_store.keep(kernel, arguments, options,
-                                   lambda: kernel.load().warmup(*arguments, grid=grid, **options))
-    if stored is None: ...  # Triton is to launch
+    Launch(kernel, grid, arguments, options)()
 
 Triton's own cache spares the compilation, not the import of Triton and the hash of its libraries, 0.3 s each.
 Nor does a launch of ours need the launcher that Triton 3.6 makes of each kernel's signature with a C
@@ -30,10 +26,10 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -65,14 +61,13 @@ class KernelRef:
 
     Attributes:
         module, name: where the ``triton.jit`` function is; the module as ``torchpaged.custom_ops`` calls it.
-        constants: places of positional arguments that are constants of the kernel.
-        unspecialised: places of those that it is not specialised on, as ``do_not_specialize`` says.
+        unspecialised: those of its parameters, the first ones, that it is not specialised on, as
+            ``do_not_specialize`` says.
     """
 
     module: str
     name: str
-    constants: frozenset[int] = frozenset()
-    unspecialised: frozenset[int] = frozenset()
+    unspecialised: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """The kernel itself; imports Triton."""
@@ -117,18 +112,30 @@ def _layout(types: tuple[str, ...]) -> list[tuple[int, int]]:
     return layout
 
 
+def flatten(arguments: Iterable[Any]) -> tuple[Any, ...]:
+    """Arguments as machine code takes them: the fields of a record one after the other."""
+    flat: list[Any] = []
+    for value in arguments:
+        if isinstance(value, tuple):
+            flat += value
+        else:
+            flat.append(value)
+    return tuple(flat)
+
+
 def specialise(kernel: KernelRef, arguments: tuple[Any, ...]) -> tuple[object, ...]:
-    """What the machine code depends on, argument by argument; at least as fine as what Triton's JIT
-    looks at."""
+    """What the machine code depends on, argument by argument, as `flatten` gives them; at least as fine as
+    what Triton's JIT looks at."""
     result: list[object] = []
+    unspecialised = len(kernel.unspecialised)
     for place, value in enumerate(arguments):
         if isinstance(value, torch.Tensor):
             result.append((value.dtype, value.data_ptr() % 16 == 0))
-        elif place in kernel.constants or value is None:
-            result.append(("constant", value))
+        elif value is None:
+            result.append(("constant", None))
         elif isinstance(value, int) and not isinstance(value, bool):
             kind = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if place in kernel.unspecialised:
+            if place < unspecialised:
                 result.append(kind)
             else:
                 result.append(("constant", 1) if value == 1 else (kind, value % 16 == 0))
@@ -287,7 +294,7 @@ def pack(compiled: Any, specialisation: tuple[object, ...]) -> bytes | None:
     metadata = compiled.metadata
     plain = metadata.num_ctas == 1 and not metadata.launch_cooperative_grid
     scratch = metadata.global_scratch_size or metadata.profile_scratch_size
-    passed = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    passed = [kind for kind in flatten(compiled.src.signature.values()) if kind != "constexpr"]
     expected = parameters(specialisation)[1]
     same = len(passed) == len(expected) and all(
         kind == want if want in _LETTERS else kind.startswith("*")
@@ -306,6 +313,54 @@ def _load(content: bytes, key: tuple[object, ...]) -> StoredKernel | None:
         return StoredKernel(json.loads(head), code, key[2])  # type: ignore[arg-type]
     except (RuntimeError, ValueError, KeyError):
         return None
+
+
+class Launch(NamedTuple):
+    """A kernel and all that it is launched with; ``grid`` has one dimension, as stored ones need.
+    ``arguments``: a named tuple of the kernel's parameters that are no constants, records among them."""
+
+    kernel: KernelRef
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self) -> None:
+        """Launch, on the current device and stream: what is stored, else by Triton.
+
+        Raises:
+            ValueError: ``grid`` has more than one dimension.
+        """
+        if len(self.grid) != 1:
+            raise ValueError(f"grid: expected one dimension, got {self.grid}")
+        flat = flatten(self.arguments)
+        stored = None
+        if _on_cuda(flat):
+            stored = find(self.kernel, flat, self.options)
+            if stored is None:
+                stored = keep(self.kernel, flat, self.options, self._compiled)
+        if stored is not None:
+            stored.launch(self.grid, flat)
+        else:
+            self.kernel.load()[self.grid](*self.arguments, **self.options)
+
+    def _compiled(self) -> Any:
+        return self.kernel.load().warmup(*self.arguments, grid=self.grid, **self.options)
+
+    def is_stored(self) -> bool:
+        """Whether Triton is not needed."""
+        flat = flatten(self.arguments)
+        return _on_cuda(flat) and find(self.kernel, flat, self.options) is not None
+
+    def compile(self, device: torch.device) -> None:
+        """Compile for these arguments; nothing is launched. A thread of its own starts on device 0."""
+        with torch.cuda.device(device):
+            self._compiled()
+
+
+def _on_cuda(arguments: tuple[Any, ...]) -> bool:
+    """Of the first tensor; the others are checked to be where it is."""
+    first = next((value for value in arguments if isinstance(value, torch.Tensor)), None)
+    return first is not None and first.device.type == "cuda"
 
 
 _sources()

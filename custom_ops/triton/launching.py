@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.early_launch import refuse_inductors
+from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.triton import notice
 
@@ -23,32 +22,19 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-@functools.cache
-def _num_sms(index: int) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
-
-
 def num_sms(device: torch.device) -> int:
     """Multiprocessors of the device; 7 in the interpreter."""
-    return 7 if INTERPRET else _num_sms(device.index or 0)
+    return 7 if INTERPRET else gpu.num_sms(device.index or 0)
 
 
 def launches_early(device: torch.device) -> bool:
-    """Whether kernels are launched with programmatic dependent launch: compute capability 9.0 and later.
-
-    Raises:
-        BackendUnavailableError: they are, and at the first call for this device Inductor's kernels would
-            be too.
-    """
-    return device.type == "cuda" and torch.version.hip is None and _launches_early(device.index or 0)
+    """As `gpu.launches_early`, of any device."""
+    return device.type == "cuda" and torch.version.hip is None and gpu.launches_early(device.index or 0)
 
 
-@functools.cache
-def _launches_early(index: int) -> bool:
-    early = capability(index) >= (9, 0)
-    if early:
-        refuse_inductors()
-    return early
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of the device."""
+    return gpu.capability(device.index or 0)
 
 
 def early_launch(device: torch.device) -> dict[str, Any]:
@@ -56,12 +42,6 @@ def early_launch(device: torch.device) -> dict[str, Any]:
     it can."""
     early = launches_early(device)
     return {"PDL": early} | ({"launch_pdl": True} if early else {})
-
-
-@functools.cache
-def capability(index: int) -> tuple[int, int]:
-    """Compute capability of a device."""
-    return torch.cuda.get_device_capability(index)
 
 
 def require_launchable(tensor: Tensor) -> None:
@@ -82,12 +62,17 @@ def watch_compiles() -> None:
         notice.install()
 
 
+def fp8_limit(cache: Tensor) -> float:
+    """The largest number of an fp8 cache; 0 for others."""
+    return torch.finfo(cache.dtype).max if cache.element_size() == 1 else 0.0
+
+
 def require_fp8(cache: Tensor) -> None:
     """e4m3 conversions need compute capability 8.9 on NVIDIA."""
     if cache.dtype == torch.float8_e4m3fn and cache.device.type == "cuda" and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(cache.device)
-        if capability < (8, 9):
+        found = capability(cache.device)
+        if found < (8, 9):
             raise BackendUnavailableError(
-                f"backend 'triton': a float8_e4m3fn cache needs compute capability 8.9, got {capability}; "
+                f"backend 'triton': a float8_e4m3fn cache needs compute capability 8.9, got {found}; "
                 "use float8_e5m2 or bfloat16"
             )

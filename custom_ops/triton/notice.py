@@ -15,7 +15,7 @@ _OURS = "torchpaged."
 
 @functools.cache
 def install() -> None:
-    """Listen from now on, beside a listener that is there already."""
+    """Listen from now on, together with a listener that is there already."""
     from triton import knobs
 
     before = knobs.compilation.listener

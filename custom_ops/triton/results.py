@@ -1,22 +1,9 @@
-"""Where attention kernels write their results."""
+"""How attention kernels write their `Results`."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
-
-
-class Results(NamedTuple):
-    """Pointers to ``out`` and ``lse`` (or None), and their strides of a token and a head."""
-
-    out: Any
-    lse: Any
-    o_token: Any
-    o_head: Any
-    l_token: Any
-    l_head: Any
 
 
 @triton.jit

@@ -255,6 +255,7 @@ def test_compiled_once_for_all_lengths(paged: bool) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seqlen_cache", [48, 13])
 def test_compiled_code_copies_no_cache(seqlen_cache: int) -> None:
     """Rows cut into blocks by a view, and stored into without it: Inductor allocates nothing of their

@@ -84,7 +84,8 @@ def test_paged(variant: str) -> None:
     want, want_lse = expected(queries, pools.k, pools.v, options)
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse, want_lse, rtol=2e-5, atol=2e-5)
-    assert lse.shape == (4, sum(QUERY_LENS)) and lse.is_contiguous()
+    assert lse.shape == (4, sum(QUERY_LENS))
+    assert lse.is_contiguous()
     again = flash_attn_varlen_func(  # as upstream says it
         q,
         pools.k_cache,
@@ -138,7 +139,8 @@ def test_rows_without_keys(causal: bool) -> None:
     want, want_lse = expected(queries, pools.k, pools.v, {"causal": causal})
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(lse, want_lse)
-    assert bool((out[[0, 1, 3]] == 0).all()) and bool((lse[:, [0, 1, 3]] == float("-inf")).all())
+    assert bool((out[[0, 1, 3]] == 0).all())
+    assert bool((lse[:, [0, 1, 3]] == float("-inf")).all())
 
 
 def test_out_and_padding() -> None:
@@ -333,7 +335,7 @@ def test_hints_are_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
 
 @pytest.mark.parametrize("starts", [(0, 5, 14), (0, 5, 3), (2, 5, 7), (0, 2**31 - 1, -5)])
 def test_starts_of_packed_keys_are_checked(starts: tuple[int, ...]) -> None:
-    """Past the keys, falling, not from 0, and a difference that int32 can't hold: at both doors."""
+    """Past the keys, falling, not from 0, and a difference that int32 can't hold: in both functions."""
     q, k, v = torch.randn(6, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
     queries, keys = starts_of([4, 2]), torch.tensor(starts, dtype=torch.int32)
     with pytest.raises(torchpaged.ArgumentError, match="cu_seqlens_k: expected 0 first, not decreasing"):

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
 def test_the_real_interface() -> None:
     here = Path(__file__).parent
     paths = [str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, str(here / "vllm_worker.py")],
+        [sys.executable, str(here.parent / "support/vllm_worker.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "VLLM_LOGGING_LEVEL": "ERROR"},
         capture_output=True,
         text=True,

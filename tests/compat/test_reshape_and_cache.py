@@ -37,7 +37,8 @@ def test_plain(name: str, dtype: torch.dtype) -> None:
     reshape_and_cache_flash(k, v, k_cache, v_cache, SLOTS, name, torch.ones(1), torch.ones(1))
     want_k, want_v = torch.zeros(32, 2, 16, dtype=dtype), torch.zeros(32, 2, 8, dtype=dtype)
     want_k[SLOTS[TOKENS]], want_v[SLOTS[TOKENS]] = k[TOKENS], v[TOKENS]
-    assert torch.equal(k_cache.flatten(0, 1), want_k) and torch.equal(v_cache.flatten(0, 1), want_v)
+    assert torch.equal(k_cache.flatten(0, 1), want_k)
+    assert torch.equal(v_cache.flatten(0, 1), want_v)
 
 
 @pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "fp8_e5m2"])

@@ -72,11 +72,12 @@ def test_grid(window: tuple[int, int], paged: bool) -> None:
         scale=0.3,
         **keys,
     )
-    assert again is room and torch.equal(room, out)
+    assert again is room
+    assert torch.equal(room, out)
 
 
 def test_fewer_keys_count_than_lie_there() -> None:
-    """``seqused_k`` beside packed keys: only the first so many of each request's take part."""
+    """``seqused_k`` with packed keys: only the first so many of each request's take part."""
     pools = Pools([6, 5])
     queries = [torch.randn(2, 2, 16), torch.randn(1, 2, 16)]
     used = torch.tensor([4, 3], dtype=torch.int32)

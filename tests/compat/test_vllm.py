@@ -18,7 +18,7 @@ import torch
 from documented import Pools, documented_attention, starts_of
 from torch import Tensor
 
-from torchpaged.compat import vllm_plugin
+from torchpaged import vllm as plugin
 
 ONE = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
 
@@ -28,10 +28,10 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The class that vLLM finds, by its own registry."""
     for name, module in fake_vllm.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    ours = ("torchpaged.compat.vllm", "torchpaged.compat.vllm_layer")
+    ours = ("torchpaged.vllm.backend", "torchpaged.vllm.layer")
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    vllm_plugin.register()
+    plugin.register()
     yield fake_vllm.AttentionBackendEnum.CUSTOM.get_class()
     for name in ours:
         sys.modules.pop(name, None)
@@ -143,7 +143,8 @@ def test_not_causal_and_shared_caches(backend: Any) -> None:
     torch.testing.assert_close(got, expected(pools, [2, 3], q, k, v, causal=False), rtol=2e-5, atol=2e-5)
     before = cache.clone()
     again = run(backend, common, cache, q, k + 1, v + 1, kv_sharing_target_layer_name="other")
-    assert torch.equal(cache.nan_to_num(7.0), before.nan_to_num(7.0)) and torch.equal(again, got)
+    assert torch.equal(cache.nan_to_num(7.0), before.nan_to_num(7.0))
+    assert torch.equal(again, got)
 
 
 def test_metadata(backend: Any) -> None:
@@ -152,9 +153,11 @@ def test_metadata(backend: Any) -> None:
     builder = backend.get_builder_cls()(None, ["layer"], None, torch.device("cpu"))
     assert builder.get_cudagraph_support(None, None) is fake_vllm.AttentionCGSupport.ALWAYS
     built = builder.build_for_drafting(common, 0)
-    assert built.seq_lens is common.seq_lens and built.block_table is common.block_table_tensor
+    assert built.seq_lens is common.seq_lens
+    assert built.block_table is common.block_table_tensor
     other = builder.update_block_table(built, built.block_table + 1, built.slot_mapping + 16)
-    assert torch.equal(other.block_table, built.block_table + 1) and other.seq_lens is built.seq_lens
+    assert torch.equal(other.block_table, built.block_table + 1)
+    assert other.seq_lens is built.seq_lens
     assert builder.build_for_cudagraph_capture(common).seq_lens.tolist() == [1, 1]
     common.causal = torch.tensor([True, False])
     with pytest.raises(NotImplementedError, match="causality"):
@@ -194,7 +197,8 @@ def test_what_vllm_is_told(backend: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     for spec in ((), (None,)):  # newer vLLM gives one
         assert [size.base for size in backend.get_supported_kernel_block_sizes(*spec)] == [16]
     assert backend.supports_sliding_window()
-    assert reasons(backend) == [] and reasons(backend, has_sink=True, kv_cache_dtype="fp8") == []
+    assert reasons(backend) == []
+    assert reasons(backend, has_sink=True, kv_cache_dtype="fp8") == []
     assert "dtype not supported" in reasons(backend, dtype=torch.float64)
     assert "kv_cache_dtype not supported" in reasons(backend, kv_cache_dtype="nvfp4")
     assert reasons(backend, use_mla=True) == ["MLA not supported"]
@@ -237,16 +241,17 @@ def test_calls_that_are_refused(backend: Any) -> None:
 def test_the_plugin(backend: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It names a path, takes no place that is taken, and never stops a vLLM from starting."""
     custom = fake_vllm.AttentionBackendEnum.CUSTOM
-    assert custom.get_path() == vllm_plugin.BACKEND_PATH
-    vllm_plugin.register()
+    assert custom.get_path() == plugin.BACKEND_PATH
+    plugin.register()
     assert not caplog.records
-    fake_vllm.register_backend(custom, "somebody.Else")
+    fake_vllm.register_backend(custom, "another.plugin.Backend")
     with caplog.at_level(logging.WARNING):
-        vllm_plugin.register()
-        assert custom.get_path() == "somebody.Else" and "taken by somebody.Else" in caplog.text
+        plugin.register()
+        assert custom.get_path() == "another.plugin.Backend"
+        assert "taken by another.plugin.Backend" in caplog.text
         monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", None)
-        vllm_plugin.register()
+        plugin.register()
     assert "no such registry" in caplog.text
     project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
     module, _, function = project["entry-points"]["vllm.general_plugins"]["torchpaged"].partition(":")
-    assert getattr(importlib.import_module(module), function) is vllm_plugin.register
+    assert getattr(importlib.import_module(module), function) is plugin.register

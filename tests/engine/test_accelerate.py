@@ -52,7 +52,8 @@ def both(pair: tuple[Any, Any], inputs: dict[str, torch.Tensor], **options: Any)
 @pytest.mark.parametrize("lengths", [[5], [9, 9], [3, 17, 8, 1, 12]], ids=str)
 def test_greedy_tokens_are_transformers_own(pair: tuple[Any, Any], lengths: list[int]) -> None:
     want, got = both(pair, padded(lengths))
-    assert got.dtype == torch.int64 and torch.equal(got, want)
+    assert got.dtype == torch.int64
+    assert torch.equal(got, want)
 
 
 def test_rows_end_at_their_end_tokens(pair: tuple[Any, Any]) -> None:
@@ -60,13 +61,15 @@ def test_rows_end_at_their_end_tokens(pair: tuple[Any, Any]) -> None:
     free = both(pair, inputs)[0][:, 11:]
     ends = [int(free[0, 2]), int(free[1, 5])]
     want, got = both(pair, inputs, eos_token_id=ends, pad_token_id=98)
-    assert torch.equal(got, want) and 98 in got[0].tolist()
+    assert torch.equal(got, want)
+    assert 98 in got[0].tolist()
 
 
 def test_repetition_penalty(pair: tuple[Any, Any]) -> None:
     inputs = padded([9, 9])
     want, got = both(pair, inputs, repetition_penalty=1.7)
-    assert torch.equal(got, want) and not torch.equal(got, both(pair, inputs)[0])
+    assert torch.equal(got, want)
+    assert not torch.equal(got, both(pair, inputs)[0])
 
 
 def test_repetition_penalty_of_padded_rows(pair: tuple[Any, Any]) -> None:
@@ -91,9 +94,11 @@ def test_sampling_follows_the_options_and_torchs_seed(pair: tuple[Any, Any]) -> 
         options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None, "top_k": 0, **options}
         return fast.generate(**inputs, **options)
 
-    assert torch.equal(draw(0), draw(0)) and not torch.equal(draw(0), draw(1))
+    assert torch.equal(draw(0), draw(0))
+    assert not torch.equal(draw(0), draw(1))
     several = draw(0, num_return_sequences=4)
-    assert several.shape == (4, 18) and len({tuple(row) for row in several.tolist()}) == 4
+    assert several.shape == (4, 18)
+    assert len({tuple(row) for row in several.tolist()}) == 4
     greedy = fast.generate(**inputs, do_sample=False, max_new_tokens=12, eos_token_id=None)
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}):
         assert torch.equal(draw(3, **narrow), greedy), narrow
@@ -114,7 +119,8 @@ def test_a_streamer_gets_every_token(pair: tuple[Any, Any]) -> None:
     streams = [Streamer(), Streamer()]
     for model, streamer in zip(pair, streams, strict=True):
         model.generate(**padded([7]), do_sample=False, max_new_tokens=6, eos_token_id=None, streamer=streamer)
-    assert streams[1].tokens == streams[0].tokens and len(streams[1].tokens) == 13
+    assert streams[1].tokens == streams[0].tokens
+    assert len(streams[1].tokens) == 13
     assert streams[1].ended == streams[0].ended == 1
     with pytest.raises(ArgumentError, match="streamer: expected one row"):
         pair[1].generate(**padded([7, 3]), max_new_tokens=6, streamer=Streamer())
@@ -180,7 +186,8 @@ def test_a_model_that_changed_is_refused(
 
 def test_a_dictionary_is_returned_when_asked(pair: tuple[Any, Any]) -> None:
     want, got = both(pair, padded([4, 6]), return_dict_in_generate=True)
-    assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)
+    assert type(got) is type(want)
+    assert torch.equal(got.sequences, want.sequences)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +273,8 @@ def test_scores_and_hidden_states_of_transformers_own_loop(pair: tuple[Any, Any]
     options = {"return_dict_in_generate": True, **{f"output_{name}": True for name in names}}
     with pytest.warns(UserWarning, match="can't do output_scores=True"):
         want, got = both(pair, padded([4, 6]), **options)
-    assert type(got) is type(want) and torch.equal(got.sequences, want.sequences)
+    assert type(got) is type(want)
+    assert torch.equal(got.sequences, want.sequences)
     for a, b in zip(got.scores + got.logits, want.scores + want.logits, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     assert len(got.hidden_states) == len(want.hidden_states)
@@ -289,7 +297,8 @@ def test_a_streamer_gets_the_prompt_once_in_either_loop(pair: tuple[Any, Any]) -
             warnings.simplefilter("ignore")
             call = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "no_repeat_ngram_size": 2}
             model.generate(**padded([7]), **call, streamer=streamer)
-    assert streams[1].tokens == streams[0].tokens and len(streams[1].tokens) == 14
+    assert streams[1].tokens == streams[0].tokens
+    assert len(streams[1].tokens) == 14
 
 
 def test_the_error_of_a_length_names_the_tightest_row(pair: tuple[Any, Any]) -> None:

@@ -1,5 +1,5 @@
-"""Generator(batch_invariant=True): a request's logits have the same bits, whoever runs, joins or ends beside
-it."""
+"""Generator(batch_invariant=True): a request's logits have the same bits, whichever requests run, join or end
+with it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def logits_of(model: Any, others: list[list[int]], late: list[list[int]], **opti
     for count, _ in enumerate(generator.stream()):
         if count == 3:
             first += [generator.submit(prompt, SIX) for prompt in late]
-    assert len(seen) == 6 and generator.stats.preemptions == 0 and generator.stats.shared_tokens == 0
+    assert len(seen) == 6
+    assert generator.stats.preemptions == 0
+    assert generator.stats.shared_tokens == 0
     return seen
 
 

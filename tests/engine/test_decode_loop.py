@@ -1,10 +1,12 @@
 """The decode loop against the engine without graphs: the same tokens for any number of steps per launch,
-whoever joins, ends or leaves."""
+whichever requests join, end or leave."""
 
 from __future__ import annotations
 
+import gc
 import random
 import sys
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -87,7 +89,8 @@ def test_steps_per_launch_change_no_token(
 ) -> None:
     loop = generator(model, steps_per_launch=steps, **options)
     assert outcomes(loop.generate(prompts(9), params)) == want
-    assert loop.pool.num_free == loop.pool.num_usable and not loop.has_unfinished
+    assert loop.pool.num_free == loop.pool.num_usable
+    assert not loop.has_unfinished
     assert sum(report.hits for report in loop.runner.report()) < sum(len(tokens) for tokens, _ in want)  # type: ignore[union-attr]
 
 
@@ -116,9 +119,11 @@ def test_preemption_changes_no_token(model: Any, steps: int) -> None:
     want = outcomes(generator(model, graphs=False).generate(prompts(9), each))
     small = generator(model, steps_per_launch=steps, num_blocks=20, lookahead=8)
     assert outcomes(small.generate(prompts(9), each)) == want
-    assert small.stats.preemptions > 0 and small.pool.num_free == small.pool.num_usable
+    assert small.stats.preemptions > 0
+    assert small.pool.num_free == small.pool.num_usable
 
 
+@pytest.mark.slow_cases(but=("4-greedy",))
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_soak_of_joining_ending_and_cancelling(model: Any, sampling: SamplingParams, steps: int) -> None:
@@ -142,7 +147,8 @@ def test_soak_of_joining_ending_and_cancelling(model: Any, sampling: SamplingPar
                 seen.setdefault(event.request_id, []).append(event.token_id)
             if event.finish_reason:
                 ended[event.request_id] = event.finish_reason
-    assert ended.keys() == asked.keys() and "cancelled" in ended.values()
+    assert ended.keys() == asked.keys()
+    assert "cancelled" in ended.values()
     for request, prompt in asked.items():
         got, full = seen.get(request, []), want[tuple(prompt)]
         assert got == (full[: len(got)] if ended[request] == "cancelled" else full)
@@ -153,7 +159,7 @@ def test_a_prefill_that_fails_loses_no_blocks(
     model: Any, params: Any, want: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that decode were given blocks in the same step; the next launch must have them, though its step
-    gave nobody any."""
+    gave none away."""
     loop, failures = generator(model), [0]
     seen: dict[int, list[int | None]] = {}
     packed = loop._stepper._packed
@@ -175,16 +181,18 @@ def test_a_prefill_that_fails_loses_no_blocks(
         except MemoryError:
             continue
         assert all(len(s.blocks) == s.blocks_on_device for s in loop.scheduler.running if s.row is not None)
-    assert failures[0] > 9 and list(seen.values()) == [tokens for tokens, _ in want]
+    assert failures[0] > 9
+    assert list(seen.values()) == [tokens for tokens, _ in want]
 
 
 def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
-    """Function calls are counted: what looks at every row is left to steps in which the scheduler gave
-    blocks away."""
+    """The package's function calls are counted: what looks at every row is left to steps in which the
+    scheduler gave blocks away. Calls inside torch, and finalizers, vary from run to run."""
     calls: dict[tuple[int, bool], int] = {}
 
-    def count(*_: Any) -> None:
-        calls[rows, blocks_added] += 1
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        if event.endswith("call") and frame.f_globals.get("__name__", "").startswith("torchpaged."):
+            calls[rows, blocks_added] += 1
 
     for rows in (1, 4):
         engine = generator(model, buckets=[4])
@@ -194,11 +202,14 @@ def test_a_launch_is_the_same_work_for_any_number_of_rows(model: Any) -> None:
             engine.step()
         for blocks_added in (False, True):
             calls[rows, blocks_added], engine.loop.blocks_added = 0, blocks_added
+            gc.disable()
             sys.setprofile(count)
             engine.loop.launch()
             sys.setprofile(None)
+            gc.enable()
             engine.loop.collect()
-    assert calls[1, False] == calls[4, False] and calls[1, True] < calls[4, True]
+    assert calls[1, False] == calls[4, False]
+    assert calls[1, True] < calls[4, True]
     assert Sequence.__eq__ is object.__eq__, (
         "compared field by field, 64 requests took the scheduler a millisecond"
     )
@@ -220,7 +231,8 @@ def test_a_stop_that_only_the_host_sees_drops_the_rest(model: Any, want: Any) ->
     )
     loop = generator(model, steps_per_launch=8)
     output = loop.generate([prompts(9)[2]], params)[0]
-    assert output.finish_reason == "stop" and output.token_ids == tokens[: tokens.index(stop) + 1]
+    assert output.finish_reason == "stop"
+    assert output.token_ids == tokens[: tokens.index(stop) + 1]
     again = loop.generate([prompts(9)[3]], GREEDY)[0].token_ids  # the row is clean
     assert again == generator(model, graphs=False).generate([prompts(9)[3]], GREEDY)[0].token_ids
 
@@ -236,7 +248,8 @@ def test_rows_close_up_when_a_smaller_bucket_does(model: Any) -> None:
     ]
     got = loop.generate(prompts(4), [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths])
     hits = {report.bucket: report.hits for report in loop.runner.report()}  # type: ignore[union-attr]
-    assert [o.token_ids for o in got] == want and hits[1] > hits[4] > 0
+    assert [o.token_ids for o in got] == want
+    assert hits[1] > hits[4] > 0
 
 
 def test_refusals(model: Any) -> None:
@@ -293,7 +306,8 @@ def test_blocks_taken_back_from_a_row_are_not_used_by_it(model: Any) -> None:
         if len(ids) == 1 and len(tokens.get(ids[0], ())) >= 10:
             assert most >= 11  # it holds the blocks it will need much later
             ids.append(loop.submit(second, params[1]))
-    assert [tokens[i] for i in ids] == [each for each, _ in want] and not loop.stats.preemptions
+    assert [tokens[i] for i in ids] == [each for each, _ in want]
+    assert not loop.stats.preemptions
 
 
 @pytest.mark.parametrize("graphs", [True, False])
@@ -325,7 +339,7 @@ def test_a_paged_model_brings_its_own_blocks(model: Any, graphs: bool) -> None:
 
 @pytest.mark.parametrize("ran", [False, True], ids=["before", "behind"])
 def test_an_interrupted_launch_loses_no_token(model: Any, ran: bool) -> None:
-    """Ctrl-C right before a replay, or behind it before anybody counted it: the next steps give the
+    """Ctrl-C right before a replay, or behind it before it was counted: the next steps give the
     same tokens."""
     want = outcomes(generator(model, steps_per_launch=2).generate(prompts(3), GREEDY))
     engine = generator(model, steps_per_launch=2, capture=TapeCapture(), buckets=[4])

@@ -36,7 +36,8 @@ def expected(model: Any, kv_dtype: str, scales: Any) -> list[list[int]]:
 def test_scales_are_found_in_the_first_prompt(model: Any, kv_dtype: str, scales: str) -> None:
     options: dict[str, Any] = {"max_seq_len": 64, "block_size": 4, "kv_dtype": kv_dtype, "kv_scales": scales}
     generator = Generator(model, **options)
-    assert generator.model.kv_scales == [] and generator.model.needs_scales
+    assert generator.model.kv_scales == []
+    assert generator.model.needs_scales
     got = tokens(generator)
     cache = PagedCache(model.config, 1, 64, block_size=4, kv_dtype=kv_dtype, kv_scales=scales)
     with torch.no_grad():
@@ -65,7 +66,8 @@ def test_a_prompt_of_nans_finds_no_scales(model: Any) -> None:
         bad, good = generator.generate([[1, 2, 3], PROMPTS[0]], PARAMS)
     finally:
         weight[1] = kept
-    assert bad.finish_reason == "error" and good.token_ids == want
+    assert bad.finish_reason == "error"
+    assert good.token_ids == want
     assert not generator.model.needs_scales
     for ours, theirs in zip(generator.model.kv_scales, clean.model.kv_scales, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))

@@ -4,6 +4,7 @@ put back."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,9 @@ PROMPTS = [[5, 6, 7], [9], list(range(11, 40)), [50, 51, 52, 53, 54, 55, 56], [3
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=99,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=None,
-        pad_token_id=0,
-        bos_token_id=1,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+def model(make_llama: Callable[..., Any]) -> Any:
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96}
+    return make_llama(**sizes, max_position_embeddings=128, eos_token_id=None)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +42,7 @@ def free_again(generator: Generator) -> bool:
     return generator.pool.num_free == generator.pool.num_usable and not generator.has_unfinished
 
 
+@pytest.mark.slow_cases("*compile*")
 @pytest.mark.parametrize(
     "options", [{"graphs": True}, {"graphs": False}, {"compile": True, "max_batch_size": 2}], ids=str
 )
@@ -65,16 +55,15 @@ def test_tokens_equal_generate(
     torch._dynamo.reset()
     generator = Generator(model, block_size=4, prefill_chunk_size=chunk, **{"max_batch_size": 3, **options})
     outputs = generator.generate(PROMPTS, SamplingParams(max_new_tokens=20))
-    assert (
-        [o.token_ids for o in outputs] == greedy
-        and {o.finish_reason for o in outputs} == {"length"}
-        and free_again(generator)
-    )
+    assert [o.token_ids for o in outputs] == greedy
+    assert {o.finish_reason for o in outputs} == {"length"}
+    assert free_again(generator)
     stats = generator.stats
     assert (stats.prompt_tokens, stats.new_tokens) == (
         sum(map(len, PROMPTS)),
         100,
-    ) and 0 < stats.peak_blocks_used <= stats.num_blocks
+    )
+    assert 0 < stats.peak_blocks_used <= stats.num_blocks
     assert stats.prefill_tokens + stats.decode_tokens == sum(map(len, PROMPTS)) + 5 * 19
 
 
@@ -93,10 +82,10 @@ def test_every_step_carries_a_kept_semaphore(
 
     monkeypatch.setattr(generator.model._cache.backend, "ops", ops._replace(paged_attention=attend))  # type: ignore[attr-defined]
     generator.generate(PROMPTS, SamplingParams(max_new_tokens=4))
-    assert seen and not any(x is None for x in seen)
-    assert {x.data_ptr() for x in seen} == {semaphore_of(generator.model.session).data_ptr()} and not any(
-        x.any() for x in seen
-    )
+    assert seen
+    assert not any(x is None for x in seen)
+    assert {x.data_ptr() for x in seen} == {semaphore_of(generator.model.session).data_ptr()}
+    assert not any(x.any() for x in seen)
 
 
 def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) -> None:
@@ -112,13 +101,12 @@ def test_joining_and_cancelling_mid_flight(model: Any, greedy: list[list[int]]) 
         if count == 20:
             generator.cancel(ids[1])
         if event.request_id == ids[1] and event.finish_reason:
-            assert event.finish_reason == "cancelled" and event.token_id is None
+            assert event.finish_reason == "cancelled"
+            assert event.token_id is None
     assert [tokens[ids[n]] for n in (0, 2, 3)] == [greedy[i] for i in (0, 1, 3)]
-    assert (
-        tokens[ids[1]] == greedy[2][: len(tokens[ids[1]])]
-        and len(tokens[ids[1]]) < 20
-        and free_again(generator)
-    )
+    assert tokens[ids[1]] == greedy[2][: len(tokens[ids[1]])]
+    assert len(tokens[ids[1]]) < 20
+    assert free_again(generator)
     generator.cancel(ids[1])
     assert not generator.has_unfinished
 
@@ -135,17 +123,17 @@ def test_preemption_changes_no_token(model: Any, params: SamplingParams) -> None
     want = [o.token_ids for o in Generator(model, block_size=4).generate(PROMPTS, params)]
     small = Generator(model, block_size=4, num_blocks=16, max_seq_len=64)
     got = small.generate(PROMPTS, params)
-    assert small.stats.preemptions > 0 and [o.token_ids for o in got] == want and free_again(small)
+    assert small.stats.preemptions > 0
+    assert [o.token_ids for o in got] == want
+    assert free_again(small)
 
 
 def test_a_request_that_fills_the_whole_pool_alone(model: Any, greedy: list[list[int]]) -> None:
     generator = Generator(model, block_size=4, num_blocks=4)
     output = generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20))[0]
-    assert (
-        output.finish_reason == "length"
-        and output.token_ids == greedy[0][: len(output.token_ids)]
-        and len(output.token_ids) == 10
-    )
+    assert output.finish_reason == "length"
+    assert output.token_ids == greedy[0][: len(output.token_ids)]
+    assert len(output.token_ids) == 10
     assert free_again(generator)
 
 
@@ -165,14 +153,16 @@ def test_bad_requests_leave_the_others_alone(model: Any, greedy: list[list[int]]
     with pytest.raises(ArgumentError, match="prompt"):
         generator.generate([PROMPTS[1], []])
     tokens += [e.token_id for e in generator.stream() if e.request_id == good]
-    assert tokens == greedy[0] and free_again(generator)
+    assert tokens == greedy[0]
+    assert free_again(generator)
 
 
 def test_ends(model: Any, greedy: list[list[int]]) -> None:
     generator = Generator(model, block_size=4, max_seq_len=40)
     stop = greedy[0][5]
     output = generator.generate([PROMPTS[0]], SamplingParams(stop_token_ids=(stop,)))[0]
-    assert output.token_ids == greedy[0][: greedy[0].index(stop) + 1] and output.finish_reason == "stop"
+    assert output.token_ids == greedy[0][: greedy[0].index(stop) + 1]
+    assert output.finish_reason == "stop"
     assert len(generator.generate([PROMPTS[2]], SamplingParams(max_new_tokens=100))[0].token_ids) == 40 - len(
         PROMPTS[2]
     )
@@ -231,17 +221,21 @@ def pieces(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream
 
 def test_text_arrives_in_whole_characters() -> None:
     shown, _ = pieces("naïve 東京 🙂!")
-    assert "".join(shown) == "naïve 東京 🙂!" and not any("\ufffd" in piece for piece in shown)
+    assert "".join(shown) == "naïve 東京 🙂!"
+    assert not any("\ufffd" in piece for piece in shown)
 
 
 def test_stop_strings_are_never_shown_in_part() -> None:
     shown, stream = pieces("one END two", ("END",))
-    assert "".join(shown) == "one " and stream.stopped
+    assert "".join(shown) == "one "
+    assert stream.stopped
     shown, stream = pieces("an ENDless road, E", ("END of it", "END!"))
-    assert "".join(shown) == "an ENDless road, E" and not stream.stopped
+    assert "".join(shown) == "an ENDless road, E"
+    assert not stream.stopped
     assert not any(piece.endswith(("E", "EN", "END")) for piece in shown[:-1])
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_golden_tokens_of_a_real_model(smollm2_path: Path, graphs: bool) -> None:
     golden = json.loads((Path(__file__).parents[1] / "data" / "smollm2_golden.json").read_text())["prompts"]

@@ -117,6 +117,12 @@ def uninterrupted(model: Any) -> tuple[list[list[int | None]], int]:
     return tokens, interrupt.count
 
 
+@pytest.mark.slow_cases(
+    but=(
+        "0-1",
+        "1-2",
+    )
+)
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("share", range(POINTS // 15))
 def test_no_token_is_lost_or_doubled(
@@ -163,7 +169,8 @@ def test_a_launch_that_is_interrupted_comes_to_its_end(
     submit(generator)
     for _ in generator.stream():
         pass
-    assert ended > 2 and list(tokens.values()) == want
+    assert ended > 2
+    assert list(tokens.values()) == want
     hits = [[report.hits for report in made.runner.report()] for made in (generator, interrupted)]  # type: ignore[union-attr]
     assert hits[0] == hits[1]
 
@@ -204,7 +211,8 @@ def test_whose_handler_it_is_and_where() -> None:
     with interrupts_wait(), interrupts_wait():
         signal.raise_signal(signal.SIGINT)
         assert got == []
-    assert got == [signal.SIGINT] and signal.getsignal(signal.SIGINT) is handler
+    assert got == [signal.SIGINT]
+    assert signal.getsignal(signal.SIGINT) is handler
     with interrupts_wait():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -218,7 +226,8 @@ def test_whose_handler_it_is_and_where() -> None:
         signal.raise_signal(signal.SIGINT)
         time.sleep(0)
         got.clear()
-    assert got == [] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert got == []
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def elsewhere() -> None:
         with interrupts_wait():

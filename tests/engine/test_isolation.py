@@ -97,8 +97,10 @@ def want(model: Any) -> list[list[int]]:
 def assert_unharmed(generator: Generator, want: list[list[int]]) -> None:
     generator.model.fault = lambda call: None  # type: ignore[attr-defined]
     outputs = generator.generate(PROMPTS, EACH)
-    assert tokens_of(outputs) == want and {output.finish_reason for output in outputs} == {"length"}
-    assert generator.pool.num_free == generator.pool.num_usable and not generator.has_unfinished
+    assert tokens_of(outputs) == want
+    assert {output.finish_reason for output in outputs} == {"length"}
+    assert generator.pool.num_free == generator.pool.num_usable
+    assert not generator.has_unfinished
 
 
 # ----------------------------------------------------------------------------------------------- bad requests
@@ -229,7 +231,8 @@ def test_one_string_is_one_prompt(model: Any) -> None:
     generator = engine(model)
     generator.tokenizer = Letters()
     outputs = generator.generate("hello", EACH[0])
-    assert len(outputs) == 1 and outputs[0].prompt_token_ids == Letters()("hello")["input_ids"]
+    assert len(outputs) == 1
+    assert outputs[0].prompt_token_ids == Letters()("hello")["input_ids"]
     assert tokens_of(outputs) == tokens_of(generator.generate(["hello"], EACH[0]))
 
 
@@ -243,7 +246,9 @@ def test_nan_logits_end_that_request_alone(
     model.fault = lambda number: 0 if number == call else None
     outputs = generator.generate(PROMPTS, EACH)
     failed = [output for output in outputs if output.finish_reason == "error"]
-    assert len(failed) == 1 and isinstance(failed[0].error, RequestError) and "NaN" in str(failed[0].error)
+    assert len(failed) == 1
+    assert isinstance(failed[0].error, RequestError)
+    assert "NaN" in str(failed[0].error)
     for output, tokens in zip(outputs, want, strict=True):
         assert output.token_ids == (tokens[: len(output.token_ids)] if output.error else tokens)
     assert pickle.loads(pickle.dumps(failed[0])).error.request_id == failed[0].request_id
@@ -256,7 +261,8 @@ def test_a_tokenizer_that_fails_ends_that_request_alone(model: Any, want: list[l
     tokenizer.broken = next(token for token in want[0] if not any(token in other for other in want[1:]))
     outputs = generator.generate(PROMPTS, EACH)
     assert [output.finish_reason for output in outputs] == ["error", "length", "length", "length"]
-    assert "decode" in str(outputs[0].error) and tokens_of(outputs)[1:] == want[1:]
+    assert "decode" in str(outputs[0].error)
+    assert tokens_of(outputs)[1:] == want[1:]
     generator.tokenizer = None
     assert_unharmed(generator, want)
 
@@ -283,7 +289,8 @@ def test_a_step_that_breaks_off_can_be_taken_again(
                 seen[event.request_id].append(event.token_id)
         except error:
             failures += 1
-    assert failures > 1 and list(seen.values()) == want
+    assert failures > 1
+    assert list(seen.values()) == want
     assert_unharmed(generator, want)
 
 
@@ -310,7 +317,8 @@ def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[
         generator.submit(prompt, params)
     for _ in generator.stream():
         break
-    assert not generator.has_unfinished and generator.pool.num_free == generator.pool.num_usable
+    assert not generator.has_unfinished
+    assert generator.pool.num_free == generator.pool.num_usable
     ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS[:2], EACH, strict=False)]
     streams = [generator.stream([request]) for request in ids]
     with pytest.raises(ArgumentError, match="request_ids"):
@@ -331,7 +339,7 @@ def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("held", range(1, 5))
 @pytest.mark.parametrize("how", ["step", "stream", "both"])
-def test_what_a_suspended_stream_holds_comes_in_order_from_whoever_asks(
+def test_what_a_suspended_stream_holds_comes_in_order_from_any_call(
     model: Any, want: list[list[int]], options: dict[str, Any], held: int, how: str
 ) -> None:
     """A stream over all gives ``held`` events and waits; its other events of the same step, ends included,
@@ -382,7 +390,8 @@ def test_a_request_that_has_ended_is_not_cancelled(
     generator.cancel(ids[0])
     assert seen[ids[0]] == want[0]
     *tokens, last = seen[ids[1]]
-    assert tokens == want[3][: len(tokens)] and last in (None, want[3][-1])
+    assert tokens == want[3][: len(tokens)]
+    assert last in (None, want[3][-1])
     for unknown in (ids[1] + 1, -1, "0", 1.0, True):
         with pytest.raises(ArgumentError, match=r"request_id: expected an id that submit\(\) has given"):
             generator.cancel(unknown)  # type: ignore[arg-type]
@@ -390,7 +399,7 @@ def test_a_request_that_has_ended_is_not_cancelled(
 
 
 def test_a_stream_and_steps_of_two_threads_give_each_event_once(model: Any, want: list[list[int]]) -> None:
-    """One thread streams over all, two others step: whoever comes first has an event, and nobody else."""
+    """One thread streams over all, two others step: the first to come has an event, and no other."""
     generator, wrong = engine(model, steps_per_launch=3), []
     seen: dict[int, list[int | None]] = {}
     ids = [generator.submit(PROMPTS[i], EACH[i]) for i in (0, 1, 2, 3) * 6]
@@ -428,7 +437,7 @@ def test_a_stream_and_steps_of_two_threads_give_each_event_once(model: Any, want
 def test_a_submit_that_breaks_off_leaves_no_event(
     model: Any, want: list[list[int]], graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody got to know the request's id, so that nobody is told that it was cancelled."""
+    """No caller has the request's id, so that none is told that it was cancelled."""
     generator = Generator(model, max_batch_size=2, max_seq_len=64, prefill_chunk_size=16, graphs=graphs)
     add = generator._stepper.add
 
@@ -439,13 +448,16 @@ def test_a_submit_that_breaks_off_leaves_no_event(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(generator._stepper, "add", interrupted)
         generator.submit([5, 6, 7])
-    assert not generator.has_unfinished and generator.step() == [] and list(generator.stream()) == []
+    assert not generator.has_unfinished
+    assert generator.step() == []
+    assert list(generator.stream()) == []
     request = generator.submit(PROMPTS[0], EACH[0])
-    assert [event.token_id for event in generator.stream()] == want[0] and request == 1
+    assert [event.token_id for event in generator.stream()] == want[0]
+    assert request == 1
     assert generator.pool.num_used == 0
 
 
-def test_a_stream_that_nobody_begins_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
+def test_a_stream_that_is_never_begun_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
     """They belong to it: no other call would give their events, and they would run on, and hold their blocks,
     in later calls."""
     generator = engine(model)
@@ -486,7 +498,8 @@ def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
     other = threading.Thread(target=generator.step, daemon=True)
     other.start()
     other.join(20)
-    assert left and not other.is_alive(), "it waits for the lock that it holds"
+    assert left, "it waits for the lock that it holds"
+    assert not other.is_alive(), "it waits for the lock that it holds"
     assert_unharmed(generator, want)
 
 
@@ -504,7 +517,7 @@ def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
             return super().__call__(text)
 
     class Noticed(dict[int, None]):
-        """The queue for the lock: whoever stands in it has done all that it does outside."""
+        """The queue for the lock: a thread that stands in it has done all that it does outside."""
 
         def __setitem__(self, thread: int, value: None) -> None:
             super().__setitem__(thread, value)
@@ -523,7 +536,8 @@ def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
     owned = {
         sequence.request_id for sequence in (*generator._calls.inbox.live, *generator._calls.inbox.ready)
     }
-    assert len(ids) == 1 and (ids[0] in owned or ids[0] not in generator._stepper.requests)
+    assert len(ids) == 1
+    assert ids[0] in owned or ids[0] not in generator._stepper.requests
     generator.tokenizer = None
     for _ in generator.stream():
         pass
@@ -557,14 +571,15 @@ def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> Non
         thread.start()
     for thread in threads:
         thread.join(100)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
+    assert not wrong
+    assert not any(thread.is_alive() for thread in threads)
     assert_unharmed(generator, want)
 
 
 def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C in a call that waits for its turn: nobody gives way to it any more, which would slow all
+    """Ctrl-C in a call that waits for its turn: no call gives way to it any more, which would slow all
     later steps."""
 
     class Interrupted:
@@ -586,7 +601,8 @@ def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
     other = threading.Thread(target=generator.generate, args=(PROMPTS[:1], EACH[0]))
     other.start()
     other.join(100)
-    assert generator.stats.new_tokens and not naps
+    assert generator.stats.new_tokens
+    assert not naps
 
 
 def test_a_callback_that_calls_the_generator_is_refused(model: Any, want: list[list[int]]) -> None:
@@ -673,7 +689,8 @@ def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next
         points += 1
         if list(seen.values()) != [want[0][:2], want[3][:2]]:
             lost.append((interrupt.where, seen))
-    assert points > 40 and not lost, (points, lost)
+    assert points > 40, (points, lost)
+    assert not lost, (points, lost)
     assert_unharmed(generator, want)
 
 
@@ -692,15 +709,20 @@ def test_a_stream_interrupted_while_it_begins_leaves_no_request_without_an_owner
             taken = generator.stream(ids[1:3])
         if taken is None:
             owned = {sequence.request_id for sequence in generator._calls.inbox.live}
-            assert owned == generator._stepper.requests.keys() and owned >= {ids[0], ids[3]}, interrupt.where
+            assert owned == generator._stepper.requests.keys(), interrupt.where
+            assert owned >= {ids[0], ids[3]}, interrupt.where
         done = {event.request_id: event.finish_reason for event in taken or ()}
         done |= {event.request_id: event.finish_reason for event in generator.stream()}
-        assert not generator.has_unfinished and generator.pool.num_free == generator.pool.num_usable
-        assert done.keys() >= {ids[0], ids[3]} and set(done.values()) <= {"length", "cancelled"}
+        assert not generator.has_unfinished
+        assert generator.pool.num_free == generator.pool.num_usable
+        assert done.keys() >= {ids[0], ids[3]}
+        assert set(done.values()) <= {"length", "cancelled"}
         if interrupt.lines <= points:
             break
         points += 1
-    assert points > 20 and taken is not None and set(done.values()) == {"length"}
+    assert points > 20
+    assert taken is not None
+    assert set(done.values()) == {"length"}
     assert_unharmed(generator, want)
 
 
@@ -748,8 +770,9 @@ def test_failures_at_random_points(
             else:
                 with pytest.raises(error):
                     run(generator)
-        if generator.has_unfinished:  # requests that were submitted before a stream began: nobody left them
-            assert kind == "line" and run is by_stream
+        if generator.has_unfinished:  # requests that were submitted before a stream began: no call left them
+            assert kind == "line"
+            assert run is by_stream
             model.fault = lambda call: None
             for _ in generator.stream():
                 pass

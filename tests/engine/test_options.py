@@ -4,7 +4,7 @@ by name."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
@@ -14,12 +14,13 @@ import torch
 from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.backends import AttentionSpec, select_backend
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.options import decide_compile, decide_graphs
+from torchpaged.engine.decisions import decide_compile, decide_graphs
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.graphs.capture import EagerCapture
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 import torchpaged.hf as hf  # noqa: E402
+from torchpaged.fuse import FusionReport  # noqa: E402
 from torchpaged.fuse.fusible import PASSES  # noqa: E402
 
 PROMPTS = [[5, 6, 7], [9], list(range(11, 30))]
@@ -27,27 +28,15 @@ SAMPLING = SamplingParams(max_new_tokens=9)
 
 
 @pytest.fixture()
-def model() -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=99,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=None,
-        pad_token_id=0,
-        bos_token_id=1,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+def model(make_llama: Callable[..., Any]) -> Any:
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96}
+    return make_llama(**sizes, max_position_embeddings=128, eos_token_id=None)
 
 
 @pytest.fixture()
 def partly() -> Any:
     """The report of a model that `fuse` could not fuse everywhere."""
-    report = hf.FusionReport("Some", 2, PASSES)
+    report = FusionReport("Some", 2, PASSES)
     report.note("qkv", "layers.0", None)
     report.note("qkv", "layers.1", "has an adapter")
     return report
@@ -63,18 +52,18 @@ def tokens(generator: Generator) -> list[list[int]]:
 def test_fused_generator_gives_the_same_tokens(model: Any, options: dict[str, Any]) -> None:
     plain = Generator(model, block_size=4, max_batch_size=2)
     want = tokens(plain)
-    assert plain.fusion_report is None and hf.fusion_of(model) is None
+    assert plain.fusion_report is None
+    assert hf.fusion_of(model) is None
     fused = Generator(model, block_size=4, max_batch_size=2, fuse=True, **options)
     assert tokens(fused) == want
     report = fused.fusion_report
-    assert (
-        report is not None
-        and report is hf.fusion_of(model)
-        and report.complete
-        and report.replaced["qkv"] == ["layers.0", "layers.1"]
-    )
+    assert report is not None
+    assert report is hf.fusion_of(model)
+    assert report.complete
+    assert report.replaced["qkv"] == ["layers.0", "layers.1"]
     again = Generator(model, block_size=4, max_batch_size=2, fuse=True)  # fused already: taken as it is
-    assert again.fusion_report is report and tokens(again) == want
+    assert again.fusion_report is report
+    assert tokens(again) == want
     hf.unfuse(model)
     assert hf.fusion_of(model) is None
 
@@ -88,13 +77,14 @@ def test_a_fuse_switch_that_is_no_bool(model: Any, value: Any) -> None:
         hf.accelerate(model, fuse=value)
     with pytest.raises(ArgumentError, match="^count: expected True or False, got "):
         hf.fuse(model, count=value)
-    assert hf.fusion_of(model) is None and model.config._attn_implementation != "torchpaged"
+    assert hf.fusion_of(model) is None
+    assert model.config._attn_implementation != "torchpaged"
 
 
 @pytest.mark.parametrize("name", ["share_prefixes", "rolling", "graphs", "compile", "capture_ahead"])
 @pytest.mark.parametrize("value", [1, 0, numpy.True_, None], ids=repr)
 def test_switches_that_are_no_bool(model: Any, name: str, value: Any) -> None:
-    """1 and 0 equal True and False, and are neither where somebody asks with ``is``."""
+    """1 and 0 equal True and False, and are neither where code asks with ``is``."""
     with pytest.raises(ArgumentError, match=f"^{name}: expected True, False or 'auto', got "):
         Generator(model, **{name: value})
 
@@ -164,14 +154,16 @@ def test_what_accelerate_sets_comes_back(model: Any) -> None:
     model.train()
     before = _set(model)
     hf.accelerate(model, max_seq_len=32, fuse=True)
-    assert _set(model) != before and hf.fusion_of(model) is not None
+    assert _set(model) != before
+    assert hf.fusion_of(model) is not None
     hf.unaccelerate(model)
     assert _set(model) == before
     hf.fuse(model)
     hf.accelerate(model, max_seq_len=32, fuse=True)
     model.set_attn_implementation("sdpa")  # of the caller's own choice
     hf.unaccelerate(model)
-    assert model.config._attn_implementation == "sdpa" and hf.fusion_of(model) is not None
+    assert model.config._attn_implementation == "sdpa"
+    assert hf.fusion_of(model) is not None
 
 
 def test_a_paged_model_is_not_fused(model: Any) -> None:
@@ -183,15 +175,19 @@ def test_a_paged_model_is_not_fused(model: Any) -> None:
     assert hf.fusion_of(model) is None
     report = hf.fuse(model, passes=("qkv",))
     generator = Generator(paged)
-    assert generator.fusion_report is report and not report.complete
+    assert generator.fusion_report is report
+    assert not report.complete
 
 
 def test_the_report_as_data(model: Any) -> None:
     import json
 
     data = json.loads(json.dumps(hf.fuse(model).to_dict()))
-    assert data["complete"] and data["replaced"]["lm_head"] == ["lm_head"] and data["skipped"] == {}
-    assert data["launches"]["after"]["layers"] == [6, 6] and data["launches"]["before"]["layers"][0] > 20
+    assert data["complete"]
+    assert data["replaced"]["lm_head"] == ["lm_head"]
+    assert data["skipped"] == {}
+    assert data["launches"]["after"]["layers"] == [6, 6]
+    assert data["launches"]["before"]["layers"][0] > 20
     hf.unfuse(model)
     assert hf.fuse(model, count=False).to_dict()["launches"] == {"before": None, "after": None}
 
@@ -203,10 +199,13 @@ def test_what_is_compiled_and_why(model: Any, partly: Any) -> None:
         return decide_compile(compile, on_gpu, True, "", fusion)
 
     assert decide("auto") == (True, "automatic: on a GPU")
-    assert decide("auto", fusion=full)[0] is False and "fully fused" in decide("auto", fusion=full)[1]
-    assert decide("auto", fusion=partly)[0] is True and "left parts" in decide("auto", fusion=partly)[1]
+    assert decide("auto", fusion=full)[0] is False
+    assert "fully fused" in decide("auto", fusion=full)[1]
+    assert decide("auto", fusion=partly)[0] is True
+    assert "left parts" in decide("auto", fusion=partly)[1]
     assert decide("auto", on_gpu=False) == (False, "automatic: eager on a CPU")
-    assert decide(True, fusion=full) == (True, "compile=True was given") and decide(False)[0] is False
+    assert decide(True, fusion=full) == (True, "compile=True was given")
+    assert decide(False)[0] is False
     assert decide_compile("auto", True, False, "", None)[0] is False
     assert Generator(model, block_size=4).compile_reason == "automatic: eager on a CPU"
 
@@ -302,7 +301,8 @@ def test_a_withdrawn_batch_leaves_no_trace(model: Any) -> None:
     generator = Generator(model, block_size=4)
     with pytest.raises(ArgumentError, match="prompt"):
         generator.generate([PROMPTS[0], []])
-    assert generator.stats.prompt_tokens == 0 and not generator.has_unfinished
+    assert generator.stats.prompt_tokens == 0
+    assert not generator.has_unfinished
 
 
 def test_seconds_of_mixed_steps() -> None:
@@ -313,3 +313,9 @@ def test_seconds_of_mixed_steps() -> None:
     stats.add_step(10.0, 7.0, decoded=1, prefilled=4)  # as measured
     assert (stats.decode_seconds, stats.prefill_seconds) == (2.0 + 2.0 + 7.0, 3.0 + 8.0 + 3.0)
     assert (stats.decode_tokens, stats.prefill_tokens, stats.steps) == (6, 13, 4)
+
+
+def test_an_unknown_option_is_refused_in_the_callers_words(model: Any) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bogus'") as refused:
+        Generator(model, bogus=1)  # type: ignore[call-arg]
+    assert "GeneratorOptions" not in str(refused.value)

@@ -12,7 +12,7 @@ import torch
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.backends import GraphSupport
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.options import decide_prefill_buckets
+from torchpaged.engine.decisions import decide_prefill_buckets
 from torchpaged.graphs import TapeCapture
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -70,13 +70,13 @@ def test_tokens_equal_the_engine_without_graphs(
     assert [o.token_ids for o in g.generate(*requests)] == want
     assert g.prefill_runner is not None
     reports, steps = g.prefill_runner.report(), g.stats
-    assert [r.bucket for r in reports] == options.get("prefill_buckets", [3, 8, 16]) and all(
-        r.hits and r.captured for r in reports
-    )
+    assert [r.bucket for r in reports] == options.get("prefill_buckets", [3, 8, 16])
+    assert all(r.hits and r.captured for r in reports)
     assert sum(r.padded_rows for r in reports) > 0
     replayed = sum(r.hits * r.bucket - r.padded_rows for r in reports)
     assert (replayed < steps.prefill_tokens) == (options.get("prefill_buckets") == [5])
-    assert (steps.preemptions > 0) == ("num_blocks" in options) and g.pool.num_free == g.pool.num_usable
+    assert (steps.preemptions > 0) == ("num_blocks" in options)
+    assert g.pool.num_free == g.pool.num_usable
 
 
 def test_more_requests_than_a_graph_takes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +112,8 @@ def test_one_pool_for_both_runners_if_captured_ahead(model: Any, ahead: bool) ->
     generator(model, capture=capture, backend="reference", buckets=[4], capture_ahead=ahead).generate(
         [[8, 9]]
     )
-    assert len(capture.used) == (4 if ahead else 2) and len({id(pool) for pool in capture.used}) == (
-        1 if ahead else 2
-    )
+    assert len(capture.used) == (4 if ahead else 2)
+    assert len({id(pool) for pool in capture.used}) == (1 if ahead else 2)
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -152,15 +151,13 @@ def test_a_model_whose_prefill_can_not_be_captured(
         assert support is paged.choice.backend.capabilities.graph_support
         return decide_prefill_buckets(*head[:2], True, *head[3:])
 
-    monkeypatch.setattr("torchpaged.engine.generator.decide_prefill_buckets", on_a_gpu)
+    monkeypatch.setattr("torchpaged.engine.decisions.decide_prefill_buckets", on_a_gpu)
     g = Generator(paged, **options)
     assert (g.prefill_runner is None) == ahead
     assert g.generate([[8, 9, 10]], SamplingParams(max_new_tokens=4))[0].token_ids == want
-    assert (
-        g.prefill_runner is None
-        and "automatic: bucket" in g.prefill_graph_reason
-        and "at aten" in g.prefill_graph_reason
-    )
+    assert g.prefill_runner is None
+    assert "automatic: bucket" in g.prefill_graph_reason
+    assert "at aten" in g.prefill_graph_reason
 
 
 def test_what_is_captured_and_why() -> None:
@@ -184,10 +181,8 @@ def test_what_is_captured_and_why() -> None:
 def test_a_backend_that_can_only_replay_decodes(support: GraphSupport) -> None:
     """Its prefills might be captured without an error, and replays give wrong numbers."""
     buckets, reason = decide_prefill_buckets("auto", 64, True, True, "", support)
-    assert (
-        buckets == []
-        and reason == f"automatic: the backend declares graph support {support.name}, prefills need ALWAYS"
-    )
+    assert buckets == []
+    assert reason == f"automatic: the backend declares graph support {support.name}, prefills need ALWAYS"
     with pytest.raises(
         ArgumentError, match=f"prefill_buckets: expected None or 'auto' with this backend.*{support.name}"
     ):

@@ -32,7 +32,10 @@ def alone(model: Any) -> list[list[int]]:
 
 def free_again(generator: Generator) -> bool:
     books = generator.scheduler._tree
-    assert books is not None and not books._root.children and not books._paths and not books._waiting
+    assert books is not None
+    assert not books._root.children
+    assert not books._paths
+    assert not books._waiting
     return generator.pool.num_free == generator.pool.num_usable
 
 
@@ -50,12 +53,15 @@ def test_tokens_are_those_of_each_alone(
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
     # Of the prompts that begin with all 21 tokens, one computes their 5 full blocks and the others don't;
     # the short one takes 2.
-    assert generator.stats.shared_tokens >= 20 and generator.stats.preemptions == 0
+    assert generator.stats.shared_tokens >= 20
+    assert generator.stats.preemptions == 0
     assert generator.stats.prefill_tokens < sum(map(len, PROMPTS))
-    assert passes and free_again(generator)
+    assert passes
+    assert free_again(generator)
     if options.get("graphs", True):
         graphs = generator.loop.runner.prefix_graphs  # type: ignore[union-attr]
-        assert graphs is not None and sum(report.hits for report in graphs.report()) > 0
+        assert graphs is not None
+        assert sum(report.hits for report in graphs.report()) > 0
 
 
 def test_one_graph_for_all_groups_and_lengths(model: Any, alone: list[list[int]], passes: list[int]) -> None:
@@ -66,14 +72,19 @@ def test_one_graph_for_all_groups_and_lengths(model: Any, alone: list[list[int]]
         assert [output.token_ids for output in outputs] == [alone[i] for i in order]
     (report,) = generator.loop.runner.prefix_graphs.report()  # type: ignore[union-attr]
     (plain,) = generator.loop.runner.report()  # type: ignore[union-attr]
-    assert report.hits > 5 and plain.hits > 0 and set(passes) == {4} and free_again(generator)
+    assert report.hits > 5
+    assert plain.hits > 0
+    assert set(passes) == {4}
+    assert free_again(generator)
 
 
 def test_what_does_not_pay_is_read_row_by_row(model: Any, alone: list[list[int]], passes: list[int]) -> None:
     """By the device's own costs such short prefixes never pay; blocks are shared all the same."""
     generator = Generator(model, block_size=4, max_batch_size=6)
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
-    assert not passes and generator.stats.shared_tokens and "where it pays" in generator.cascade_reason
+    assert not passes
+    assert generator.stats.shared_tokens
+    assert "where it pays" in generator.cascade_reason
     assert not any(generator.loop.runner.prefix_graphs.is_captured(n) for n in range(1, 7))  # type: ignore[union-attr]
 
 
@@ -86,7 +97,8 @@ def test_it_can_be_switched_off(
     model: Any, alone: list[list[int]], passes: list[int], options: dict[str, Any], reason: str
 ) -> None:
     generator = Generator(model, block_size=4, max_batch_size=6, **options)
-    assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone and not passes
+    assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
+    assert not passes
     assert reason in generator.cascade_reason and generator.loop.runner.prefix_graphs is None  # type: ignore[union-attr]
     assert bool(generator.stats.shared_tokens) == ("cascade" in options and len(options) == 1)
 
@@ -105,10 +117,13 @@ def test_samples_of_one_prompt(model: Any, passes: list[int]) -> None:
     want = [output.token_ids for output in plain.generate([SYSTEM] * 4, each)]
     generator = Generator(model, block_size=4, max_batch_size=4, cascade=FREE)
     assert [output.token_ids for output in generator.generate([SYSTEM] * 4, each)] == want
-    assert generator.stats.shared_tokens == 3 * 20 and generator.stats.prefill_tokens == 21
-    assert passes and free_again(generator)
+    assert generator.stats.shared_tokens == 3 * 20
+    assert generator.stats.prefill_tokens == 21
+    assert passes
+    assert free_again(generator)
 
 
+@pytest.mark.slow
 def test_compiled_steps(model: Any, alone: list[list[int]]) -> None:
     """One compile for each of the two graphs."""
     torch._dynamo.reset()
@@ -125,14 +140,17 @@ def test_a_fused_model(make_llama: Callable[..., Any], passes: list[int]) -> Non
     plain = Generator(model, block_size=4, max_batch_size=3, share_prefixes=False, fuse=True)
     want = [output.token_ids for output in plain.generate(PROMPTS[:2], TEN)]
     generator = Generator(model, block_size=4, max_batch_size=3, fuse=True, cascade=FREE)
-    assert [output.token_ids for output in generator.generate(PROMPTS[:2], TEN)] == want and passes
+    assert [output.token_ids for output in generator.generate(PROMPTS[:2], TEN)] == want
+    assert passes
 
 
 def test_who_is_put_back_computes_again(model: Any, alone: list[list[int]]) -> None:
     """A pool too small for all: shared blocks outlive those that leave, and only those."""
     generator = Generator(model, block_size=4, max_batch_size=6, num_blocks=17, cascade=FREE)
     assert [output.token_ids for output in generator.generate(PROMPTS, TEN)] == alone
-    assert generator.stats.preemptions and generator.stats.shared_tokens and free_again(generator)
+    assert generator.stats.preemptions
+    assert generator.stats.shared_tokens
+    assert free_again(generator)
 
 
 def test_more_requests_fit_a_pool_that_they_share(model: Any, alone: list[list[int]]) -> None:
@@ -147,7 +165,9 @@ def test_more_requests_fit_a_pool_that_they_share(model: Any, alone: list[list[i
             if event.token_id is not None:
                 tokens.setdefault(event.request_id, []).append(event.token_id)
         most = max(most, len(generator.scheduler.running))
-    assert [tokens[i] for i in ids] == want and most == 4 and generator.stats.preemptions == 0
+    assert [tokens[i] for i in ids] == want
+    assert most == 4
+    assert generator.stats.preemptions == 0
     assert free_again(generator)
 
 
@@ -211,13 +231,15 @@ def test_only_full_blocks_before_the_last_token(numbers: Iterator[int]) -> None:
     assert shared.find(sequence(next(numbers), [0, 1, 2, 4, 4])) == []
     waits = sequence(next(numbers), [*range(8), 50])
     assert shared.find(waits) is None, "its second block is being computed"
-    assert shared.count(waits) == 2 and shared.count(first) == 0
+    assert shared.count(waits) == 2
+    assert shared.count(first) == 0
     first.num_computed = 12
     shared.computed(first)
-    assert shared.find(waits) == [7, 8] and not shared._waiting
+    assert shared.find(waits) == [7, 8]
+    assert not shared._waiting
 
 
-def test_nobody_waits_for_who_has_left(numbers: Iterator[int]) -> None:
+def test_no_request_waits_for_one_that_has_left(numbers: Iterator[int]) -> None:
     shared, first = PrefixTree(4), sequence(next(numbers), list(range(12)))
     shared.promise(first)
     first.blocks, first.num_computed = [7, 8, 9], 4
@@ -225,10 +247,11 @@ def test_nobody_waits_for_who_has_left(numbers: Iterator[int]) -> None:
     waits = sequence(next(numbers), list(range(10)))
     assert shared.find(waits) is None
     shared.forget(first)
-    assert shared.find(waits) == [] and not shared._root.children
+    assert shared.find(waits) == []
+    assert not shared._root.children
 
 
-def test_a_block_is_known_as_long_as_somebody_holds_it(numbers: Iterator[int]) -> None:
+def test_a_block_is_known_as_long_as_a_request_holds_it(numbers: Iterator[int]) -> None:
     shared, first = PrefixTree(4), sequence(next(numbers), list(range(12)))
     shared.promise(first)
     first.blocks, first.num_computed = [7, 8, 9], 12
@@ -249,11 +272,13 @@ def test_a_scheduler_gives_shared_blocks_one_more_holder(numbers: Iterator[int])
     scheduler.add(first)
     scheduler.add(second)
     step = scheduler.schedule()
-    assert step.chunks == [(first, 12)] and not second.blocks, "the second waits for the first"
+    assert step.chunks == [(first, 12)], "the second waits for the first"
+    assert not second.blocks, "the second waits for the first"
     first.num_computed = 12
     scheduler.computed(first)
     step = scheduler.schedule()
-    assert step.chunks == [(second, 3)] and second.blocks[:2] == first.blocks[:2]
+    assert step.chunks == [(second, 3)]
+    assert second.blocks[:2] == first.blocks[:2]
     assert [pool.ref_count(block) for block in first.blocks] == [2, 2, 1]
     scheduler.remove(first)
     assert [pool.ref_count(block) for block in second.blocks] == [1, 1, 1]

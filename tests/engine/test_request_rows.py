@@ -1,4 +1,4 @@
-"""DecodeRows, TokenRing and the runner over them, with a model that is plain arithmetic."""
+"""DecodeRows, CopiedTokens and the runner over them, with a model that is plain arithmetic."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchpaged import ArgumentError, AttentionMetadata
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.errors import TorchpagedError
-from torchpaged.engine.device import DecodeRows, RingFullError, RowState, TokenRing, WholeStepRunner
+from torchpaged.engine.device import CopiedTokens, DecodeRows, RingFullError, RowState, WholeStepRunner
 from torchpaged.graphs import TapeCapture
 from torchpaged.graphs.capture import EagerCapture
 
@@ -72,9 +72,8 @@ def test_write_fills_every_field_of_its_row_only() -> None:
         "repetition_penalty": 1.5,
     }
     assert {name: after[name][4].item() for name in want} == want
-    assert after["stop_token_ids"][4].tolist() == [8, 2**40, *[-1] * 14] and after["block_table"][
-        4
-    ].tolist() == [3, 9, 4, 5, 6, 7, 0, 0]
+    assert after["stop_token_ids"][4].tolist() == [8, 2**40, *[-1] * 14]
+    assert after["block_table"][4].tolist() == [3, 9, 4, 5, 6, 7, 0, 0]
     assert after["seen"][4].tolist() == [1 - 2**31, 1, 1 << 5]
     for name, tensor in before.items():
         if name not in NOT_PER_ROW:
@@ -112,14 +111,13 @@ def test_launches_follow_the_rows(capture: Any, steps: int) -> None:
             got[row] += [t for t in tokens[:, row].tolist() if t >= 0]
     count = -(-10 // steps) * steps
     assert got[:4] == [expected(5, 6, 9), [], expected(9, 1, 3), expected(20, 7, count)]
-    assert (
-        rows.seq_lens.tolist() == [0, 0, 0, 7 + count, 0, 0]
-        and rows.slot_mapping[[0, 1, 2]].tolist() == [-1] * 3
-    )
+    assert rows.seq_lens.tolist() == [0, 0, 0, 7 + count, 0, 0]
+    assert rows.slot_mapping[[0, 1, 2]].tolist() == [-1] * 3
     position = 6 + count
     assert rows.slot_mapping[3] == [3, 9, 4, 5, 6, 7][position // BLOCK] * BLOCK + position % BLOCK
     eager = runner.launch_eager(4)
-    assert eager[0, 3] == expected(20, 7, count + 1)[-1] and eager[0, 0] == -1
+    assert eager[0, 3] == expected(20, 7, count + 1)[-1]
+    assert eager[0, 0] == -1
 
 
 def test_a_stop_token_ends_a_row_on_the_device() -> None:
@@ -157,9 +155,11 @@ def test_move_and_clear() -> None:
     per_row = [name for name in before if name not in NOT_PER_ROW]
     for name in per_row:
         assert torch.equal(after[name][[0, 2, 1]], before[name][[4, 5, 1]]), name
-    assert rows.seq_lens[[3, 4, 5]].tolist() == [0] * 3 and rows.slot_mapping[[3, 4, 5]].tolist() == [-1] * 3
+    assert rows.seq_lens[[3, 4, 5]].tolist() == [0] * 3
+    assert rows.slot_mapping[[3, 4, 5]].tolist() == [-1] * 3
     rows.clear([0, 1])
-    assert rows.seq_lens.tolist() == [0, 0, 6, 0, 0, 0] and rows.slot_mapping[:2].tolist() == [-1, -1]
+    assert rows.seq_lens.tolist() == [0, 0, 6, 0, 0, 0]
+    assert rows.slot_mapping[:2].tolist() == [-1, -1]
 
 
 def test_finish_rows_is_a_step_of_chosen_rows() -> None:
@@ -178,11 +178,9 @@ def test_finish_rows_is_a_step_of_chosen_rows() -> None:
     )
     tokens = rows.finish_rows(logits, [3, 1])
     assert tokens.tolist() == [*expected(5, 6, 1), *expected(9, 4, 1)]
-    assert (
-        rows.seq_lens.tolist() == [6, 0, 0, 7, 0, 0]
-        and rows.input_ids[3] == tokens[0]
-        and rows.counters.tolist() == [0, 1, 0, 1, 0, 0]
-    )
+    assert rows.seq_lens.tolist() == [6, 0, 0, 7, 0, 0]
+    assert rows.input_ids[3] == tokens[0]
+    assert rows.counters.tolist() == [0, 1, 0, 1, 0, 0]
 
 
 def test_refusals() -> None:
@@ -214,17 +212,12 @@ def test_refusals() -> None:
         make_rows(0)
 
 
-def test_ring_hands_out_slots_in_any_order_and_refuses_when_full() -> None:
-    ring = TokenRing(2, 6, "cpu")
-    source = torch.tensor([[1, 2, 3], [4, 5, -1]])
-    first = ring.push(source)
-    second = ring.push(torch.tensor([[9]]))
+def test_copied_tokens_are_those_of_the_moment() -> None:
+    source = torch.tensor([1, 2, -1])
+    first = CopiedTokens(source)
     source.zero_()
-    with pytest.raises(RingFullError):
-        ring.push(source)
-    assert ring.read(second) == [[9]]
-    third = ring.push(torch.tensor([[8, 8]]))
-    assert ring.read(first) == [[1, 2, 3], [4, 5, -1]] and ring.read(third) == [[8, 8]]
+    assert CopiedTokens(source).read() == [0, 0, 0]
+    assert first.read() == [1, 2, -1]
 
 
 @pytest.mark.parametrize("capture", [EagerCapture(), TapeCapture()], ids=["eager", "tape"])

@@ -85,6 +85,7 @@ def want() -> dict[str, list[list[int]]]:
     return {}
 
 
+@pytest.mark.slow_cases(but=("Gemma2-launches of 3",))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_gives_eager_tokens(name: str, way: str, want: dict[str, list[list[int]]]) -> None:
@@ -100,7 +101,8 @@ def test_every_way_gives_eager_tokens(name: str, way: str, want: dict[str, list[
     assert generator.model.rings.num_used == 0
     assert bool(generator.stats.preemptions) == (way == "short of blocks")
     every = Generator(make(name), **options, rolling=False)
-    assert every.model.rings is None and tokens(every) == want[name]
+    assert every.model.rings is None
+    assert tokens(every) == want[name]
 
 
 def test_memory_does_not_depend_on_the_requests_length() -> None:
@@ -121,7 +123,8 @@ def test_memory_does_not_depend_on_the_requests_length() -> None:
     for _ in generator.stream([request]):
         used.add(rings.num_used)
         filled.add(int((keys.flatten(1).abs().sum(1) > 0).sum()))
-    assert used <= {1, 0} and filled == {rings.blocks.blocks_per_ring}
+    assert used <= {1, 0}
+    assert filled == {rings.blocks.blocks_per_ring}
 
 
 def test_requests_that_break_off_give_their_rings_back() -> None:
@@ -162,8 +165,11 @@ def test_lost_steps_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
             found += [event.token_id for event in generator.step()]
         except KeyboardInterrupt:
             broken += 1
-    assert broken == 1 and [found] == want and request == 0
-    assert generator.model.rings.num_used == 0 and generator.pool.num_used == 0
+    assert broken == 1
+    assert [found] == want
+    assert request == 0
+    assert generator.model.rings.num_used == 0
+    assert generator.pool.num_used == 0
 
 
 def test_a_new_engine_over_the_same_paged_model_has_all_rings() -> None:
@@ -177,7 +183,8 @@ def test_a_new_engine_over_the_same_paged_model_has_all_rings() -> None:
             generator.submit(prompt, SAMPLING)
         streams.append(generator.stream())
         next(streams[-1])
-        assert model.rings is not None and model.rings.num_used == 2
+        assert model.rings is not None
+        assert model.rings.num_used == 2
     streams[0].close()  # type: ignore[attr-defined]
     assert model.rings.num_used == 2  # those of the new one
 
@@ -202,12 +209,13 @@ def test_engines_in_turns_over_one_paged_model_keep_all_rings() -> None:
     engines[0].cancel(left)
     assert model.rings.num_used == 1
     found = [event.token_id for event in engines[2].stream([running])]
-    assert found == want[3] and model.rings.num_used == 0
+    assert found == want[3]
+    assert model.rings.num_used == 0
 
 
 @pytest.mark.parametrize("name", ["Gemma2", "Mistral"])
 def test_requests_without_rings_are_refused(name: str) -> None:
-    """Whoever makes a PagedModel with rings says which requests begin; else their keys would be lost."""
+    """Callers of a PagedModel with rings say which requests begin; else their keys would be lost."""
     limits = Limits(max_num_reqs=2, max_num_tokens=24, max_blocks_per_req=24)
     model = PagedModel(make(name), num_blocks=60, block_size=4, limits=limits, sliding_step=12)
     ids, blocks = torch.tensor(PROMPTS[1][:12]), [7, 3, 9]
@@ -279,7 +287,7 @@ def test_a_window_that_no_mask_has_is_refused() -> None:
 
 
 def test_requests_that_share_blocks_keep_all_tokens() -> None:
-    """A prefix that another request computed is complete in every layer, or nobody takes it."""
+    """A prefix that another request computed is complete in every layer, or no request takes it."""
     prompts, sampling = (
         [PROMPTS[1], [*PROMPTS[1][:36], 7, 8]],
         SamplingParams(max_new_tokens=8, ignore_eos=True),

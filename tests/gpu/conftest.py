@@ -1,4 +1,4 @@
-"""The model of the engine's GPU tests."""
+"""The model of the engine's GPU tests, and the quick part of the suite."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``-m "gpu and quick"``: the first case of each test of the GPU suite but ``slow`` and ``long`` ones."""
+    seen: set[str] = set()
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        if "gpu" in item.keywords and name not in seen and not {"slow", "long"} & set(item.keywords):
+            item.add_marker("quick")
+            seen.add(name)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "triton"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hanging_batches import CASES, Case, make_hanging_batch
 
 from torchpaged.backends.semaphore import make_semaphore

@@ -31,7 +31,7 @@ from torchpaged.graphs import CudaCapture, TapeCapture
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
-    COMPANIES,
+    SURROUNDINGS,
     Batch,
     BatchSpec,
     assert_attention_close,
@@ -185,9 +185,7 @@ def declared_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]
     asked |= {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
     if few:  # each shape compiles
         asked |= {"requests": ((1, 700), (20, 150)), "options": ({},)}
-        asked["companies"] = [
-            company for company in COMPANIES if company.name not in ("a short one", "padding")
-        ]
+        asked["surroundings"] = [rest for rest in SURROUNDINGS if rest.name not in ("a short one", "padding")]
     yield (
         f"batch invariance{'' if declared else ', undeclared'}",
         lambda: print(check_batch_invariance(backend, **asked)),

@@ -149,14 +149,14 @@ def draw(rng: random.Random) -> BatchSpec:
 
 
 def launch(
-    batch: Batch, tickets: Tensor, options: dict[str, Any], dtype: torch.dtype
+    batch: Batch, longest: int, tickets: Tensor, options: dict[str, Any], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The kernel itself, whichever backend would serve the call."""
+    """The kernel itself, whichever backend would serve the call. ``longest``: of the queries, read before a
+    capture."""
     shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
     out = torch.full(shape, float("nan"), dtype=dtype, device=batch.q.device)
     lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)
     lengths = (batch.block_table, batch.seq_lens, batch.query_start_loc)
-    longest = int(batch.query_start_loc.diff().max())
     arguments = {"max_query_len": max(longest, 1), "scale": batch.scale, **batch.extras, **options}
     call = AttentionCall.of(
         batch.q, batch.k_cache, batch.v_cache, *lengths, out, lse, semaphore=tickets, **arguments
@@ -176,15 +176,16 @@ def check(name: str, seed: int) -> None:
     if name.startswith("fp8_queries"):
         batch = replace(batch, q=batch.q.to(torch.float8_e4m3fn))
     tickets = torch.zeros(2, dtype=torch.int32, device="cuda")
-    out, lse = launch(batch, tickets, options, dtype)
+    longest = int(batch.query_start_loc.diff().max())
+    out, lse = launch(batch, longest, tickets, options, dtype)
     print("launched", flush=True)
     torch.cuda.synchronize()
     assert not tickets.any(), "tickets are not given back"
-    again, _ = launch(batch, tickets, options, dtype)
+    again, _ = launch(batch, longest, tickets, options, dtype)
     assert torch.equal(out, again), "other bits the second time"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured, _ = launch(batch, tickets, options, dtype)
+        captured, _ = launch(batch, longest, tickets, options, dtype)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, captured), "other bits from a graph"

@@ -123,7 +123,7 @@ print("noticed")
 
 def test_a_replay_without_a_plan_is_noticed() -> None:
     """In a process of its own: its device is lost behind the assertion."""
-    folder = str(Path(__file__).parents[1] / "ops")
+    folder = str(Path(__file__).parents[1] / "support")
     done = subprocess.run(
         [sys.executable, "-c", FORGOTTEN, folder], capture_output=True, text=True, timeout=300
     )
@@ -138,14 +138,13 @@ def test_calls_on_another_stream_get_a_semaphore_of_their_own() -> None:
     layer = PagedAttention(4, 64, 2, device="cuda", dtype=torch.bfloat16, limits=Limits(max_num_reqs=3))
     session, kept = layer.session, layer._workspace
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    assert session.workspace_for(kept, 3) is kept and session.workspace_for(kept, 4) == {}
+    assert session.workspace_for(kept, 3) is kept
+    assert session.workspace_for(kept, 4) == {}
     with torch.cuda.stream(side):
         other = session.workspace_for(kept, 3)
-        assert (
-            other is not kept
-            and other is session.workspace_for(kept, 2)
-            and other["semaphore"].shape == kept["semaphore"].shape
-        )
+        assert other is not kept
+        assert other is session.workspace_for(kept, 2)
+        assert other["semaphore"].shape == kept["semaphore"].shape
     with torch.cuda.graph(graph, stream=side):
         assert session.workspace_for(kept, 3) is kept
         torch.zeros(1, device="cuda")

@@ -1,5 +1,5 @@
-"""Pairs that many CTAs share come out the same, bit for bit, whoever arrives last; those of many large parts
-are merged in two steps, counted by one number.
+"""Pairs that many CTAs share come out the same, bit for bit, whichever arrives last; those of many large
+parts are merged in two steps, counted by one number.
 
 Attentions one behind the other in a graph, so that the CTA on the multiprocessor where the last merge ran
 begins late. In a process of its own: a part that is counted twice makes a merge come early, or never.

@@ -1,5 +1,5 @@
-"""Attention that starts before the kernels ahead have ended never reads a key or value too early, whoever
-writes it.
+"""Attention that starts before the kernels ahead have ended never reads a key or value too early, whichever
+kernel writes it.
 
 Before each replay the pools are NaN, so that one stale number makes a whole row NaN; the graph itself writes
 what attention reads. A linear layer of one long CTA stands first. It is launched early and lets others be: so

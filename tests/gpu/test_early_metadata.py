@@ -88,6 +88,7 @@ print("compared", compared)
 """  # noqa: E501
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["triton", "cuda"])
 def test_five_thousand_launches_of_a_small_model(backend: str) -> None:
     try:

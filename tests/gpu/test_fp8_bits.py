@@ -1,5 +1,5 @@
 """fp8 pools on a GPU: every number is stored as the reference stores it, and NaN that was stored is NaN to
-whoever reads it."""
+all that read it."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ def test_nan_that_was_stored_is_read_as_nan(
     block = int(batch.block_table[0, 2])  # keys 32 to 47 of the first request: all its queries see them
     getattr(batch, side)[block, 3].view(torch.uint8).fill_(0x7F)  # NaN in both dtypes
     out, _ = run_paged_attention(BACKEND_OPS[backend], batch)
-    assert bool(out[:query_len].isnan().all()), "whoever sees a NaN says so"
+    assert bool(out[:query_len].isnan().all()), "a query that sees a NaN gives NaN"
     assert torch.equal(out[query_len:], clean[query_len:])

@@ -114,7 +114,8 @@ def run_share(case: dict[str, Any], beat: Callable[..., None]) -> dict[str, Any]
             beat("running")
             torch.cuda.synchronize()
         (out, lse), (again, lse_again) = results
-        assert torch.equal(out, again) and torch.equal(lse, lse_again), f"not repeatable: {batch.spec}"
+        assert torch.equal(out, again), f"not repeatable: {batch.spec}"
+        assert torch.equal(lse, lse_again), f"not repeatable: {batch.spec}"
         assert not batch.extras["semaphore"].any(), batch.spec
         beat("checking")
         exact, exact_lse = oracle_here(batch, **options)

@@ -45,4 +45,6 @@ def test_the_watchdog_notices() -> None:
     process = one.process
     with pytest.raises(pytest.fail.Exception, match=r"sleeper: no 'done' within 1 s: it hangs"):
         one.expect("done", 1, "sleeper")
-    assert process is not None and process.poll() is not None and one.process is None
+    assert process is not None
+    assert process.poll() is not None
+    assert one.process is None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.layers.call import LinearCall
 from torchpaged.custom_ops.layers.cuda.linear import unsupported
 
 pytestmark = pytest.mark.gpu
@@ -116,7 +117,8 @@ def test_features(features: str, tokens: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(shape: str, tokens: int, features: str) -> None:
     arguments = make(tokens, SHAPES[shape], features, torch.bfloat16)
-    assert unsupported(arguments["x"], arguments["weight"], arguments["norm_weight"]) is None
+    x, weight, norm_weight = (arguments[name] for name in ("x", "weight", "norm_weight"))
+    assert unsupported(LinearCall(x, weight, x, norm_weight=norm_weight)) is None
     check(arguments)
 
 

@@ -88,7 +88,8 @@ def test_write_latent() -> None:
     slots = torch.tensor([17, -1, 79, 30], device="cuda")
     TRITON.write_latent(kv_c, k_pe, pool, slots)
     REFERENCE.write_latent(kv_c, k_pe, want, slots)
-    assert torch.equal(pool, want) and pool.any()
+    assert torch.equal(pool, want)
+    assert pool.any()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "auto_compiled"])
@@ -111,7 +112,8 @@ def test_a_model_attends_over_latents(compiled: bool, caplog: pytest.LogCaptureF
             cache = PagedCache(model.config, 2, 64)
             got = model.generate(**inputs, **options, past_key_values=cache, disable_compile=not compiled)
             assert torch.equal(got, want)
-    assert cache.paged[0].latent and cache.choice.name == "cuda"
+    assert cache.paged[0].latent
+    assert cache.choice.name == "cuda"
     assert "skipping cudagraphs" not in caplog.text
     if compiled:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -97,7 +97,8 @@ def test_blocks_that_no_query_sees_never_matter(
             block = int(batch.block_table[request, position // 16])
             batch.k_cache[block, position % 16] = batch.v_cache[block, position % 16] = NAN
     got = run_paged_attention(BACKEND_OPS[backend], batch.to("cuda"), **options)
-    assert torch.equal(got[0], clean[0]) and torch.equal(got[1], clean[1])
+    assert torch.equal(got[0], clean[0])
+    assert torch.equal(got[1], clean[1])
 
 
 @pytest.mark.parametrize("what", ["q", "k", "v"])
@@ -141,11 +142,13 @@ def test_merging_bad_states(bad: float, other: float) -> None:
         lse = torch.tensor(pair, device="cuda").view(2, 1, 1)
         out, merged = torch.zeros(1, 1, 8, device="cuda"), torch.zeros(1, 1, device="cuda")
         BACKEND_OPS["triton"].merge_attn_states(states[0], lse[0], states[1], lse[1], out, merged)
-        assert bool(out.isnan().all()) and bool(merged.isnan().all()), pair
+        assert bool(out.isnan().all()), pair
+        assert bool(merged.isnan().all()), pair
     states[0] = NAN
     lse = torch.tensor([-INF, 0.5], device="cuda").view(2, 1, 1)
     BACKEND_OPS["triton"].merge_attn_states(states[0], lse[0], states[1], lse[1], out, merged)
-    assert bool((out == 1).all()) and float(merged) == 0.5
+    assert bool((out == 1).all())
+    assert float(merged) == 0.5
 
 
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -178,7 +181,8 @@ def test_fp8_writes_of_every_number(op: str, dtype: torch.dtype, source: torch.d
         columns = slice(2, 64) if op == "rope_write_kv" and name == "k" else slice(0, 64)
         got, want = cache.view(-1, 64)[16:, columns].double(), exact[:, columns]
         high = want.abs() >= largest
-        assert torch.equal(got.isnan(), want.isnan()) and not bool(got.isinf().any())
+        assert torch.equal(got.isnan(), want.isnan())
+        assert not bool(got.isinf().any())
         assert torch.equal(got[high], want[high].sign() * largest)
         reference = want[~high & ~want.isnan()].float().to(dtype).double()
         assert torch.equal(got[~high & ~want.isnan()], reference)

@@ -51,5 +51,5 @@ def test_steps_in_groups_equal_steps_alone(compile: bool) -> None:
         ids = [(5 * n + row) % 50 for row in range(len(rows))]
         got, want = (runner.run(ids, lens, rows).float().clone() for runner in runners)
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-    assert runners[0]._with_prefixes is not None
-    assert sum(report.hits for report in runners[0]._with_prefixes.graphs.report()) == 6
+    assert runners[0].prefix_graphs is not None
+    assert sum(report.hits for report in runners[0].prefix_graphs.report()) == 6

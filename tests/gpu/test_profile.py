@@ -44,17 +44,15 @@ def test_all_kernels_of_a_replay_find_their_modules(steps_per_launch: int) -> No
     model, generator = tiny_generator(False, steps_per_launch=steps_per_launch)
     runner = generator.runner
     report = kernels_per_layer(lambda: runner.launch_eager(4), model, lambda: runner.replay(4))
-    assert report.kind == "kernel" and report.is_complete, (report.unmatched, report.missing)
+    assert report.kind == "kernel", (report.rows.unmatched, report.missing)
+    assert report.is_complete, (report.rows.unmatched, report.missing)
     groups = [group for group in layer_groups(report) if group.indices]
     assert [group.name for group in groups] == [f"model.layers.0-{LAYERS - 1}"]
-    modules = {row.module: row for row in report.modules}
+    modules = report.rows.modules
     for layer in range(LAYERS):
-        assert modules[f"model.layers.{layer}.mlp.down_proj"].count >= steps_per_launch
-        assert any(
-            "decode" in kernel.name or "paged" in kernel.name
-            for kernel in modules[f"model.layers.{layer}.self_attn"].kernels
-        )
-    assert report.total_us > 0
+        assert modules[f"model.layers.{layer}.mlp.down_proj"].total.count >= steps_per_launch
+        assert any("decode" in name or "paged" in name for name in modules[f"model.layers.{layer}.self_attn"])
+    assert report.rows.total.total_us > 0
 
 
 def test_a_compiled_replay_says_what_it_can_not_place() -> None:
@@ -65,9 +63,11 @@ def test_a_compiled_replay_says_what_it_can_not_place() -> None:
     runner = generator.runner
     eager = kernels_per_layer(lambda: runner.launch_eager(4), model)
     report = kernels_per_layer(lambda: runner.launch_eager(4), model, lambda: runner.replay(4))
-    assert report.unmatched and report.missing and report.count < eager.count
-    modules = {row.module: row for row in report.modules}
-    assert all(modules[f"model.layers.{layer}.self_attn"].count >= 1 for layer in range(LAYERS))
+    assert report.rows.unmatched
+    assert report.missing
+    assert report.rows.total.count < eager.rows.total.count
+    modules = report.rows.modules
+    assert all(modules[f"model.layers.{layer}.self_attn"].total.count >= 1 for layer in range(LAYERS))
 
 
 def test_a_compiled_capture_has_the_ranges_of_attention() -> None:
@@ -100,9 +100,8 @@ def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | No
         generator.generate([[5, 6, 7], [9, 8]], SamplingParams(max_new_tokens=6))
     events = json.loads(path.read_text())["traceEvents"]
     names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
-    assert ("attention layer=0" in names) == (prefill_buckets is None) and any(
-        name.startswith("replay batch=2 padded=4") for name in names
-    )
+    assert ("attention layer=0" in names) == (prefill_buckets is None)
+    assert any(name.startswith("replay batch=2 padded=4") for name in names)
     assert any(name.startswith("prefill batch=2 tokens=5 padded=16") for name in names) == (
         prefill_buckets is not None
     )
@@ -113,10 +112,11 @@ def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | No
         generator.runner.launch_eager,
         None if prefill is None else prefill.launch_eager,
     )
-    assert not reports["decode"].unmatched and not reports["decode"].missing, reports["decode"].unmatched
-    assert not reports["prefill"].unmatched and any(
-        row.module == "lm_head" for row in reports["prefill"].modules
-    )
+    assert not reports["decode"].rows.unmatched, reports["decode"].rows.unmatched
+    assert not reports["decode"].missing, reports["decode"].rows.unmatched
+    assert not reports["prefill"].rows.unmatched
+    assert "lm_head" in reports["prefill"].rows.modules
     replays = sum(name.startswith("replay") for name in names)
-    decode = {row.module: row for row in reports["decode"].modules}
-    assert reports["decode"].steps == replays and decode["model.layers.1.mlp.up_proj"].count % replays == 0
+    decode = reports["decode"].rows.modules
+    assert reports["decode"].steps == replays
+    assert decode["model.layers.1.mlp.up_proj"].total.count % replays == 0

@@ -150,7 +150,8 @@ def test_nothing_synchronises() -> None:
         )
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert tokens.device.type == "cuda" and tokens.shape == (len(ALL),)
+    assert tokens.device.type == "cuda"
+    assert tokens.shape == (len(ALL),)
 
 
 @pytest.mark.parametrize("num_stops", [0, 3, 20])

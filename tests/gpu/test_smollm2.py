@@ -50,7 +50,8 @@ def test_golden_tokens(smollm2_path: Path, door: str) -> None:
         outputs = generator.generate(
             [p["input_ids"] for p in GOLDEN], SamplingParams(max_new_tokens=24, ignore_eos=True)
         )
-        assert generator.choice.name == "cuda" and generator.runner is not None
+        assert generator.choice.name == "cuda"
+        assert generator.runner is not None
         report = generator.fusion_report
         assert (
             (report is not None and report.complete and "fully fused" in generator.compile_reason)

@@ -68,7 +68,8 @@ class WatchedProcess:
     def run(self, case: str) -> None:
         if self.process is None:
             self.start()
-        assert self.process is not None and self.process.stdin is not None
+        assert self.process is not None
+        assert self.process.stdin is not None
         print(case, file=self.process.stdin, flush=True)
         self.expect("launched", self.compile_seconds, case)
         self.expect("done", self.run_seconds, case)

@@ -66,7 +66,8 @@ def test_each_bucket_has_its_own_callable_and_replays_what_the_inputs_hold() -> 
     assert [(r.bucket, r.hits, r.padded_rows) for r in g.report()] == [
         (2, 2, 1),
         (8, 1, 5),
-    ] and g.histogram() == {1: 1, 2: 1, 3: 1}
+    ]
+    assert g.histogram() == {1: 1, 2: 1, 3: 1}
     assert g.start_eager(3, lambda numbers, scale: numbers + scale).tolist() == [10.0] * 3
 
 
@@ -74,10 +75,11 @@ def test_a_bucket_is_captured_when_it_is_asked_for() -> None:
     g = graphs(Numbers())
     with pytest.raises(CaptureError, match="bucket 2: not captured yet"):
         g.start(1)
-    assert (
-        g.start(1, capture=True).output.tolist() == [2.0, 3.0] and g.is_captured(2) and not g.is_captured(8)
-    )
-    assert g.capture_for(7) == 8 and g.is_captured(8)
+    assert g.start(1, capture=True).output.tolist() == [2.0, 3.0]
+    assert g.is_captured(2)
+    assert not g.is_captured(8)
+    assert g.capture_for(7) == 8
+    assert g.is_captured(8)
     with pytest.raises(ArgumentError, match="1 to 8 rows"):
         g.start(9)
 

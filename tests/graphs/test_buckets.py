@@ -37,13 +37,16 @@ def test_no_other_choice_costs_less(max_buckets: int | None) -> None:
             for c in itertools.combinations(range(1, 9), r)
             if max_buckets is None or r < max_buckets
         ]
-        assert got == sorted(set(got)) and got[-1] == 9 and (max_buckets is None or len(got) <= max_buckets)
+        assert got == sorted(set(got))
+        assert got[-1] == 9
+        assert max_buckets is None or len(got) <= max_buckets
         assert total(tuple(got), seen) == pytest.approx(min(total(c, seen) for c in others))
 
 
 def test_what_was_seen_decides() -> None:
     assert buckets_by_cost(64, step_ms, seen={3: 1e5, 64: 5}) == [3, 64]
-    assert buckets_by_cost(64, step_ms, seen={}) == [64] and buckets_by_cost(1, step_ms) == [1]
+    assert buckets_by_cost(64, step_ms, seen={}) == [64]
+    assert buckets_by_cost(1, step_ms) == [1]
     for options, argument in (
         ({"seen": {65: 1}}, "seen"),
         ({"seen": {3: -1}}, "seen"),
@@ -77,13 +80,12 @@ def test_report_table_and_histogram() -> None:
         3,
         True,
         False,
-    ) and large.capture_ms >= large.record_ms > 0
-    heading, first, second = bucket_table([small, large]).splitlines()
-    assert (
-        first.split() == ["1", "-", "-", "-", "0", "0"]
-        and second.split()[-2:] == ["2", "3"]
-        and len(heading) == len(first) == len(second)
     )
+    assert large.capture_ms >= large.record_ms > 0
+    heading, first, second = bucket_table([small, large]).splitlines()
+    assert first.split() == ["1", "-", "-", "-", "0", "0"]
+    assert second.split()[-2:] == ["2", "3"]
+    assert len(heading) == len(first) == len(second)
     assert runner.histogram() == {2: 1, 3: 1}
 
 

@@ -110,7 +110,8 @@ def test_behind_a_launch_that_broke_off_rows_are_written_again(point: str, unrea
     rows.write(REQUEST)
     assert tokens_of(rows, runner, 3) == WANT[:6]
     assert not semaphore_of(SESSION).any()
-    assert rows.ring.launched == int(rows.ring.launches[0]) and int(rows.ring.launches[1]) == 0
+    assert rows.ring.launched == int(rows.ring.launches[0])
+    assert int(rows.ring.launches[1]) == 0
     if unread:
         assert [step[0] for step in rows.ring.read(taken, 1)] == WANT[2:4]
 

@@ -11,13 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache
-from torchpaged.graphs import (
-    PackedBuffers,
-    PackedGraphRunner,
-    TapeCapture,
-    bucket_table,
-    default_prefill_buckets,
-)
+from torchpaged.graphs import PackedBuffers, PackedGraphRunner, TapeCapture, bucket_table
+from torchpaged.graphs.buckets import default_prefill_buckets
 from torchpaged.graphs.capture import EagerCapture
 
 HEADS, DIM, BLOCK, BLOCKS, VOCAB, COLUMNS = 4, 8, 4, 60, 50, 10
@@ -128,17 +123,16 @@ def test_a_capture_writes_nothing_and_comes_with_the_first_step() -> None:
     r.capture()
     r.launch_eager(16)
     assert all(torch.equal(pool, old) for pool, old in zip(toy.cache[0][:2], before, strict=True))
-    assert [a[:2] for a in seen] == [(1, 2), (2, 2)] and seen[0][2] == "prefill 16"
+    assert [a[:2] for a in seen] == [(1, 2), (2, 2)]
+    assert seen[0][2] == "prefill 16"
     later = runner(Toy())
     want, _ = oracle(batch_of(BATCHES["one"]))
     torch.testing.assert_close(later.run(**batch_of(BATCHES["one"])), want, rtol=1e-5, atol=1e-5)
     assert [(x.captured, x.hits, x.padded_rows) for x in later.report()] == [(True, 1, 1), (False, 0, 0)]
     lines = bucket_table(later.report(), "tokens", "padded tokens").splitlines()
-    assert (
-        lines[0].startswith("tokens")
-        and lines[0].endswith("padded tokens")
-        and len({len(line) for line in lines}) == 1
-    )
+    assert lines[0].startswith("tokens")
+    assert lines[0].endswith("padded tokens")
+    assert len({len(line) for line in lines}) == 1
 
 
 def test_padding_as_it_lies() -> None:
@@ -146,23 +140,23 @@ def test_padding_as_it_lies() -> None:
     for name in ("full", "several"):
         buffers.load(**{**batch_of(BATCHES[name]), "padded_to": 16})
     ids, m, indices = buffers.view(16)
-    assert (
-        ids[9:].tolist() == [0] * 7
-        and m.slot_mapping[9:].tolist() == [-1] * 7
-        and m.positions[9:].tolist() == [0] * 7
-    )
-    assert (
-        m.query_start_loc.tolist() == [0, 3, 8, 9, 9]
-        and m.seq_lens.tolist() == [3, 5, 1, 0]
-        and indices.tolist() == [2, 7, 8, 0]
-    )
-    assert not m.block_table[3].any() and m.max_query_len == 16 and (m.num_reqs, m.num_tokens) == (4, 16)
+    assert ids[9:].tolist() == [0] * 7
+    assert m.slot_mapping[9:].tolist() == [-1] * 7
+    assert m.positions[9:].tolist() == [0] * 7
+    assert m.query_start_loc.tolist() == [0, 3, 8, 9, 9]
+    assert m.seq_lens.tolist() == [3, 5, 1, 0]
+    assert indices.tolist() == [2, 7, 8, 0]
+    assert not m.block_table[3].any()
+    assert m.max_query_len == 16
+    assert (m.num_reqs, m.num_tokens) == (4, 16)
     assert all(
         x.data_ptr() % 64 == 0
         for x in (ids, m.positions, m.slot_mapping, indices, m.seq_lens, m.query_start_loc, m.block_table)
     )
     with buffers.padding(16):
-        assert not m.query_start_loc.any() and not m.seq_lens.any() and (m.slot_mapping == -1).all()
+        assert not m.query_start_loc.any()
+        assert not m.seq_lens.any()
+        assert (m.slot_mapping == -1).all()
 
 
 def bad_batches() -> Iterator[tuple[dict[str, Any], str]]:
@@ -205,7 +199,8 @@ def test_refusals_write_nothing(batch: dict[str, Any], words: str, captured: boo
     before, calls = r.buffers.tensors()["packed"].clone(), toy.calls
     with pytest.raises(ArgumentError, match=words):
         r.run(**batch)
-    assert torch.equal(r.buffers.tensors()["packed"], before) and toy.calls == calls
+    assert torch.equal(r.buffers.tensors()["packed"], before)
+    assert toy.calls == calls
 
 
 def test_bad_sizes() -> None:
@@ -245,7 +240,8 @@ def test_moved_memory_is_noticed() -> None:
 
 def test_default_buckets() -> None:
     assert default_prefill_buckets(512) == [16, 32, 64, 128, 192, 256, 384, 512]
-    assert default_prefill_buckets(100) == [16, 32, 64, 100] and default_prefill_buckets(7) == [7]
+    assert default_prefill_buckets(100) == [16, 32, 64, 100]
+    assert default_prefill_buckets(7) == [7]
     assert default_prefill_buckets(100_000)[-1] == 1024
 
 
@@ -283,7 +279,8 @@ def test_one_capture_serves_all_trees() -> None:
         got = r.run(**batch, tree_parents=parents)
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(want, plain, rtol=1e-3, atol=1e-3), "the tree matters"
-    assert toy.calls == calls and r.buffers.view(16)[1].max_query_len == 8
+    assert toy.calls == calls
+    assert r.buffers.view(16)[1].max_query_len == 8
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache, Session
-from torchpaged.graphs import DecodeGraphRunner, TapeCapture, default_buckets
-from torchpaged.graphs.buckets import bucket_for
+from torchpaged.graphs import DecodeGraphRunner, TapeCapture
+from torchpaged.graphs.buckets import bucket_for, default_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import Captured, EagerCapture
 
@@ -94,6 +94,7 @@ def oracle(backend: str = "reference") -> list[list[int]]:
     return drive(run)
 
 
+@pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("compile", [False, True])
 def test_eager_capture_equals_the_oracle(compile: bool) -> None:
     torch._dynamo.reset()
@@ -117,6 +118,7 @@ def test_compiles_once_per_bucket() -> None:
     assert counters["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 def test_many_buckets_stay_under_dynamos_recompile_limit() -> None:
     torch._dynamo.reset()
     toy = Toy()
@@ -130,7 +132,8 @@ def test_many_buckets_stay_under_dynamos_recompile_limit() -> None:
         warmup_iters=0,
     )
     r.capture()
-    assert len(r.report()) == 11 and all(b.capture_ms > 0 for b in r.report())
+    assert len(r.report()) == 11
+    assert all(b.capture_ms > 0 for b in r.report())
 
 
 def test_tape_replays_without_python_and_equals_the_oracle() -> None:
@@ -154,8 +157,8 @@ def test_a_semaphore_left_set_is_noticed() -> None:
     for call in (r.run, r.run_eager):
         for rows in (1, 2, 4):
             semaphore_of(session)[0] = 1
-            with torch.inference_mode():
-                r.buffers.load_padding(4)
+            with torch.inference_mode(), r.buffers.padding(4):
+                pass
             with pytest.raises(ArgumentError, match="semaphore: expected zeros"):
                 call([3] * rows, [1] * rows, [[1 + i] for i in range(rows)])
             call([3] * rows, [1] * rows, [[1 + i] for i in range(rows)])  # the failed one left nothing behind
@@ -178,8 +181,10 @@ def test_capture_writes_nothing_and_goes_largest_first() -> None:
         pools.k_cache.fill_(7.0), pools.v_cache.fill_(7.0)
     spy = Spy()
     runner(toy, spy, progress=lambda *a: seen.append(a)).capture()
-    assert [n for n, _ in spy.order] == [4, 2, 1] and len({id(pool) for _, pool in spy.order}) == 1
-    assert [a[:2] for a in seen] == [(1, 3), (2, 3), (3, 3)] and "batch 4" in seen[0][2]
+    assert [n for n, _ in spy.order] == [4, 2, 1]
+    assert len({id(pool) for _, pool in spy.order}) == 1
+    assert [a[:2] for a in seen] == [(1, 3), (2, 3), (3, 3)]
+    assert "batch 4" in seen[0][2]
     assert all(torch.all(t == 7.0) for pools in toy.cache for t in pools[:2])
 
 
@@ -292,9 +297,8 @@ def test_a_bad_batch_does_not_even_capture() -> None:
     for ids in ([3], torch.tensor([[3]]), torch.tensor([3.5])):
         with pytest.raises(ArgumentError):
             r.run(ids, [1], [[1, BLOCKS]])
-    assert all(torch.equal(t, before[n]) for n, t in r.buffers.tensors().items()) and not any(
-        b.capture_ms for b in r.report()
-    )
+    assert all(torch.equal(t, before[n]) for n, t in r.buffers.tensors().items())
+    assert not any(b.capture_ms for b in r.report())
 
 
 @pytest.mark.parametrize("step", ["item", "unique", "boolean_index", "branch"])
@@ -357,27 +361,22 @@ def test_buffers_by_hand() -> None:
     buffers = DecodeBuffers(4, 3, BLOCK, "cpu", BLOCKS)
     buffers.load([7, 8], [5, 1], [[2, 9], [3]], padded_to=4)
     ids, m = buffers.view(4)
-    assert (
-        ids.tolist() == [7, 8, 0, 0]
-        and m.positions.tolist() == [4, 0, 0, 0]
-        and m.slot_mapping.tolist() == [36, 12, -1, -1]
-    )
-    assert (
-        m.seq_lens.tolist() == [5, 1, 0, 0]
-        and m.query_start_loc.tolist() == [0, 1, 2, 2, 2]
-        and m.max_query_len == 1
-    )
+    assert ids.tolist() == [7, 8, 0, 0]
+    assert m.positions.tolist() == [4, 0, 0, 0]
+    assert m.slot_mapping.tolist() == [36, 12, -1, -1]
+    assert m.seq_lens.tolist() == [5, 1, 0, 0]
+    assert m.query_start_loc.tolist() == [0, 1, 2, 2, 2]
+    assert m.max_query_len == 1
     assert m.block_table.tolist() == [[2, 9, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
     buffers.load(torch.tensor([1]), [1], [[4]], padded_to=2)
-    assert buffers.view(2)[0].tolist() == [1, 0] and buffers.view(2)[1].query_start_loc.tolist() == [0, 1, 1]
+    assert buffers.view(2)[0].tolist() == [1, 0]
+    assert buffers.view(2)[1].query_start_loc.tolist() == [0, 1, 1]
 
 
 def test_buckets() -> None:
-    assert (
-        default_buckets(1) == [1]
-        and default_buckets(5) == [1, 2, 4, 5]
-        and default_buckets(30) == [1, 2, 4, 8, 16, 24, 30]
-    )
+    assert default_buckets(1) == [1]
+    assert default_buckets(5) == [1, 2, 4, 5]
+    assert default_buckets(30) == [1, 2, 4, 8, 16, 24, 30]
     assert default_buckets(300)[-4:] == [256, 272, 288, 300]
     assert [bucket_for([1, 2, 4], n) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
     with pytest.raises(ArgumentError, match="buckets"):

@@ -76,7 +76,8 @@ def _read_ctranslate2(path: Path) -> dict[str, np.ndarray]:
     found = {}
     with path.open("rb") as file:
         (version,) = struct.unpack("<I", file.read(4))
-        assert version >= 5 and _string(file) == "WhisperSpec"
+        assert version >= 5
+        assert _string(file) == "WhisperSpec"
         _, count = struct.unpack("<II", file.read(8))
         for _ in range(count):
             name = _string(file)

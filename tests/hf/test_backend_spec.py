@@ -4,6 +4,7 @@ never called with it."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +15,9 @@ from models import padded_prompts, tiny
 
 import torchpaged
 from torchpaged import AttentionMetadata, BackendUnavailableError, PagedAttention
-from torchpaged.backends import FEATURES, Backend, get_backend, register_backend
+from torchpaged.backends import Backend, get_backend, register_backend
 from torchpaged.backends.choose import names as names_module
+from torchpaged.backends.spec import FEATURES
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.engine import Generator
 from torchpaged.hf import PagedCache, PagedModel
@@ -53,7 +55,10 @@ def lacking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Backend]]
     def make(automatic: bool = False, **declared: Any) -> Backend:
         reference = get_backend("reference")
         capabilities = dataclasses.replace(reference.capabilities, **declared)
-        backend = Backend("mine", capabilities, BackendOps(*BACKEND_OPS["reference"]), lambda: None)
+        # Handles of its own: equal ones would be the reference's, which lacks nothing.
+        handles = BACKEND_OPS["reference"]
+        handles = handles._replace(paged_attention=functools.partial(handles.paged_attention))
+        backend = Backend("mine", capabilities, handles, lambda: None)
         register_backend(backend, automatic=automatic)
         return backend
 
@@ -142,7 +147,8 @@ def test_the_automatic_choice_passes_over_a_backend_that_lacks_a_feature(
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, 2, 32)
     assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), want)
-    assert cache.choice.name != "mine" and LACKS[lack][3] in "; ".join(cache.choice.rejected["mine"])
+    assert cache.choice.name != "mine"
+    assert LACKS[lack][3] in "; ".join(cache.choice.rejected["mine"])
     assert PagedModel(model, num_blocks=8).choice.rejected["mine"]
 
 

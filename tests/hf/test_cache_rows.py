@@ -18,6 +18,7 @@ from torchpaged import ArgumentError
 from torchpaged.custom_ops.errors import NotCopyableError
 from torchpaged.hf import PagedCache, compile_layers, fuse
 from torchpaged.hf.attention import paged_attention_forward
+from torchpaged.hf.call_mask import MaskRequest
 
 
 def paged(name: str = "Llama", **options: Any) -> PreTrainedModel:
@@ -39,14 +40,52 @@ def filled(
 
 def test_a_cache_is_made_of_objects() -> None:
     """What transformers calls is on the cache, and all state in its parts, each of which stands alone."""
+    from torchpaged.hf.owner import PagedOwner
     from torchpaged.hf.step_cache import StepCache
 
     cache, _ = filled(paged())
-    assert PagedCache.__bases__ == StepCache.__bases__ == (Cache,)
-    parts = (cache.rows, cache.masks, cache.backend, cache.order, cache._changes)
+    assert PagedCache.__bases__ == StepCache.__bases__ == (PagedOwner,)
+    assert PagedOwner.__bases__ == (Cache,)
+    parts = (cache.rows, cache.masks, cache.backend, cache.order, cache.prefixes)
     assert all(type(part).__bases__ == (object,) for part in parts)
     held = {name for name, value in vars(cache).items() if isinstance(value, torch.Tensor)}
     assert held == {"_mask_token"}
+
+
+def test_a_batch_is_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt once per forward, since its slots are others; of decode steps once."""
+    model = paged()
+    cache, ids = filled(model, rows=2)
+    made, make = [], cache.rows._step
+
+    def count(batch: int, query_len: int, rolls: bool) -> Any:
+        made.append(query_len)
+        return make(batch, query_len, rolls)
+
+    monkeypatch.setattr(cache.rows, "_step", count)
+    theirs = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=theirs)
+        for tokens in (8, 8, 1, 1, 3):
+            more = torch.randint(3, 99, (2, tokens))
+            got, want = (model(more, past_key_values=each).logits for each in (cache, theirs))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    assert made == [8, 8, 1, 3]
+
+
+def test_eager_layers_behind_a_compiled_one_write_their_own_chunk() -> None:
+    """It moves the rows on where the host does not see it, by as many tokens as the chunk before had."""
+    model = paged()
+    cache, ids = filled(model, tokens=5)
+    torch.compiler.reset()
+    model.model.layers[0].compile(backend="eager")
+    theirs = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=theirs)
+        for _ in range(2):
+            more = torch.randint(3, 99, (1, 5))
+            got, want = (model(more, past_key_values=each).logits for each in (cache, theirs))
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------------- crop
@@ -71,7 +110,8 @@ def test_crop_refuses_what_is_no_number_of_tokens_to_take_back(bad: Any) -> None
     cache, _ = filled(paged())
     with pytest.raises(ArgumentError, match="tokens_to_remove"):
         cache.crop(bad)
-    assert int(cache.get_seq_length()) == 8 and cache.rows.seq_lens.tolist() == [8]
+    assert int(cache.get_seq_length()) == 8
+    assert cache.rows.seq_lens.tolist() == [8]
 
 
 def test_crop_takes_a_tensor_and_an_empty_cache() -> None:
@@ -105,7 +145,8 @@ def test_crop_of_rows_of_different_lengths(removed: int, next_mask: list[int] | 
             past_key_values=cache,
         )
         cache.crop(removed)
-        assert int(cache.get_seq_length()) == kept and cache.rows.seq_lens.tolist() == [
+        assert int(cache.get_seq_length()) == kept
+        assert cache.rows.seq_lens.tolist() == [
             max(kept - 7, 0),
             kept,
         ]
@@ -146,10 +187,11 @@ def test_a_cut_into_padding_is_asked_about_once(still_padding: int) -> None:
             mask[0, : 4 + min(new, still_padding)] = 0
             OnADevice.reads = 0
             for size in (None, 8):
-                cache.masks.observe(mask.as_subclass(OnADevice), 2, 1, None, size)
+                cache.masks.observe(MaskRequest(2, 1, 32, mask.as_subclass(OnADevice), None, size))
             reads.append(OnADevice.reads)
             model(torch.randint(3, 99, (2, 1)), past_key_values=cache)
-    assert reads[still_padding + 1 :] == [0] * (4 - still_padding) and all(reads[: still_padding + 1])
+    assert reads[still_padding + 1 :] == [0] * (4 - still_padding)
+    assert all(reads[: still_padding + 1])
     assert cache.rows.seq_lens.tolist() == [5 - still_padding, 9]
 
 
@@ -162,10 +204,10 @@ def test_padding_told_late_is_refused_without_reading_it() -> None:
         model(**inputs, past_key_values=cache)
     OnADevice.reads = 0
     mask = torch.cat((mask, mask[:, -1:]), dim=1)
-    cache.masks.observe(mask.as_subclass(OnADevice), 2, 1, None, None)
+    cache.masks.observe(MaskRequest(2, 1, 32, mask.as_subclass(OnADevice)))
     mask[1, :3] = 0
     with pytest.raises(RuntimeError, match="mask with other padding"):
-        cache.masks.observe(mask.as_subclass(OnADevice), 2, 1, None, None)
+        cache.masks.observe(MaskRequest(2, 1, 32, mask.as_subclass(OnADevice)))
     assert OnADevice.reads == 0
 
 
@@ -258,7 +300,7 @@ def test_a_forward_that_raised_between_layers(when: str, fused: bool) -> None:
             lambda: model(ids[:, :5], past_key_values=cache),
             lambda: model.generate(torch.cat([ids, ids[:, :1]], 1), max_new_tokens=2, past_key_values=cache),
         ]
-        if when == "decode":  # in a first forward nobody knows yet how many layers there are
+        if when == "decode":  # in a first forward the number of layers is not known yet
             uses += [
                 lambda: cache.crop(-1),
                 lambda: cache.batch_select_indices(torch.tensor([0])),
@@ -397,8 +439,10 @@ def test_lengths_that_the_host_knows() -> None:
         model(**inputs, past_key_values=cache)
         model(torch.tensor([[5], [6]]), past_key_values=cache)
         known = cache.rows.host_lengths(2, 1)
-        assert known is not None and list(known.seq_lens) == cache.rows.seq_lens.tolist()
-        assert list(known.query_lens) == [1, 1] and known.seq_lens[0] != known.seq_lens[1]
+        assert known is not None
+        assert list(known.seq_lens) == cache.rows.seq_lens.tolist()
+        assert list(known.query_lens) == [1, 1]
+        assert known.seq_lens[0] != known.seq_lens[1]
         for _ in range(2):
             step(torch.tensor([[7], [8]]), past_key_values=cache)
             assert cache.rows.host_lengths(2, 1) is None
@@ -406,7 +450,8 @@ def test_lengths_that_the_host_knows() -> None:
             assert cache.rows.host_lengths(2, 1) is None
         cache.crop(-1)
         known = cache.rows.host_lengths(2, 1)
-        assert known is not None and list(known.seq_lens) == cache.rows.seq_lens.tolist()
+        assert known is not None
+        assert list(known.seq_lens) == cache.rows.seq_lens.tolist()
 
 
 # ------------------------------------------------------------------------------------------- rows of a batch
@@ -448,7 +493,9 @@ def test_rows_of_a_cache_that_holds_nothing_stay_as_they_are(used: bool) -> None
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.batch_select_indices(torch.tensor([1]))
     cache.batch_repeat_interleave(2)
-    assert not cache.ready and cache.get_seq_length() == 0 and len(cache.rows.blocks) == 0
+    assert not cache.ready
+    assert cache.get_seq_length() == 0
+    assert len(cache.rows.blocks) == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"sliding_step": 2}])
@@ -463,7 +510,8 @@ def test_states_of_one_row_that_a_convolution_left_strided(options: dict[str, An
         outs.append(
             paged_attention_forward(model.model.layers[0].self_attn, q, *cache.update(k, v, 0), None)[0]
         )
-    assert strided[0].stride(-1) == 5 and torch.equal(*outs)
+    assert strided[0].stride(-1) == 5
+    assert torch.equal(*outs)
 
 
 def test_a_shallow_copy_is_refused() -> None:
@@ -530,7 +578,8 @@ def test_a_padded_prompt_in_chunks(size: int) -> None:
     want = model.generate(**call)
     cache = PagedCache.for_inputs(model, **call, block_size=4)
     assert torch.equal(model.generate(**call, prefill_chunk_size=size, past_key_values=cache), want)
-    assert cache.rows.padding == [7, 0] and not cache.rows.cut_padding
+    assert cache.rows.padding == [7, 0]
+    assert not cache.rows.cut_padding
     more = torch.cat([call["attention_mask"], torch.ones(2, 4, dtype=torch.int64)], 1)
     more[1, 0] = 0
     with pytest.raises(ArgumentError, match="rows can't be padded again later"), torch.no_grad():
@@ -551,5 +600,5 @@ def test_steps_on_a_device_are_not_read() -> None:
     cache.rows.total = torch.tensor(3).as_subclass(Total)
     for length, reads in ((9, 0), (9, 0), (10, 0), (4, 1)):
         OnADevice.reads = 0
-        cache.masks.require_next(torch.ones(2, length).as_subclass(OnADevice), 2, 1)
+        cache.masks.require_next(MaskRequest(2, 1, 32, torch.ones(2, length).as_subclass(OnADevice)))
         assert OnADevice.reads == reads

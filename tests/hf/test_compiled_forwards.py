@@ -14,6 +14,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     Cache,
+    CompileConfig,
     Gemma3nForCausalLM,
     Gemma3nTextConfig,
     Gemma4ForCausalLM,
@@ -63,6 +64,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
+@pytest.mark.slow_cases("Gemma3n-True", "Llama-True")
 @pytest.mark.parametrize(("name", "padded"), [("Llama", True), ("Llama", False), ("Gemma3n", True)])
 def test_generate_with_a_compiled_forward_and_a_fresh_cache(name: str, padded: bool) -> None:
     """``model.forward = torch.compile(model.forward)``: prefill and set-up are inside, as a graph break."""
@@ -78,6 +80,25 @@ def test_generate_with_a_compiled_forward_and_a_fresh_cache(name: str, padded: b
     assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), want)
     cache.reset()  # rows get their blocks anew while the pools exist
     assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), want)
+
+
+@pytest.mark.slow_cases("Gemma3")
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_chunks_of_a_padded_prompt_compiled(name: str) -> None:
+    """As generate() does it on a GPU: the mask that carries the padding enters compiled code."""
+    torch._dynamo.reset()
+    model, inputs = tiny(name), padded_prompts()
+    want = model.generate(**inputs, **GREEDY)
+    model.set_attn_implementation("torchpaged")
+    options = CompileConfig(backend="aot_eager", mode=None)
+    options._compile_all_devices = True
+    cache = PagedCache(model.config, 2, 64, block_size=4)
+    for _ in range(2):
+        got = model.generate(
+            **inputs, **GREEDY, prefill_chunk_size=4, compile_config=options, past_key_values=cache
+        )
+        assert torch.equal(got, want)
+        cache.reset()
 
 
 def decode_compiled(name: str, dense: bool = False) -> int:
@@ -104,6 +125,7 @@ def decode_compiled(name: str, dense: bool = False) -> int:
     return counter.frame_count
 
 
+@pytest.mark.slow_cases("Gemma3n", "Gemma4")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_decode_step_is_one_graph(name: str) -> None:
     """Layers that share another one's pools know them in a trace, unless the model moves them to its device

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -72,7 +73,8 @@ def generate(model: Any, attention: str, **options: Any) -> list[list[int]]:
         ),
         continuous_batching_config=config,
     )
-    assert len(outputs) == len(prompts()) and all(output.error is None for output in outputs.values())
+    assert len(outputs) == len(prompts())
+    assert all(output.error is None for output in outputs.values())
     ordered = sorted(outputs.values(), key=lambda output: int(re.sub(r"\D", "", output.request_id)))
     return [output.generated_tokens for output in ordered]
 
@@ -88,6 +90,7 @@ def expected(model: Any, name: str) -> list[list[int]]:
     return [model.generate(row, **options)[0, row.shape[1] :].tolist() for row in rows]
 
 
+@pytest.mark.slow_cases("Llama-torchpaged", "GptOss-torchpaged")
 @pytest.mark.parametrize(
     ("name", "asked"), [*((name, "torchpaged") for name in MODELS), ("Llama", "paged|torchpaged")]
 )
@@ -108,15 +111,18 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
     model = make_model("Llama")
     want = expected(model, "Llama")
     made: list[torch.Tensor] = []
-    make = continuous_batching._make_step
+    make = continuous_batching._once_per_step
 
     tables = 0
 
-    def count(layer: Any, starts: torch.Tensor, num_tokens: int, kwargs: dict[str, Any]) -> Any:
-        nonlocal tables
-        made.append(starts.diff())
-        tables += kwargs["block_table"] is not None
-        return make(layer, starts, num_tokens, kwargs)
+    def count(cache: Any, layer: Any, kwargs: dict[str, Any], make_step: Callable[[], Any]) -> Any:
+        def counted() -> Any:
+            nonlocal tables
+            made.append(kwargs["cu_seq_lens_q"].diff())
+            tables += kwargs["block_table"] is not None
+            return make_step()
+
+        return make(cache, layer, kwargs, counted)
 
     def gathers(*_: Any, **__: Any) -> Any:
         raise AssertionError("the keys were gathered")
@@ -130,7 +136,7 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(model.model.layers[0].self_attn, "forward", step)
-    monkeypatch.setattr(continuous_batching, "_make_step", count)
+    monkeypatch.setattr(continuous_batching, "_once_per_step", count)
     monkeypatch.setattr(PagedAttentionCache, "update", gathers)
     assert generate(model, "torchpaged") == want
     assert len(made) == calls > 5
@@ -138,6 +144,7 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
     assert any(bool((lens == 1).any()) and bool((lens > 1).any()) for lens in made), "no batch was mixed"
 
 
+@pytest.mark.slow_cases("8")
 @pytest.mark.parametrize("window", [8, 24, 9], ids=str)
 def test_decodes_read_the_ring(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one page or several, full or not yet; steps with prompts gather, as do all where the last of several
@@ -162,12 +169,15 @@ def test_decodes_read_the_ring(window: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(continuous_batching, "_ring_step", rings_of)
     assert generate(model, "torchpaged") == want
     if window == 9:
-        assert 1 in longest and not rings
+        assert 1 in longest
+        assert not rings
     else:
-        assert min(longest) > 1 and max(map(max, rings)) == window
+        assert min(longest) > 1
+        assert max(map(max, rings)) == window
         assert window == 8 or min(map(min, rings)) < window
 
 
+@pytest.mark.slow
 def test_one_graph_for_all_steps() -> None:
     """fullgraph, where transformers' own layers break it, and traced once for all lengths and mixtures; steps
     of decodes alone, padded to powers of two, once more."""

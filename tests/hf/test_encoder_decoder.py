@@ -217,7 +217,8 @@ def test_beams_share_a_source() -> None:
     with attached(model):
         cache = PagedEncoderDecoderCache.for_inputs(model, **given, **options)
         got = model.generate(**given, **options, past_key_values=cache)
-    assert torch.equal(got, want) and len(want.unique(dim=0)) == 2
+    assert torch.equal(got, want)
+    assert len(want.unique(dim=0)) == 2
     assert cache.cross_attention_cache.rows.max_rows == 6
 
 
@@ -226,7 +227,8 @@ def test_one_cache_for_several_batches() -> None:
     model, given = build("Bart", HEAD, "torchpaged"), inputs(padded=True)
     cache = PagedEncoderDecoderCache(model.config, 2, 32, block_size=4)
     want = logits_of(model, given, cache)
-    assert cache.cross_attention_cache.max_seq_len == 12 and "encoder: 7 blocks of 4" in cache.describe()
+    assert cache.cross_attention_cache.max_seq_len == 12
+    assert "encoder: 7 blocks of 4" in cache.describe()
     cache.reset()
     eager = build("Bart", HEAD)
     torch.testing.assert_close(
@@ -362,7 +364,8 @@ def test_rows_of_both_halves() -> None:
 def test_sizes_of_a_call() -> None:
     model, given = build("Bart", HEAD), inputs()
     cache = PagedEncoderDecoderCache.for_inputs(model, **given, max_new_tokens=7)
-    assert cache.self_attention_cache.max_seq_len == 17 and cache.self_attention_cache.rows.max_rows == 2
+    assert cache.self_attention_cache.max_seq_len == 17
+    assert cache.self_attention_cache.rows.max_rows == 2
     del given["decoder_input_ids"]  # a start token, and one that generate() may force
     assert PagedEncoderDecoderCache.for_inputs(model, **given, max_new_tokens=7).get_max_length() == 9
     with pytest.raises(ArgumentError, match="input_ids: expected the encoder's input"):
@@ -395,6 +398,12 @@ def test_a_backend_that_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         logits_of(model, inputs(), cache)
 
 
+@pytest.mark.slow_cases(
+    but=(
+        "fsmt",
+        "bart",
+    )
+)
 @pytest.mark.parametrize("model_type", ["bart", "encoder-decoder", "fsmt", "t5", "whisper"])
 def test_a_family(model_type: str) -> None:
     """As the committed table says: one graph for a decode step."""
@@ -414,7 +423,8 @@ def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = cross.cross_batch
     monkeypatch.setattr(cross, "cross_batch", lambda batch, mask, n, keys: plain(batch, None, n, keys))
     row = encoder_decoders.examine("bart", compiled=False)
-    assert row.mode == "wrong" and row.checks["forward"] == "right", row
+    assert row.mode == "wrong", row
+    assert row.checks["forward"] == "right", row
 
 
 def test_one_mask_for_several_forwards() -> None:
@@ -435,3 +445,11 @@ def test_one_mask_for_several_forwards() -> None:
         want = model(**call, attention_mask=given["attention_mask"], use_cache=False).logits
     for got in found:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("option", ["sliding_step", "batch_invariant", "cascade", "dense"])
+def test_options_that_a_cross_cache_has_not(option: str) -> None:
+    """Another `PagedCache`'s options would be taken without a use."""
+    config = build("Bart", HEAD).config
+    with pytest.raises(TypeError, match=option):
+        CrossPagedCache(config, 2, 12, **{option: 1})

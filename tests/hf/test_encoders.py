@@ -35,8 +35,10 @@ from transformers import (
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
 from torchpaged.hf import pinned_batch
+from torchpaged.hf.call import LayerCall
+from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.families import family_of
-from torchpaged.hf.mask_rows import rows_of
+from torchpaged.hf.mask_functions import MaskKind
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import Way, way_of
 
@@ -211,6 +213,7 @@ def test_padding_changes_nothing() -> None:
     torch.testing.assert_close(states(model, alone), want[-4:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases("causal")
 @pytest.mark.parametrize("name", ["bert", "causal"])
 def test_one_graph_for_all_lengths(name: str) -> None:
     """Of the rows, and of the longest one too."""
@@ -279,7 +282,8 @@ def way(config: Any, module: torch.nn.Module, num_keys: int = 14, needs_kernel: 
     x, keys = torch.zeros(3, 14, 32), torch.zeros(3, num_keys, 32)
     mask = create_bidirectional_mask(config, x, padding, encoder_hidden_states=keys)
     q, k = torch.zeros(3, 4, 14, 8), torch.zeros(3, 4, num_keys, 8)
-    return way_of(module, q, k, k, mask, False, 0.0, needs_kernel)
+    call = LayerCall(module, q, k, k, causal=False, softcap=0.5 if needs_kernel else None)
+    return way_of(call, mask, 0.0)
 
 
 def test_the_way_of_a_call() -> None:
@@ -289,9 +293,11 @@ def test_the_way_of_a_call() -> None:
     assert way(BertConfig(**SIZES), Module()) is Way.TOKENS
     assert way(BertConfig(**SIZES), Module(is_decoder=True)) is None
     assert way(BertConfig(**SIZES, is_decoder=True), Module()) is None
-    assert way(BartConfig(), Module()) is None and way(BartConfig(), Module(is_decoder=True)) is None
+    assert way(BartConfig(), Module()) is None
+    assert way(BartConfig(), Module(is_decoder=True)) is None
     assert way(BartConfig(), Module(is_decoder=False)) is Way.TOKENS
-    assert way(BlipTextConfig(), Module()) is None and family_of("blip_text_model").attends_to_others is None
+    assert way(BlipTextConfig(), Module()) is None
+    assert family_of("blip_text_model").attends_to_others is None
     for keys in (6, 14, 20):  # what SDPA can't do is worth a request for each query
         assert way(BartConfig(), Module(), keys, needs_kernel=True) is Way.QUERIES
 
@@ -327,13 +333,17 @@ def test_masks_that_are_not_described() -> None:
 
     overlay = create_bidirectional_mask(config, x, None, and_mask_function=some_keys)
     causal = create_causal_mask(config, x, torch.tensor([[0, 1, 1, 1, 1, 1]] * 2), None)
-    assert rows_of(overlay) is None and rows_of(causal) is not None and rows_of(causal).causal
-    assert rows_of(causal.clone()) is None  # another tensor says nothing
+    held = held_by(causal)
+    assert held_by(overlay) is None
+    assert held is not None
+    assert held.kind == MaskKind()
+    assert held_by(causal.clone()) is None  # another tensor says nothing
 
 
 def test_who_was_made_for_sdpa() -> None:
     """By a flag of transformers' own, which is not public: bert was, splinter was not."""
-    assert needs_eager_mask("splinter") and not needs_eager_mask("bert")
+    assert needs_eager_mask("splinter")
+    assert not needs_eager_mask("bert")
 
 
 def test_a_pinned_batch_is_followed_by_a_kernel() -> None:
@@ -345,6 +355,7 @@ def test_a_pinned_batch_is_followed_by_a_kernel() -> None:
     torch.library.opcheck(torch.ops.torchpaged._pin_batch.default, tensors)
 
 
+@pytest.mark.slow_cases(but=("esm",))
 @pytest.mark.parametrize("model_type", ["esm", "layoutlm", "mpnet", "t5", "vit", "wav2vec2", "whisper"])
 def test_a_family(model_type: str) -> None:
     """As the committed table says."""
@@ -356,16 +367,15 @@ def test_a_family(model_type: str) -> None:
 
 def test_a_fault_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding that is seen by the tokens of its row."""
-    from torchpaged.hf import mask_rows
+    plain = CallMask.__init__
 
-    plain = mask_rows.MaskRows.__init__
+    def faulty(self: Any, model_type: str, kinds: Any, prompt: Any, kv_len: Any = 0, *_: Any) -> None:
+        plain(self, model_type, kinds, prompt, kv_len)
 
-    def faulty(self: Any, kind: Any, model_type: str, sizes: Any, present: Any) -> None:
-        plain(self, kind, model_type, sizes, None)
-
-    monkeypatch.setattr(mask_rows.MaskRows, "__init__", faulty)
+    monkeypatch.setattr(CallMask, "__init__", faulty)
     row: Row = encoders.examine("bert", compiled=False)
-    assert row.mode == "wrong" and row.checks["even"] == "right", row
+    assert row.mode == "wrong", row
+    assert row.checks["even"] == "right", row
 
 
 def test_the_sweep_is_of_one_kind() -> None:

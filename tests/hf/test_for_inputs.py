@@ -1,4 +1,4 @@
-"""A cache sized by the call that it is for, the choice to gather that nobody had to make, and which number to
+"""A cache sized by the call that it is for, the choice to gather that is made by itself, and which number to
 raise."""
 
 from __future__ import annotations
@@ -89,9 +89,12 @@ def test_models_that_need_dense_get_it(name: str) -> None:
 def test_dense_is_said() -> None:
     config = build("DiffLlama").config
     cache = PagedCache(config, 2, 32)
-    assert cache.dense and "gathered: diffllama regroups its cached values" in cache.describe()
+    assert cache.dense
+    assert "gathered: diffllama regroups its cached values" in cache.describe()
     cache = PagedCache(config, 2, 32, dense=False)
-    assert not cache.dense and not cache.dense_reason and "gathered" not in cache.describe()
+    assert not cache.dense
+    assert not cache.dense_reason
+    assert "gathered" not in cache.describe()
     assert not PagedCache(tiny("Llama").config, 2, 32).dense
 
 

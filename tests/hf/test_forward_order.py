@@ -19,8 +19,8 @@ from transformers.masking_utils import (
 
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
-from torchpaged.hf.mask_kinds import MaskKind, kinds_of
-from torchpaged.hf.spans import Prompt
+from torchpaged.hf.call_mask import MaskRequest
+from torchpaged.hf.mask_functions import MaskKind, Prompt, kinds_of
 
 
 def test_causality_comes_from_the_mask() -> None:
@@ -42,9 +42,10 @@ def test_a_bidirectional_decoder() -> None:
 
 def test_a_model_that_asks_for_both() -> None:
     cache = PagedCache(tiny("Llama").config, 1, 32)
-    cache.masks.observe(None, 1, 4, causal_mask_function, None)
+    asked = MaskRequest(1, 4, 32, None, causal_mask_function)
+    cache.masks.observe(asked)
     with pytest.raises(UnsupportedModelError, match="causal and .*bidirectional"):
-        cache.masks.observe(None, 1, 4, bidirectional_mask_function, None)
+        cache.masks.observe(asked._replace(mask_function=bidirectional_mask_function))
 
 
 class _NoAttention(nn.Module):
@@ -82,7 +83,8 @@ def test_lengths_of_layers_within_a_forward() -> None:
     assert seen == [[0, 0, 0], [5, 0, 0], [5, 5, 0], [5, 5, 5], [6, 5, 5], [6, 6, 5]]
     before = cache.get_seq_length()
     cache.update(torch.ones(2, 2, 1, 16), torch.ones(2, 2, 1, 16), 0)
-    assert int(before) == 6 and int(cache.get_seq_length()) == 7
+    assert int(before) == 6
+    assert int(cache.get_seq_length()) == 7
     cache.reset()
     assert cache.get_seq_length(2) == 0
 
@@ -132,6 +134,7 @@ def test_overlays_are_refused() -> None:
             kinds_of(function, None, Prompt(1, 0, 6), [(None, None)])
 
 
+@pytest.mark.slow_cases("True-True", "False-True")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dense", [False, True])
 def test_pools_made_ahead_of_a_layer_that_never_writes(dense: bool, compiled: bool) -> None:

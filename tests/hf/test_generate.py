@@ -72,7 +72,8 @@ def test_backends(backend: str, request: pytest.FixtureRequest) -> None:
     model = tiny("GptOss")
     cache = PagedCache(model.config, 2, 64, backend=backend)
     got, want = both(model, padded_prompts(), cache)
-    assert torch.equal(got, want) and cache.choice.name == backend
+    assert torch.equal(got, want)
+    assert cache.choice.name == backend
 
 
 def test_bf16_runs() -> None:
@@ -90,12 +91,14 @@ def test_several_turns_on_one_cache(name: str) -> None:
     ids = torch.cat([first, question], 1)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 20, dtype=torch.int64)], 1)
     got, want = both(model, {"input_ids": ids, "attention_mask": mask}, cache)
-    assert torch.equal(got, want) and int(cache.get_seq_length()) == 44
+    assert torch.equal(got, want)
+    assert int(cache.get_seq_length()) == 44
     cache.reset()
     again, want = both(model, padded_prompts(rows=1, length=9, padding=2), cache)
     assert torch.equal(again, want)
 
 
+@pytest.mark.slow_cases(but=("Llama",))
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GptOss"])
 def test_generates_own_compile_path(name: str) -> None:
     """generate() compiles the decode step itself: one graph for every length and every new cache."""
@@ -143,6 +146,7 @@ def test_tokens_taken_back_from_rows_that_share_blocks() -> None:
     assert cache.pool.num_used == 0
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile(model, fullgraph=True) by hand: the decode step, over growing lengths."""
     torch._dynamo.reset()
@@ -174,12 +178,15 @@ def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.frame_count == 1
     # the cache's own tensor in every layer, not a clone of it
     semaphores = re.findall(r"semaphore=(\w+)", codes[0])
-    assert len(semaphores) == model.config.num_hidden_layers and len(set(semaphores)) == 1, semaphores
-    assert re.fullmatch(r"arg\d+_1", semaphores[0]) and not semaphore_of(cache.session).any()
+    assert len(semaphores) == model.config.num_hidden_layers, semaphores
+    assert len(set(semaphores)) == 1, semaphores
+    assert re.fullmatch(r"arg\d+_1", semaphores[0])
+    assert not semaphore_of(cache.session).any()
     copied = [x for x in codes[0].splitlines() if re.search(rf"(copy_|clone)\b.*\b{semaphores[0]}\b", x)]
     assert not copied, copied
 
 
+@pytest.mark.slow
 def test_overlong_compiled_steps_fail_loudly() -> None:
     """Nothing on the host counts when a step is compiled by hand: the in-graph assertion fires."""
     torch._dynamo.reset()
@@ -229,6 +236,7 @@ def test_compiled_steps_look_at_their_masks_and_rows() -> None:
                 assert torch.equal(ids[:, 0], want[:, 20 + 3])
 
 
+@pytest.mark.slow
 def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
     """SmolLM2 in float32, 24 tokens each: five prompts decoded eagerly, two of them by generate()'s compiled
     decode."""

@@ -11,10 +11,11 @@ import torch
 from model_coverage import examine
 from model_coverage.architectures import model_of
 from models import padded_prompts
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, paged
+from torchpaged.hf.call import LayerCall
 from torchpaged.hf.dense import attend_by_formula, select
 from torchpaged.hf.models.indexed import IndexedLayer
 
@@ -50,7 +51,9 @@ def test_generate(model: Any, call: str) -> None:
         got = model.generate(**inputs, **GREEDY, **options, past_key_values=cache)
     assert torch.equal(got, want)
     layer = cache.paged[0]
-    assert cache.dense and isinstance(layer, IndexedLayer) and layer.index_pool is not None
+    assert cache.dense
+    assert isinstance(layer, IndexedLayer)
+    assert layer.index_pool is not None
     assert layer.num_bytes == layer.keys.nbytes + layer.values.nbytes + layer.index_pool.nbytes
 
 
@@ -73,7 +76,8 @@ def test_selected_keys_alone(additive: bool) -> None:
     low = torch.finfo(torch.float32).min
     mask: Tensor = torch.zeros(seen.shape).masked_fill(~seen, low) if additive else seen
     indices = torch.tensor([[[0, 3, 5], [1, 5, 5]]], dtype=torch.int32)
-    got = attend_by_formula(q, k, v, select(mask, indices, q.dtype, "it"), 0.3, None, sinks := torch.randn(4))
+    call = LayerCall(nn.Identity(), q, k, v, scaling=0.3, sinks=(sinks := torch.randn(4)))
+    got = attend_by_formula(call, select(mask, indices, q.dtype, "it"))
     for row, keys in enumerate(([0, 3], [1, 5])):
         for head in range(4):
             weights = (q[0, head, row] @ k[0, head // 2, keys].T * 0.3).exp()
@@ -83,7 +87,9 @@ def test_selected_keys_alone(additive: bool) -> None:
         select(None, indices, q.dtype, "it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v32", "hy_v4"])
 def test_one_graph(name: str) -> None:
     row = examine(name)
-    assert row.is_one_graph and row.mode == "dense", row
+    assert row.is_one_graph, row
+    assert row.mode == "dense", row

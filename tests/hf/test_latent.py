@@ -70,9 +70,11 @@ def test_every_family(model_type: str) -> None:
     with paged(model):
         cache = cache_of(model)
         assert difference(greedy(model, cache), by_itself) == "right"
-    assert not cache.dense and all(layer.latent for layer in cache.paged)
+    assert not cache.dense
+    assert all(layer.latent for layer in cache.paged)
     for layer in cache.paged:
-        assert layer.keys is layer.values and layer.keys.shape == (cache.num_blocks, 4, 1, width)
+        assert layer.keys is layer.values
+        assert layer.keys.shape == (cache.num_blocks, 4, 1, width)
         assert layer.num_bytes == layer.keys.nbytes == cache.num_blocks * 4 * width * 4
     assert f"({4 * width * len(cache.paged)} bytes per token)" in cache.describe()
     assert torch.equal(greedy(model), by_itself)
@@ -81,14 +83,15 @@ def test_every_family(model_type: str) -> None:
 def test_unattached_it_gathers(youtu: Any, want: torch.Tensor) -> None:
     youtu.set_attn_implementation("torchpaged")
     cache = cache_of(youtu)
-    assert cache.dense and "torchpaged.hf.attach(model)" in cache.dense_reason
+    assert cache.dense
+    assert "torchpaged.hf.attach(model)" in cache.dense_reason
     assert difference(greedy(youtu, cache), want) == "right"
     with pytest.raises(UnsupportedModelError, match=r"torchpaged\.hf\.attach\(model\)"):
         greedy(youtu, cache_of(youtu, dense=False))
 
 
 def test_attached_it_may_gather_all_the_same(youtu: Any, want: torch.Tensor) -> None:
-    """In one model, in turns; so does a copy of the config, which nobody attached."""
+    """In one model, in turns; so does a copy of the config, which was not attached."""
     attach(youtu)
     other = PagedCache(copy.deepcopy(youtu.config), 2, 32, block_size=4)
     assert other.dense
@@ -171,7 +174,8 @@ def test_projections_that_are_more_than_their_weight(
     by_itself = greedy(youtu)
     with paged(youtu):
         cache = cache_of(youtu)
-        assert cache.dense and difference(greedy(youtu, cache), by_itself) == "right"
+        assert cache.dense
+        assert difference(greedy(youtu, cache), by_itself) == "right"
 
 
 def test_what_a_layer_of_latents_does_not_do(youtu: Any) -> None:
@@ -186,7 +190,7 @@ def test_what_a_layer_of_latents_does_not_do(youtu: Any) -> None:
 
 
 def test_pools_made_ahead(youtu: Any, want: torch.Tensor) -> None:
-    """From the config's widths: whoever makes them ahead names one width for all layers."""
+    """From the config's widths: made ahead, they are of one width for all layers."""
     attach(youtu)
     cache = cache_of(youtu)
     cache.early_initialization(2, 1, 24, torch.float32, torch.device("cpu"))

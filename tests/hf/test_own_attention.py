@@ -92,14 +92,16 @@ def test_the_checks_notice(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, file, function, instead = WRONG[fault]
     monkeypatch.setattr(file, function, instead)
     row = examine(name, compiled=False)
-    assert row.mode == "wrong" and row.reason.startswith("wrong: off by")
+    assert row.mode == "wrong"
+    assert row.reason.startswith("wrong: off by")
 
 
 def test_the_checks_notice_a_window_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     module = own_attention.in_attn(lambda module: 1.0)
     monkeypatch.setitem(families.ATTENTION, "GPTNeoSelfAttention", module)
     row = examine("gpt_neo", compiled=False)
-    assert row.mode == "wrong" and row.checks["window"].startswith("wrong")
+    assert row.mode == "wrong"
+    assert row.checks["window"].startswith("wrong")
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 6, 8, 12, 16, 71])
@@ -134,7 +136,7 @@ def test_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["gptj", "bloom"])
 def test_a_model_that_was_not_attached_says_so(name: str) -> None:
-    """With a cache that nobody used, and with one that served an attached model."""
+    """With a cache that was not used, and with one that served an attached model."""
     model, prompt = model_of(name, "torchpaged"), padded_prompts(padding=0)
     used = PagedCache(model.config, 2, 32)
     checks._generate(attach(model_of(name)), prompt, used)

@@ -33,7 +33,8 @@ def test_beams(name: str, layers: int, passes: list[int]) -> None:
         assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), want)
         if cascade == FREE:
             # 7 decode steps, the first of which is before the first reordering or just behind it
-            assert len(passes) in (6 * layers, 7 * layers) and set(passes) <= {6}
+            assert len(passes) in (6 * layers, 7 * layers)
+            assert set(passes) <= {6}
         assert len(passes) in (6 * layers, 7 * layers), "it does not pay, or is switched off"
 
 
@@ -58,6 +59,7 @@ def test_a_prompt_that_many_rows_continue(passes: list[int]) -> None:
     assert not ours.prefixes.active
 
 
+@pytest.mark.slow
 def test_one_trace_for_all_groups() -> None:
     """A compiled step: one graph with groups and one without, over growing lengths and other groups."""
     torch._dynamo.reset()
@@ -93,9 +95,12 @@ def test_tokens_taken_back(passes: list[int]) -> None:
         model(ids.expand(2, -1), past_key_values=cache)
         cache.reorder_cache(torch.tensor([0, 0]))
         step = cache.prefixes._step
-        assert cache.prefixes.active and step is not None and step.shared.lens.tolist()[0] == 12
+        assert cache.prefixes.active
+        assert step is not None
+        assert step.shared.lens.tolist()[0] == 12
         cache.crop(-7)
-        assert cache.prefixes.active and step.shared.lens.tolist()[0] == 4
+        assert cache.prefixes.active
+        assert step.shared.lens.tolist()[0] == 4
         for place in range(6):
             got = model(more[:, place : place + 1], past_key_values=cache).logits[:, 0]
             torch.testing.assert_close(got, want[:, place], rtol=1e-4, atol=1e-4)
@@ -107,7 +112,7 @@ def test_what_cascade_takes() -> None:
         PagedCache(tiny("Llama").config, 2, 32, cascade="auto")  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------------- the same bits in any company
+# --------------------------------------------------------------------------- the same bits in every batch
 def test_batch_invariant_attention(passes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What attention gives a row is what it gives that row alone, bit by bit; no row is read in a group."""
     model = tiny("Llama")
@@ -116,7 +121,8 @@ def test_batch_invariant_attention(passes: list[int], monkeypatch: pytest.Monkey
     ids, compared = torch.randint(3, 99, (1, 14)), 0
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        assert cache.choice.name == "reference" and all(spec.batch_invariant for spec in cache.backend.specs)
+        assert cache.choice.name == "reference"
+        assert all(spec.batch_invariant for spec in cache.backend.specs)
         cache.batch_repeat_interleave(3)
         ops = cache.backend.ops
 
@@ -142,7 +148,9 @@ def test_batch_invariant_attention(passes: list[int], monkeypatch: pytest.Monkey
         monkeypatch.setattr(cache.backend, "ops", ops._replace(paged_attention=both))
         for _ in range(3):
             model(torch.randint(3, 99, (3, 1)), past_key_values=cache)
-    assert compared == 3 * 3 * 3 and not passes and not cache.prefixes.active
+    assert compared == 3 * 3 * 3
+    assert not passes
+    assert not cache.prefixes.active
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForConditionalGeneration, EncoderDecoderCache, PreTrainedModel
 
 from torchpaged.backends.choose import names as names_module
-from torchpaged.hf import PagedCache, query_starts
-from torchpaged.hf import cache_rows as rows_module
+from torchpaged.hf import PagedCache, pinned_batch
 
 BART: dict[str, Any] = {
     "vocab_size": 99,
@@ -58,7 +57,8 @@ def test_a_decoder_writes_its_query_tokens() -> None:
     model.set_attn_implementation("torchpaged")
     writes = written(model, PagedCache(model.config, 8, 64), **inputs)
     num_tokens, others = inputs["input_ids"].numel(), model.config.num_hidden_layers - 1
-    assert others and writes == [(num_tokens, False), *[(num_tokens, True)] * others]
+    assert others
+    assert writes == [(num_tokens, False), *[(num_tokens, True)] * others]
     writes = written(model, PagedCache(model.config, 8, 64, dense=True), **inputs)
     assert writes == [(num_tokens, False)] * (others + 1)
 
@@ -111,14 +111,9 @@ class Writers(TorchDispatchMode):
         return out
 
 
-def test_short_queries_of_the_decode_kernels() -> None:
-    config = pytest.importorskip("torchpaged.custom_ops.attention.triton.config")
-    assert rows_module._SHORT_QUERY_LEN == config.MAX_DECODE_QUERY_LEN
-
-
 @pytest.mark.parametrize("query_len", [1, 2, 8, 9])
-def test_nobody_writes_query_starts_in_front_of_attention(query_len: int) -> None:
-    """Up to 8 tokens per row, nobody does in the whole forward; of more tokens, and where each query of cross
+def test_query_starts_are_not_written_in_front_of_attention(query_len: int) -> None:
+    """Up to 8 tokens per row, none does in the whole forward; of more tokens, and where each query of cross
     attention is a request, another kernel comes in between."""
     torch.manual_seed(0)
     model = BartForConditionalGeneration(BartConfig(**BART)).eval()
@@ -158,8 +153,9 @@ class Kernels(TorchDispatchMode):
 def test_query_starts_are_two_kernels() -> None:
     starts, rows = torch.zeros(5, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
     with Kernels() as kernels:
-        query_starts._fill(starts, rows, 9)
-    assert starts.tolist() == [0, 9, 18, 27, 36] and kernels.names == ["aten::mul.out", "aten::add.Tensor"]
+        pinned_batch._fill(starts, rows, 9)
+    assert starts.tolist() == [0, 9, 18, 27, 36]
+    assert kernels.names == ["aten::mul.out", "aten::add.Tensor"]
 
 
 @pytest.mark.parametrize("crosses", [True, False])
@@ -221,7 +217,8 @@ def test_compiled_code_keeps_the_kernel_in_between(crosses: bool) -> None:
     )
     fills = [arguments.split(",")[0] for name, arguments in calls if name == "_fill_query_starts"]
     attentions = [arguments for name, arguments in calls if name == "paged_attention"]
-    assert len(attentions) == 2 and len(fills) == (2 if crosses else 1)
+    assert len(attentions) == 2
+    assert len(fills) == (2 if crosses else 1)
     assert [name for name, _ in calls] == (
         ["_fill_query_starts", "paged_attention"] * 2
         if crosses

@@ -307,10 +307,8 @@ def test_describe() -> None:
     cache = PagedCache(model.config, 1, 32)
     with torch.no_grad():
         model(torch.randint(3, 99, (1, 4)), past_key_values=cache)
-    assert (
-        cache.describe().startswith("3 blocks of 16 tokens = 32 tokens in 3 paged layers")
-        and "768 bytes per token" in cache.describe()
-    )
+    assert cache.describe().startswith("3 blocks of 16 tokens = 32 tokens in 3 paged layers")
+    assert "768 bytes per token" in cache.describe()
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,8 @@ from transformers.masking_utils import (
 )
 
 from torchpaged import UnsupportedModelError
-from torchpaged.hf.mask_kinds import MaskKind, kinds_of
-from torchpaged.hf.mask_rows import describe, rows_of
-from torchpaged.hf.spans import Prompt, Spans, find_spans
+from torchpaged.hf.call_mask import MaskRequest, describe, held_by
+from torchpaged.hf.mask_functions import MaskKind, Prompt, Spans, find_spans, kinds_of
 
 GROUPS = torch.tensor(
     [
@@ -118,5 +117,5 @@ def test_without_a_cache_they_are_no_window() -> None:
     groups[1, 142:144] = 0  # where none of the queries stands that are looked at
     for function, is_one in ((window, True), (or_masks(window, blockwise_overlay(groups)), False)):
         mask = torch.zeros(2, 1, 300, 300, dtype=torch.bool)
-        describe(mask, None, function, 200, (0, 0), "gemma2")
-        assert (rows_of(mask) is not None) == is_one
+        describe(mask, MaskRequest(2, 300, 300, None, function, 200), "gemma2")
+        assert (held_by(mask) is not None) == is_one

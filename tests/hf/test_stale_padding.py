@@ -1,10 +1,10 @@
-"""Padding read for a forward that raised before it wrote: the next forward's is right without `reset()`, or
-it is refused until then."""
+"""Padding read for a forward that raised before it wrote: the next forward's is right without `reset()`."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
+from torchpaged.hf.call_mask import MaskRequest
 
 #: OPT makes a mask of ones where none comes, Gemma 3 asks for two kinds, Llama 4's masks are never made ahead
 #: of a forward.
@@ -66,31 +67,15 @@ def test_generate_after_it(stem: str, with_mask: bool, how: str) -> None:
     )
 
 
+@pytest.mark.parametrize("how", ["generate", "forward"])
 @pytest.mark.parametrize("stem", STEMS)
-def test_a_forward_after_a_forward(stem: str) -> None:
-    model, cache, ids = broken(stem, "forward")
+def test_a_forward_after_it(stem: str, how: str) -> None:
+    """A forward without a mask: nothing is padded, whatever was prepared before."""
+    model, cache, ids = broken(stem, how)
     with torch.no_grad():
         torch.testing.assert_close(
             model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4
         )
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_forward_after_generate(stem: str) -> None:
-    """A forward without a mask is also what generate() calls behind the mask that it made; only whose turn it
-    is tells them apart."""
-    model, cache, ids = broken(stem, "generate")
-    with torch.no_grad():
-        want = model(ids, use_cache=False).logits
-        if stem == "Llama4":
-            torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, rtol=1e-4, atol=1e-4)
-            return
-        for _ in range(2):
-            with pytest.raises(ArgumentError, match=r"attention_mask.*cache\.reset\(\)"):
-                model(ids, past_key_values=cache)
-        assert not cache.ready and not any(layer.is_initialized and layer.keys.any() for layer in cache.paged)
-        cache.reset()
-        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["generate", "forward"])
@@ -129,50 +114,66 @@ def test_a_decoder_with_an_encoder(broken_first: bool) -> None:
     try:
         torch.testing.assert_close(logits_of(model, given, cache), want, rtol=1e-4, atol=1e-4)
     except ArgumentError as error:
-        assert broken_first and "cache.reset()" in str(error)
+        assert broken_first
+        assert "cache.reset()" in str(error)
 
 
-def test_a_copy_knows_of_no_forward() -> None:
-    _, cache, _ = broken("OPT", "generate")
-    assert (
-        copy.deepcopy(cache).masks.pending.padding is None
-        and pickle.loads(pickle.dumps(cache)).masks.pending.padding is None
-    )
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_after_it(copied: Callable[[PagedCache], PagedCache]) -> None:
+    model, cache, ids = broken("OPT", "generate")
+    with torch.no_grad():
+        got = model(ids, past_key_values=copied(cache)).logits
+        torch.testing.assert_close(got, model(ids, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+def prompts_with_positions() -> dict[str, Tensor]:
+    inputs: dict[str, Tensor] = padded_prompts()
+    return {**inputs, "position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)}
 
 
 @pytest.mark.parametrize("stem", STEMS)
 def test_inputs_prepared_by_hand(stem: str) -> None:
     """As in a decode loop of the user's own."""
-    model, inputs = build(stem, implementation="torchpaged"), padded_prompts()
+    model, inputs = build(stem, implementation="torchpaged"), prompts_with_positions()
     cache = PagedCache(model.config, 2, 32, block_size=4)
     with torch.no_grad():
-        inputs["position_ids"] = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
         want = model(**inputs, use_cache=False).logits[:, -1]
         prepared = model.prepare_inputs_for_generation(**inputs, past_key_values=cache, use_cache=True)
         torch.testing.assert_close(model(**prepared).logits[:, -1], want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("stem", ["OPT", "Gemma3"])
+def test_inputs_prepared_for_another_forward(stem: str) -> None:
+    """What was prepared ahead of `reset` has padding that the rows have not."""
+    model, inputs = build(stem, implementation="torchpaged"), prompts_with_positions()
+    cache = PagedCache(model.config, 2, 32, block_size=4)
+    with torch.no_grad():
+        prepared = model.prepare_inputs_for_generation(**inputs, past_key_values=cache, use_cache=True)
+        cache.reset()
+        with pytest.raises(UnsupportedModelError, match="left padding .* where the cache has None"):
+            model(**prepared)
+
+
+def asked(query_len: int, mask: Tensor | None = None, local_size: int | None = None) -> MaskRequest:
+    return MaskRequest(2, query_len, 32, mask, None, local_size)
+
+
 def test_masks_that_differ_within_a_forward() -> None:
     """Padding in one kind of mask and none in the other one is nothing that rows of one length can hold."""
     cache = PagedCache(build("Gemma3").config, 2, 32)
-    cache.masks.observe(padded_prompts()["attention_mask"], 2, 20, None, None)
+    cache.masks.observe(asked(20, padded_prompts()["attention_mask"]))
     with pytest.raises(UnsupportedModelError, match="masks the padding of some layers"):
-        cache.masks.observe(None, 2, 20, None, 8)
+        cache.masks.observe(asked(20, local_size=8))
 
 
 def test_a_forward_longer_than_prepared() -> None:
     """A model that puts tokens of its own in front of the prompt: where its padding lies then, the mask ahead
     of it did not say."""
     cache = PagedCache(build("OPT").config, 2, 32)
-
-    def prepare_inputs_for_generation() -> None:
-        cache.masks.observe(padded_prompts()["attention_mask"], 2, 20, None, None)
-
-    def generate() -> None:
-        prepare_inputs_for_generation()
-        with pytest.raises(UnsupportedModelError, match="24 tokens per row where 20 were prepared"):
-            cache.masks.observe(None, 2, 24, None, None)
-
-    generate()
-    cache.masks.observe(None, 2, 24, None, None)  # of another forward
-    assert cache.masks.pending.take() is None
+    cache.masks.observe(asked(20, padded_prompts()["attention_mask"]))
+    keys = torch.zeros(2, 4, 24, 8)
+    with pytest.raises(UnsupportedModelError, match="24 tokens per row where 20 were prepared"):
+        cache.update(keys, keys, 0)
+    cache.masks.observe(asked(20, padded_prompts()["attention_mask"]))
+    cache.masks.observe(asked(24))  # of another forward
+    assert cache.masks.take_padding(2, 24) is None

@@ -49,7 +49,7 @@ def test_states_follow_the_rows(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_batch_size_behind_reset(family: str) -> None:
-    """Also behind a first forward under inference mode, whose tensors nobody may write outside of it."""
+    """Also behind a first forward under inference mode, whose tensors can't be written outside of it."""
     model, few, many = model_of(family, "eager"), tokens(2, 7), tokens(3, 9)
     with torch.no_grad():
         wants = [model(ids, use_cache=False).logits for ids in (few, many)]
@@ -75,7 +75,8 @@ def test_states_stay_where_compiled_code_knows_them() -> None:
         cache.reset()
         model(ids, past_key_values=cache)
     for layer, (conv, recurrent) in zip(states, places, strict=True):
-        assert layer.conv_states[0] is conv and layer.recurrent_states[0] is recurrent
+        assert layer.conv_states[0] is conv
+        assert layer.recurrent_states[0] is recurrent
 
 
 @pytest.mark.parametrize("rows", [1, 3])

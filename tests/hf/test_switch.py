@@ -33,7 +33,8 @@ def test_there_and_back(name: str) -> None:
     before, want = everything_of(model), model.generate(**inputs, **GREEDY)
     for _ in range(2):
         with paged(model) as same:
-            assert same is model and model.config._attn_implementation == "torchpaged"
+            assert same is model
+            assert model.config._attn_implementation == "torchpaged"
             cache = PagedCache(model.config, 2, 32, block_size=4)
             assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), want)
             assert torch.equal(model.generate(**inputs, **GREEDY), want)  # with a cache of transformers' own
@@ -59,7 +60,8 @@ def test_the_parts_of_a_model_keep_implementations_of_their_own() -> None:
     before = everything_of(model)
     with paged(model):
         assert model.config.text_config._attn_implementation == "torchpaged"
-    assert everything_of(model) == before and model.config.text_config._attn_implementation == "eager"
+    assert everything_of(model) == before
+    assert model.config.text_config._attn_implementation == "eager"
     assert model.config.vision_config._attn_implementation == "sdpa"
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchpaged.hf import PagedCache, attach, detach, paged
 from torchpaged.hf.attached import put_in
-from torchpaged.hf.families import TRACEABLE
+from torchpaged.hf.families import MODULES, family_of, types_of
 
 OLD = transformers.__version__.startswith("5.17")
 
@@ -53,21 +53,24 @@ def test_experts(name: str, tokens: int) -> None:
         want = module(states.view(shape), *routing)
         with pytest.raises(torch._dynamo.exc.TorchDynamoException):
             compiled(module)(states.view(shape), *routing)
-        put_in({module: TRACEABLE[EXPERTS[name]](module)})
+        put_in({module: MODULES[EXPERTS[name]](module)})
         assert torch.equal(module(states.view(shape), *routing), want)  # untraced: its own
         got = compiled(module)(states.view(shape), *routing)
     assert got.shape == want.shape
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_cases(but=("ctrl",))
 @pytest.mark.parametrize(
     "name", ["xglm", "ctrl", "dbrx", "longcat_flash", "recurrent_gemma", "gemma3n_text", "rembert"]
 )
 def test_one_graph(name: str) -> None:
     row = examine(name)
-    assert row.is_one_graph and row.mode in ("paged", "latent"), row
+    assert row.is_one_graph, row
+    assert row.mode in ("paged", "latent"), row
 
 
+@pytest.mark.slow
 def test_one_graph_of_an_encoder_decoder() -> None:
     assert encoder_decoders.examine("m2m_100").is_one_graph
 
@@ -93,7 +96,8 @@ def test_recurrent_states_stay_where_they_are() -> None:
                 got = model.generate(ids, **call, past_key_values=PagedCache(model.config, 2, 16))
             assert torch.equal(got, want)
             places.append([state.data_ptr() for state in (block.conv1d_state, block.rg_lru.recurrent_states)])
-        assert places[0] == places[1] and block.conv1d_state.is_contiguous()
+        assert places[0] == places[1]
+        assert block.conv1d_state.is_contiguous()
 
 
 def test_they_come_and_go() -> None:
@@ -121,7 +125,9 @@ def test_each_is_needed() -> None:
         "M2M100SinusoidalPositionalEmbedding": "if max_pos > self.weights.size(0)",
         "RecurrentGemmaModel": "_get_mask_sizes.__get__",
     }
-    assert {*reasons, *only_old} == set(TRACEABLE)
+    own = types_of(lambda family: family.own_attention)
+    with_own_attention = {name for model_type in own for name in family_of(model_type).modules}
+    assert {*reasons, *only_old} == set(MODULES) - with_own_attention
     types = ["ctrl", "dbrx", "longcat_flash", "recurrent_gemma", "gemma3n_text", "gemma4_text"]
     types = [name for name in [*types, "gemma4_unified_text"] if name in model_types()]
     models = [*map(model_of, types), encoder_decoders.model_of("m2m_100")]
@@ -131,10 +137,12 @@ def test_each_is_needed() -> None:
         assert there == (name in reasons or OLD), name
 
 
+@pytest.mark.slow
 def test_a_trace_that_lost_its_pools_gets_them_from_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unattached, or without what is handed on, compiled code refuses."""
     if not OLD:
         pytest.skip("this transformers does not move shared keys")
-    monkeypatch.setitem(TRACEABLE, "Gemma3nTextAttention", lambda module: None)
+    monkeypatch.setitem(MODULES, "Gemma3nTextAttention", lambda module: None)
     row = examine("gemma3n_text")
-    assert row.mode == "paged" and "Observed exception" in row.reason
+    assert row.mode == "paged"
+    assert "Observed exception" in row.reason

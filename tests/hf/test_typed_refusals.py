@@ -25,7 +25,7 @@ def test_models_that_compute_with_their_cache(stem: str) -> None:
     """Latent attention expands the cached keys, JetMoe repeats them, Doge makes a mask of the values."""
     model = build(stem, implementation="torchpaged")
     cache = PagedCache(model.config, 2, 32, block_size=4, dense=False)
-    for _ in range(2):  # whoever tries again is refused again
+    for _ in range(2):  # a second try is refused again
         with pytest.raises(
             UnsupportedModelError,
             match=r"computes with its cached keys or values \(\w+\).*PagedCache\(\.\.\., dense=True\)",
@@ -113,12 +113,10 @@ def test_pools_refuse_arithmetic(name: str) -> None:
     model = build("GPTNeoX", implementation="torchpaged")
     cache = PagedCache(model.config, 1, 8, block_size=4)
     key, value = cache.update(torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), 0)
-    assert (
-        key.shape == value.shape == (3, 4, 4, 8)
-        and key.dtype == torch.float32
-        and key.contiguous() is key
-        and key.to("cpu") is key
-    )
+    assert key.shape == value.shape == (3, 4, 4, 8)
+    assert key.dtype == torch.float32
+    assert key.contiguous() is key
+    assert key.to("cpu") is key
     with pytest.raises(UnsupportedModelError, match="gpt_neox computes with"):
         COMPUTATIONS[name](key)
 

@@ -17,7 +17,7 @@ from transformers.masking_utils import blockwise_overlay, causal_mask_function, 
 
 from torchpaged import ArgumentError, BackendUnavailableError, UnsupportedModelError
 from torchpaged.hf import PagedCache, accelerate, attach, attention, paged, unaccelerate
-from torchpaged.hf.span_mask import SpanMask, spans_of
+from torchpaged.hf.call_mask import CallMask, MaskRequest, held_by
 
 ROWS = ("tit", "titit", "ttt")
 
@@ -40,7 +40,9 @@ def same_logits(got: Any, want: Any) -> None:
 def test_without_spans_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "attend_with_spans", lambda layer, call, marked: layer.attend(call))
     row = examine("gemma3", compiled=False)
-    assert row.mode == "wrong" and "off by" in row.checks["generate"] and "off by" in row.checks["forward"]
+    assert row.mode == "wrong"
+    assert "off by" in row.checks["generate"]
+    assert "off by" in row.checks["forward"]
     assert row.checks["uncached"] == "right"
 
 
@@ -72,7 +74,8 @@ def test_layers_with_a_window_keep_every_token() -> None:
     with paged(model):
         cache = cache_of(model, sliding_step=2)
         same_logits(generate(model, call, cache), want)
-        assert any(layer.window for layer in cache.paged) and not any(layer.rolls for layer in cache.paged)
+        assert any(layer.window for layer in cache.paged)
+        assert not any(layer.rolls for layer in cache.paged)
         text = PagedCache(model.config.get_text_config(), 4, 64, block_size=2, sliding_step=2)
         with pytest.raises(UnsupportedModelError, match="ahead of its tokens.*sliding_step=max_seq_len"):
             generate(model, call, text)
@@ -147,7 +150,7 @@ def test_a_forward_does_not_end_in_a_picture() -> None:
 
 
 def test_a_compiled_prompt() -> None:
-    """In a trace nobody can look at spans, so that an assertion on the device fires; text runs."""
+    """In a trace spans can't be looked at, so that an assertion on the device fires; text runs."""
     model, _ = case("gemma3")
     attach(model)
     cache = cache_of(model)
@@ -156,7 +159,7 @@ def test_a_compiled_prompt() -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def masks(groups: Tensor, x: Tensor) -> Tensor:
         both = or_masks(causal_mask_function, blockwise_overlay(groups))
-        assert cache.masks.observe(None, 3, 8, both, None, groups.device, x) is None
+        assert cache.masks.observe(MaskRequest(3, 8, 64, None, both, q_offset=x)) is None
         return x + 1
 
     groups = torch.full((3, 64), -1)
@@ -178,7 +181,7 @@ def test_a_backend_that_plans(monkeypatch: pytest.MonkeyPatch) -> None:
             model(**call, past_key_values=cache)
 
 
-def placeholder() -> tuple[Tensor, SpanMask]:
+def placeholder() -> tuple[Tensor, CallMask]:
     model, call = case("gemma3")
     found: list[Tensor] = []
 
@@ -190,7 +193,7 @@ def placeholder() -> tuple[Tensor, SpanMask]:
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setitem(attention.AttentionMaskInterface._global_mapping, attention.NAME, mask)
         model(**call, past_key_values=cache_of(model))
-    carried = spans_of(found[0])
+    carried = held_by(found[0])
     assert carried is not None
     return found[0], carried
 
@@ -213,8 +216,9 @@ def test_what_a_placeholder_gives_its_spans_to() -> None:
         lambda x: x.float(),
         lambda x: ~x,
     ]
-    assert all(spans_of(change(mask)) is carried for change in kept) and length == 17
-    assert all(spans_of(change(mask)) is None for change in lost)
+    assert all(held_by(change(mask)) is carried for change in kept)
+    assert length == 17
+    assert all(held_by(change(mask)) is None for change in lost)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_vl", "llava"])

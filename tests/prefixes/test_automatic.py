@@ -45,7 +45,9 @@ def test_the_rule_is_right_about_what_was_measured() -> None:
         groups = groups_that_pay(*batch, layer, block_size=16, costs=HOPPER)
         us = row["us"]["cascade" if groups else "plain"]
         late.append(us / min(row["us"]["cascade"], row["us"]["plain"]))
-    assert len(late) > 50 and max(late) < 1.05 and sum(late) / len(late) < 1.01
+    assert len(late) > 50
+    assert max(late) < 1.05
+    assert sum(late) / len(late) < 1.01
     both = [row["us"]["plain"] < row["us"]["cascade"] for row in rows]
     assert 10 < sum(both) < len(both) - 10, "one way is always the better one: nothing to choose"
 
@@ -65,7 +67,8 @@ def test_groups_pay_together_or_not_at_all() -> None:
 
 
 def test_other_devices_are_said_to_be_guesses() -> None:
-    assert "not verified" in costs_of("cpu").evidence and "h200_cascade_op.json" in HOPPER.evidence
+    assert "not verified" in costs_of("cpu").evidence
+    assert "h200_cascade_op.json" in HOPPER.evidence
     assert costs_of("cpu").launch_us >= HOPPER.launch_us
 
 
@@ -90,7 +93,8 @@ def test_a_layer_reads_prefixes_once(passes: list[int], compile: bool, sinks: bo
     q, k, v = (torch.randn(4, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
     metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
     together = automatic().prepare(metadata, ROWS)
-    assert together.prefixes.shared.lens.tolist()[0] == 3 * BLOCK and metadata.prefixes is None
+    assert together.prefixes.shared.lens.tolist()[0] == 3 * BLOCK
+    assert metadata.prefixes is None
     run: Any = torch.compile(layer, fullgraph=True, backend="aot_eager") if compile else layer
     with torch.no_grad():
         want = layer(q, k, v, (pools[0], pools[1]), metadata)
@@ -140,9 +144,10 @@ def test_a_layer_with_functions_reads_alone(
         PagedAttention(HEADS, DIM, KV_HEADS, score_mod=lambda score, r, h, i, j: score - 0.1 * (i - j)),
         PagedAttention(HEADS, DIM, KV_HEADS, mask_mod=lambda r, h, i, j: j % 2 == 0),
     ):
-        assert layer.choice.name == "flex" and not layer._can_read_prefixes_once(together)
+        assert layer.choice.name == "flex"
+        assert not (layer._reads_once and not together.features)
     plain = PagedAttention(HEADS, DIM, KV_HEADS, backend="flex")
-    assert plain._can_read_prefixes_once(together) == (compiler != "inductor")
+    assert plain._reads_once == (compiler != "inductor")
 
 
 @pytest.mark.parametrize("change", ["lengths", "table", "queries"])
@@ -169,7 +174,8 @@ def test_what_the_host_knows_is_refused_at_once() -> None:
     group = [PrefixGroup((0, 1, 2), 3)]
     with pytest.raises(ArgumentError, match="groups: expected .*row 2 has 11 tokens there, got one of 12"):
         shared.set(group, ROWS, QUERIES, [17, 20, 12])
-    assert not shared.lens.any() and shared.query_lens is None
+    assert not shared.lens.any()
+    assert shared.query_lens is None
     shared.set(group, ROWS, QUERIES, LENS)
     for lens, ok in ((QUERIES, True), ([1, 1, 2], False), ([1, 2], False)):
         tables = ROWS[: len(lens)]
@@ -204,9 +210,11 @@ def test_nothing_pays_and_nothing_is_touched() -> None:
     assert automatic(costs=HOPPER).prepare(metadata, ROWS) is metadata
     prefixes = automatic()
     before = prefixes.buffers(3, 4)
-    assert prefixes.update(3, 4, ROWS, QUERIES, LENS) is before and before.lens.any()
+    assert prefixes.update(3, 4, ROWS, QUERIES, LENS) is before
+    assert before.lens.any()
     before.clear()
-    assert not before.lens.any() and prefixes.buffers(3, 4) is before
+    assert not before.lens.any()
+    assert prefixes.buffers(3, 4) is before
     with pytest.raises(ArgumentError, match="block_size: expected at least 1"):
         automatic(block_size=0)
 
@@ -257,10 +265,12 @@ def test_a_runner_takes_the_graph_that_pays(passes: list[int], native: None) -> 
                 runner.run(ids[2:, n - 1], [n], runner_rows[2:])
             want = torch.stack([gpt.dense(ids[row, :n])[-1] for row in range(count)])
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
-    assert set(passes) == {4} and runner.report()[0].hits > 0
-    assert sum(report.hits for report in runner._with_prefixes.graphs.report()) == 7  # type: ignore[union-attr]
+    assert set(passes) == {4}
+    assert runner.report()[0].hits > 0
+    assert sum(report.hits for report in runner.prefix_graphs.report()) == 7  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_a_compiled_runner(native: None) -> None:
     """A step of its own is compiled for each of the two graphs, once for all groups."""
     layer, first = PagedAttention(HEADS, DIM, KV_HEADS), torch.randn(2, 20, BLOCK, KV_HEADS, DIM)
@@ -285,12 +295,12 @@ def test_a_compiled_runner(native: None) -> None:
             )
         )
     runners[0].capture()
-    for graphs in (runners[0], runners[0]._with_prefixes.graphs):
+    for graphs in (runners[0], runners[0].prefix_graphs):
         graphs._capture_one = None  # type: ignore[assignment, method-assign, union-attr]
     for lens in ([13, 14, 15], [15, 16], [16, 17, 18]):
         got, want = (runner.run(lens, lens, ROWS[: len(lens)]).clone() for runner in runners)
         torch.testing.assert_close(got, want)
-    assert runners[0]._with_prefixes.graphs.report()[0].hits == 3  # type: ignore[union-attr]
+    assert runners[0].prefix_graphs.report()[0].hits == 3  # type: ignore[union-attr]
 
 
 def test_a_session_that_plans_is_refused(native: None) -> None:

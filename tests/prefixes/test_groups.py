@@ -29,7 +29,8 @@ def test_groups_by_hand() -> None:
     assert find([[1, 2]] * 2, [8, 8], [4, 4]) == []  # more query tokens than the prefix has
     assert find(tables, [14, 15, 16, 13], min_saved_blocks=7) == []
     assert find(tables, [14, 15, 16, 13], min_saved_blocks=6) != []
-    assert find([[1], [1]], [1, 1]) == [] and find([], []) == []
+    assert find([[1], [1]], [1, 1]) == []
+    assert find([], []) == []
 
 
 def test_a_longer_prefix_of_some() -> None:
@@ -157,7 +158,8 @@ def test_one_graph_for_all_groups_and_lengths() -> None:
         q = torch.randn(6, 4, 16)
         want = torchpaged.paged_attention(q, *pools, table, seq_lens, starts, max_query_len=1)
         torch.testing.assert_close(compiled(q, *pools, table, seq_lens, starts), want, rtol=2e-5, atol=2e-5)
-    assert graphs == 1 and max(found) > 0 == found[0]
+    assert graphs == 1
+    assert max(found) > 0 == found[0]
 
 
 def test_groups_that_do_not_fit() -> None:

@@ -51,7 +51,7 @@ def cover_models(
         "coverage.json"
     ),
     page: Annotated[Path | None, typer.Option(help="write the rows as a Markdown page to this file")] = None,
-    beside: Annotated[
+    with_tables: Annotated[
         list[Path] | None, typer.Option(help="another version's JSON file to show on the page, too")
     ] = None,
     workers: Annotated[int, typer.Option(help="processes at a time", min=1)] = 1,
@@ -96,7 +96,7 @@ def cover_models(
                 highlight=False,
             )
     if page is not None:
-        page.write_text(markdown([table, *(Table.load(path) for path in beside or [])]))
+        page.write_text(markdown([table, *(Table.load(path) for path in with_tables or [])]))
     counts = table.counts()
     if as_json:
         print(json.dumps({"versions": table.versions, "counts": counts, "output": str(output)}))

@@ -114,7 +114,7 @@ class _Worker:
             assert pipe is not None
             with suppress(BrokenPipeError):
                 pipe.close()
-        # a process whose kernel never ends may take the driver a while; nobody waits for it
+        # a process whose kernel never ends may take the driver a while, and is not waited for
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(5)
 

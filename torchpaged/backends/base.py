@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
 
 
-@dataclass(frozen=True)
 class Backend:
     """One way to run the ops.
 
@@ -37,14 +35,6 @@ class Backend:
         ValueError: a name in ``ops`` that no op has.
     """
 
-    name: str
-    capabilities: Capabilities
-    ops: BackendOps
-    unavailable: Callable[[], str | None]
-    session: Callable[..., Session] = Session
-    route: Callable[[AttentionSpec], str] | None = None
-    serves: tuple[str, ...] = field(init=False)
-
     def __init__(
         self,
         name: str,
@@ -60,18 +50,10 @@ class Backend:
             raise ValueError(
                 f"ops: expected names of {', '.join(BackendOps._fields)}, got {', '.join(unknown)}"
             )
-        handles = ops if isinstance(ops, BackendOps) else BACKEND_OPS["default"]._replace(**given)
-        values = {
-            "name": name,
-            "capabilities": capabilities,
-            "ops": handles,
-            "unavailable": unavailable,
-            "session": session,
-            "route": route,
-            "serves": tuple(given),
-        }
-        for attribute, value in values.items():
-            object.__setattr__(self, attribute, value)
+        self.name, self.capabilities, self.unavailable = name, capabilities, unavailable
+        self.session, self.route = session, route
+        self.ops = ops if isinstance(ops, BackendOps) else BACKEND_OPS["default"]._replace(**given)
+        self.serves = tuple(given)
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason why ``spec`` can't run on this backend here; empty if it can."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -15,6 +15,7 @@ from torchpaged.backends.spec import (
     GraphSupport,
     require_known,
 )
+from torchpaged.custom_ops.errors import BackendUnavailableError
 
 
 class Planning(IntEnum):
@@ -35,7 +36,7 @@ class Capabilities:
     """What a backend can do, as data: `reject` turns it into sentences.
 
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``features``: those of
-    `FEATURES` that it has; without "tree_mask" its op is never given one. ``planning`` says when its sessions
+    `FEATURES` that it has; its op is never given others. ``planning`` says when its sessions
     want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nothing was
     written or may be read, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
     are. ``mods``: functions of the user's, `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a
@@ -43,7 +44,8 @@ class Capabilities:
     `torchpaged.testing.check_batch_invariance` proves it. ``max_query_len``: the most query tokens of one
     request. ``deterministic``: equal calls give equal bits. ``max_latent``: the largest widths of latents and
     of rotated keys that its ``mla_attention`` takes; ``head_dims`` and ``max_head_dim`` are those of
-    ``paged_attention``.
+    ``paged_attention``. ``further``: reasons against a spec that follow from more than one thing at once, or
+    from the machine.
 
     Raises:
         ValueError: a name in ``features`` that is not in `FEATURES`.
@@ -66,6 +68,7 @@ class Capabilities:
     batch_invariant: bool = False
     max_query_len: int | None = None
     deterministic: bool = True
+    further: Callable[[AttentionSpec], list[str]] | None = None
 
     def __post_init__(self) -> None:
         require_known("features", self.features, FEATURES)
@@ -98,7 +101,7 @@ class Capabilities:
             reasons.append("score_mod and mask_mod are not supported: its kernels take no functions")
         if spec.batch_invariant and not self.batch_invariant:
             reasons.append("batch_invariant is not declared: a request's bits may depend on the others")
-        return reasons
+        return reasons if self.further is None else reasons + self.further(spec)
 
     def _reject_widths(self, spec: AttentionSpec) -> list[str]:
         reasons = []
@@ -137,6 +140,28 @@ class Capabilities:
             for feature in features
             if feature not in self.features
         ]
+
+
+def further_reasons(
+    spec: AttentionSpec, *, width: int = 1, majors: tuple[int, ...] | None = None, gpus: str = ""
+) -> list[str]:
+    """Of `Capabilities.further`, what several libraries say: pools of other dtypes than the queries', a width
+    that is no multiple of ``width``, and a GPU of none of the ``majors``, in the words of ``gpus``."""
+    reasons = []
+    if spec.kv_dtype not in (None, spec.dtype):
+        reasons.append(f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}")
+    if spec.head_dim % width:
+        reasons.append(f"head_dim {spec.head_dim} is no multiple of {width}")
+    if majors is not None and spec.device.type == "cuda" and torch.cuda.is_available():
+        have = torch.cuda.get_device_capability(spec.device)
+        if have[0] not in majors:
+            reasons.append(f"compute capability {have} is {gpus}")
+    return reasons
+
+
+def unable(name: str, *reasons: str) -> BackendUnavailableError:
+    """What the backend ``name`` can't run, with all reasons."""
+    return BackendUnavailableError(f"backend {name!r} cannot run this attention: {'; '.join(reasons)}")
 
 
 def _short(dtype: torch.dtype) -> str:

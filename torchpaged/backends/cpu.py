@@ -6,7 +6,7 @@ import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.spec import COMMON_FEATURES, GraphSupport
+from torchpaged.backends.spec import OWN_FEATURES, GraphSupport
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,7 +24,7 @@ BACKEND = Backend(
         dtypes=_FLOATS,
         kv_dtypes=_FLOATS,
         graph_support=GraphSupport.ALWAYS,
-        features=COMMON_FEATURES | {"tree_mask", "latent"},
+        features=OWN_FEATURES,
     ),
     ops=BACKEND_OPS["cpu"],
     unavailable=_unavailable,

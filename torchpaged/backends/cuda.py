@@ -9,15 +9,14 @@ the ``triton`` backend, within the same error budget; so do all prompts with TOR
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 
 from torchpaged.backends import triton_kernels
 from torchpaged.backends.base import Backend
-from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.semaphore import SemaphoreSession
-from torchpaged.backends.spec import AttentionSpec
+from torchpaged.backends.spec import COMMON_FEATURES, OWN_FEATURES, AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS, variables
 
 
@@ -29,16 +28,12 @@ def _unavailable() -> str | None:
     return jit.unavailable() or triton_kernels.unavailable()
 
 
-@dataclass(frozen=True)
-class _Capabilities(Capabilities):
-    def reject(self, spec: AttentionSpec) -> list[str]:
-        """Besides what is declared: fp8 queries have one kernel, and nothing serves what it does not take."""
-        reasons = super().reject(spec)
-        if "fp8_queries" in spec.uses and spec.device.type == "cuda" and torch.cuda.is_available():
-            why = _prefill_why_not(spec)
-            reasons += [f"fp8 queries: {why}"] if why else []
-            reasons += ["fp8 queries: no tree_mask"] if "tree_mask" in spec.uses else []
-        return reasons
+def _further(spec: AttentionSpec) -> list[str]:
+    """fp8 queries have one kernel, and nothing serves what it does not take."""
+    if "fp8_queries" not in spec.uses or spec.device.type != "cuda" or not torch.cuda.is_available():
+        return []
+    others = [f"no {name}" for name in spec.features if name in OWN_FEATURES - COMMON_FEATURES]
+    return [f"fp8 queries: {reason}" for reason in (_prefill_why_not(spec), *others) if reason]
 
 
 def _prefill_why_not(spec: AttentionSpec) -> str | None:
@@ -72,14 +67,11 @@ def _route(spec: AttentionSpec) -> str:
 BACKEND = Backend(
     name="cuda",
     # what the kernel does not take, Triton's do, but for fp8 queries
-    capabilities=_Capabilities(
-        **(
-            vars(triton_kernels.CAPABILITIES)
-            | {
-                "device_types": ("cuda",),
-                "features": triton_kernels.CAPABILITIES.features | {"fp8_queries"},
-            }
-        )
+    capabilities=replace(
+        triton_kernels.CAPABILITIES,
+        device_types=("cuda",),
+        features=OWN_FEATURES | {"fp8_queries"},
+        further=_further,
     ),
     ops=BACKEND_OPS["cuda"],
     unavailable=_unavailable,

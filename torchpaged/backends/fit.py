@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.session import Session
 from torchpaged.custom_ops.checks import check_apart, check_dims, check_tensors, shape_of
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
@@ -13,12 +12,7 @@ from torchpaged.metadata import AttentionMetadata
 
 
 def require_fit(
-    k_cache: Tensor,
-    metadata: AttentionMetadata,
-    session: Session,
-    able: Capabilities,
-    name: str,
-    block_size: int | None,
+    k_cache: Tensor, metadata: AttentionMetadata, session: Session, block_size: int | None
 ) -> None:
     """Refuse pools and a batch that a module's session was not opened for. It looks at shapes and dtypes
     alone, so that it runs in traced calls too.
@@ -27,8 +21,6 @@ def require_fit(
         k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, the keys' pool.
         metadata: the batch.
         session: the module's.
-        able: what its backend declares.
-        name: of the choice, for messages.
         block_size: that the module was built for; None: not said.
 
     Raises:
@@ -38,35 +30,38 @@ def require_fit(
     require_block_size(k_cache, metadata, block_size)
     if k_cache.dim() != 4:
         return  # the op's own check says what is wrong
-    limits, num_blocks, size = session.limits, k_cache.shape[0], k_cache.shape[1]
+    limits, able, num_blocks, size = session.limits, session.capabilities, k_cache.shape[0], k_cache.shape[1]
     expected, got = "", ""
     if limits.block_size is not None and size != limits.block_size:
-        expected, got = (
-            f"blocks of block_size={limits.block_size} tokens, as the session's limits say",
-            f"blocks of {size}",
-        )
+        expected, got = f"blocks of block_size={limits.block_size} tokens", f"blocks of {size}"
     elif limits.num_blocks is not None and num_blocks > limits.num_blocks:
-        expected, got = (
-            f"at most num_blocks={limits.num_blocks}, as the session's limits say",
-            f"{num_blocks} blocks",
-        )
+        expected, got = f"at most num_blocks={limits.num_blocks}", f"{num_blocks} blocks"
     if expected:
-        raise ArgumentError("kv_cache", expected, got, "open the session with the Limits of the pools")
+        fix = "open the session with the Limits of the pools"
+        raise ArgumentError("kv_cache", f"{expected}, as the session's limits say", got, fix)
     if able.block_sizes is not None and size not in able.block_sizes:
-        raise BackendUnavailableError(
-            f"backend {name!r} cannot run this attention: block_size {size} is not one of "
-            f"{able.block_sizes}; give PagedAttention block_size={size}, so that it chooses with it"
-        )
+        raise _unfit(session, f"block_size {size} is not one of {able.block_sizes}", f"block_size={size}")
     if k_cache.dtype not in able.kv_dtypes:
-        raise BackendUnavailableError(
-            f"backend {name!r} cannot run this attention: kv dtype {k_cache.dtype} is "
-            f"not one of {able.kv_dtypes}; give PagedAttention kv_dtype, so that it chooses with it"
-        )
-    if metadata.tree_mask is not None and "tree_mask" not in able.features:
-        raise BackendUnavailableError(
-            f"backend {name!r} cannot run this attention: tree_mask is not supported; give "
-            "PagedAttention tree_mask=True, so that it chooses with it"
-        )
+        raise _unfit(session, f"kv dtype {k_cache.dtype} is not one of {able.kv_dtypes}", "kv_dtype")
+    for feature in metadata.features:
+        if feature not in able.features:
+            raise _unfit(session, f"{feature} is not supported", f"{feature}=True")
+
+
+def require_dtype(query: Tensor, session: Session) -> None:
+    """Refuse queries of a dtype that a module's backend does not take; raises `BackendUnavailableError`."""
+    known = session.capabilities.dtypes
+    if query.dtype not in known:
+        reason = f"dtype {str(query.dtype).removeprefix('torch.')} is not one of {known}"
+        raise _unfit(session, reason, "dtype, or call module.to(dtype)")
+
+
+def _unfit(session: Session, reason: str, option: str) -> BackendUnavailableError:
+    """What a module's backend was not chosen for, and the option of the module that would have told."""
+    return BackendUnavailableError(
+        f"backend {session.name!r} cannot run this attention: {reason}; give PagedAttention {option}, so "
+        "that it chooses with it"
+    )
 
 
 def require_block_size(k_cache: Tensor, metadata: AttentionMetadata, block_size: int | None) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,13 +24,14 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends.base import Backend
-from torchpaged.backends.capabilities import Capabilities, Planning
+from torchpaged.backends.capabilities import Capabilities, Planning, further_reasons
 from torchpaged.backends.library_op import Held, attention_op
-from torchpaged.backends.planned_batch import PlannedBatchBuffers
+from torchpaged.backends.package import Package, parameters_lacking
+from torchpaged.backends.planned_batch import PlannedBatchBuffers, not_planned
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
+from torchpaged.custom_ops.errors import PlanError
 from torchpaged.metadata import HostLengths
 
 MODULE = "flash_attn_interface"
@@ -90,7 +90,7 @@ class FlashAttnSession(Session):
     """Schedules of the kinds of layers that came, for the batch that was planned last."""
 
     def _open(self, specs: Sequence[AttentionSpec]) -> None:
-        self._library = load()
+        self._library = PACKAGE.load()
         self.batch = PlannedBatchBuffers(self.limits, self.device)
         self._handle = _SESSIONS.add(self)
         self._most_splits = _MOST_SPLITS
@@ -161,11 +161,7 @@ class FlashAttnSession(Session):
         kind = _kind(q.shape[1], call.k_cache.shape[2], q.shape[2], q.dtype, *asked)
         length = self._lengths.get((kind, rows, width, call.max_query_len))
         if length is None:
-            raise PlanError(
-                f"metadata: expected a batch that was planned, got {rows} requests of at most "
-                f"{call.max_query_len} tokens that backend {self.name!r} knows nothing of; "
-                "call session.plan(metadata) before the step"
-            )
+            raise not_planned(self.name, call)
         self.batch.check(call)
         y, y_lse, *_ = self._library.flash_attn_with_kvcache(
             q,
@@ -195,123 +191,81 @@ _SESSIONS: Held[FlashAttnSession] = Held("session")
 
 
 def _attend(call: AttentionCall, handle: Tensor | None) -> None:
-    if call.alibi_slopes is not None or call.chunk_size:
-        raise BackendUnavailableError(
-            "backend 'flash_attn' cannot run this attention: alibi and chunked are not supported"
-        )
     _SESSIONS.of(handle).attend(call)
 
 
 # ----------------------------------------------------------------------------------------------- the package
-def load() -> Any:
-    """The package, whose kernels this loads.
-
-    Raises:
-        BackendUnavailableError: it is not here, or not of the interface that is needed; with the reason.
-    """
-    why = missing()
-    if why:
-        raise BackendUnavailableError(f"backend 'flash_attn' is not usable here: {why}")
-    try:
-        library = importlib.import_module(MODULE)
-    except Exception as error:  # a library of another CUDA or torch version fails in ways of its own
-        raise BackendUnavailableError(
-            f"backend 'flash_attn' is not usable here: {MODULE} does not load: {error}; {INSTALL}"
-        ) from error
-    call = getattr(library, "flash_attn_with_kvcache", None)
-    known = inspect.signature(call).parameters if call is not None else ()
-    lacking = [name for name in NEEDED if name not in known]
-    if lacking or not hasattr(library, "get_scheduler_metadata"):
-        raise BackendUnavailableError(
-            f"backend 'flash_attn' is not usable here: {MODULE} lacks "
-            f"{', '.join(lacking) or 'get_scheduler_metadata'}, so that it is no FlashAttention-3 with a "
-            f"paged cache; {INSTALL}"
-        )
-    return library
-
-
-def unavailable() -> str | None:
-    """Why the backend can't run here, or None. Does not load the package's kernels."""
-    return missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
-
-
-def missing() -> str | None:
-    """What keeps the package from being used, or None. Does not load its kernels."""
+def _missing() -> str | None:
     if importlib.util.find_spec(MODULE) is None:
         return f"the package of {MODULE} (FlashAttention-3) is not installed; {INSTALL}"
-    if "FLASHATTENTION_DISABLE_PAGEDKV" in built_without():
+    if "PAGEDKV" in _built_without():
         return f"{MODULE} was built without paged keys and values; {INSTALL}"
     return None
 
 
-def built_without() -> tuple[str, ...]:
-    """Flags of what the wheel was built without, as its ``flash_attn_config`` names them; none if it does not
-    say."""
-    if importlib.util.find_spec("flash_attn_config") is None:
-        return ()
+def _lacks(library: Any) -> str | None:
+    lacking = parameters_lacking(getattr(library, "flash_attn_with_kvcache", None), NEEDED)
+    if not lacking and not hasattr(library, "get_scheduler_metadata"):
+        lacking = "get_scheduler_metadata"
+    if not lacking:
+        return None
+    return f"{MODULE} lacks {lacking}, so that it is no FlashAttention-3 with a paged cache; {INSTALL}"
+
+
+PACKAGE = Package("flash_attn", MODULE, INSTALL, _missing, _lacks)
+_DISABLE = "FLASHATTENTION_DISABLE_"
+
+
+def _built_without() -> set[str]:
+    """What the wheel was built without, as its ``flash_attn_config`` names it behind `_DISABLE`; nothing if
+    it does not say, or is not here."""
+    if importlib.util.find_spec(MODULE) is None or importlib.util.find_spec("flash_attn_config") is None:
+        return set()
     flags = importlib.import_module("flash_attn_config").CONFIG["build_flags"]
-    return tuple(name for name, is_off in flags.items() if is_off and "DISABLE" in name)
+    return {name.removeprefix(_DISABLE) for name, is_off in flags.items() if is_off}
 
 
-class FlashAttnCapabilities(Capabilities):
-    """What depends on how the wheel was built, and on more than one thing at once."""
-
-    def reject(self, spec: AttentionSpec) -> list[str]:
-        """Every reason why ``spec`` can't run; empty if it can."""
-        reasons = super().reject(spec)
-        if spec.kv_dtype not in (None, spec.dtype):
-            reasons.append(
-                f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}: "
-                "FlashAttention-3 reads fp8 keys with fp8 queries alone"
-            )
-        if spec.head_dim % 8:
-            reasons.append(f"head_dim {spec.head_dim} is no multiple of 8")
-        if spec.batch_invariant and (spec.block_size is None or spec.block_size > 32):
-            reasons.append(
-                f"batch_invariant with blocks of {spec.block_size or 'unknown size'}: above 32 tokens the "
-                "library reads short and long queries' keys in different ways"
-            )
-        if (
-            spec.device.type == "cuda"
-            and torch.cuda.is_available()
-            and torch.cuda.get_device_capability(spec.device)[0] != 9
-        ):
-            have = torch.cuda.get_device_capability(spec.device)
-            reasons.append(f"compute capability {have} is not (9, 0), which its kernels are made for")
-        if importlib.util.find_spec(MODULE) is not None:
-            without = built_without()
-            if spec.logits_soft_cap and "FLASHATTENTION_DISABLE_SOFTCAP" in without:
-                reasons.append("logits_soft_cap is not in this wheel (FLASHATTENTION_DISABLE_SOFTCAP)")
-            if "window" in spec.features and "FLASHATTENTION_DISABLE_LOCAL" in without:
-                reasons.append("window is not in this wheel (FLASHATTENTION_DISABLE_LOCAL)")
-            if spec.dtype == torch.float16 and "FLASHATTENTION_DISABLE_FP16" in without:
-                reasons.append("float16 is not in this wheel (FLASHATTENTION_DISABLE_FP16)")
-            sizes = [
-                size
-                for size in (64, 96, 128, 192, 256)
-                if f"FLASHATTENTION_DISABLE_HDIM{size}" not in without
-            ]
-            if spec.head_dim > max(sizes, default=0):
-                reasons.append(
-                    f"head_dim {spec.head_dim} is over the widest of this wheel, {max(sizes, default=0)}"
-                )
-        return reasons
+# ----------------------------------------------------------------------------------------------- the backend
+def _further(spec: AttentionSpec) -> list[str]:
+    reasons = further_reasons(spec, width=8, majors=(9,), gpus="not (9, 0), which its kernels are made for")
+    if spec.kv_dtype not in (None, spec.dtype):
+        reasons[0] += ": FlashAttention-3 reads fp8 keys with fp8 queries alone"
+    if spec.batch_invariant and (spec.block_size is None or spec.block_size > 32):
+        reasons.append(
+            f"batch_invariant with blocks of {spec.block_size or 'unknown size'}: above 32 tokens the "
+            "library reads short and long queries' keys in different ways"
+        )
+    without = _built_without()
+    asked = {
+        "SOFTCAP": ("logits_soft_cap", bool(spec.logits_soft_cap)),
+        "LOCAL": ("window", "window" in spec.features),
+        "FP16": ("float16", spec.dtype == torch.float16),
+    }
+    for flag, (name, is_asked) in asked.items():
+        if is_asked and flag in without:
+            reasons.append(f"{name} is not in this wheel ({_DISABLE}{flag})")
+    widest = max((size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in without), default=0)
+    if spec.head_dim > widest and importlib.util.find_spec(MODULE) is not None:
+        reasons.append(f"head_dim {spec.head_dim} is over the widest of this wheel, {widest}")
+    return reasons
 
 
+CAPABILITIES = Capabilities(
+    device_types=("cuda",),
+    dtypes=_DTYPES,
+    kv_dtypes=_DTYPES,
+    graph_support=GraphSupport.ALWAYS,
+    max_head_dim=256,
+    different_head_dim_v=False,
+    features=COMMON_FEATURES - {"alibi", "chunked"},
+    planning=Planning.EVERY_STEP,
+    batch_invariant=True,
+    further=_further,
+)
 BACKEND = Backend(
     name="flash_attn",
-    capabilities=FlashAttnCapabilities(
-        device_types=("cuda",),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
-        graph_support=GraphSupport.ALWAYS,
-        max_head_dim=256,
-        different_head_dim_v=False,
-        features=COMMON_FEATURES - {"alibi", "chunked"},
-        planning=Planning.EVERY_STEP,
-        batch_invariant=True,
-    ),
-    ops=attention_op("torchpaged_flash_attn", _attend, handle="Tensor?"),
-    unavailable=unavailable,
+    capabilities=CAPABILITIES,
+    ops=attention_op("torchpaged_flash_attn", _attend, CAPABILITIES, "flash_attn", handle="Tensor?"),
+    unavailable=PACKAGE.unavailable,
     session=FlashAttnSession,
 )

@@ -10,9 +10,7 @@ its graph support is declared as NEVER, and it runs where it is named. Kernels a
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,14 +18,14 @@ from typing import Any
 import torch
 
 from torchpaged.backends.base import Backend
-from torchpaged.backends.capabilities import Capabilities
+from torchpaged.backends.capabilities import Capabilities, further_reasons
 from torchpaged.backends.library_op import attention_op
+from torchpaged.backends.package import Package, parameters_lacking
 from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
 from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.errors import BackendUnavailableError
 
-PACKAGE, MODULE = "flash_attn", "flash_attn.cute"
+MODULE = "flash_attn.cute"
 INSTALL = (
     "pip install --pre 'flash-attn-4[cu13]' (about 100 MB with its compiler; not verified on a GPU here)"
 )
@@ -49,11 +47,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _attend(call: AttentionCall) -> None:
-    if call.alibi_slopes is not None or call.chunk_size:
-        raise _unable("alibi and chunked are not supported")
-    if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise _unable("graph support is NEVER")
-    library = sys.modules.get(MODULE) or load()
+    library = sys.modules.get(MODULE) or PACKAGE.load()
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     block_size, right = k_cache.shape[1], None if call.window_right < 0 else call.window_right
     y, y_lse = library.flash_attn_varlen_func(
@@ -81,86 +75,50 @@ def _attend(call: AttentionCall) -> None:
     finish(hidden, out, lse, y, None if lse is None else y_lse.transpose(0, 1))  # its own is [H, T]
 
 
-def _unable(reason: str) -> BackendUnavailableError:
-    return BackendUnavailableError(f"backend 'flash_attn_4' cannot run this attention: {reason}")
-
-
 # ----------------------------------------------------------------------------------------------- the package
-def load() -> Any:
-    """The package, whose compiler this loads.
-
-    Raises:
-        BackendUnavailableError: it is not here, or not of the interface that is needed; with the reason.
-    """
-    why = missing()
-    if why:
-        raise BackendUnavailableError(f"backend 'flash_attn_4' is not usable here: {why}")
-    try:
-        library = importlib.import_module(MODULE)
-    except Exception as error:  # what it needs besides may be missing, or be of another version
-        raise BackendUnavailableError(
-            f"backend 'flash_attn_4' is not usable here: {MODULE} does not load: {error}; {INSTALL}"
-        ) from error
-    call = getattr(library, "flash_attn_varlen_func", None)
-    known = inspect.signature(call).parameters if call is not None else ()
-    lacking = [name for name in NEEDED if name not in known]
-    if lacking:
-        raise BackendUnavailableError(
-            f"backend 'flash_attn_4' is not usable here: flash_attn_varlen_func of {MODULE} lacks "
-            f"{', '.join(lacking)}; {INSTALL}"
-        )
-    return library
-
-
-def unavailable() -> str | None:
-    """Why the backend can't run here, or None. Does not load the package."""
-    return missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
-
-
-def missing() -> str | None:
-    """What keeps the package from being used, or None. Imports nothing: the folder may be FlashAttention-2's,
-    whose import loads its kernels."""
-    found = importlib.util.find_spec(PACKAGE)
+def _missing() -> str | None:
+    """Imports nothing: the folder may be FlashAttention-2's, whose import loads its kernels."""
+    found = importlib.util.find_spec(MODULE.split(".")[0])
     folders = [] if found is None else list(found.submodule_search_locations or ())
     if not any((Path(folder) / "cute" / "__init__.py").exists() for folder in folders):
         return f"the package of {MODULE} (FlashAttention-4) is not installed; {INSTALL}"
     return None
 
 
-class FlashAttn4Capabilities(Capabilities):
-    """What depends on more than one thing at once."""
-
-    def reject(self, spec: AttentionSpec) -> list[str]:
-        """Every reason why ``spec`` can't run; empty if it can."""
-        reasons = super().reject(spec)
-        if spec.kv_dtype not in (None, spec.dtype):
-            reasons.append(f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}")
-        if spec.head_dim % 8:
-            reasons.append(f"head_dim {spec.head_dim} is no multiple of 8")
-        if spec.device.type == "cuda" and torch.cuda.is_available():
-            have = torch.cuda.get_device_capability(spec.device)
-            if have[0] not in (9, 10, 11):
-                reasons.append(
-                    f"compute capability {have} is none of 9, 10 and 11, where it reads page tables"
-                )
-            if have[0] in (10, 11) and spec.head_dim > 128 and spec.head_dim != 256:
-                reasons.append(f"head_dim {spec.head_dim} is neither up to 128 nor 256")
-        return reasons
+def _lacks(library: Any) -> str | None:
+    lacking = parameters_lacking(getattr(library, "flash_attn_varlen_func", None), NEEDED)
+    return f"flash_attn_varlen_func of {MODULE} lacks {lacking}; {INSTALL}" if lacking else None
 
 
+PACKAGE = Package("flash_attn_4", MODULE, INSTALL, _missing, _lacks)
+
+
+# ----------------------------------------------------------------------------------------------- the backend
+def _further(spec: AttentionSpec) -> list[str]:
+    majors, where = (9, 10, 11), "none of 9, 10 and 11, where it reads page tables"
+    reasons = further_reasons(spec, width=8, majors=majors, gpus=where)
+    here = spec.device.type == "cuda" and torch.cuda.is_available()
+    blackwell = here and torch.cuda.get_device_capability(spec.device)[0] in (10, 11)
+    if blackwell and spec.head_dim > 128 and spec.head_dim != 256:
+        reasons.append(f"head_dim {spec.head_dim} is neither up to 128 nor 256")
+    return reasons
+
+
+CAPABILITIES = Capabilities(
+    device_types=("cuda",),
+    dtypes=_DTYPES,
+    kv_dtypes=_DTYPES,
+    graph_support=GraphSupport.NEVER,
+    min_compute_capability=(9, 0),
+    max_head_dim=256,
+    different_head_dim_v=False,
+    features=COMMON_FEATURES - {"alibi", "chunked"},
+    finite_pools=True,
+    further=_further,
+)
 BACKEND = Backend(
     name="flash_attn_4",
-    capabilities=FlashAttn4Capabilities(
-        device_types=("cuda",),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
-        graph_support=GraphSupport.NEVER,
-        min_compute_capability=(9, 0),
-        max_head_dim=256,
-        different_head_dim_v=False,
-        features=COMMON_FEATURES - {"alibi", "chunked"},
-        finite_pools=True,
-    ),
-    ops=attention_op("torchpaged_flash_attn_4", _attend),
-    unavailable=unavailable,
+    capabilities=CAPABILITIES,
+    ops=attention_op("torchpaged_flash_attn_4", _attend, CAPABILITIES, "flash_attn_4"),
+    unavailable=PACKAGE.unavailable,
 )

@@ -27,15 +27,15 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends.base import Backend
-from torchpaged.backends.capabilities import Capabilities, Planning
-from torchpaged.backends.flashinfer_package import INSTALL, PACKAGE, load, unavailable
+from torchpaged.backends.capabilities import Capabilities, Planning, unable
+from torchpaged.backends.flashinfer_package import DECODE, FLASHINFER, INSTALL
 from torchpaged.backends.flashinfer_prefix import WORKSPACE_BYTES, Pages, cumulated, host_pages
 from torchpaged.backends.library_op import Held, attention_op
-from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing
+from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing, not_planned
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
+from torchpaged.custom_ops.errors import PlanError
 from torchpaged.metadata import HostLengths
 
 _EAGER_WRAPPERS = 8  # decode wrappers that no graph captured and that are kept; each has 8 MiB of its own
@@ -72,7 +72,7 @@ class FlashInferSession(Session):
     """Wrappers of the kinds of layers that came, and the page table of the batch that was planned last."""
 
     def _open(self, specs: Sequence[AttentionSpec]) -> None:
-        self._library = load()
+        self._library, self._decode = FLASHINFER.load(), DECODE.load()
         self.batch = PlannedBatchBuffers(self.limits, self.device)
         rows, width = self.limits.need("max_num_reqs", "max_blocks_per_req")
         ints: Any = {"dtype": torch.int32, "device": self.device}
@@ -148,7 +148,7 @@ class FlashInferSession(Session):
             last_page_len=pages.last,
             head_dim=kind.head_dim,
         )
-        fast = getattr(self._library.decode, "fast_decode_plan", None) if decoder.planned else None
+        fast = getattr(self._decode, "fast_decode_plan", None) if decoder.planned else None
         if fast is None:
             decoder.wrapper.plan(**arguments)
         else:  # the buffers on the device have this batch's pages already
@@ -211,7 +211,7 @@ class FlashInferSession(Session):
             for key in eager[: max(len(eager) - _EAGER_WRAPPERS * len(self._kinds) + 1, 0)]:
                 del self._decoders[key]
             decoder = _Decoder(
-                self._library.BatchDecodeWithPagedKVCacheWrapper(
+                self._decode.BatchDecodeWithPagedKVCacheWrapper(
                     self._workspace,
                     "NHD",
                     use_cuda_graph=True,
@@ -254,7 +254,7 @@ class FlashInferSession(Session):
         if call.max_query_len == 1:
             decoder = self._decoders.get((kind, rows))
             if decoder is None:
-                raise self._not_planned(rows, call)
+                raise not_planned(self.name, call)
             if capturing:
                 decoder.captured = _integers(decoder.wrapper)
             wrapper, tokens = decoder.wrapper, rows
@@ -266,7 +266,7 @@ class FlashInferSession(Session):
                 )
             wrapper, tokens = self._prefills.get(kind), self._planned_rows
             if wrapper is None:
-                raise self._not_planned(rows, call)
+                raise not_planned(self.name, call)
         self.batch.check(call)
         with_lse = call.lse is not None or call.sinks is not None
         given = _scaled(q, call.k_scale, k_cache.shape[2])
@@ -283,13 +283,6 @@ class FlashInferSession(Session):
             y_lse = torch.cat([y_lse, y_lse.new_zeros(len(q) - tokens, y_lse.shape[1])])
         natural = y_lse[: len(q)] * math.log(2.0)
         self.batch.finish(call, y[: len(q)], natural, call.sinks)
-
-    def _not_planned(self, rows: int, call: AttentionCall) -> PlanError:
-        return PlanError(
-            f"metadata: expected a batch that was planned, got {rows} requests of at most "
-            f"{call.max_query_len} tokens that backend {self.name!r} knows nothing of; "
-            "call session.plan(metadata) before the step"
-        )
 
 
 def _scaled(x: Tensor, scale: Tensor | None, num_kv_heads: int) -> Tensor:
@@ -309,7 +302,7 @@ def _integers(wrapper: Any) -> tuple[int, ...]:
     plan = getattr(wrapper, "_plan_info", None)
     if plan is None:
         raise PlanError(
-            f"{PACKAGE}: expected a wrapper with a plan to compare replays with, got none; {INSTALL}"
+            f"flashinfer: expected a wrapper with a plan to compare replays with, got none; {INSTALL}"
         )
     return tuple(int(number) for number in plan)
 
@@ -318,14 +311,8 @@ _SESSIONS: Held[FlashInferSession] = Held("session")
 
 
 def _attend(call: AttentionCall, handle: Tensor | None) -> None:
-    used = {"alibi": call.alibi_slopes is not None, "chunked": call.chunk_size > 0}
-    lacking = [name for name, is_used in used.items() if is_used]
     if not call.causal and call.window_right >= 0:
-        lacking.append("a window to the right")
-    if lacking:
-        raise BackendUnavailableError(
-            f"backend 'flashinfer' cannot run this attention: {', '.join(lacking)} is not supported"
-        )
+        raise unable("flashinfer", "a window to the right is not supported")
     _SESSIONS.of(handle).attend(call)
 
 
@@ -335,37 +322,35 @@ def prefill_kernels(head_dim: int, kv_dtype: torch.dtype, device: torch.device) 
     return "fa3" if hopper and head_dim in (64, 128, 256) and kv_dtype not in _FP8 else "fa2"
 
 
-class FlashInferCapabilities(Capabilities):
-    """What depends on more than one thing at once, and what is known to fail."""
-
-    def reject(self, spec: AttentionSpec) -> list[str]:
-        """Every reason why ``spec`` can't run; empty if it can."""
-        reasons = super().reject(spec)
-        if spec.head_dim == 96:
-            reasons.append(
-                "head_dim 96: FlashInfer's decode kernel reads memory that is not its own (0.7.2, sm_90)"
-            )
-        if spec.kv_dtype in _FLOATS and spec.kv_dtype != spec.dtype:
-            reasons.append(f"kv dtype {spec.kv_dtype} is neither the queries' {spec.dtype} nor fp8")
-        if not spec.causal and spec.window_size[1] >= 0:
-            reasons.append("a window to the right is not supported")
-        return reasons
+def _further(spec: AttentionSpec) -> list[str]:
+    reasons = []
+    if spec.head_dim == 96:
+        reasons.append(
+            "head_dim 96: FlashInfer's decode kernel reads memory that is not its own (0.7.2, sm_90)"
+        )
+    if spec.kv_dtype in _FLOATS and spec.kv_dtype != spec.dtype:
+        reasons.append(f"kv dtype {spec.kv_dtype} is neither the queries' {spec.dtype} nor fp8")
+    if not spec.causal and spec.window_size[1] >= 0:
+        reasons.append("a window to the right is not supported")
+    return reasons
 
 
+CAPABILITIES = Capabilities(
+    device_types=("cuda",),
+    dtypes=_FLOATS,
+    kv_dtypes=(*_FLOATS, *_FP8),
+    graph_support=GraphSupport.SINGLE_TOKEN_DECODE,
+    min_compute_capability=(8, 0),
+    head_dims=(64, 128, 256),
+    different_head_dim_v=False,
+    features=COMMON_FEATURES - {"alibi", "chunked"},
+    planning=Planning.EVERY_STEP,
+    further=_further,
+)
 BACKEND = Backend(
     name="flashinfer",
-    capabilities=FlashInferCapabilities(
-        device_types=("cuda",),
-        dtypes=_FLOATS,
-        kv_dtypes=(*_FLOATS, *_FP8),
-        graph_support=GraphSupport.SINGLE_TOKEN_DECODE,
-        min_compute_capability=(8, 0),
-        head_dims=(64, 128, 256),
-        different_head_dim_v=False,
-        features=COMMON_FEATURES - {"alibi", "chunked"},
-        planning=Planning.EVERY_STEP,
-    ),
-    ops=attention_op("torchpaged_flashinfer", _attend, handle="Tensor?"),
-    unavailable=unavailable,
+    capabilities=CAPABILITIES,
+    ops=attention_op("torchpaged_flashinfer", _attend, CAPABILITIES, "flashinfer", handle="Tensor?"),
+    unavailable=FLASHINFER.unavailable,
     session=FlashInferSession,
 )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.backends.flashinfer_package import load
+from torchpaged.backends.flashinfer_package import FLASHINFER
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: Of partial results, one for all wrappers of a session: their calls follow one another.
@@ -72,7 +72,7 @@ def shared_prefix_attention(
         ArgumentError: an empty prefix, or a request without keys of its own.
         BackendUnavailableError: FlashInfer is not usable here.
     """
-    library, lens, block_size = load(), seq_lens.tolist(), k_cache.shape[1]
+    library, lens, block_size = FLASHINFER.load(), seq_lens.tolist(), k_cache.shape[1]
     if not len(prefix_blocks):
         raise ArgumentError("prefix_blocks", "at least one block", "none")
     if min(lens, default=0) < 1:

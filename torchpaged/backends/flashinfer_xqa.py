@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends.base import Backend
-from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.flashinfer_package import PACKAGE, load, unavailable
+from torchpaged.backends.capabilities import Capabilities, further_reasons, unable
+from torchpaged.backends.flashinfer_package import DECODE
 from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.custom_ops.errors import ArgumentError
 
+PACKAGE = DECODE._replace(backend="flashinfer_xqa")
 #: Semaphores, 8 MiB that start as zeros and are left as zeros, and partial results behind them.
 WORKSPACE_BYTES = 128 << 20
 _FLOATS = (torch.bfloat16, torch.float16)
@@ -36,7 +37,7 @@ class XqaSession(Session):
     """Keeps the kernel's workspace: calls on different streams need sessions of their own."""
 
     def _open(self, specs: Sequence[AttentionSpec]) -> None:
-        load(self.name)
+        PACKAGE.load()
         self._buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
@@ -54,16 +55,13 @@ class XqaSession(Session):
 def _attend(call: AttentionCall, workspace: Tensor | None) -> None:
     _refuse(call)
     if workspace is None:
-        raise BackendUnavailableError(
-            "backend 'flashinfer_xqa' cannot run this attention: it needs a workspace; pass "
-            "**session.workspace(spec)"
-        )
+        raise unable("flashinfer_xqa", "it needs a workspace; pass **session.workspace(spec)")
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out = call[:7]
     num_tokens, starts = q.shape[0], query_start_loc[:-1]
     # A request of no keys gets one of block 0, so that no row is without any; its result is not taken.
     is_empty = seq_lens <= 0
     has_query = (query_start_loc.diff() > 0) & ~is_empty
-    library = sys.modules.get(f"{PACKAGE}.decode") or load("flashinfer_xqa").decode
+    library = sys.modules.get(PACKAGE.module) or PACKAGE.load()
     y = library.xqa_batch_decode_with_kv_cache(
         q[starts.clamp_max(num_tokens - 1)],
         (k_cache, v_cache),
@@ -85,63 +83,46 @@ def _attend(call: AttentionCall, workspace: Tensor | None) -> None:
 
 
 def _refuse(call: AttentionCall) -> None:
-    used = {
-        f"queries of up to {call.max_query_len} tokens": call.max_query_len > 1,
-        "lse": call.lse is not None,
-        "logits_soft_cap": bool(call.logits_soft_cap),
-        "alibi": call.alibi_slopes is not None,
-        "chunked": call.chunk_size > 0,
-        "an fp8 pool": call.k_cache.dtype != call.q.dtype,
-    }
-    lacking = [name for name, is_used in used.items() if is_used]
-    if lacking:
-        raise BackendUnavailableError(
-            f"backend 'flashinfer_xqa' cannot run this attention: {', '.join(lacking)} is not supported"
-        )
+    reasons = []
+    if call.max_query_len > 1:
+        reasons.append(f"queries of up to {call.max_query_len} tokens are not supported")
+    if call.k_cache.dtype != call.q.dtype:
+        reasons.append("an fp8 pool is not supported")
+    if reasons:
+        raise unable("flashinfer_xqa", *reasons)
     if call.k_cache.stride() != call.v_cache.stride():  # the kernel is told one of them
         raise ArgumentError(
             "v_cache", f"the strides of k_cache, {call.k_cache.stride()}", str(call.v_cache.stride())
         )
 
 
-class XqaCapabilities(Capabilities):
-    """What depends on more than one thing at once."""
-
-    def reject(self, spec: AttentionSpec) -> list[str]:
-        """Every reason why ``spec`` can't run; empty if it can."""
-        reasons = super().reject(spec)
-        if (
-            spec.device.type == "cuda"
-            and torch.cuda.is_available()
-            and torch.cuda.get_device_capability(spec.device)[0] not in (9, 10, 12)
-        ):
-            have = torch.cuda.get_device_capability(spec.device)
-            reasons.append(f"compute capability {have} is none of 9, 10 and 12, which XQA is made for")
-        if spec.kv_dtype in _FLOATS and spec.kv_dtype != spec.dtype:
-            reasons.append(f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}")
-        if spec.num_heads // spec.num_kv_heads > _MOST_GROUP:
-            reasons.append(
-                f"{spec.num_heads // spec.num_kv_heads} query heads per kv head are over {_MOST_GROUP}"
-            )
-        return reasons
+def _further(spec: AttentionSpec) -> list[str]:
+    majors, made_for = (9, 10, 12), "none of 9, 10 and 12, which XQA is made for"
+    reasons = further_reasons(spec, majors=majors, gpus=made_for)
+    if spec.num_heads // spec.num_kv_heads > _MOST_GROUP:
+        group = spec.num_heads // spec.num_kv_heads
+        reasons.append(f"{group} query heads per kv head are over {_MOST_GROUP}")
+    return reasons
 
 
+CAPABILITIES = Capabilities(
+    device_types=("cuda",),
+    dtypes=_FLOATS,
+    kv_dtypes=_FLOATS,
+    graph_support=GraphSupport.SINGLE_TOKEN_DECODE,
+    min_compute_capability=(9, 0),
+    head_dims=(64, 128, 256),
+    block_sizes=(16, 32, 64, 128),
+    different_head_dim_v=False,
+    features=COMMON_FEATURES - {"logits_soft_cap", "alibi", "chunked", "lse"},
+    finite_pools=True,
+    max_query_len=1,
+    further=_further,
+)
 BACKEND = Backend(
     name="flashinfer_xqa",
-    capabilities=XqaCapabilities(
-        device_types=("cuda",),
-        dtypes=_FLOATS,
-        kv_dtypes=_FLOATS,
-        graph_support=GraphSupport.SINGLE_TOKEN_DECODE,
-        min_compute_capability=(9, 0),
-        head_dims=(64, 128, 256),
-        block_sizes=(16, 32, 64, 128),
-        different_head_dim_v=False,
-        features=COMMON_FEATURES - {"logits_soft_cap", "alibi", "chunked", "lse"},
-        finite_pools=True,
-        max_query_len=1,
-    ),
-    ops=attention_op("torchpaged_xqa", _attend, workspace="Tensor(c!)?"),
-    unavailable=unavailable,
+    capabilities=CAPABILITIES,
+    ops=attention_op("torchpaged_xqa", _attend, CAPABILITIES, "flashinfer_xqa", workspace="Tensor(c!)?"),
+    unavailable=PACKAGE.unavailable,
     session=XqaSession,
 )

@@ -1,8 +1,8 @@
 """The attention op of a backend around a library: the contract of ``torchpaged::paged_attention`` in a
 namespace of its own.
 
-    OPS = attention_op("torchpaged_flex", _attend)
-    OPS = attention_op("torchpaged_flash_attn", _attend, handle="Tensor?")
+    OPS = attention_op("torchpaged_varlen", _attend, CAPABILITIES, "torch_varlen")
+    OPS = attention_op("torchpaged_flash_attn", _attend, CAPABILITIES, "flash_attn", handle="Tensor?")
 
 It traces as one call, captures as what it launches, and is held to the same facts by its fake kernel. What
 its session keeps reaches it through the further arguments: tensors, or a handle, an int64 tensor on the CPU
@@ -18,10 +18,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from torchpaged.backends.capabilities import Capabilities, unable
+from torchpaged.backends.spec import COMMON_FEATURES, GraphSupport, features_of
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.schema import SCHEMAS
-from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.registry import FAKES
 
 #: Kept for the life of the process: dropping one deregisters its op.
@@ -31,13 +32,22 @@ _SEMAPHORE = ", Tensor(c!)? semaphore=None"
 Kept = TypeVar("Kept")
 
 
-def attention_op(namespace: str, kernel: Callable[..., None], **further: str) -> dict[str, Any]:
+def attention_op(
+    namespace: str,
+    kernel: Callable[..., None],
+    able: Capabilities | None = None,
+    name: str = "",
+    **further: str,
+) -> dict[str, Any]:
     """Define ``namespace::paged_attention`` with ``kernel`` behind it on every device.
 
     Args:
         namespace: of the op, new in this process.
-        kernel: ``kernel(call, **further)``, run on a checked `AttentionCall` without a ``tree_mask``, and
-            never on an empty batch.
+        kernel: ``kernel(call, **further)``, run on a checked `AttentionCall` of features that the backend
+            has, and never on an empty batch.
+        able: what the backend declares; a call of other features is refused, and a capture where graph
+            support is NEVER. None: everything but trees of drafts is the kernel's.
+        name: of the backend, for messages; default: the namespace.
         further: types of keyword arguments, by name, in place of the contract's ``semaphore``, as a schema
             has them and None by default: what the session's workspace gives.
 
@@ -53,7 +63,7 @@ def attention_op(namespace: str, kernel: Callable[..., None], **further: str) ->
     def launch(*tensors: Any, **options: Any) -> None:
         kept = {name: options.pop(name, None) for name in further}
         call = AttentionCall.of(*tensors, **options)
-        refuse_tree(namespace, call.tree_mask)
+        _refuse(call, able, name or namespace)
         check_paged_attention(call)
         if not call.q.shape[0] or not call.block_table.numel():
             call.empty()
@@ -73,15 +83,13 @@ def attention_op(namespace: str, kernel: Callable[..., None], **further: str) ->
     return {"paged_attention": getattr(torch.ops, namespace).paged_attention.default}
 
 
-def refuse_tree(name: str, tree_mask: Tensor | None) -> None:
-    """Refuse a tree mask for the op of a backend that declares to take none; raises `ArgumentError`."""
-    if tree_mask is not None:
-        raise ArgumentError(
-            "tree_mask",
-            f"None: {name} attends without one",
-            "a tensor",
-            "choose a backend that declares tree_mask (torchpaged backends)",
-        )
+def _refuse(call: AttentionCall, able: Capabilities | None, name: str) -> None:
+    has = COMMON_FEATURES if able is None else able.features
+    reasons = [f"{feature} is not supported" for feature in features_of(call) if feature not in has]
+    if able is not None and able.graph_support == GraphSupport.NEVER and call.q.device.type == "cuda":
+        reasons += ["graph support is NEVER"] if torch.cuda.is_current_stream_capturing() else []
+    if reasons:
+        raise unable(name, *reasons)
 
 
 class Held(Generic[Kept]):

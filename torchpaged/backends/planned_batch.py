@@ -17,6 +17,7 @@ from torch import Tensor
 from torchpaged.backends.session import Limits, PlannedBatch, assert_planned
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import reads_values
+from torchpaged.custom_ops.errors import PlanError
 
 
 class PlannedBatchBuffers:
@@ -101,6 +102,15 @@ class PlannedBatchBuffers:
         """`finish` with the hidden rows of the planned batch."""
         zero = self._zeros.get(call.out.dtype)
         finish(self.hidden[: len(call.out)], call.out, call.lse, y, y_lse, sinks, zero)
+
+
+def not_planned(name: str, call: AttentionCall) -> PlanError:
+    """For the op of the backend ``name``: a batch of this shape was not planned."""
+    return PlanError(
+        f"metadata: expected a batch that was planned, got {call.num_reqs} requests of at most "
+        f"{call.max_query_len} tokens that backend {name!r} knows nothing of; "
+        "call session.plan(metadata) before the step"
+    )
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall
+
 
 class QueryTiles(NamedTuple):
     """Which queries are where.
@@ -88,6 +90,25 @@ class Mask(NamedTuple):
     window_left: int
     window_right: int
     chunk_size: int
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Mask:
+        """Those of a call."""
+        return cls(call.causal, call.window_left, call.window_right, call.chunk_size)
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether queries at these positions, none where negative, see the keys at those; both of one shape,
+        or of shapes that broadcast."""
+        seen = query >= 0
+        if self.causal:
+            seen = seen & (key <= query)
+        if self.window_left >= 0:
+            seen = seen & (key >= query - self.window_left)
+        if self.window_right >= 0:
+            seen = seen & (key <= query + self.window_right)
+        if self.chunk_size:
+            seen = seen & (key // self.chunk_size == query // self.chunk_size)
+        return seen
 
     def most_keys(self, tile_q: int) -> int | None:
         """How many keys lie between the first and the last that the rows of one tile see; None: as many as

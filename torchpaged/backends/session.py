@@ -18,11 +18,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchpaged.backends.capabilities import Capabilities, Planning
+from torchpaged.backends.capabilities import Capabilities, Planning, unable
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import checks_device_values, is_int
-from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError, NotCopied, PlanError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopied, PlanError
 from torchpaged.metadata import HostLengths
 
 
@@ -154,9 +154,8 @@ class Session(NotCopied):
         with torch.inference_mode(False):  # an inference tensor could not be written under no_grad later
             self._open(specs)
         if limits.graphs > capabilities.graph_support:
-            raise self._unable(
-                [f"graph support {capabilities.graph_support.name} is less than {limits.graphs.name}"]
-            )
+            declared = capabilities.graph_support.name
+            raise unable(name, f"graph support {declared} is less than {limits.graphs.name}")
         for spec in specs:
             self.workspace(spec)
 
@@ -216,9 +215,8 @@ class Session(NotCopied):
             steps = f"steps of up to {max_query_len} tokens per request"
             what = "decode steps" if max_query_len == 1 else steps
             declared = self.capabilities.graph_support.name
-            raise self._unable(
-                [f"graph support {declared} is less than {needed.name}, which graphs of {what} need"]
-            )
+            lacking = f"graph support {declared} is less than {needed.name}, which graphs of {what} need"
+            raise unable(self.name, lacking)
 
     def planning_of(self, max_query_len: int) -> Planning:
         """When `plan` must run for batches of queries of at most that many tokens; less than the backend
@@ -249,7 +247,7 @@ class Session(NotCopied):
             if spec.device.type != self.device.type:
                 reasons.append(f"the session was opened on {self.device}, the attention is on {spec.device}")
             if reasons:
-                raise self._unable(reasons)
+                raise unable(self.name, *reasons)
             with torch.inference_mode(False):
                 self._workspaces[spec] = self._make_workspace(spec)
             self._shapes.clear()  # their plans don't know it
@@ -307,11 +305,6 @@ class Session(NotCopied):
                 f"metadata: expected a batch that was planned, got one that backend {self.name!r} knows "
                 "nothing of; call session.plan(metadata) before the step, outside compiled code and graphs"
             )
-
-    def _unable(self, reasons: list[str]) -> BackendUnavailableError:
-        return BackendUnavailableError(
-            f"backend {self.name!r} cannot run this attention: {'; '.join(reasons)}"
-        )
 
 
 def _require_same(batch: PlannedBatch, host: HostLengths) -> None:

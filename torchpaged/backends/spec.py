@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 
@@ -41,7 +42,15 @@ FEATURES = (
     "fp8_queries",
 )
 #: Those that a backend has unless its `Capabilities` say otherwise.
-COMMON_FEATURES = frozenset(FEATURES) - {"tree_mask", "latent", "fp8_queries"}
+COMMON_FEATURES = frozenset(
+    {"bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse"}
+)
+#: Those of this project's own kernels, on every kind of device.
+OWN_FEATURES = COMMON_FEATURES | {"tree_mask", "latent"}
+#: Those that a batch brings with it, and not every batch of a layer that asks for them.
+BATCH_FEATURES = frozenset({"tree_mask"})
+#: Options of a layer that bear on where in their sequence a query and a key stand.
+BY_POSITION = ("window_size", "alibi_slopes", "chunk_size", "causal", "tree_mask", "score_mod", "mask_mod")
 #: Features that an argument of an attention is by being given, by the argument's name.
 GIVEN = {
     "alibi_slopes": "alibi",
@@ -51,13 +60,14 @@ GIVEN = {
     "latent": "latent",
     "fp8_queries": "fp8_queries",
 }
+_TENSORS = tuple(name for name in GIVEN if name in AttentionCall._fields)
 
 
 class GraphSupport(IntEnum):
     """Which batches a backend can serve from a captured CUDA graph whose lengths change between replays.
 
-    Declared support is proved by ``tests/test_graph_conformance.py``: capture at the bucket's maximum, replay
-    with others.
+    Declared support is proved by ``tests/testing/test_graph_conformance.py``: capture at the
+    bucket's maximum, replay with others.
     """
 
     NEVER = 0
@@ -145,6 +155,19 @@ def features_used(
         "chunked": chunk_size > 0,
     }
     return [name for name in FEATURES if name in uses or of_values.get(name, False)]
+
+
+def given_in(call: AttentionCall) -> tuple[str, ...]:
+    """Which names in `GIVEN` a call has."""
+    given = tuple(name for name in _TENSORS if getattr(call, name) is not None)
+    return (*given, "fp8_queries") if call.fp8_queries else given
+
+
+def features_of(call: AttentionCall) -> list[str]:
+    """Which of `FEATURES` a call uses."""
+    uses = [GIVEN[name] for name in given_in(call)]
+    window = call.window_left, call.window_right
+    return features_used(uses, call.causal, window, call.logits_soft_cap, call.chunk_size)
 
 
 def require_known(argument: str, names: Collection[str], known: Collection[str]) -> None:

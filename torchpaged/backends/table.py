@@ -24,7 +24,6 @@ _HEADS = {
     "logits_soft_cap": "cap",
     "alibi": "ALiBi",
     "lse": "LSE",
-    "tree_mask": "tree",
     "latent": "MLA",
     "fp8_queries": "q8",
 }
@@ -61,7 +60,7 @@ def capability_tables(names: Sequence[str] | None = None) -> str:
     names = list_backends() if names is None else list(names)
     where = [("backend", "device", "dtype", "cached", "head_dim", "CUDA graphs", "plan")]
     own = ("mods", "inv", "dim_v")
-    what = [("backend", *(_HEADS.get(feature, feature) for feature in FEATURES), *own)]
+    what = [("backend", *(_HEADS.get(feature, feature.removesuffix("_mask")) for feature in FEATURES), *own)]
     for name in names:
         can = get_backend(name).capabilities
         dtypes, cached = (" ".join(_SHORT[dtype] for dtype in of) for of in (can.dtypes, can.kv_dtypes))

@@ -32,7 +32,7 @@ def _attend(call: AttentionCall) -> None:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     alibi_slopes, sinks, max_query_len = call.alibi_slopes, call.sinks, call.max_query_len
     num_tokens, block_size = q.shape[0], k_cache.shape[1]
-    mask = Mask(call.causal, call.window_left, call.window_right, call.chunk_size)
+    mask = Mask.of(call)
     tile_q = min(1 << (max_query_len - 1).bit_length(), _TILE_Q)
     most = mask.most_keys(tile_q)
     width = block_table.shape[1] if most is None else min(block_table.shape[1], (most - 1) // block_size + 2)
@@ -54,11 +54,11 @@ def _attend(call: AttentionCall) -> None:
     for begin in range(0, len(blocks), step):
         part = slice(begin, begin + step)
         query = tiles.position[part, :, None]
-        seen = exists[part] & _sees(mask, query, key[part])
+        seen = exists[part] & mask.sees(query, key[part])
         # slots that may hold NaN, which neither a bias of -inf nor a weight of 0 hides
-        nobodys = ~exists[part, 0, :, None, None]
+        unused = ~exists[part, 0, :, None, None]
         k, v = (
-            _gathered(cache, blocks[part], q.dtype, of_fp8).masked_fill(nobodys, 0.0).transpose(1, 2)
+            _gathered(cache, blocks[part], q.dtype, of_fp8).masked_fill(unused, 0.0).transpose(1, 2)
             for cache, of_fp8 in ((k_cache, call.k_scale), (v_cache, call.v_scale))
         )
         rows = q[tiles.token[part]].transpose(1, 2)
@@ -82,23 +82,6 @@ def _gathered(cache: Tensor, blocks: Tensor, dtype: torch.dtype, scale: Tensor |
         return x
     x = x.float()
     return (x if scale is None else x * scale.view(1, 1, -1, 1)).to(dtype)
-
-
-def _sees(mask: Mask, query: Tensor, key: Tensor) -> Tensor:
-    """Which keys each row sees, ``[N, TILE_Q, L]`` bool.
-
-    ``query [N, TILE_Q, 1]``, ``key [N, 1, L]``: positions.
-    """
-    seen = query >= 0
-    if mask.causal:
-        seen = seen & (key <= query)
-    if mask.window_left >= 0:
-        seen = seen & (key >= query - mask.window_left)
-    if mask.window_right >= 0:
-        seen = seen & (key <= query + mask.window_right)
-    if mask.chunk_size:
-        seen = seen & (key // mask.chunk_size == query // mask.chunk_size)
-    return seen
 
 
 class _Scores(NamedTuple):
@@ -154,14 +137,15 @@ def _scatter(rows: Tensor, row_of_token: Tensor, is_query: Tensor, padding: floa
     out.copy_(torch.where(is_query[:, None, None], packed, padding))
 
 
+CAPABILITIES = Capabilities(
+    device_types=("cpu", "cuda"),
+    dtypes=_FLOATS,
+    kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
+    graph_support=GraphSupport.ALWAYS,
+)
 BACKEND = Backend(
     name="torch_sdpa",
-    capabilities=Capabilities(
-        device_types=("cpu", "cuda"),
-        dtypes=_FLOATS,
-        kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
-        graph_support=GraphSupport.ALWAYS,
-    ),
-    ops=attention_op("torchpaged_sdpa", _attend),
+    capabilities=CAPABILITIES,
+    ops=attention_op("torchpaged_sdpa", _attend, CAPABILITIES, "torch_sdpa"),
     unavailable=lambda: None,
 )

@@ -11,29 +11,23 @@ return, so that neither it nor sinks, which need it, are offered.
 
 from __future__ import annotations
 
-import inspect
+from functools import partial
 from typing import Any
 
 import torch
 
 from torchpaged.backends.base import Backend
-from torchpaged.backends.capabilities import Capabilities
+from torchpaged.backends.capabilities import Capabilities, further_reasons
 from torchpaged.backends.library_op import attention_op
+from torchpaged.backends.package import parameters_lacking
 from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
-from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
+from torchpaged.backends.spec import COMMON_FEATURES, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
 
 def _attend(call: AttentionCall) -> None:
-    if call.alibi_slopes is not None or call.sinks is not None or call.lse is not None:
-        raise _unable("alibi, sinks and lse are not supported")
-    if call.logits_soft_cap or call.chunk_size:
-        raise _unable("logits_soft_cap and chunked are not supported")
-    if call.q.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise _unable("graph support is NEVER")
     from torch.nn.attention.varlen import varlen_attn
 
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out = call[:7]
@@ -55,20 +49,16 @@ def _attend(call: AttentionCall) -> None:
     finish(hidden_queries(seq_lens, query_start_loc, len(q)), out, None, y, None)
 
 
-def _unable(reason: str) -> BackendUnavailableError:
-    return BackendUnavailableError(f"backend 'torch_varlen' cannot run this attention: {reason}")
-
-
 def unavailable() -> str | None:
     """Why torch's function can't be used here, or None."""
+    too_old = f"torch {torch.__version__} has no varlen_attn with a block table; pip install 'torch>=2.12'"
     try:
         from torch.nn.attention import current_flash_attention_impl
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return f"torch {torch.__version__} has no varlen_attn with a block table; pip install 'torch>=2.12'"
-    known = inspect.signature(varlen_attn).parameters
-    if "block_table" not in known or "seqused_k" not in known:
-        return f"torch {torch.__version__} has no varlen_attn with a block table; pip install 'torch>=2.12'"
+        return too_old
+    if parameters_lacking(varlen_attn, ("block_table", "seqused_k")):
+        return too_old
     if current_flash_attention_impl() is None:
         return (
             "torch's own FlashAttention-2 takes no block table; install FlashAttention-3 and call "
@@ -77,31 +67,20 @@ def unavailable() -> str | None:
     return None if torch.cuda.is_available() else "no CUDA device is visible"
 
 
-class VarlenCapabilities(Capabilities):
-    """What depends on more than one thing at once."""
-
-    def reject(self, spec: AttentionSpec) -> list[str]:
-        """Every reason why ``spec`` can't run; empty if it can."""
-        reasons = super().reject(spec)
-        if spec.kv_dtype not in (None, spec.dtype):
-            reasons.append(f"kv dtype {spec.kv_dtype} is not the queries' {spec.dtype}")
-        if spec.head_dim % 8:
-            reasons.append(f"head_dim {spec.head_dim} is no multiple of 8")
-        return reasons
-
-
+CAPABILITIES = Capabilities(
+    device_types=("cuda",),
+    dtypes=_DTYPES,
+    kv_dtypes=_DTYPES,
+    graph_support=GraphSupport.NEVER,
+    min_compute_capability=(9, 0),
+    max_head_dim=256,
+    different_head_dim_v=False,
+    features=COMMON_FEATURES - {"logits_soft_cap", "alibi", "sinks", "chunked", "lse"},
+    further=partial(further_reasons, width=8),
+)
 BACKEND = Backend(
     name="torch_varlen",
-    capabilities=VarlenCapabilities(
-        device_types=("cuda",),
-        dtypes=_DTYPES,
-        kv_dtypes=_DTYPES,
-        graph_support=GraphSupport.NEVER,
-        min_compute_capability=(9, 0),
-        max_head_dim=256,
-        different_head_dim_v=False,
-        features=COMMON_FEATURES - {"logits_soft_cap", "alibi", "sinks", "chunked", "lse"},
-    ),
-    ops=attention_op("torchpaged_varlen", _attend),
+    capabilities=CAPABILITIES,
+    ops=attention_op("torchpaged_varlen", _attend, CAPABILITIES, "torch_varlen"),
     unavailable=unavailable,
 )

@@ -9,7 +9,7 @@ import os
 import torch
 
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.spec import COMMON_FEATURES, GraphSupport
+from torchpaged.backends.spec import OWN_FEATURES, GraphSupport
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -31,6 +31,6 @@ CAPABILITIES = Capabilities(
     graph_support=GraphSupport.ALWAYS,
     min_compute_capability=(8, 0),
     max_head_dim=256,
-    features=COMMON_FEATURES | {"tree_mask", "latent"},
+    features=OWN_FEATURES,
     max_latent=(512, 128),
 )

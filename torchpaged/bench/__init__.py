@@ -1,5 +1,5 @@
-"""What an installed package measures: ``attention`` (``torchpaged bench attention``) and ``tune``
-(``torchpaged tune``). All other benchmarks are a checkout's, in benchmarks/.
+"""What an installed package measures: ``attention`` (``torchpaged bench attention``). All other benchmarks
+are a checkout's, in benchmarks/.
 
     timing.py       graph replay on a GPU, contenders in turns; ceilings of the device
     conditions.py   what machine and versions a figure was taken on;

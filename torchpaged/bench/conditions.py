@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,29 @@ def _output(*command: str) -> str | None:
         return None
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of the packages that are installed; None of the others."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in found:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def of_torch() -> dict[str, Any]:
+    """What torch was built for, and its threads."""
+    return {"cuda": torch.version.cuda, "hip": torch.version.hip, "threads": torch.get_num_threads()}
+
+
+def of_gpu(device: torch.device | int) -> dict[str, Any]:
+    """What the GPU is."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
+        "gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+    }
 
 
 def commit() -> str | None:
@@ -60,21 +80,14 @@ def collect(device: torch.device) -> dict[str, Any]:
         "commit": commit(),
         "command": shlex.join(sys.orig_argv),
         "python": platform.python_version(),
-        "packages": {package: _version(package) for package in _PACKAGES},
+        "packages": versions(_PACKAGES),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "threads": torch.get_num_threads(),
+        **of_torch(),
     }
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        conditions |= {
-            "gpu": properties.name,
-            "capability": [properties.major, properties.minor],
-            "multiprocessors": properties.multi_processor_count,
-            "memory_gib": round(properties.total_memory / 2**30, 1),
-            "gpu_state_before": gpu_state(device),
-        }
+        gpu = of_gpu(device)
+        conditions |= {"gpu": gpu.pop("name"), "memory_gib": gpu.pop("gib"), **gpu}
+        conditions["gpu_state_before"] = gpu_state(device)
     else:
         model = Path("/proc/cpuinfo")
         lines = model.read_text().splitlines() if model.exists() else []

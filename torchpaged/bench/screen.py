@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -81,9 +82,7 @@ class Screen:
                 self.say(f"  {name} {entry['status']}: {entry['reason']}")
 
     def finish(self, document: dict[str, Any]) -> None:
-        """The table of all cases, who was absent and why, geometric mean and worst case."""
-        if not self.enabled:
-            return
+        """The table of all cases, and its notes."""
         self.table("microseconds per call, median (rate)", *table(document["rows"]))
         for text in notes(document):
             self.say(text)
@@ -99,7 +98,7 @@ class Screen:
             for line in lines:
                 shown.add_row(*line)
             self.console.print(shown)
-        else:
+        elif self.enabled:
             widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
             for line in (header, *lines):
                 self.say("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
@@ -117,10 +116,6 @@ def _cell(row: dict[str, Any], entry: dict[str, Any]) -> str:
     return f"{entry['us']:.1f} ({_rate(row, entry)})"
 
 
-def _has_peers(rows: Sequence[dict[str, Any]]) -> bool:
-    return any(not entry["own"] for row in rows for entry in row["contenders"].values())
-
-
 def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Header and lines; contenders that no case could run have no column (`notes` names them)."""
     entries = [(name, entry) for row in rows for name, entry in row["contenders"].items()]
@@ -132,28 +127,28 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
         cells = [
             _cell(row, row["contenders"][name]) if name in row["contenders"] else "skipped" for name in names
         ]
-        ratio = [f"{row['ratio']:.2f}" if row.get("ratio") else "-"] if _has_peers(rows) else []
-        lines.append([row["case"], f"{row['ideal_us']:.1f}", *cells, *ratio])
-    return ["case", "ideal", *names, *(["peer/own"] if _has_peers(rows) else [])], lines
+        lines.append([row["case"], f"{row['ideal_us']:.1f}", *cells])
+    return ["case", "ideal", *names], lines
 
 
 def notes(document: dict[str, Any]) -> list[str]:
-    """Lines under the table: ceilings, absences, what is unsupported, plan times, the summary."""
+    """Lines under the table: ceilings, absences, what is unsupported, plan times, what went wrong."""
     rows, summary, ceilings = document["rows"], document["summary"], document["ceilings"]
     lines = [
         f"ideal: useful bytes at {ceilings['bytes_per_s'] / 1e12:.3g} TB/s "
         f"({ceilings['bytes_per_s_from']}) or FLOPs at "
         f"{ceilings['flop_per_s'] / 1e12:.3g} TFLOP/s ({ceilings['flop_per_s_from']}), whichever takes longer"
     ]
-    reasons: dict[tuple[str, str, str], int] = {}
+    entries = [(name, entry) for row in rows for name, entry in row["contenders"].items()]
+    reasons = Counter(
+        (name, entry["status"], entry["reason"])
+        for name, entry in entries
+        if entry["status"] in ("absent", "unsupported")
+    )
     plans: dict[str, list[float]] = {}
-    for row in rows:
-        for name, entry in row["contenders"].items():
-            if entry["status"] in ("absent", "unsupported"):
-                key = (name, entry["status"], entry["reason"])
-                reasons[key] = reasons.get(key, 0) + 1
-            if "plan_us" in entry:
-                plans.setdefault(name, []).append(entry["plan_us"])
+    for name, entry in entries:
+        if "plan_us" in entry:
+            plans.setdefault(name, []).append(entry["plan_us"])
     lines += [
         f"{name} {status} in {count} of {len(rows)} cases: {reason}"
         for (name, status, reason), count in reasons.items()
@@ -162,28 +157,5 @@ def notes(document: dict[str, Any]) -> list[str]:
         f"{name}: plan takes {min(times):.0f} to {max(times):.0f} us on the host, not included"
         for name, times in plans.items()
     ]
-    for figure, what in (
-        ("mixed_over_parts", "its two parts alone, added up"),
-        ("mixed_over_sequence", "two calls one after the other"),
-    ):
-        for case, ratios in summary[figure].items():
-            lines.append(
-                f"{case}, of {what}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
-            )
     lines += [f"{case} skipped: {reason}" for case, reason in summary["skipped"].items()]
-    lines += summary["wrong_or_failed"]
-    if not _has_peers(rows):
-        return lines
-    for suite, figures in [
-        *summary["suites"].items(),
-        *([("all", summary)] if len(summary["suites"]) > 1 else []),
-    ]:
-        if figures["compared"]:
-            lines.append(
-                f"{suite}: best peer / own: geomean {figures['geomean']:.2f} over {figures['compared']} "
-                "cases, "
-                f"worst {figures['worst']:.2f} ({figures['worst_case']})"
-            )
-        else:
-            lines.append(f"{suite}: no case with both an own backend and a peer")
-    return lines
+    return lines + summary["wrong_or_failed"]

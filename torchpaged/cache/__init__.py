@@ -2,20 +2,20 @@
 of layers that there are.
 
 kinds.py       what a kind of layer cache is, and the registry
-kv.py          the usual kind: keys and values
-latent.py      the latents of multi-head latent attention
+kv.py          the usual kind, `KVLayerSpec`: keys and values; a layer's pools are a `LayerKVCache`
+latent.py      the latents of multi-head latent attention, `LatentLayerSpec`
 kv_cache.py    the pools of a model, of layers of any kind
 block_pool.py  free blocks and holders, host data only
 requests.py    requests that grow, and the metadata of their steps
 row_blocks.py  the blocks of a batch's rows, and what they share
-rolling.py     rings of blocks, for layers with a sliding window
+rolling.py     `RollingBlocks`: rings of blocks, for layers with a sliding window
 """
 
 from torchpaged.cache.block_pool import BlockPool
 from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
-from torchpaged.cache.latent import LatentLayerSpec, LayerLatentCache
+from torchpaged.cache.latent import LatentLayerSpec
 from torchpaged.cache.rolling import RollingBlocks
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "LatentLayerSpec",
     "LayerKVCache",
     "LayerKind",
-    "LayerLatentCache",
     "LayerSpec",
     "PagedKVCache",
     "RollingBlocks",

@@ -17,7 +17,7 @@ from typing import Any
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 
-#: Padding rows of a graph point here: always valid memory, never anybody's tokens.
+#: Padding rows of a graph point here: always valid memory, never a request's tokens.
 NULL_BLOCK = 0
 
 
@@ -30,7 +30,7 @@ def check_num_blocks(num_blocks: object) -> None:
 
 
 class BlockPool:
-    """A free list and reference counts over block ids ``1 .. num_blocks - 1``.
+    """A free list and reference counts over block ids from 1 to ``num_blocks - 1``.
 
     Args:
         num_blocks: blocks in the pool's tensors, the null block included; at least 2.

@@ -5,8 +5,8 @@ HuggingFace's layers of that kind are cached.
     register_layer_kind(LayerKind("latent", LatentSpec, hf_layer=make_layer))
 
 A new kind is a file with these and one registration: `PagedKVCache`, `torchpaged.hf.PagedCache` and the
-engine take layers of any kind, of several
-kinds in one model too. They share block ids: block 5 of a request is block 5 in the pools of every layer.
+engine take layers of any kind, of several kinds in one model too. They share block ids: block 5 of a request
+is block 5 in the pools of every layer that keeps blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +32,15 @@ class BlockOps(Protocol):
 
 class LayerSpec(ABC):
     """What one layer stores. Subclasses are frozen dataclasses of its sizes, equal where the layers
-    are alike."""
+    are alike.
+
+    Attributes:
+        per_request: False: an entry of its pools is a block of tokens. True: it is all that a request keeps
+            in this layer, however long it is; the hooks' blocks are these entries then, whose ids are the
+            requests' (`PagedKVCache` makes ``max_num_reqs`` and entry 0, for padding).
+    """
+
+    per_request: ClassVar[bool] = False
 
     @abstractmethod
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:

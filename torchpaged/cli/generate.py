@@ -8,159 +8,28 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from torchpaged import profiling
 from torchpaged.backends import get_backend
 from torchpaged.backends.choose.names import requested
-from torchpaged.cache.memory import memory_of
 from torchpaged.cli.demo import ensure_smollm2
+from torchpaged.cli.model import load, read_config, reading
+from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
-from torchpaged.custom_ops.errors import ArgumentError, RequestError, TorchpagedError
+from torchpaged.custom_ops.errors import ArgumentError, RequestError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.graphs import bucket_table
-from torchpaged.names import short_dtype
 from torchpaged.profiling.kernel_report import KernelReport, report_table
 from torchpaged.profiling.kernel_report.attribute import kernels_of_generation
 from torchpaged.profiling.kernel_report.trace import module_ranges, read_trace
 from torchpaged.profiling.ranges import check_writable
 
 ERRORS = Console(stderr=True)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The command's options, read and typed."""
-
-    model: str  # a folder or hub id; "": SmolLM2, fetched once
-    prompts: list[str]
-    device: torch.device
-    dtype: torch.dtype
-    backend: str
-    compile: bool | None
-    chat: bool
-    max_seq_len: int
-    block_size: int
-    num_blocks: int
-    as_json: bool
-    sampling: dict[str, Any]
-    profile: str = ""  # a file for the trace
-    compile_cache: str = ""  # a file of save_compile_cache(): read, or written if it is not there
-    fuse: bool = False
-    steps_per_launch: int = 1
-    buckets: list[int] | None = (
-        None  # the largest is the batch size; None: as many as there are prompts, at most 64
-    )
-    prefill_buckets: list[int] | str = "auto"  # []: none
-    verbose: bool = False
-    offline: bool = False
-
-
-@contextlib.contextmanager
-def _reading(model: str, what: str) -> Iterator[None]:
-    """Whatever other libraries raise over a user's files is one line here: its kind, and how it begins."""
-    try:
-        yield
-    except TorchpagedError:
-        raise
-    except Exception as error:
-        first = " ".join(str(error).split())[:240]
-        raise ValueError(
-            f"--model: expected {what} that transformers can read, got {model!r}: "
-            f"{type(error).__name__}: {first}"
-        ) from error
-
-
-def read_config(model: str) -> Any:
-    """The config of a folder or hub id.
-
-    Raises:
-        ArgumentError, ValueError: there is no such folder, it holds no config that can be read, or one of no
-            causal language model.
-    """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-
-    expected, path = "a HuggingFace folder or hub id", Path(model)
-    if not path.exists():
-        if model.startswith((".", "/", "~")):
-            raise ArgumentError("--model", expected, f"{model!r}, which does not exist")
-    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        files = "a file" if path.is_file() else "a folder without config.json"
-        gguf = path.suffix == ".gguf" or any(path.glob("*.gguf"))
-        fix = "convert it: save_pretrained() of from_pretrained(folder, gguf_file=...)" if gguf else ""
-        raise ArgumentError("--model", expected, f"{model!r}, {files}{' of GGUF' if gguf else ''}", fix)
-    with _reading(model, "a config"):
-        if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
-            base = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
-        else:
-            base = model
-        config = AutoConfig.from_pretrained(base)
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if config.is_encoder_decoder or not (remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
-        kind = "an encoder-decoder" if config.is_encoder_decoder else "no such model"
-        fix = "run it by model.generate() with torchpaged.hf.PagedEncoderDecoderCache"
-        raise ArgumentError(
-            "--model",
-            "a causal language model",
-            f"{model!r}, {config.model_type}, {kind}",
-            fix if config.is_encoder_decoder else "",
-        )
-    return config
-
-
-def load(settings: Settings, config: Any) -> Any:
-    """The model, of a folder or the hub. Its size is said, and held against the memory, before any of it is
-    allocated.
-
-    Raises:
-        ArgumentError, ValueError: it does not fit into memory, or its weights are damaged or not all there.
-    """
-    import transformers
-    from transformers import AutoModelForCausalLM
-
-    transformers.utils.logging.disable_progress_bar()
-    count = 0
-    # What can't be built here says below, with its weights, why not; those that are quantised are smaller.
-    with contextlib.suppress(Exception), torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config)
-        if getattr(config, "quantization_config", None) is None:
-            count = sum(parameter.numel() for parameter in empty.parameters())
-    if count:
-        _require_memory(settings, count)
-    with _reading(settings.model, "a config and weights"):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            settings.model, dtype=settings.dtype, output_loading_info=True
-        )
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        raise ArgumentError(
-            "--model",
-            f"weights of every parameter of {type(model).__name__}",
-            f"{settings.model!r}, which lacks {len(names)}, such as {names[0]}",
-            "they would be random numbers",
-        )
-    return model.to(settings.device).eval()
-
-
-def _require_memory(settings: Settings, count: int) -> None:
-    """Say how large a model of ``count`` parameters is, and refuse one that its device can't hold."""
-    size, memory = count * settings.dtype.itemsize, memory_of(settings.device)
-    text = f"{count / 1e6:,.1f} M parameters, {size / 2**30:,.2f} GiB in {short_dtype(str(settings.dtype))}"
-    if not settings.as_json:
-        print(f"model: {text}", file=sys.stderr)
-    if memory is not None and size > memory:
-        raise ArgumentError(
-            "--model",
-            f"one that fits into the {memory / 2**30:,.1f} GiB of {settings.device}",
-            f"{settings.model!r}: {text}",
-            "take a smaller one or --dtype; sizes that config.json leaves out are the model type's own",
-        )
 
 
 def check_options(settings: Settings) -> SamplingParams:
@@ -196,19 +65,54 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
     from transformers import AutoTokenizer
 
     config = read_config(settings.model)
-    with _reading(settings.model, "a tokenizer"):
+    with reading(settings.model, "a tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(settings.model)
-    prompts: dict[int, list[int]] = {}
     refused: dict[int, str] = {}
+    prompts: dict[int, list[int]] = {}
     for index, prompt in enumerate(settings.prompts):
-        try:
+        with _refusing(refused, index):
             prompts[index] = _prompt(prompt, tokenizer, settings)
-        except ArgumentError as error:  # the other prompts go on
-            refused[index] = str(error)
-            print(f"error: prompt {index + 1}: {error}", file=sys.stderr)
     if not prompts and not settings.as_json:
         return 2
     model = load(settings, config)
+    generator = _generator(model, tokenizer, settings)
+    ids: dict[int, int] = {}
+    for index, prompt_ids in prompts.items():
+        with _refusing(refused, index):
+            ids[generator.submit(prompt_ids, sampling)] = index
+    with _profiled(settings, model):
+        outputs = _stream(generator, ids, settings)
+    kernels = _kernels(settings.profile, model, generator) if settings.profile else {}
+    if settings.as_json:
+        document = _document(generator, settings, outputs, refused)
+        if settings.profile:
+            document["profile"] = {
+                "trace": settings.profile,
+                "kernels": {phase: report.to_dict() for phase, report in kernels.items()},
+            }
+        print(json.dumps(document))
+    else:
+        if outputs:
+            print(_summary(generator))
+        for table in _bucket_tables(generator) if settings.verbose else ():
+            print(table, file=sys.stderr)
+        for phase, report in kernels.items():
+            ERRORS.print(report_table(report, phase))
+    return 2 if refused or any(output.error for output in outputs.values()) else 0
+
+
+@contextlib.contextmanager
+def _refusing(refused: dict[int, str], index: int) -> Iterator[None]:
+    """A prompt that is refused inside is noted; the other prompts go on."""
+    try:
+        yield
+    except ArgumentError as error:
+        refused[index] = str(error)
+        print(f"error: prompt {index + 1}: {error}", file=sys.stderr)
+
+
+def _generator(model: Any, tokenizer: Any, settings: Settings) -> Generator:
+    """The engine, its captures shown as they go, and what it decided."""
     with Progress(
         TextColumn("capturing"),
         BarColumn(),
@@ -222,8 +126,8 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
         generator = Generator(
             model,
             tokenizer,
-            max_batch_size=max(settings.buckets or [min(len(settings.prompts), 64)]),
-            buckets=settings.buckets,
+            max_batch_size=max(settings.batch_sizes or [min(len(settings.prompts), 64)]),
+            buckets=settings.batch_sizes,
             max_seq_len=settings.max_seq_len or None,
             block_size=settings.block_size,
             num_blocks=settings.num_blocks or None,
@@ -231,7 +135,7 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
             compile="auto" if settings.compile is None else settings.compile,
             fuse=settings.fuse,
             steps_per_launch=settings.steps_per_launch,
-            prefill_buckets=settings.prefill_buckets,
+            prefill_buckets=settings.prompt_sizes,
             progress=lambda done, total, text: bar.update(
                 task, completed=done, total=total, description=text, visible=True
             ),
@@ -240,34 +144,7 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
         print(f"cache: {generator.model.kv_cache.describe()}", file=sys.stderr)
         if settings.verbose:
             print(_decisions(generator), file=sys.stderr)
-    ids: dict[int, int] = {}
-    for index, prompt_ids in prompts.items():
-        try:
-            ids[generator.submit(prompt_ids, sampling)] = index
-        except ArgumentError as error:  # the other prompts go on
-            refused[index] = str(error)
-            print(f"error: prompt {index + 1}: {error}", file=sys.stderr)
-    with _profiled(settings, model):
-        outputs = _stream(generator, ids, settings)
-    kernels = _kernels(settings.profile, model, generator) if settings.profile else {}
-    if settings.as_json:
-        document = _document(generator, settings, outputs, refused)
-        if settings.profile:
-            document["profile"] = {
-                "trace": settings.profile,
-                "kernels": {phase: report.to_dict() for phase, report in kernels.items()},
-            }
-        print(json.dumps(document))
-        return 2 if refused or any(output.error for output in outputs.values()) else 0
-    if outputs:
-        print(_summary(generator))
-    if settings.verbose and generator.runner is not None:
-        print(bucket_table(generator.runner.report()), file=sys.stderr)
-        if generator.prefill_runner is not None:
-            print(bucket_table(generator.prefill_runner.report(), "tokens", "padded tokens"), file=sys.stderr)
-    for phase, report in kernels.items():
-        ERRORS.print(report_table(report, phase))
-    return 2 if refused or any(output.error for output in outputs.values()) else 0
+    return generator
 
 
 @contextlib.contextmanager
@@ -328,7 +205,7 @@ def _prompt(prompt: str, tokenizer: Any, settings: Settings) -> list[int]:
     _require_text("prompt", prompt)
     if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise ArgumentError("--chat", "a model with a chat template", "none", "leave --chat out")
-    with _reading(settings.model, "a chat template" if settings.chat else "a tokenizer"):
+    with reading(settings.model, "a chat template" if settings.chat else "a tokenizer"):
         if settings.chat:
             messages = [{"role": "user", "content": prompt}]
             made = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -400,6 +277,15 @@ def _summary(generator: Generator) -> str:
     )
 
 
+def _bucket_tables(generator: Generator) -> list[str]:
+    if generator.runner is None:
+        return []
+    tables = [bucket_table(generator.runner.report())]
+    if generator.prefill_runner is not None:
+        tables.append(bucket_table(generator.prefill_runner.report(), "tokens", "padded tokens"))
+    return tables
+
+
 def _decisions(generator: Generator) -> str:
     lines = [
         f"graphs: {generator.graph_reason}",
@@ -433,8 +319,8 @@ def _document(
                 rows[-1]["error"] = output.error.reason
     return {
         "model": settings.model,
-        "device": str(settings.device),
-        "dtype": str(settings.dtype).removeprefix("torch."),
+        "device": str(settings.place),
+        "dtype": str(settings.torch_dtype).removeprefix("torch."),
         "backend": generator.choice.name,
         "backend_reason": generator.choice.reason,
         "outputs": rows,

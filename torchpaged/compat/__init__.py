@@ -13,10 +13,9 @@ tunes the original's speed is taken, changes nothing, and is told of once, at le
 ``torchpaged.compat``.
 """
 
-from torchpaged.compat.flash_attn import flash_attn_varlen_func
 from torchpaged.compat.kvcache import flash_attn_with_kvcache
-from torchpaged.compat.varlen import varlen_attn, varlen_attn_out
-from torchpaged.compat.vllm_ops import reshape_and_cache_flash
+from torchpaged.compat.reshape_and_cache import reshape_and_cache_flash
+from torchpaged.compat.varlen import flash_attn_varlen_func, varlen_attn, varlen_attn_out
 
 __all__ = [
     "flash_attn_varlen_func",

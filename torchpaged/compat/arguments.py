@@ -1,5 +1,5 @@
-"""What the doors of this package share: arguments of other libraries checked under their own names, and put
-into our words."""
+"""What the functions of this package share: arguments of other libraries checked under their own names, and
+put into our words."""
 
 from __future__ import annotations
 
@@ -43,6 +43,17 @@ def check_zero(function: str, **given: float) -> None:
             )
 
 
+def refuse_invariant_splits(num_splits: int | None) -> None:
+    """Raise for ``num_splits=1``: with it FlashAttention promises the same bits for a request in every batch,
+    and we don't yet."""
+    if type(num_splits) is int and num_splits == 1:
+        raise ArgumentError(
+            "num_splits",
+            "0 or None (results that do not depend on the batch's other requests are not promised)",
+            "1",
+        )
+
+
 def note_hints(function: str, **given: Any) -> None:
     """Say once that an argument was given which can change the speed of the original and no result, and that
     nothing follows from it."""
@@ -81,7 +92,29 @@ def window_of(causal: bool, window_size: Any) -> tuple[bool, tuple[int, int]]:
     return False, (left, right)
 
 
-def slopes_of(alibi_slopes: Tensor | None, num_reqs: int, causal: bool) -> Tensor | None:
+def options_of(
+    scale: float | None,
+    causal: bool,
+    window_size: Any,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    chunk: int = 0,
+) -> dict[str, Any]:
+    """FlashAttention's options -> those of `torchpaged.paged_attention`."""
+    is_causal, window = window_of(causal, window_size)
+    return {
+        "scale": scale,
+        "causal": is_causal,
+        "window_size": window,
+        "logits_soft_cap": softcap,
+        "alibi_slopes": slopes_of(slopes, is_causal),
+        "sinks": sinks,
+        "chunk_size": chunk,
+    }
+
+
+def slopes_of(alibi_slopes: Tensor | None, causal: bool) -> Tensor | None:
     """FlashAttention's slopes ``[num_heads]`` or ``[num_reqs, num_heads]`` -> ours ``[num_heads]``.
 
     Raises:
@@ -141,12 +174,13 @@ def scale_of(
     return None, descale
 
 
-def check_out(out: Tensor, like: Tensor, width: int, dtype: torch.dtype) -> None:
-    """``out`` can be written into: the result's shape ``[*like.shape[:-1], width]`` and dtype."""
+def check_out(out: Tensor, q: Tensor, width: int) -> None:
+    """``out`` can be written into: the result's shape ``[*q.shape[:-1], width]``, and q's dtype, bfloat16 for
+    fp8."""
     check_tensors(out=out)
-    check_dims("out", out, *like.shape[:-1], width)
-    check_dtype("out", out, dtype)
-    check_device(like.device, out=out)
+    check_dims("out", out, *q.shape[:-1], width)
+    check_dtype("out", out, torch.bfloat16 if q.dtype in FP8 else q.dtype)
+    check_device(q.device, out=out)
 
 
 def by_their_names(names: dict[str, str], call: Callable[[], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The one call below every door of this package: FlashAttention's conventions met with our op."""
+"""The one call below every function of this package: FlashAttention's conventions met with our op."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from torch import Tensor
 
 from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.backends.choose.kind import Kind
+from torchpaged.compat.arguments import scale_of
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.checks import check_sizes, reads_values, refuse_grad
 from torchpaged.custom_ops.pools import FP8
 from torchpaged.functional import paged_attention
 from torchpaged.functional.arguments import attention_call
 
+#: Of queries, keys and values.
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 
 @dataclass
 class PackedCall:
-    """Attention of packed queries over pools, in our words, with what FlashAttention knows beside them.
+    """Attention of packed queries over pools, in our words, with what FlashAttention knows besides.
 
     Attributes:
         q: ``[num_tokens, num_heads, head_dim]``, a float dtype, or float8_e4m3fn: computed and returned in
@@ -51,6 +55,39 @@ class PackedCall:
     v_descale: Tensor | None = None
     same_lens: bool = False
 
+    @classmethod
+    def of(
+        cls, *tensors: Tensor, max_query_len: int, options: dict[str, Any], descales: Descales
+    ) -> PackedCall:
+        """The call of the tensors up to ``query_start_loc``, whose descales of queries, keys and values are
+        with the kernels where these take them.
+
+        Raises:
+            ArgumentError: a descale that does not fit, or one of queries that are not fp8.
+        """
+        q, k_cache, v_cache, block_table, seq_lens, query_start_loc = tensors
+        num_reqs, num_kv_heads = seq_lens.shape[0], k_cache.shape[2]
+        q_scale, q_each = scale_of("q_descale", descales[0], num_reqs, num_kv_heads, q)
+        k_scale, k_each = scale_of("k_descale", descales[1], num_reqs, num_kv_heads, k_cache)
+        v_scale, v_each = scale_of("v_descale", descales[2], num_reqs, num_kv_heads, v_cache)
+        if q_scale is not None:  # the kernels have no scale of queries
+            q_each = q_scale.expand(num_reqs, num_kv_heads)
+        longest = max(max_query_len, 1) if type(max_query_len) is int else max_query_len
+        scaled = {**options, "k_scale": k_scale, "v_scale": v_scale}
+        return cls(
+            q,
+            k_cache,
+            v_cache,
+            block_table,
+            seq_lens,
+            query_start_loc,
+            longest,
+            scaled,
+            q_each,
+            k_each,
+            v_each,
+        )
+
     def run(self, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Attend. ``out``: ``[num_tokens, num_heads, head_dim_v]`` to write into. Returns it and the LSE
         ``[num_tokens, num_heads]``."""
@@ -73,20 +110,13 @@ class PackedCall:
         if self.q.dtype in FP8:
             q = self.q.to(torch.bfloat16)
         refuse_grad(q=q, sinks=self.options["sinks"], alibi_slopes=self.options["alibi_slopes"])
-        call = attention_call(
-            q,
-            self.k_cache,
-            self.v_cache,
-            self.block_table,
-            self.seq_lens,
-            self.query_start_loc,
-            q.new_empty(*q.shape[:2], width) if out is None else out,
-            q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
-            max_query_len=self.max_query_len,
-            **self.options,
-        )
+        tensors = (q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc)
+        if out is None:
+            out = q.new_empty(*q.shape[:2], width)
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+        call = attention_call(*tensors, out, lse, max_query_len=self.max_query_len, **self.options)
         check_paged_attention(call)
-        choose_ops(q.device, Kind.of(call))
+        choose_ops(Kind.of(call))
 
     def _descaled_queries(self) -> Tensor:
         q = self.q.to(torch.bfloat16) if self.q.dtype in FP8 else self.q

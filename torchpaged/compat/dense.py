@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_dims, is_int
+from torchpaged.custom_ops.checks import check_dims
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: A contiguous cache is cut into blocks of at most so many tokens.
@@ -28,8 +28,6 @@ def packed_pools(k: Tensor, v: Tensor, starts: Tensor, max_len: int) -> tuple[Te
         ``(k_cache, v_cache, block_table)``. The table's entries behind a request's last key name any token,
         and are never read.
     """
-    if not torch.compiler.is_compiling() and (not is_int(max_len) or max_len < 0):
-        raise ArgumentError("max_seqlen_k", "an int, an upper bound of the keys of a request", repr(max_len))
     columns = torch.arange(max(max_len, 1), dtype=torch.int32, device=k.device)
     table = (starts[:, None] + columns).clamp(max=k.shape[0] - 1)
     return k.unsqueeze(1), v.unsqueeze(1), table

@@ -13,17 +13,15 @@ from torchpaged.compat.arguments import (
     check_zero,
     is_eager,
     note_hints,
+    options_of,
     refuse,
-    slopes_of,
-    window_of,
+    refuse_invariant_splits,
 )
+from torchpaged.compat.call import Descales, PackedCall
 from torchpaged.compat.dense import rows_as_pools
-from torchpaged.compat.flash_attn import packed_call, refuse_invariant_splits
-from torchpaged.compat.kvcache_check import check_kvcache
-from torchpaged.compat.rotary import check_rotary
-from torchpaged.compat.tokens import rotated, slots_of, tokens_of
+from torchpaged.compat.kvcache_check import CacheTokens
+from torchpaged.compat.tokens import Tokens, check_rotary, rotated, slots_of, tokens_of
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FP8
 from torchpaged.functional import write_kv
 
 _NAMES = {
@@ -139,110 +137,108 @@ def flash_attn_with_kvcache(
         pack_gqa=pack_gqa,
         sm_margin=sm_margin or None,
     )
-    table = _one_of("page_table", page_table, "block_table", block_table)
+    tokens = CacheTokens(
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        rotary_interleaved,
+        rotary_seqlens,
+        cache_seqlens,
+        cache_batch_idx,
+        _one_of("page_table", page_table, "block_table", block_table),
+        cu_seqlens_q,
+        cu_seqlens_k_new,
+        max_seqlen_q,
+    )
     sink_logits = _one_of("sinks", sinks, "s_aux", s_aux)
-    is_causal, window = window_of(causal, window_size)
-    if not is_causal:
+    options = options_of(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sink_logits, attention_chunk
+    )
+    if not options["causal"]:
         check_zero(name, attention_chunk=attention_chunk)
     if is_eager():
-        check_kvcache(
-            q,
-            k_cache,
-            v_cache,
-            k,
-            v,
-            rotary_cos,
-            rotary_sin,
-            cache_seqlens,
-            cache_batch_idx,
-            table,
-            cu_seqlens_q,
-            cu_seqlens_k_new,
-            max_seqlen_q,
-            rotary_seqlens,
+        tokens.check()
+    descales = (q_descale, k_descale, v_descale)
+    call, new, lens = _packed_call(tokens, options, descales)
+    if new is not None and (call.k_descale is not None or call.v_descale is not None):
+        raise ArgumentError(
+            "k_descale", "the same for all requests, since new keys are stored", "descales of each request"
         )
-    queries = tokens_of(q, cu_seqlens_q)
+    flat_out = None
+    if out is not None:
+        if is_eager():
+            check_out(out, q, v_cache.shape[-1])
+        flat_out = out if cu_seqlens_q is not None else out.view(-1, *out.shape[2:])
+    if new is not None:
+        if is_eager():
+            by_their_names(_NAMES, lambda: call.check(flat_out, return_softmax_lse))
+        by_their_names(_NAMES, lambda: _store(call, new, lens, k_cache, v_cache))
+    result, lse = by_their_names(_NAMES, lambda: call.run(flat_out, return_softmax_lse))
+    if cu_seqlens_q is not None:
+        return result if lse is None else (result, lse.transpose(0, 1).contiguous())
+    result = result.view(*q.shape[:3], result.shape[-1])
+    if lse is None:
+        return result
+    return result, lse.view(*q.shape[:2], -1).transpose(1, 2).contiguous()
+
+
+def _packed_call(
+    tokens: CacheTokens, options: dict[str, Any], descales: Descales
+) -> tuple[PackedCall, tuple[Tokens, Tokens] | None, Tensor]:
+    """The call over pools; the new keys and values, turned; and the tokens in the cache without them."""
+    queries = tokens_of(tokens.q, tokens.cu_seqlens_q)
     num_reqs = queries.counts.shape[0]
-    pools = (k_cache, v_cache)
+    k_pool, v_pool, table = tokens.k_cache, tokens.v_cache, tokens.page_table
     if table is None:
-        k_pool, v_pool, table = rows_as_pools(k_cache, v_cache, cache_batch_idx, num_reqs)
-    else:
-        k_pool, v_pool = pools
-    lens = _cached(cache_seqlens, num_reqs, table.shape[1] * k_pool.shape[1], q.device)
-    options = {
-        "scale": softmax_scale,
-        "causal": is_causal,
-        "window_size": window,
-        "logits_soft_cap": softcap,
-        "sinks": sink_logits,
-        "alibi_slopes": slopes_of(alibi_slopes, num_reqs, is_causal),
-        "chunk_size": attention_chunk,
-    }
-    packed, seq_lens = queries.x, lens
-    new = None
-    if k is not None and v is not None:
-        new = tokens_of(k, cu_seqlens_k_new), tokens_of(v, cu_seqlens_k_new)
-        seq_lens = lens + new[0].counts
-        if rotary_cos is not None and rotary_sin is not None:
-            first = lens if rotary_seqlens is None else rotary_seqlens
-            all_first = not is_causal and window == (-1, -1)
+        k_pool, v_pool, table = rows_as_pools(k_pool, v_pool, tokens.cache_batch_idx, num_reqs)
+    lens = tokens.cache_seqlens
+    if not isinstance(lens, Tensor):
+        capacity = table.shape[1] * k_pool.shape[1]
+        count = capacity if lens is None else lens
+        lens = torch.full((num_reqs,), count, dtype=torch.int32, device=tokens.q.device)
+    packed, seq_lens, new = queries.x, lens, None
+    if tokens.k is not None and tokens.v is not None:
+        new_k, new_v = (tokens_of(x, tokens.cu_seqlens_k_new) for x in (tokens.k, tokens.v))
+        seq_lens = lens + new_k.counts
+        if tokens.rotary_cos is not None and tokens.rotary_sin is not None:
+            tables = tokens.rotary_cos, tokens.rotary_sin
+            first = lens if tokens.rotary_seqlens is None else tokens.rotary_seqlens
+            all_first = not options["causal"] and options["window_size"] == (-1, -1)
             if is_eager():
-                last = first.long() + torch.maximum(new[0].counts, queries.counts) - 1
-                check_rotary(new[0].x, rotary_cos, rotary_sin, last)
-            packed = rotated(queries, rotary_cos, rotary_sin, first, rotary_interleaved, all_first)
-            new = (
-                new[0]._replace(x=rotated(new[0], rotary_cos, rotary_sin, first, rotary_interleaved, False)),
-                new[1],
-            )
-    longest = (q.shape[1] if cu_seqlens_q is None else max_seqlen_q) or 1
-    call = packed_call(
+                last = first.long() + torch.maximum(new_k.counts, queries.counts) - 1
+                check_rotary(new_k.x, *tables, last)
+            packed = rotated(queries, *tables, first, tokens.rotary_interleaved, all_first)
+            new_k = new_k._replace(x=rotated(new_k, *tables, first, tokens.rotary_interleaved, False))
+        new = new_k, new_v
+    longest = (tokens.q.shape[1] if tokens.cu_seqlens_q is None else tokens.max_seqlen_q) or 1
+    call = PackedCall.of(
         packed,
         k_pool,
         v_pool,
         table,
         seq_lens,
         queries.starts,
-        longest,
-        options,
-        (q_descale, k_descale, v_descale),
+        max_query_len=longest,
+        options=options,
+        descales=descales,
     )
-    flat_out = None
-    if out is not None:
-        if is_eager():
-            check_out(out, q, v_cache.shape[-1], torch.bfloat16 if q.dtype in FP8 else q.dtype)
-        flat_out = out if cu_seqlens_q is not None else out.view(-1, *out.shape[2:])
-    if new is not None:
-        if call.k_descale is not None or call.v_descale is not None:
-            raise ArgumentError(
-                "k_descale",
-                "the same for all requests, since new keys are stored",
-                "descales of each request",
-            )
-        if is_eager():
-            by_their_names(_NAMES, lambda: call.check(flat_out, return_softmax_lse))
-        slots = slots_of(new[0], lens, table, k_pool.shape[1])
-        scales = (call.options["k_scale"], call.options["v_scale"])
-        by_their_names(_NAMES, lambda: write_kv(new[0].x, new[1].x, *pools, slots, *scales))
-    result, lse = by_their_names(_NAMES, lambda: call.run(flat_out, return_softmax_lse))
-    if cu_seqlens_q is None:
-        result = result.view(*q.shape[:3], result.shape[-1])
-    if lse is None:
-        return result
-    if cu_seqlens_q is None:
-        return result, lse.view(num_reqs, q.shape[1], -1).transpose(1, 2).contiguous()
-    return result, lse.transpose(0, 1).contiguous()
+    return call, new, lens
+
+
+def _store(
+    call: PackedCall, new: tuple[Tokens, Tokens], lens: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> None:
+    """The new keys and values behind the first ``lens`` tokens of each request."""
+    slots = slots_of(new[0], lens, call.block_table, call.k_cache.shape[1])
+    scales = (call.options["k_scale"], call.options["v_scale"])
+    write_kv(new[0].x, new[1].x, k_cache, v_cache, slots, *scales)
 
 
 def _one_of(name: str, value: Tensor | None, other: str, other_value: Tensor | None) -> Tensor | None:
     if value is not None and other_value is not None:
         raise ArgumentError(other, f"None together with {name}, which is the same", "both")
     return other_value if value is None else value
-
-
-def _cached(cache_seqlens: int | Tensor | None, num_reqs: int, capacity: int, device: torch.device) -> Tensor:
-    """``[num_reqs]`` int32: the tokens in the cache."""
-    if isinstance(cache_seqlens, Tensor):
-        return cache_seqlens
-    return torch.full(
-        (num_reqs,), capacity if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=device
-    )

@@ -201,31 +201,11 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
     """
     started, source = time.perf_counter(), Path(path)
     report = CompileCacheReport(str(source), num_bytes=source.stat().st_size)
-    wanted = f"{source}: expected a file of save_compile_cache()"
-    if not source.is_file():
-        raise CompileCacheError(f"{wanted}, got a folder, a pipe or a device")
-    whole = io.BytesIO(source.read_bytes())
-    try:
-        with zipfile.ZipFile(whole) as archive:
-            found, here = json.loads(archive.read("versions.json")), _versions()
-            if not isinstance(found, dict):
-                raise ValueError(f"versions.json holds a {type(found).__name__}")
-            differs = [
-                f"{name} {found.get(name)}, here {here[name]}"
-                for name in here
-                if found.get(name) != here[name]
-            ]
-            if differs:
-                report.loaded, report.reason = False, f"{source}: made with {'; '.join(differs)}"
-                warnings.warn(f"compile cache not loaded: {report.reason}", CompileCacheWarning, stacklevel=2)
-                return report
-            # all of it, checked, before anything is written
-            members = {name: archive.read(name) for name in archive.namelist()}
-            for name in members:
-                if name.rpartition("/")[2].startswith("__grp__"):
-                    _children(members[name])
-    except Exception as error:  # a damaged file is anything to zipfile, zlib and json
-        raise CompileCacheError(f"{wanted}, got {error}; delete it and save anew") from error
+    members, report.reason = _read(source)
+    if report.reason:
+        report.loaded = False
+        warnings.warn(f"compile cache not loaded: {report.reason}", CompileCacheWarning, stacklevel=2)
+        return report
     if "torch" in members:
         try:
             info, reason = torch.compiler.load_cache_artifacts(members["torch"]), ""
@@ -251,6 +231,31 @@ def load_compile_cache(path: str | os.PathLike[str]) -> CompileCacheReport:
             report.triton_kernels += 1
     report.seconds = time.perf_counter() - started
     return report
+
+
+def _read(source: Path) -> tuple[dict[str, bytes], str]:
+    """All of a file, checked before anything is written; or why it is not used."""
+    wanted = f"{source}: expected a file of save_compile_cache()"
+    if not source.is_file():
+        raise CompileCacheError(f"{wanted}, got a folder, a pipe or a device")
+    whole = io.BytesIO(source.read_bytes())
+    try:
+        with zipfile.ZipFile(whole) as archive:
+            found, here = json.loads(archive.read("versions.json")), _versions()
+            if not isinstance(found, dict):
+                raise ValueError(f"versions.json holds a {type(found).__name__}")
+            differs = [
+                f"{name} {found.get(name)}, here {x}" for name, x in here.items() if found.get(name) != x
+            ]
+            if differs:
+                return {}, f"{source}: made with {'; '.join(differs)}"
+            members = {name: archive.read(name) for name in archive.namelist()}
+        for name in members:
+            if name.rpartition("/")[2].startswith("__grp__"):
+                _children(members[name])
+    except Exception as error:  # a damaged file is anything to zipfile, zlib and json
+        raise CompileCacheError(f"{wanted}, got {error}; delete it and save anew") from error
+    return members, ""
 
 
 def _write_files(folder: Path, files: dict[str, bytes]) -> None:

@@ -3,18 +3,19 @@
 from torchpaged.engine import Generator, SamplingParams
 generator = Generator(model, tokenizer)
 outputs = generator.generate(["The capital of France is"], SamplingParams(max_new_tokens=16))
+
+An output is a `RequestOutput`; `Generator.stream` gives a `TokenEvent` per token, `Generator.stats` is a
+`GeneratorStats`.
 """
 
 from torchpaged.engine.generate_call import accelerate, unaccelerate
 from torchpaged.engine.generator import Generator
-from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TokenEvent
 from torchpaged.engine.sampling import SamplingParams
 
 __all__ = [
     "Generator",
     "GeneratorStats",
-    "PagedModelProtocol",
     "RequestOutput",
     "SamplingParams",
     "TokenEvent",

@@ -22,27 +22,26 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import NotCopied
-from torchpaged.engine.device import DecodeRows, RowState, TokenRing, WholeStepRunner
+from torchpaged.engine.device import CopiedTokens, DecodeRows, RowState, WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.profiling import range as profile_range
 
-#: Launches, and prefills, whose tokens may be on their way at once.
+#: Launches whose tokens may be on their way at once.
 MAX_IN_FLIGHT = 4
 
 
 class _Launch(NamedTuple):
-    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and
-    whether of a prefill.
+    """Tokens on their way: where they will be, which column is whose, and how many steps each column holds.
 
-    ``place``: the number of a launch in ``rows.ring``, of a prefill the slot of the loop's own ring.
+    ``number``: of a launch, in ``rows.ring``. ``copied``: of a prefill, which has no number.
     """
 
-    place: int
+    number: int
+    copied: CopiedTokens | None
     columns: list[tuple[int, Sequence]]
     num_steps: int
-    prefill: bool
 
 
 class DecodeLoop(NotCopied):
@@ -93,7 +92,6 @@ class DecodeLoop(NotCopied):
             **options,
         )
         self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
-        self._prefill_ring = TokenRing(MAX_IN_FLIGHT, max_batch_size, device)
         self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row
         self._busy_rows: list[tuple[int, Sequence]] | None = None
         self._has_idle_rows = False  # since rows were last moved together
@@ -131,10 +129,10 @@ class DecodeLoop(NotCopied):
             self.place(sequence)
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        slot = self._prefill_ring.push(self.rows.finish_rows(logits, rows))
+        tokens = CopiedTokens(self.rows.finish_rows(logits, rows))
         for sequence in sequences:
             sequence.steps_read -= 1
-        self._launches.append(_Launch(slot, list(enumerate(sequences)), 1, prefill=True))
+        self._launches.append(_Launch(-1, tokens, list(enumerate(sequences)), 1))
 
     def reset(self) -> None:
         """After a call that raised: every row idle, nothing in flight, tokens that were not read lost. Waits
@@ -150,7 +148,6 @@ class DecodeLoop(NotCopied):
         self._regroup, self._sequences = True, [None] * len(self._sequences)
         self._busy_rows, self._has_idle_rows, self.blocks_added = None, False, False
         self._to_write, self._to_clear, self._launches = {}, [], []
-        self._prefill_ring = TokenRing(MAX_IN_FLIGHT, self.rows.max_batch_size, self.rows.device)
         self.rows.clear(range(self.rows.max_batch_size))
 
     # ----------------------------------------------------------------------------------------------- launches
@@ -176,7 +173,7 @@ class DecodeLoop(NotCopied):
             self.runner.launch(num_rows)
             number = self.rows.ring.take()
         self._step_count.started += self.steps_per_launch
-        self._launches.append(_Launch(number, busy, self.steps_per_launch, prefill=False))
+        self._launches.append(_Launch(number, None, busy, self.steps_per_launch))
         return True
 
     def _find_groups(self, num_rows: int) -> None:
@@ -198,15 +195,15 @@ class DecodeLoop(NotCopied):
                 (column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None
             ]
             with profile_range("collect", batch=len(live)):
-                if launch.prefill:
-                    steps = self._prefill_ring.read(launch.place)
+                if launch.copied is not None:
+                    steps = [launch.copied.read()]
                 else:
-                    steps = self.rows.ring.read(launch.place, launch.columns[-1][0] + 1)
+                    steps = self.rows.ring.read(launch.number, launch.columns[-1][0] + 1)
             for column, sequence in live:
                 # -1: idle by then; NO_TOKEN is the caller's.
                 tokens = [step[column] for step in steps if step[column] != -1]
                 sequence.steps_read += launch.num_steps
-                self.decoded += 0 if launch.prefill else len(tokens)
+                self.decoded += len(tokens) if launch.copied is None else 0
                 results.append((sequence, tokens))
         return results
 

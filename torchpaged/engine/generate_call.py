@@ -154,15 +154,15 @@ class _Loop:
         return sequences
 
     def _require_room(self, prompt: int, new: int) -> None:
-        generator = self._generator
-        room = min(generator.max_seq_len, generator.pool.num_usable * generator.scheduler.block_size)
+        generator, room = self._generator, self._generator._room
         if prompt + new > room:
+            advice = generator._how_to_raise_room()
             raise ArgumentError(
                 "max_new_tokens",
                 f"at most {room - prompt} for a prompt of {prompt} tokens (accelerate's max_seq_len: "
                 f"{generator.max_seq_len})",
                 str(new),
-                "give accelerate() a larger max_seq_len",
+                f"{advice.replace('raise', 'give accelerate() a larger')}ask for fewer",
             )
 
     def _generate(self, prompts: list[list[int]], each: list[SamplingParams]) -> list[list[int]]:

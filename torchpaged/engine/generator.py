@@ -17,51 +17,35 @@ of all of them. Each call gets the events of its own requests; one that breaks o
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchpaged.cache import BlockPool
-from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.engine.calls import Calls, HandOut
+from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import as_integer, shown
-from torchpaged.engine.options import (
-    check_size,
-    check_tokenizer,
-    decide_compile,
-    decide_graphs,
-    decide_prefill_buckets,
-    decide_rolling,
-    decide_sharing,
-    paged_model,
-    require_invariant,
-    require_no_graphs,
-    tokens_per_request,
-)
+from torchpaged.engine.options import GeneratorOptions, taking
 from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TextStream, TokenEvent
+from torchpaged.engine.paged import paged_model, tokens_per_request
 from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.step_graphs import PrefillGraphs, make_step_graphs
 from torchpaged.engine.stepper import Stepper
-from torchpaged.graphs import CaptureBackend, PackedGraphRunner
-from torchpaged.graphs.bucketed import check_capture, check_progress
+from torchpaged.graphs import PackedGraphRunner
 from torchpaged.model_state import ModelState, undone_if_it_raises
-from torchpaged.prefixes import CascadeCosts
 from torchpaged.prefixes.automatic import find_prefixes
-from torchpaged.prefixes.costs import check_cascade
 
 if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
-
-_LOOKAHEAD = 128  # tokens
 
 
 class Generator(NotCopied):
@@ -96,15 +80,16 @@ class Generator(NotCopied):
         graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU);
             "auto": if the backend can; `graph_reason` says what was decided.
         buckets: batch sizes to capture, the largest of them ``max_batch_size``, with graphs; None:
-            `torchpaged.graphs.default_buckets`, on a CPU every size (no padding).
+            `torchpaged.graphs.buckets.default_buckets`, on a CPU every size (no padding).
         steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a
             request's tokens come in groups, and one that ends inside a group leaves its row idle until
             the next.
         prefill_buckets: numbers of prompt tokens, of all requests of a step together, for which prefills are
             captured as well; none above ``prefill_chunk_size``. A step of more tokens or of more than 8
             requests is launched from Python. None or []: all are; "auto": on a GPU with graphs, up to 1024
-            tokens (`torchpaged.graphs.default_prefill_buckets`), unless the model's prefill can't be captured
-            or the backend's graphs are for decodes only; `prefill_graph_reason` says what was decided.
+            tokens (`torchpaged.graphs.buckets.default_prefill_buckets`), unless the model's prefill can't be
+            captured or the backend's graphs are for decodes only; `prefill_graph_reason` says what was
+            decided.
         capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto":
             now on a GPU.
         lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free;
@@ -145,141 +130,39 @@ class Generator(NotCopied):
     ADVICE = "copy or pickle the model, and make a Generator of it where you need one"
 
     @undone_if_it_raises
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        *,
-        max_batch_size: int = 8,
-        max_seq_len: int | None = None,
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        kv_cache_memory: int | None = None,
-        backend: str = "auto",
-        kv_dtype: str | torch.dtype | None = None,
-        kv_scales: Any = "head",
-        rolling: bool | str = "auto",
-        prefill_chunk_size: int = 512,
-        fuse: bool = False,
-        compile: bool | str = "auto",
-        graphs: bool | str = "auto",
-        buckets: Seq[int] | None = None,
-        prefill_buckets: Seq[int] | str | None = "auto",
-        steps_per_launch: int = 1,
-        capture_ahead: bool | str = "auto",
-        lookahead: int | None = None,
-        capture: str | CaptureBackend = "auto",
-        share_prefixes: bool | str = "auto",
-        cascade: bool | CascadeCosts = True,
-        batch_invariant: bool = False,
-        progress: Callable[[int, int, str], None] | None = None,
-    ) -> None:
-        check_tokenizer(tokenizer)
-        check_size("max_batch_size", max_batch_size)
-        check_size("prefill_chunk_size", prefill_chunk_size)
-        check_size("block_size", 1 if block_size is None else block_size)
-        check_size("steps_per_launch", steps_per_launch)
-        check_size("lookahead", 0 if lookahead is None else lookahead, 0)
-        switch("compile", compile, "auto")
-        switch("graphs", graphs, "auto")
-        switch("capture_ahead", capture_ahead, "auto")
-        switch("share_prefixes", share_prefixes, "auto")
-        switch("fuse", fuse)
-        switch("batch_invariant", batch_invariant)
-        check_capture(capture)
-        check_progress(progress)
-        check_cascade(cascade)
-        self.max_seq_len = tokens_per_request(model, max_seq_len)
+    @taking(GeneratorOptions)
+    def __init__(self, model: Any, options: GeneratorOptions) -> None:
+        self.max_seq_len, self._longest_text = tokens_per_request(model, options.max_seq_len)
         self.model: PagedModelProtocol
-        self.model, self._give_back = paged_model(
-            model,
-            fuse=fuse,
-            num_blocks=num_blocks,
-            kv_cache_memory=kv_cache_memory,
-            block_size=block_size,
-            backend=backend,
-            max_batch_size=max_batch_size,
-            max_seq_len=self.max_seq_len,
-            prefill_chunk_size=prefill_chunk_size,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-            batch_invariant=batch_invariant,
-            rolling=decide_rolling(rolling, share_prefixes),
-        )
-        self.tokenizer = tokenizer
+        self.model, self._give_back = paged_model(model, options, self.max_seq_len)
+        self.tokenizer = options.tokenizer
         self.choice, self.device = self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
-        cache, on_gpu = self.model.kv_cache, self.device.type == "cuda"
-        use_graphs, self.graph_reason = decide_graphs(graphs, self.choice, on_gpu)
-        self._state = ModelState.of(getattr(self.model, "model", self.model)) if use_graphs else None
-        use_compile, self.compile_reason = decide_compile(
-            compile, on_gpu, use_graphs, self.graph_reason, self.fusion_report
-        )
-        if not use_graphs:
-            require_no_graphs(self.graph_reason, steps_per_launch, buckets, capture, capture_ahead)
-        if steps_per_launch != 1 and self.model.session.plans_every_decode:
-            raise ArgumentError(
-                "steps_per_launch",
-                f"1 with backend {self.choice.name!r}, which plans every step on the host",
-                str(steps_per_launch),
-            )
-        prefills, self._prefill_graph_reason = decide_prefill_buckets(
-            prefill_buckets,
-            prefill_chunk_size,
-            on_gpu,
-            use_graphs,
-            self.graph_reason,
-            self.choice.backend.capabilities.graph_support,
-        )
-        if batch_invariant:
-            require_invariant(
-                use_graphs=use_graphs,
-                graph_reason=self.graph_reason,
-                buckets=buckets,
-                share_prefixes=share_prefixes,
-                max_batch_size=max_batch_size,
-                max_seq_len=self.max_seq_len,
-                num_blocks=cache.num_blocks,
-                block_size=cache.block_size,
-                needs_scales=getattr(self.model, "needs_scales", False),
-            )
-            buckets = [max_batch_size]
-        rings = getattr(self.model, "rings", None)
-        shares = decide_sharing(share_prefixes, batch_invariant, rings is not None)
+        self._decided = decided = decide(options, self.model, self.max_seq_len)
+        self._state = ModelState.of(getattr(self.model, "model", self.model)) if decided.graphs else None
+        cache = self.model.kv_cache
         columns = -(-self.max_seq_len // cache.block_size)
         sizes = {"max_blocks_per_req": columns, "block_size": cache.block_size}
-        prefixes, self.cascade_reason = find_prefixes(self.model.session, cascade, shares, **sizes)
+        prefixes, self.cascade_reason = find_prefixes(
+            self.model.session, options.cascade, decided.shares, **sizes
+        )
         self.pool = BlockPool(cache.num_blocks)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
-        if use_graphs:
+        if decided.graphs:
             self.loop, self._prefill_graphs = make_step_graphs(
-                self.model,
-                max_batch_size=max_batch_size,
-                max_seq_len=self.max_seq_len,
-                steps_per_launch=steps_per_launch,
-                compile=use_compile,
-                buckets=buckets if buckets is not None or on_gpu else range(1, max_batch_size + 1),
-                prefill_buckets=prefills,
-                prefill_required=prefill_buckets != "auto",
-                prefill_reason=self._prefill_graph_reason,
-                capture=capture,
-                ahead=on_gpu if capture_ahead == "auto" else bool(capture_ahead),
-                progress=progress,
-                prefixes=prefixes,
+                self.model, options, decided, columns, prefixes
             )
-        if lookahead is None:
-            lookahead = _LOOKAHEAD if on_gpu and use_graphs else 0
         self.scheduler = Scheduler(
             self.pool,
             cache.block_size,
-            max_batch_size,
-            prefill_chunk_size,
-            steps_per_launch if use_graphs else 0,
-            lookahead,
-            share_prefixes=shares,
-            one_prompt_per_step=batch_invariant,
-            rings=rings,
+            options.max_batch_size,
+            options.prefill_chunk_size,
+            options.steps_per_launch if decided.graphs else 0,
+            decided.lookahead,
+            share_prefixes=decided.shares,
+            one_prompt_per_step=options.batch_invariant,
+            rings=getattr(self.model, "rings", None),
         )
         self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs, prefixes)
         self._requests, self._next_id = self._stepper.requests, 0
@@ -429,14 +312,14 @@ class Generator(NotCopied):
             self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size
         )
         params.check_vocabulary(self.model.vocab_size)
-        room = min(self.max_seq_len, self.pool.num_usable * self.scheduler.block_size)
+        room = self._room
         if len(ids) >= room:
             raise ArgumentError(
                 "prompt",
                 f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks "
                 f"of {self.scheduler.block_size})",
                 str(len(ids)),
-                "raise max_seq_len or num_blocks, or shorten the prompt",
+                f"{self._how_to_raise_room()}shorten the prompt",
             )
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -445,6 +328,17 @@ class Generator(NotCopied):
         return Sequence(
             request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox
         )
+
+    @property
+    def _room(self) -> int:
+        """Tokens of a request at most, prompt and output."""
+        return min(self.max_seq_len, self.pool.num_usable * self.scheduler.block_size)
+
+    def _how_to_raise_room(self) -> str:
+        """Advice that ends in "or ", nothing where the model itself takes no longer text."""
+        if self._room < self.max_seq_len:
+            return "raise num_blocks, or "
+        return "" if self.max_seq_len == self._longest_text else "raise max_seq_len, or "
 
     # --------------------------------------------------------------------------------------- what was decided
     @property
@@ -458,6 +352,16 @@ class Generator(NotCopied):
         return None if self._prefill_graphs is None else self._prefill_graphs.runner
 
     @property
+    def graph_reason(self) -> str:
+        """Why decode steps have graphs or not."""
+        return self._decided.graph_reason
+
+    @property
+    def compile_reason(self) -> str:
+        """Whether decode steps are compiled, and why."""
+        return self._decided.compile_reason
+
+    @property
     def prefill_graph_reason(self) -> str:
         """Why prefills have graphs or not."""
-        return self._prefill_graph_reason if self._prefill_graphs is None else self._prefill_graphs.reason
+        return self._decided.prefill_reason if self._prefill_graphs is None else self._prefill_graphs.reason

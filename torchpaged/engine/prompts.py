@@ -16,39 +16,23 @@ def list_prompts(prompts: Any) -> list[Any]:
     """``prompts`` of `Generator.generate` as a list; one string is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
+    expected = "a string, or a list of strings or of lists of token ids"
     if isinstance(prompts, (bytes, dict)) or not isinstance(prompts, Iterable):
-        raise ArgumentError(
-            "prompts", "a string, or a list of strings or of lists of token ids", shown(prompts)
-        )
+        raise ArgumentError("prompts", expected, shown(prompts))
     listed = list(prompts)
     if any(as_integer(prompt) is not None for prompt in listed):
-        raise ArgumentError(
-            "prompts",
-            "a string, or a list of strings or of lists of token ids",
-            shown(prompts),
-            "put one prompt's ids in a list: [ids]",
-        )
+        raise ArgumentError("prompts", expected, shown(prompts), "put one prompt's ids in a list: [ids]")
     return listed
 
 
 def list_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     """``sampling`` for each of ``count`` prompts."""
-    if sampling is None:
-        return [SamplingParams()] * count
-    each = (
-        [sampling] * count
-        if isinstance(sampling, SamplingParams)
-        else list(sampling)
-        if isinstance(sampling, (list, tuple))
-        else None
-    )
-    wrong = (
-        sampling
-        if each is None
-        else next((params for params in each if not isinstance(params, SamplingParams)), None)
-    )
-    if each is None or wrong is not None:
-        raise ArgumentError("sampling", "SamplingParams, or a list of them", shown(wrong))
+    if sampling is None or isinstance(sampling, SamplingParams):
+        return [SamplingParams() if sampling is None else sampling] * count
+    each = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling]
+    wrong = [params for params in each if not isinstance(params, SamplingParams | None)]
+    if wrong:
+        raise ArgumentError("sampling", "SamplingParams, or a list of them", shown(wrong[0]))
     if len(each) != count:
         raise ArgumentError("sampling", f"one SamplingParams per prompt ({count})", str(len(each)))
     return each

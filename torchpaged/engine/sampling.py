@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.engine.device import StepOps, token_bits
+from torchpaged.engine.device.request_state import token_bits
 from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.metadata.host import to_device
 
@@ -126,7 +127,7 @@ def sample(
     counters: Sequence[int],
     seen: Tensor | None = None,
     *,
-    ops: StepOps,
+    ops: BackendOps,
 ) -> Tensor:
     """One token per row.
 

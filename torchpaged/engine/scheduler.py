@@ -173,7 +173,7 @@ class Scheduler:
         return max(0, self.blocks_for(num_tokens) - len(sequence.blocks))
 
     def _look_ahead(self, step: Schedule) -> None:
-        """Blocks for ``lookahead`` more tokens each, once anybody has used up his own."""
+        """Blocks for ``lookahead`` more tokens each, once a request has used up its own."""
         if not self.lookahead or self.waiting or not step.blocks_added:
             return
         if not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in step.decodes):

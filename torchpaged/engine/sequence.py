@@ -42,7 +42,7 @@ class Sequence:
     A sequence whose only uncomputed token is its last one decodes; one with more prefills. Preemption sets
     ``num_computed`` back to 0 and keeps the tokens.
 
-    ``log`` is the truth about what the request was given: an event is in it or isn't, and `restore` makes the
+    ``log`` is the truth about what the request was given: an event is in it or isn't, and `reset` makes the
     rest agree with it after a step that broke off.
 
     Attributes:
@@ -98,7 +98,7 @@ class Sequence:
         """Token ``index`` of prompt and output, without joining the two."""
         return self.prompt[index] if index < len(self.prompt) else self.output[index - len(self.prompt)]
 
-    def restore(self) -> None:
+    def reset(self) -> None:
         """After a step that broke off: without a row, and output, text and end agree with ``log``."""
         self.row = None
         self.output = [event.token_id for event in self.log if event.token_id is not None]

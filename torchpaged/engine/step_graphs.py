@@ -1,11 +1,10 @@
 """What an engine captures: launches of decode steps, and prefills in the same memory.
 
-loop, prefill_graphs = make_step_graphs(model, max_batch_size=8, max_seq_len=2048, ahead=True, ...)
+loop, prefill_graphs = make_step_graphs(model, options, decided, max_blocks_per_req=128)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -13,9 +12,11 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import CaptureError
+from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.graphs import CaptureBackend, PackedGraphRunner
+from torchpaged.engine.options import GeneratorOptions
+from torchpaged.graphs import PackedGraphRunner
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
@@ -114,66 +115,51 @@ class PrefillGraphs:
 
 def make_step_graphs(
     model: PagedModelProtocol,
-    *,
-    max_batch_size: int,
-    max_seq_len: int,
-    steps_per_launch: int,
-    compile: bool,
-    buckets: Seq[int] | None,
-    prefill_buckets: Seq[int],
-    prefill_required: bool,
-    prefill_reason: str,
-    capture: str | CaptureBackend,
-    ahead: bool,
-    progress: Callable[[int, int, str], None] | None,
+    options: GeneratorOptions,
+    decided: Decisions,
+    max_blocks_per_req: int,
     prefixes: AutomaticPrefixes | None = None,
 ) -> tuple[DecodeLoop, PrefillGraphs | None]:
-    """The decode loop, and the graphs of prefills.
+    """The decode loop, and the graphs of prefills, or None where there are none.
 
     Args:
         model: the paged model.
-        max_batch_size, max_seq_len: requests at once, and tokens of each.
-        steps_per_launch, compile: of decode steps, as in `DecodeLoop`.
-        buckets: batch sizes of decode steps; None: the default ones.
-        prefill_buckets: numbers of tokens of prefills; none: no such graphs, and None is given for them.
-        prefill_required, prefill_reason: as in `PrefillGraphs`.
-        capture: how steps become graphs.
-        ahead: capture all of them now.
-        progress: called with ``(done, total, text)`` while they are captured.
+        options, decided: of the engine.
+        max_blocks_per_req: columns of the block table.
         prefixes: of decode steps, as in `WholeStepRunner`.
 
     Raises:
         CaptureError: a bucket could not be captured ahead.
     """
     shared: dict[str, Any] = {
-        "max_batch_size": max_batch_size,
-        "max_blocks_per_req": -(-max_seq_len // model.kv_cache.block_size),
-        "progress": progress,
+        "max_batch_size": options.max_batch_size,
+        "max_blocks_per_req": max_blocks_per_req,
+        "progress": options.progress,
         "watch": model.kv_cache.tensors(),
     }
     loop = DecodeLoop(
         model,
-        steps_per_launch=steps_per_launch,
-        capture=capture,
-        compile=compile,
-        buckets=buckets,
+        steps_per_launch=options.steps_per_launch,
+        capture=options.capture,
+        compile=decided.compile,
+        buckets=decided.buckets,
         prefixes=prefixes,
         **shared,
     )
-    if ahead:
+    if decided.ahead:
         loop.runner.capture()
-    if not prefill_buckets:
+    if not decided.prefill_buckets:
         return loop, None
     prefill_graphs = PrefillGraphs(
         model,
-        prefill_buckets,
-        required=prefill_required,
-        reason=prefill_reason,
+        decided.prefill_buckets,
+        required=options.prefill_buckets != "auto",
+        reason=decided.prefill_reason,
         capture=loop.runner.capture_backend,
         # A pool outlives a failed capture only if it holds another graph.
-        pool=loop.runner.pool if ahead else None,
+        pool=loop.runner.pool if decided.ahead else None,
         **shared,
     )
-    if ahead:
+    if decided.ahead:
         prefill_graphs.capture()
     return loop, prefill_graphs

@@ -133,7 +133,7 @@ class Stepper:
             if self._loop is not None:
                 self._loop.reset()
         for sequence in list(self.requests.values()):
-            sequence.restore()
+            sequence.reset()
             if sequence.finish_reason is not None:
                 sequence.inbox.live.pop(sequence, None)
                 del self.requests[sequence.request_id]

@@ -2,21 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_options
-from torchpaged.custom_ops.checks import check_device, check_dtype
-from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.checks import check_device, check_dtype, given
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FP8, check_scale
+from torchpaged.custom_ops.registry import check_native_dtype, checks_arguments
 
 
-def given(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """Those that are not None."""
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+def run_op(
+    op: str,
+    check: Callable[[], None],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    choose: Callable[[], BackendOps],
+    native: str = "",
+    **flags: bool,
+) -> None:
+    """Run an op whose arguments are tensors; eagerly they are checked once, by its launcher or here.
+
+    Args:
+        op: its name.
+        check: refuses what the op would.
+        args, options: the op's.
+        choose: gives the handles; asked before anything is checked, so that what it refuses comes last.
+        native: the first argument's name, where the CPU's own kernels take some dtypes alone.
+        flags: further options, which can't be wrong.
+    """
+    if torch.compiler.is_compiling():
+        handle = getattr(choose(), op)
+    else:
+        try:
+            handle = getattr(choose(), op)
+        except (BackendUnavailableError, ArgumentError, IndexError):  # a choice by shapes, which are wrong
+            check()
+            raise
+        if not checks_arguments(handle, args[0].device):
+            check()
+            if native:
+                check_native_dtype(handle, **{native: args[0]})
+    handle(*args, **options, **flags)
 
 
 def attention_call(

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends.choose.for_call import OneCall, Serving, choose_ops, planned_once, serving
+from torchpaged.backends.choose.for_call import choose_ops, planned_once, serving
 from torchpaged.backends.choose.kind import Kind
-from torchpaged.custom_ops import BackendOps, check_native_dtype
+from torchpaged.backends.session import Session
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_paged_attention
-from torchpaged.custom_ops.checks import check_tensors, is_int, refuse_grad, switch
+from torchpaged.custom_ops.checks import check_tensors, given, is_int, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FP8
-from torchpaged.custom_ops.registry import checks_arguments
-from torchpaged.functional.arguments import attention_call, given, scale_of_products
+from torchpaged.custom_ops.registry import check_native_dtype, checks_arguments
+from torchpaged.functional.arguments import attention_call, scale_of_products
 
 
 def paged_attention(
@@ -97,17 +98,17 @@ def paged_attention(
         BackendUnavailableError: ``ops``, or the backend that was asked for, declare not to run this; with
             all reasons.
     """
-    kept: Mapping[str, Any] = {} if workspace is None else workspace
-    switch("batch_invariant", batch_invariant)
-    if batch_invariant:
-        _require_own_session(workspace)
     optional = given(
         alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, tree_mask=tree_mask
     )
+    _check_modes(ops, workspace, batch_invariant)
     if not torch.compiler.is_compiling():
-        _check_arguments(ops, workspace, max_query_len, causal, return_lse)
+        if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
+            raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
+        switch("causal", causal)
+        switch("return_lse", return_lse)
         batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
-        further = {**optional, **given(q_scale=q_scale, out=out), **kept}
+        further = {**optional, **given(q_scale=q_scale, out=out), **(workspace or {})}
         check_tensors(q=q, k_cache=k_cache, v_cache=v_cache, **batch, **further)
         # of these the outputs take their shape
         for name, tensor, dims in (("q", q, 3), ("k_cache", k_cache, 4), ("v_cache", v_cache, 4)):
@@ -134,32 +135,60 @@ def paged_attention(
         window_size=window_size,
         logits_soft_cap=logits_soft_cap,
         chunk_size=chunk_size,
-        semaphore=kept.get("semaphore"),
+        semaphore=None if workspace is None else workspace.get("semaphore"),
         **optional,
     )
-    kind = Kind.of(call, batch_invariant)
-    if torch.compiler.is_compiling():
-        handles = choose_ops(q.device, kind, ops, workspace is not None)
-    else:
-        handles, backend, spec = _checked(call, kind, ops)
-        if batch_invariant and backend is None:
-            raise BackendUnavailableError(
-                "ops: handles of no backend that declares batch_invariant: a request's bits may depend "
-                "on the others; leave ops out, or give those of one that does"
-            )
-        needs_session = batch_invariant or (backend is not None and backend.capabilities.planning)
-        if backend is not None and workspace is None and needs_session:
-            one = OneCall(block_table, seq_lens, query_start_loc, max_query_len)
-            # a variable of this function, since it must live until the op has run
-            session = planned_once(backend, spec, one, q.shape[0], k_cache)
-            kept = session.workspace(spec)
-    tensors, options = call.flat()
-    handles.paged_attention(*tensors, **{**options, **kept})
+    _attend(call, Kind.of(call, batch_invariant), ops, workspace)
     return out if call.lse is None else (out, call.lse)
 
 
-def _check_arguments(ops: Any, workspace: Any, max_query_len: Any, causal: Any, return_lse: Any) -> None:
-    """What the record and the op can't see, or take without a word."""
+def _attend(
+    call: AttentionCall, kind: Kind, ops: BackendOps | None, workspace: Mapping[str, Any] | None
+) -> None:
+    """Run a call by the backend that serves its kind."""
+    if torch.compiler.is_compiling():
+        handles, session = choose_ops(kind, ops, workspace is not None), None
+    else:
+        handles, session = _checked(call, kind, ops, workspace is None)
+    if session is not None:  # which must live until the op has run
+        workspace = session.workspace(session.specs[0])
+    tensors, options = call.flat()
+    handles.paged_attention(*tensors, **{**options, **(workspace or {})})
+
+
+def _checked(
+    call: AttentionCall, kind: Kind, ops: BackendOps | None, may_plan: bool
+) -> tuple[BackendOps, Session | None]:
+    """What serves an eager call, whose arguments are checked once: here, or by the op; and a session for it
+    where its backend needs one and there ``may_plan``.
+
+    Raises:
+        ArgumentError: they don't fit; before any other reason.
+        BackendUnavailableError: as `choose_ops`.
+    """
+    try:
+        handles, backend, spec = serving(kind, ops)
+    except (ArgumentError, BackendUnavailableError):
+        check_paged_attention(call, call.fp8_queries)
+        if ops is not None:
+            check_native_dtype(ops.paged_attention, q=call.q, k_cache=call.k_cache)
+        raise
+    plans = kind.batch_invariant or (backend is not None and bool(backend.capabilities.planning))
+    if plans or not checks_arguments(handles.paged_attention, call.q.device):
+        check_paged_attention(call, call.fp8_queries)
+        check_native_dtype(handles.paged_attention, q=call.q, k_cache=call.k_cache)
+    if backend is None and kind.batch_invariant:
+        raise BackendUnavailableError(
+            "ops: handles of no backend that declares batch_invariant: a request's bits may depend "
+            "on the others; leave ops out, or give those of one that does"
+        )
+    return handles, planned_once(backend, spec, call) if backend and plans and may_plan else None
+
+
+def _check_modes(ops: Any, workspace: Any, batch_invariant: Any) -> None:
+    """Whose kernels run with what, and whether batch invariance, which is a matter of what a backend's
+    session keeps, may be asked here."""
+    switch("batch_invariant", batch_invariant)
     if not isinstance(workspace, (Mapping, NoneType)):
         raise ArgumentError(
             "workspace",
@@ -174,43 +203,14 @@ def _check_arguments(ops: Any, workspace: Any, max_query_len: Any, causal: Any, 
             repr(ops),
             "pass BACKEND_OPS[name], or choose by use_backend(name)",
         )
-    if not (is_int(max_query_len) or isinstance(max_query_len, torch.SymInt)):
-        raise ArgumentError("max_query_len", "an int of at least 1", repr(max_query_len))
-    switch("causal", causal)
-    switch("return_lse", return_lse)
-
-
-def _checked(call: AttentionCall, kind: Kind, ops: BackendOps | None) -> Serving:
-    """What serves an eager call, whose arguments are checked once: here, or by the op.
-
-    Raises:
-        ArgumentError: they don't fit; before any other reason.
-        BackendUnavailableError: as `choose_ops`.
-    """
-    try:
-        served = serving(call.q.device, kind, ops)
-    except (ArgumentError, BackendUnavailableError):
-        check_paged_attention(call, call.fp8_queries)
-        if ops is not None:
-            check_native_dtype(ops.paged_attention, q=call.q, k_cache=call.k_cache)
-        raise
-    plans = served.backend is not None and served.backend.capabilities.planning
-    if plans or kind.batch_invariant or not checks_arguments(served.ops.paged_attention, call.q.device):
-        check_paged_attention(call, call.fp8_queries)
-        check_native_dtype(served.ops.paged_attention, q=call.q, k_cache=call.k_cache)
-    return served
-
-
-def _require_own_session(workspace: Mapping[str, Tensor] | None) -> None:
-    """Batch invariance is a matter of what a backend's session keeps: one that was opened for such a spec."""
-    if torch.compiler.is_compiling():
+    if batch_invariant and torch.compiler.is_compiling():
         raise ArgumentError(
             "batch_invariant",
             "False in a traced call, which can't open a session",
             "True",
             "use torchpaged.PagedAttention(batch_invariant=True), which keeps one",
         )
-    if workspace is not None:
+    if batch_invariant and workspace is not None:
         raise ArgumentError(
             "workspace",
             "None with batch_invariant=True: nothing tells whose spec a workspace is of",

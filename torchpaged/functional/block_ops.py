@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchpaged.backends.choose.for_call import choose_ops
+from torchpaged.backends.choose.for_call import device_ops
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.checks import check_tensors
+from torchpaged.functional.arguments import run_op
 
 
 def copy_blocks(
@@ -32,14 +34,15 @@ def copy_blocks(
         ArgumentError: an id is out of range, or destinations collide; nothing is copied then.
         BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
-    if not torch.compiler.is_compiling():
-        check_tensors(k_cache=k_cache, v_cache=v_cache)
+    check_tensors(k_cache=k_cache, v_cache=v_cache)
     if not isinstance(block_mapping, Tensor):
         host = torch.tensor(list(block_mapping), dtype=torch.int64, device="cpu").reshape(-1, 2)
-        check_copy_blocks(k_cache, v_cache, host.to(k_cache.device))
         block_mapping = host.to(k_cache.device)
-    elif not torch.compiler.is_compiling():
         check_copy_blocks(k_cache, v_cache, block_mapping)
-    if ops is None:
-        ops = choose_ops(k_cache.device)
-    ops.copy_blocks(k_cache, v_cache, block_mapping)
+    run_op(
+        "copy_blocks",
+        partial(check_copy_blocks, k_cache, v_cache, block_mapping),
+        (k_cache, v_cache, block_mapping),
+        {},
+        lambda: device_ops(k_cache.device) if ops is None else ops,
+    )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.backends.choose.kind import Kind
-from torchpaged.custom_ops import BackendOps, check_native_dtype
+from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
-from torchpaged.custom_ops.checks import check_tensors, refuse_grad
-from torchpaged.functional.arguments import given
+from torchpaged.custom_ops.checks import check_tensors, given, refuse_grad
+from torchpaged.functional.arguments import run_op
 
 
 def write_kv(
@@ -46,23 +48,25 @@ def write_kv(
         ArgumentError: shapes, dtypes, devices, strides or slots don't fit; nothing is written then.
         BackendUnavailableError: the backend that was asked for can't serve this; with all reasons.
     """
-    if not torch.compiler.is_compiling():
-        check_tensors(
-            k=k,
-            v=v,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            slot_mapping=slot_mapping,
-            **given(k_scale=k_scale, v_scale=v_scale),
-        )
+    check_tensors(
+        k=k,
+        v=v,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        slot_mapping=slot_mapping,
+        **given(k_scale=k_scale, v_scale=v_scale),
+    )
     refuse_grad(k=k, v=v)
-    if not torch.compiler.is_compiling():
-        check_write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
-    if ops is None:
-        ops = choose_ops(k.device, Kind.written(k, v, k_cache), planned=True)
-    if not torch.compiler.is_compiling():
-        check_native_dtype(ops.write_kv, k=k)  # pools are of this dtype, or of fp8
-    ops.write_kv(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens=are_query_tokens)
+    args = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
+    run_op(
+        "write_kv",
+        lambda: check_write_kv(WriteCall(*args)),
+        args,
+        {},
+        lambda: choose_ops(Kind.written(k, v, k_cache), planned=True) if ops is None else ops,
+        native="k",  # pools are of this dtype, or of fp8
+        are_query_tokens=are_query_tokens,
+    )
 
 
 def rope_write_kv(
@@ -89,7 +93,8 @@ def rope_write_kv(
     values, in one pass.
 
     Norm: ``x * rsqrt(mean(x^2) + norm_eps) * (norm_offset + weight)`` (arXiv:1910.07467; Qwen3 with offset 0,
-        Gemma with 1).
+    Gemma with 1).
+
     Rotation (arXiv:2104.09864): ``(x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)`` over the first
     ``rotary_dim`` of each head. Both run in float32 and the result is rounded once, to q's dtype or the
     pools'. HuggingFace rounds more often: Qwen3's norm before and after its weight, Gemma's once, and the
@@ -125,57 +130,29 @@ def rope_write_kv(
             written then.
         BackendUnavailableError: the backend that was asked for can't serve this; with all reasons.
     """
-    if not torch.compiler.is_compiling():
-        check_tensors(
-            q=q,
-            k=k,
-            v=v,
-            positions=positions,
-            cos_sin=cos_sin,
-            k_cache=k_cache,
-            v_cache=v_cache,
-            slot_mapping=slot_mapping,
-            **given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale),
-        )
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "positions": positions,
+        "cos_sin": cos_sin,
+        "slot_mapping": slot_mapping,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    optional = given(q_norm=q_norm, k_norm=k_norm, k_scale=k_scale, v_scale=v_scale)
+    check_tensors(**tensors, **optional)
     q_out = q.new_empty(q.shape)
     refuse_grad(q=q, k=k, v=v, q_norm=q_norm, k_norm=k_norm)
-    if not torch.compiler.is_compiling():
-        check_rope_write_kv(
-            q,
-            k,
-            v,
-            positions,
-            cos_sin,
-            slot_mapping,
-            q_out,
-            k_cache,
-            v_cache,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            norm_eps=norm_eps,
-            norm_offset=norm_offset,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
-    if ops is None:
-        ops = choose_ops(q.device, Kind.written(k, v, k_cache), planned=True)
-    ops.rope_write_kv(
-        q,
-        k,
-        v,
-        positions,
-        cos_sin,
-        slot_mapping,
-        q_out,
-        k_cache,
-        v_cache,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
+    args = (q, k, v, positions, cos_sin, slot_mapping, q_out, k_cache, v_cache)
+    options: dict[str, Any] = {**optional, "norm_eps": norm_eps, "norm_offset": norm_offset}
+    run_op(
+        "rope_write_kv",
+        lambda: check_rope_write_kv(RotatedWriteCall(*args, **options)),
+        args,
+        options,
+        lambda: choose_ops(Kind.written(k, v, k_cache), planned=True) if ops is None else ops,
         interleaved=interleaved,
-        k_scale=k_scale,
-        v_scale=v_scale,
         are_query_tokens=are_query_tokens,
     )
     return q_out

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from torchpaged.backends.choose.for_call import choose_ops
-from torchpaged.custom_ops import BackendOps, check_native_dtype
+from torchpaged.backends.choose.for_call import device_ops
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.checks import check_tensors, refuse_grad
+from torchpaged.functional.arguments import run_op
 
 
 def merge_attn_states(
@@ -30,14 +33,17 @@ def merge_attn_states(
         ArgumentError: shapes, dtypes or devices don't fit.
         BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
-    if not torch.compiler.is_compiling():
-        check_tensors(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
+    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    check_tensors(**states)
     out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
-    refuse_grad(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
-    if not torch.compiler.is_compiling():
-        check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
-    ops = choose_ops(out_a.device) if ops is None else ops
-    if not torch.compiler.is_compiling():
-        check_native_dtype(ops.merge_attn_states, out_a=out_a)
-    ops.merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+    refuse_grad(**states)
+    args = (out_a, lse_a, out_b, lse_b, out, lse)
+    run_op(
+        "merge_attn_states",
+        partial(check_merge_attn_states, *args),
+        args,
+        {},
+        lambda: device_ops(out_a.device) if ops is None else ops,
+        native="out_a",
+    )
     return out, lse

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor
 
-from torchpaged.backends.choose.for_call import choose_ops
+from torchpaged.backends.choose.for_call import device_ops
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import check_tensors
+from torchpaged.custom_ops.step_end.call import AdvanceCall
 from torchpaged.custom_ops.step_end.check import check_advance_step
+from torchpaged.functional.arguments import run_op
 
 
 def advance_step(
@@ -42,25 +45,14 @@ def advance_step(
         ArgumentError: shapes, dtypes or devices don't fit.
         BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
-    if not torch.compiler.is_compiling():
-        check_tensors(
-            sampled_token_ids=sampled_token_ids,
-            block_table=block_table,
-            input_ids=input_ids,
-            positions=positions,
-            seq_lens=seq_lens,
-            slot_mapping=slot_mapping,
-        )
-        check_advance_step(
-            sampled_token_ids,
-            block_table,
-            input_ids,
-            positions,
-            seq_lens,
-            slot_mapping,
-            block_size=block_size,
-        )
-    ops = choose_ops(seq_lens.device) if ops is None else ops
-    ops.advance_step(
-        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
+    call = AdvanceCall(
+        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size
+    )
+    check_tensors(**dict(zip(call._fields[:-1], call, strict=False)))
+    run_op(
+        "advance_step",
+        partial(check_advance_step, call),
+        call[:-1],
+        {"block_size": block_size},
+        lambda: device_ops(seq_lens.device) if ops is None else ops,
     )

@@ -1,7 +1,7 @@
 """Whole-model passes for decode: fewer, larger kernels. ``torchpaged.hf`` gives out the same names.
 
 passes.py     fuse and unfuse;  fusible.py: which layers, and why not;
-              report.py, launch_count.py: what it came to
+              report.py, launch_count.py: what it came to, a `FusionReport`
 layers.py     the forward of a fused layer;  ends.py: before and behind the layers;
               stacked.py, rope_table.py: their constants
 """

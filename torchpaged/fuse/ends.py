@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchpaged.fuse.fusible import ARCHITECTURES, norm_of
 from torchpaged.fuse.layers import paged_layer
 from torchpaged.fuse.report import FusionReport
-from torchpaged.hf.layer import PagedOwner
+from torchpaged.hf.owner import PagedOwner
 from torchpaged.model_state import ModelState, hooks_of
 
 
@@ -81,24 +81,30 @@ def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return out.view(*hidden_states.shape[:-1], self.out_features)
 
 
-def _model_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The causal LM's forward. Asked for hidden states, it keeps the final norm: the last of them
-    is normed. With another decoder than the fused one it has no ends."""
-    ends: Ends = self._torchpaged_ends
-    wants = kwargs.get("output_hidden_states")
-    if wants is None:
-        wants = getattr(self.config, "output_hidden_states", False)
-    fusion = getattr(self.model, "_torchpaged_fusion", None)
-    plain = args or wants or fusion is None or fusion.ends is not ends
-    cached = None if plain else paged_layer(kwargs.get("past_key_values"), 0)
-    if cached is None:
-        return type(self).forward(self, *args, **kwargs)
-    ends.require_unchanged()
-    ends.owner = cached.owner
-    try:
-        return type(self).forward(self, **kwargs)
-    finally:
-        ends.owner = None
+def _model_forward(model: Any) -> Any:
+    """The causal LM's forward, with the signature of the model's own, which generate() reads. Asked for
+    hidden states, it keeps the final norm: the last of them is normed. With another decoder than the fused
+    one it has no ends."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        ends: Ends = self._torchpaged_ends
+        wants = kwargs.get("output_hidden_states")
+        if wants is None:
+            wants = getattr(self.config, "output_hidden_states", False)
+        fusion = getattr(self.model, "_torchpaged_fusion", None)
+        plain = args or wants or fusion is None or fusion.ends is not ends
+        cached = None if plain else paged_layer(kwargs.get("past_key_values"), 0)
+        if cached is None:
+            return type(self).forward(self, *args, **kwargs)
+        ends.require_unchanged()
+        ends.owner = cached.owner
+        try:
+            return type(self).forward(self, **kwargs)
+        finally:
+            ends.owner = None
+
+    forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
+    return forward
 
 
 def _why_no_ends(model: Any, base: Any) -> str | None:
@@ -145,16 +151,6 @@ def _why_occupied(what: str, *modules: Any) -> str | None:
     )
 
 
-def _wrapped(model: Any) -> Any:
-    """`_model_forward` with the signature of the model's own forward, which generate() reads."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _model_forward(self, *args, **kwargs)
-
-    forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
-    return forward
-
-
 def end_forwards(
     model: Any, base: Any, passes: Sequence[str], report: FusionReport
 ) -> tuple[Ends, list[tuple[nn.Module, Any]]]:
@@ -185,4 +181,4 @@ def end_forwards(
         report.note("embedding", "embed_tokens", why)
         if why is None:
             forwards.append((base.get_input_embeddings(), _embedding_forward))
-    return ends, [*forwards, (model, _wrapped(model))] if forwards else []
+    return ends, [*forwards, (model, _model_forward(model))] if forwards else []

@@ -63,6 +63,7 @@ class LayerPlan:
             Stacked([self.attn.q_proj, self.attn.k_proj, self.attn.v_proj]) if "qkv" in passes else None
         )
         self.gate_up = Stacked([self.mlp.gate_proj, self.mlp.up_proj]) if "gate_up" in passes else None
+        self._stacks = [stacked for stacked in (self.qkv, self.gate_up) if stacked is not None]
         self.activation = activation_of(self.mlp) if self.gate_up is not None else None
         self.fuses_norms = "norm" in passes
         before_mlp = "pre_feedforward_layernorm" if architecture.post_norms else "post_attention_layernorm"
@@ -102,16 +103,14 @@ class LayerPlan:
 
     def refresh(self) -> None:
         """After weights were moved or replaced by others of their kind."""
-        for stacked in (self.qkv, self.gate_up):
-            if stacked is not None:
-                stacked.restack()
+        for stacked in self._stacks:
+            stacked.restack()
         self._look_up()
 
     def separate(self) -> None:
         """Undo what the plan did to the weights."""
-        for stacked in (self.qkv, self.gate_up):
-            if stacked is not None:
-                stacked.separate()
+        for stacked in self._stacks:
+            stacked.separate()
 
     # --------------------------------------------------------------------------------------- pieces of a step
     def linear(self, ops: BackendOps, x: Tensor, weight: Tensor, width: int, **options: Any) -> Tensor:
@@ -197,15 +196,15 @@ class LayerPlan:
         position_ids: Tensor,
         shape: tuple[int, int],
     ) -> Tensor:
-        slots = cached.owner.advance(cached, *shape)
+        step = cached.owner.advance(cached, *shape)
         if not isinstance(self.rope, RopeTable):
             ops.write_kv(
                 k,
                 v,
                 cached.keys,
                 cached.values,
-                slots,
-                are_query_tokens=cached.writes_query_tokens,
+                step.slot_mapping,
+                are_query_tokens=cached.writes_query_tokens(step),
                 **cached.scales,
             )
             return q
@@ -220,11 +219,11 @@ class LayerPlan:
             v,
             positions,
             self.rope.cos_sin,
-            slots,
+            step.slot_mapping,
             q_out,
             cached.keys,
             cached.values,
-            are_query_tokens=cached.writes_query_tokens,
+            are_query_tokens=cached.writes_query_tokens(step),
             **cached.scales,
             **self.head_norms,
         )

@@ -29,14 +29,13 @@ from torchpaged.hf.switch import attach, detach, paged
 
 if TYPE_CHECKING:
     from torchpaged.engine import accelerate, unaccelerate
-    from torchpaged.fuse import FusionReport, fuse, unfuse
+    from torchpaged.fuse import fuse, unfuse
 
 register()
 register_continuous_batching()
 
 __all__ = [
     "NAME",
-    "FusionReport",
     "PagedCache",
     "PagedEncoderDecoderCache",
     "PagedModel",
@@ -47,7 +46,6 @@ __all__ = [
     "fuse",
     "fusion_of",
     "paged",
-    "register",
     "unaccelerate",
     "uncompile_layers",
     "unfuse",
@@ -56,7 +54,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # The passes stand on this package, and are imported when they are asked for.
-    if name in ("FusionReport", "fuse", "unfuse"):
+    if name in ("fuse", "unfuse"):
         from torchpaged import fuse
 
         return getattr(fuse, name)

@@ -13,14 +13,13 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import NotCopyableError
-from torchpaged.hf.families import ATTENTION, HELPERS, TRACEABLE, Function, family_of
+from torchpaged.hf.families import ATTENTION, MODULES, Function, family_of
 
 MARK = "_torchpaged_own_attention"
-#: What a module may keep beside it, as long as it is attached: its slopes.
+#: What a module may keep with it, as long as it is attached: its slopes.
 SLOPES = "_torchpaged_slopes"
 # Configs of attached models with functions of their family, by their id. Configs compare by their contents
 # and have no hash.
@@ -69,7 +68,7 @@ def plain_of(module: Any, name: str) -> Callable[..., Any]:
 
 def replace_attention(model: PreTrainedModel) -> int:
     """Give the modules that ignore the attention interface and keep keys and values in a cache their
-    functions, and those beside them; returns how many attention modules there are."""
+    functions, and their helpers theirs; returns how many attention modules there are."""
     found = (module for module in model.modules() if type(module).__name__ in ATTENTION)
     modules = [
         module
@@ -78,12 +77,13 @@ def replace_attention(model: PreTrainedModel) -> int:
     ]
     put_in({module: ATTENTION[type(module).__name__](module) for module in modules})
     if modules:
-        put_in({module: HELPERS[type(module).__name__](module) for module in _of_classes(model, HELPERS)})
+        put_in(_other_modules(model))
     return len(modules)
 
 
-def _of_classes(model: PreTrainedModel, table: Mapping[str, Any]) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ in table]
+def _other_modules(model: PreTrainedModel) -> dict[Any, Function | None]:
+    named = ((module, type(module).__name__) for module in model.modules())
+    return {module: MODULES[name](module) for module, name in named if name in MODULES}
 
 
 def give_functions(model: PreTrainedModel) -> None:
@@ -91,8 +91,7 @@ def give_functions(model: PreTrainedModel) -> None:
     whose code breaks a trace theirs."""
     config = model.config.get_text_config(decoder=True)
     functions = family_of(config.model_type).functions(model)
-    traceable = {module: TRACEABLE[type(module).__name__](module) for module in _of_classes(model, TRACEABLE)}
-    put_in({**functions, **traceable})
+    put_in({**functions, **_other_modules(model)})
     if functions:
         _GIVEN[id(config)] = config
 

@@ -18,15 +18,16 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_
 
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.chosen_backend import LayerCall
+from torchpaged.hf.call import LayerCall, in_autocast
+from torchpaged.hf.call_mask import CallMask, MaskRequest, describe, held_by
 from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import attend_across
 from torchpaged.hf.dense import SPARSE, asked, attend_dense, sparse, transformed
-from torchpaged.hf.layer import PagedLayer, cache_of, in_autocast, layer_of
-from torchpaged.hf.mask_kinds import is_causal as is_causal_mask
-from torchpaged.hf.mask_rows import describe
+from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.mask_functions import is_causal as is_causal_mask
+from torchpaged.hf.owner import cache_of
 from torchpaged.hf.rolling_attention import attend_rolling
-from torchpaged.hf.span_mask import attend_with_spans, spans_of
+from torchpaged.hf.span_attention import attend_with_spans
 from torchpaged.hf.support import NAME as NAME
 from torchpaged.hf.support import needs_eager_mask
 from torchpaged.hf.uncached import type_of_encoder
@@ -57,7 +58,7 @@ def paged_attention_forward(
         module: the attention layer that calls.
         query: ``[batch, num_heads, query_len, head_dim]``.
         key, value: pools of a `PagedCache`, or dense ``[batch, num_kv_heads, kv_len, head_dim]``.
-        attention_mask: unused on the paged path (its mask function returns None).
+        attention_mask: on the paged path what `paged_mask` gave: None, or a placeholder.
         scaling: softmax scale; None = ``head_dim ** -0.5``.
         sliding_window: keys visible, the own one included; overrides the cache layer's.
         softcap, s_aux, sinks: soft cap and sink logits (``sinks`` is the newer name of ``s_aux``).
@@ -77,53 +78,58 @@ def paged_attention_forward(
     layer, sinks = layer_of(key), s_aux if sinks is None else sinks
     if layer_of(value) is not layer:
         raise transformed(module)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if layer is None:
-        given: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "bias": position_bias}
-        states = query, key, value, attention_mask
-        return attend_dense(module, *states, scaling, dropout, is_causal, kwargs, **given), None
+        call = LayerCall(module, query, key, value, causal, None, softcap, sinks, None, scaling)
+        return attend_dense(call, attention_mask, position_bias, dropout, is_causal, kwargs), None
     key, value = layer.pools_of(key, value)
     (query,) = in_autocast(query)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    window = layer.window if sliding_window is None else sliding_window or None
+    masks, window = layer.owner.masks, layer.window if sliding_window is None else sliding_window or None
     # The mask's causality, where the model asks for one: modules may say False and mask by themselves. No
     # mask is asked of a cache for cross attention.
-    of_masks = layer.owner.masks.causal
-    crosses = of_masks is None and not causal
-    causal = causal if of_masks is None else of_masks
+    crosses = masks.causal is None and not causal
+    causal = causal if masks.causal is None else masks.causal
     call = LayerCall(module, query, key, value, causal, window, softcap, sinks, alibi_slopes, scaling)
+    # T5's cross attention has no bias, and comes with zeros for one.
+    unbiased = crosses and getattr(module, "has_relative_attention_bias", None) is False
+    _refuse(call, dropout, None if unbiased else position_bias, kwargs)
     if crosses:
-        # T5's cross attention has no bias, and comes with zeros for one.
-        unbiased = getattr(module, "has_relative_attention_bias", None) is False
-        _refuse(layer, call, None, dropout, None if unbiased else position_bias, kwargs)
         return attend_across(layer, call, attention_mask), None
-    marked = None if attention_mask is None else spans_of(attention_mask)
-    _refuse(layer, call, None if marked is not None else attention_mask, dropout, position_bias, kwargs)
+    held = None if attention_mask is None else _held_of(layer, call, attention_mask)
     if query.shape[2] > 1 and not masks_itself and not torch.compiler.is_compiling():
-        layer.owner.masks.require_kind(layer, window)
-    if marked is not None:
-        return attend_with_spans(layer, call, marked), None
+        masks.require_kind(layer, window)
+    if held is not None and held.has_spans:
+        return attend_with_spans(layer, call, held), None
     return (attend_rolling(layer, call) if layer.rolls else layer.attend(call)), None
 
 
-def _refuse(
-    layer: PagedLayer,
-    call: LayerCall,
-    mask: Tensor | None,
-    dropout: float,
-    bias: Tensor | None,
-    kwargs: dict[str, Any],
-) -> None:
+def _refuse(call: LayerCall, dropout: float, bias: Tensor | None, kwargs: dict[str, Any]) -> None:
     """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
-    name = type(call.module).__name__
+    refuse_grad(query=call.query)
     if bias is not None:
         raise UnsupportedModelError(
-            f"{name} adds a position bias to its scores, which paged attention does not take; use "
-            "PagedCache(..., dense=True)"
+            f"{type(call.module).__name__} adds a position bias to its scores, which paged attention does "
+            "not take; use PagedCache(..., dense=True)"
         )
-    if any(kwargs.get(k) is not None for k in SPARSE):
-        raise sparse(name)
-    if mask is not None:
-        own = layer.owner.masks.causal is not None or layer.owner.keys_of_queries
+    for name in SPARSE:
+        if kwargs.get(name) is not None:
+            raise sparse(type(call.module).__name__)
+    if dropout and call.module.training:
+        raise ArgumentError(
+            "dropout", "0 with a PagedCache (inference only)", str(dropout), "call model.eval()"
+        )
+
+
+def _held_of(layer: PagedLayer, call: LayerCall, mask: Tensor) -> CallMask:
+    """What ``mask`` holds, which `paged_mask` made for the forward that runs.
+
+    Raises:
+        ArgumentError: it is another mask.
+        UnsupportedModelError: it was made for another forward.
+    """
+    owner, held = layer.owner, held_by(mask)
+    if held is None or held.rows is None or held.rows is not owner.rows:
+        own = owner.masks.causal is not None or owner.keys_of_queries
         raise ArgumentError(
             "attention_mask",
             "a 2-D padding mask (left padding) or None with a PagedCache",
@@ -135,11 +141,9 @@ def _refuse(
                 "DynamicCache(config=model.config))"
             ),
         )
-    if dropout and call.module.training:
-        raise ArgumentError(
-            "dropout", "0 with a PagedCache (inference only)", str(dropout), "call model.eval()"
-        )
-    refuse_grad(query=call.query)
+    if not torch.compiler.is_compiling():
+        held.require_forward(call.query.shape[0], call.query.shape[2])
+    return held
 
 
 def paged_mask(
@@ -158,57 +162,44 @@ def paged_mask(
     (``kv_offset`` carries it).
 
     On the paged path there is no mask: the padding is read from the 2-D ``attention_mask`` once, on the host,
-    outside compiled code, and every later mask is checked against it. Where tokens see each other in both
-    directions, a placeholder carries them (`torchpaged.hf.span_mask`).
+    outside compiled code, and every later mask is checked against it. Where a prompt is padded, or tokens see
+    each other in both directions, a placeholder says so (`torchpaged.hf.call_mask`).
     """
-    cache = cache_of(kv_offset)
+    cache, device = cache_of(kv_offset), kwargs.get("device", "cpu")
+    kv_offset = 0 if cache is not None else kv_offset
+    sizes = batch_size, q_length, kv_length
+    request = MaskRequest(*sizes, attention_mask, mask_function, local_size, q_offset, kv_offset, device)
     if not torch.compiler.is_compiling() and (cache is not None or is_causal_mask(mask_function)):
         # A mask of cross attention says nothing about caches.
         order = getattr(cache, "order", None)  # a packed step has none
         asked.order = None if order is None else weakref.ref(order)
-    if cache is not None and not cache.dense:
-        marked: Tensor | None = cache.masks.observe(
-            attention_mask,
-            batch_size,
-            q_length,
-            mask_function,
-            local_size,
-            kwargs.get("device", "cpu"),
-            q_offset,
-        )
-        if cache.family.takes_no_none:
-            return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=kwargs.get("device", "cpu"))
-        return marked
-    if cache is not None:
-        cache.masks.require_next(attention_mask, batch_size, q_length)
-        kv_offset = 0
-    # Attention of a model's own adds the mask, and takes None for no mask at all, and so does a module that
-    # leaves causality to its mask; T5 of transformers 5.17 adds it to a bias even under SDPA. Without a
-    # cache, such a module gets a mask of all keys, too: Splinter's says nothing of causality.
-    config = kwargs.get("config")
-    model_type = getattr(config, "model_type", "")
-    if cache is not None:
-        make, options = eager_mask, kwargs
-    elif needs_eager_mask(model_type):
-        make, options = eager_mask, {**kwargs, "allow_is_bidirectional_skip": False}
+    if cache is None:
+        return _mask_without_cache(request, allow_is_causal_skip, kwargs)
+    if cache.dense:
+        cache.masks.require_next(request)
+        dense: Tensor | None = eager_mask(**request.arguments(), **kwargs)
+        return dense
+    marked: Tensor | None = cache.masks.observe(request)
+    if marked is None and cache.family.takes_no_none:
+        return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device=device)
+    return marked
+
+
+def _mask_without_cache(request: MaskRequest, may_skip: bool, options: dict[str, Any]) -> Tensor | None:
+    """transformers' own, which carries what it holds for `torchpaged.hf.uncached`.
+
+    Attention of a model's own adds the mask, and takes None for no mask at all, and so does a module that
+    leaves causality to its mask; T5 of transformers 5.17 adds it to a bias even under SDPA. Such a module
+    gets a mask of all keys, too: Splinter's says nothing of causality.
+    """
+    config, mask = options.get("config"), None
+    if needs_eager_mask(getattr(config, "model_type", "")):
+        mask = eager_mask(**request.arguments(), **{**options, "allow_is_bidirectional_skip": False})
     else:
-        make, options = (
-            sdpa_mask,
-            {**kwargs, "local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip},
-        )
-    mask: Tensor | None = make(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        **options,
-    )
-    if mask is not None and cache is None:
-        offsets = q_offset, kv_offset
-        describe(mask, attention_mask, mask_function, local_size, offsets, type_of_encoder(config))
+        sizes = {"local_size": request.local_size, "allow_is_causal_skip": may_skip}
+        mask = sdpa_mask(**request.arguments(), **options, **sizes)
+    if mask is not None:
+        describe(mask, request, type_of_encoder(config))
     return mask
 
 

@@ -1,17 +1,14 @@
 """What a paged cache learns from HuggingFace's masks: the left padding, causality, and which windows and
 chunks there are.
 
-transformers calls the mask function once per kind of layer, and under generate() twice in a prefill: before
-the forward, with the user's mask, and inside it, with None or, in models that make a mask of their own where
-none came, with ones. An all-ones mask and None mean the same to transformers: neither says anything about
-padding. `PendingPadding` keeps what was read until it is written.
+transformers calls the mask function once per kind of layer: in the forward, or ahead of it under generate(),
+whose forward is then given what the calls returned. An all-ones mask and None mean the same to transformers:
+neither says anything about padding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +16,36 @@ from transformers.masking_utils import causal_mask_function
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import ANOTHER_PROMPT, CacheRows, other_rows
+from torchpaged.hf.call_mask import CallMask, MaskRequest
 from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.mask_kinds import MaskKind, is_causal, kinds_of, left_padding
-from torchpaged.hf.pending_padding import PendingPadding, preparing_caller
-from torchpaged.hf.span_mask import SpanMask
-from torchpaged.hf.spans import Prompt, sees_next
+from torchpaged.hf.mask_functions import MaskKind, Prompt, Spans, is_causal, kinds_of, sees_next
+
+
+def left_padding(mask: Tensor, todo: str = "") -> list[int]:
+    """Padding tokens at the start of each row of a 2-D mask ``[batch, length]`` (nonzero = token).
+
+    ``todo``: what to do about a hole, for the message.
+
+    Raises:
+        ArgumentError: a hole after the first token: right padding, or padding in the middle.
+    """
+    if mask.dim() != 2:
+        raise ArgumentError(
+            "attention_mask", "a 2-D mask [batch, length] with a PagedCache", f"shape {list(mask.shape)}"
+        )
+    present = mask.bool().cpu()
+    padding = (present.cumsum(-1) == 0).sum(-1)
+    holes = ~present & (torch.arange(mask.shape[1], device="cpu")[None] >= padding[:, None])
+    if bool(holes.any()):
+        row, column = holes.nonzero()[0].tolist()
+        raise ArgumentError(
+            "attention_mask",
+            "left padding only (tokenizer.padding_side = 'left')",
+            f"a zero after row {row}'s first token, at position {column}",
+            todo,
+        )
+    return [int(p) for p in padding]
 
 
 class CacheMasks:
@@ -40,28 +61,36 @@ class CacheMasks:
     Attributes:
         causal: whether the masks that the model asked for are causal; None if it asked for none (cross
             attention does not).
-        pending: the padding of the first forward, until it writes.
     """
 
     def __init__(
         self, name: str, rows: CacheRows, layers: Sequence[PagedLayer], marks_tokens: bool = False
     ) -> None:
         self._name, self._rows, self._layers, self._marks = name, rows, layers, marks_tokens
-        self.pending = PendingPadding(name)
         # Bloom widens its mask to a fixed cache's length with zeros, unless it is attached.
-        self._todo = "call torchpaged.hf.attach(model) first" if family_of(name).own_attention else ""
+        family = family_of(name)
+        self._todo = "call torchpaged.hf.attach(model) first" if family.own_attention else ""
+        self._marks_padding = not family.asks_again
         self.forget()
 
     def forget(self) -> None:
         """Before another conversation."""
         self.causal: bool | None = None
         self._kinds: set[MaskKind] = set()  # that the model asked for, as far as they were looked at
-        self._cut: FrameType | None = None  # who prepared a forward that ended inside or behind a span
+        self._cut: int | None = None  # where a prompt ended inside or behind a span, and may go on
+        self._prompts_are_whole = False  # see `expect_candidates`
         self._longest_mask = 0  # in tokens
         self._mask_seen = False  # a mask came, so that decode steps on a device need not look at theirs
-        self.pending.forget()
+        self._forget_padding()
 
-    def require_next(self, mask: Tensor | None, batch: int, query_length: int) -> None:
+    def _forget_padding(self) -> None:
+        # Of the forward that has no rows yet: the padding of each row, None if there is none; how many rows
+        # and tokens per row; and the windows or chunks that it asked masks for.
+        self._padding: list[int] | None = None
+        self._shape: tuple[int, int] | None = None
+        self._asked: set[int | None] = set()
+
+    def require_next(self, asked: MaskRequest) -> None:
         """Refuse a forward that does not go on behind what the cache holds, as far as it shows; host facts,
         but for a mask that looks like another prompt's.
 
@@ -69,20 +98,16 @@ class CacheMasks:
         mask that is not all ones gives it away. transformers hides what lies behind the mask's end, the new
         tokens too.
 
-        Args:
-            mask: 2-D ``[batch, length]``, or None.
-            batch, query_length: rows, and new tokens per row.
-
         Raises:
             ArgumentError: rows of a broken forward, other rows than the cache's, no tokens, or a mask that
                 ends before they do.
         """
-        rows = self._rows
+        rows, mask, query_length = self._rows, asked.padding, asked.query_len
         if not rows.ready or torch.compiler.is_compiling():
             return
         rows.require_complete()
-        if batch != len(rows.blocks.rows):
-            raise other_rows(len(rows.blocks.rows), batch)
+        if asked.batch != len(rows.blocks.rows):
+            raise other_rows(len(rows.blocks.rows), asked.batch)
         if not query_length:
             raise ArgumentError(
                 "input_ids", f"tokens behind the {int(rows.total)} in the cache", "none", ANOTHER_PROMPT
@@ -104,96 +129,128 @@ class CacheMasks:
                 ANOTHER_PROMPT,
             )
 
-    def observe(
-        self,
-        mask: Tensor | None,
-        batch: int,
-        query_length: int,
-        mask_function: Any,
-        local_size: int | None,
-        device: Any = "cpu",
-        q_offset: Any = 0,
-    ) -> Tensor | None:
+    def observe(self, asked: MaskRequest) -> Tensor | None:
         """Learn the left padding from the first mask, check later ones; refuse masks that paging can't
         express.
 
-        Args:
-            mask: 2-D ``[batch, length]``, or None.
-            batch, query_length: rows, and new tokens per row.
-            mask_function, local_size, device, q_offset: as transformers gives them to a mask function.
-
         Returns:
-            The mask: None, or a placeholder (`SpanMask`) where tokens see each other in both directions.
+            The mask: None, or a placeholder that carries a `CallMask`, where rows are padded or tokens see
+            each other in both directions.
 
         Raises:
             ArgumentError: padding that rows can't have, or can't have any more.
             UnsupportedModelError: a mask that paged attention would not apply.
         """
         if torch.compiler.is_compiling():
-            if mask is not None and (query_length > 1 or not self._rows.ready):
-                raise RuntimeError(
-                    "PagedCache: a prefill with an attention mask was compiled, where its padding can't be "
-                    "read; run the prefill eagerly, as generate() does"
-                )
-            if mask is not None:
-                self._rows.assert_padding(mask)
-            if query_length > 1:
-                self.causal = is_causal(mask_function)
-                self._assert_no_spans(mask_function, batch, device)
+            self._observe_traced(asked)
             return None
-        self.require_next(mask, batch, query_length)
-        ready, on_device = self._rows.ready, mask is None or mask.device.type != "cpu"
-        if ready and self._mask_seen and query_length == 1 and on_device and not self._rows.cut_padding:
+        holds = self._learn(asked)
+        return None if holds is None else holds.placeholder()
+
+    def _observe_traced(self, asked: MaskRequest) -> None:
+        """In a trace nothing can be read: what a mask says is asserted on the device."""
+        mask, function = asked.padding, asked.mask_function
+        if mask is not None and (asked.query_len > 1 or not self._rows.ready):
+            raise RuntimeError(
+                "PagedCache: a prefill with an attention mask was compiled, where its padding can't be "
+                "read; run the prefill eagerly, as generate() does"
+            )
+        if mask is not None:
+            self._rows.assert_padding(mask)
+        if asked.query_len > 1:
+            self.causal = is_causal(function)
+        if asked.query_len > 1 and self._marks and self.causal and function is not causal_mask_function:
+            count = self._rows.max_seq_len - 1
+            torch._assert_async(
+                ~sees_next(function, asked.batch, 0, count, asked.device).any(),
+                "PagedCache: a compiled prompt whose image tokens see each other in both directions; run the "
+                "prompt uncompiled, as generate() does",
+            )
+
+    def _learn(self, asked: MaskRequest) -> CallMask | None:
+        self.require_next(asked)
+        mask, rows, query_length = asked.padding, self._rows, asked.query_len
+        on_device = mask is None or mask.device.type != "cpu"
+        if rows.ready and self._mask_seen and query_length == 1 and on_device and not rows.cut_padding:
             if mask is not None:
-                self._rows.assert_padding(mask)  # reading it would synchronise
+                rows.assert_padding(mask)  # reading it would synchronise
             return None
         self._mask_seen = self._mask_seen or mask is not None
         padding = [] if mask is None else left_padding(mask, self._todo)
-        spans: SpanMask | None = None
-        if query_length > 1:
-            sizes = [(layer.window, layer.chunk) for layer in self._layers]
+        holds = None
+        if query_length > 1 or not rows.ready:
             # A row may have more padding than a mask says that came behind another one.
-            known = padding or self._rows.padding or self.pending.padding or ()
-            prompt = Prompt(batch, int(q_offset), query_length, known, device)
-            if self._marks:
-                self._require_whole_spans(prompt)
-            found = kinds_of(mask_function, local_size, prompt, sizes, self._marks)
-            self._learn_kinds(set(found))
-            if any(of_kind.rows for of_kind in found.values()):
-                spans = SpanMask(self._name, found, prompt, self._rows)
-                ends = {row[-1][1] for of_kind in found.values() for row in of_kind.rows if row}
-                caller = preparing_caller() if prompt.end in ends else None
-                # Behind a whole prompt candidates come from there, too; were it renamed, they'd be refused.
-                whole = caller is not None and caller.f_code.co_name == "_assisted_decoding"
-                self._cut = None if whole else caller
-        if not ready:
-            self.pending.learn(padding, batch, query_length, local_size)
+            known = padding or rows.padding or self._padding or ()
+            prompt = Prompt(asked.batch, int(asked.q_offset), query_length, known, asked.device)
+            found = self._find_kinds(asked, prompt) if query_length > 1 else {}
+            padded = self._marks_padding and any(padding) and not rows.ready
+            if padded or any(spans.rows for spans in found.values()):
+                holds = CallMask(self._name, found, prompt, rows=rows)
+        if not rows.ready:
+            self._expect(padding, asked)
         elif mask is not None:
             if any(padding):
                 self._learn_padding(padding, query_length)
             # A row of nothing but padding: the next mask may say more.
-            self._rows.cut_padding &= max(padding) >= mask.shape[1]
-        return None if spans is None else spans.placeholder()
+            rows.cut_padding &= max(padding) >= mask.shape[1]
+        return holds
 
-    def _require_whole_spans(self, prompt: Prompt) -> None:
-        """Refuse the next chunk of a prompt behind one that ends with a span: generate() gives a chunk the
-        types of its own tokens, which don't tell whether the span goes on."""
-        if self._cut is not None and prompt.first > 0 and preparing_caller() is self._cut:
+    def _find_kinds(self, asked: MaskRequest, prompt: Prompt) -> dict[MaskKind, Spans]:
+        # A chunk of a prompt has the types of its own tokens alone, which don't tell that an image goes on
+        # with a single one. Text without types asks for a plain mask, of its layers without a window.
+        plain = asked.mask_function in (None, causal_mask_function) or asked.local_size is not None
+        if self._marks and prompt.first == self._cut and not plain:
             raise UnsupportedModelError(
                 f"{self._name}: a chunk of the prompt ends inside or right behind an image whose tokens see "
                 "each other in both directions, and may not know of its rest; leave prefill_chunk_size out"
             )
+        sizes = [(layer.window, layer.chunk) for layer in self._layers]
+        found = kinds_of(asked.mask_function, asked.local_size, prompt, sizes, self._marks)
+        self._learn_kinds(set(found))
+        ends = {row[-1][1] for spans in found.values() for row in spans.rows if row}
+        if prompt.end in ends and not self._prompts_are_whole:
+            self._cut = prompt.end
+        return found
 
-    def _assert_no_spans(self, mask_function: Any, batch: int, device: Any) -> None:
-        """In a trace spans can't be read: they are asserted away on the device."""
-        if not self._marks or mask_function is causal_mask_function or not self.causal:
-            return
-        count = self._rows.max_seq_len - 1
-        torch._assert_async(
-            ~sees_next(mask_function, batch, 0, count, device).any(),
-            "PagedCache: a compiled prompt whose image tokens see each other in both directions; run the "
-            "prompt uncompiled, as generate() does",
-        )
+    def expect_candidates(self) -> None:
+        """What comes behind a prompt are candidates for its next tokens (assisted generation), no chunks of
+        it."""
+        self._cut, self._prompts_are_whole = None, True
+
+    def _expect(self, padding: list[int], asked: MaskRequest) -> None:
+        """A mask of a forward that has no rows yet, with padding of each row; all zeros or empty: it says
+        nothing.
+
+        Raises:
+            UnsupportedModelError: the forward's masks contradict each other.
+        """
+        found, shape = (padding if any(padding) else None), (asked.batch, asked.query_len)
+        if self._shape != shape or asked.local_size in self._asked:  # another forward's
+            self._padding, self._shape, self._asked = found, shape, set()
+        elif found != self._padding:
+            raise UnsupportedModelError(
+                f"{self._name} masks the padding of some layers and not, or not alike, that of others "
+                f"({self._padding}, then {found}), which rows of one length can't hold; generate without "
+                "padding, row by row"
+            )
+        self._asked.add(asked.local_size)
+
+    def take_padding(self, batch: int, query_length: int) -> list[int] | None:
+        """The padding of each row of the forward that is about to write its first tokens, which forgets it;
+        None: there is none. No tokens: the rows are made ahead of the forward.
+
+        Raises:
+            UnsupportedModelError: its masks were asked for as for a forward of another size.
+        """
+        padding, shape = self._padding, self._shape
+        self._forget_padding()
+        if padding is not None and shape is not None and query_length and shape != (batch, query_length):
+            raise UnsupportedModelError(
+                f"{self._name} runs {query_length} tokens per row where {shape[1]} were prepared, in {batch} "
+                f"rows where there were {shape[0]}, with left padding {padding}, so that it is not known "
+                "which of them are padding; generate without padding, row by row"
+            )
+        return padding
 
     def _learn_padding(self, padding: list[int], query_length: int) -> None:
         rows = self._rows

@@ -15,25 +15,26 @@ from torch import Tensor
 from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
+from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     BlockPoolExhaustedError,
     UnsupportedModelError,
 )
-from torchpaged.hf.query_starts import fill_query_starts
-from torchpaged.hf.rolling_rows import RollingRows
-from torchpaged.metadata import AttentionMetadata, HostLengths, slots_at
+from torchpaged.hf.pinned_batch import fill_query_starts
+from torchpaged.hf.row_table import RingTable, RowTable
+from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
-from torchpaged.metadata.host import host_block_table
 
-# Tokens per row that the decode kernels take at most: MAX_DECODE_QUERY_LEN of
-# custom_ops/attention/triton/config.py.
-_SHORT_QUERY_LEN = 8
 #: What to do about a prompt that does not go on behind the cached tokens.
 ANOTHER_PROMPT = (
     "call cache.reset() before another prompt, and before the same one again; generate(use_cache=False) runs "
     "all tokens in every step: give it use_cache=True"
 )
+
+
+#: Blocks to copy, ``(source, destination)``, in the pools of the layers that have a table.
+Copies = list[tuple[RowTable, list[tuple[int, int]]]]
 
 
 class CacheRows:
@@ -47,7 +48,7 @@ class CacheRows:
         pool, blocks: who has which block.
         rolling: the rings of the layers with a window; None if no layer has them.
         ready: whether the rows have blocks, and the tensors below are filled.
-        block_table: ``[max_rows, blocks_per_row]`` int32.
+        block_table: ``[max_rows, blocks_per_row]`` int32, of the layers that don't roll.
         seq_lens: ``[max_rows]`` int32, tokens of each row without padding.
         total: int64 scalar tensor, tokens per row with padding.
         written_total: likewise, without a forward that has not completed.
@@ -67,19 +68,26 @@ class CacheRows:
         self.max_seq_len = max_seq_len
         self.pool = BlockPool(num_blocks)
         self.blocks = RowBlocks(self.pool, self.block_size, self.blocks_per_row)
+        self._table = RowTable(self.blocks, self.max_rows, self.blocks_per_row)
+        self.rolling: RingTable | None = None
         self._device: torch.device | None = None  # of the tensors; None before there are any
-        self.rolling: RollingRows | None = None
         self.forget()
 
     def roll(self, blocks: RollingBlocks) -> None:
         """Give every row a ring of ``blocks`` too, before the first batch."""
-        self.rolling = RollingRows(blocks, self.blocks_per_row)
+        self.rolling = RingTable(blocks, self.max_rows, self.blocks_per_row)
+
+    @property
+    def tables(self) -> list[RowTable]:
+        """Of all layers, and of those that roll."""
+        return [self._table] if self.rolling is None else [self._table, self.rolling]
 
     def forget(self) -> None:
         """Before another batch. The tensors stay where compiled code knows them; `begin` fills them again."""
-        self.blocks.free()
+        for table in self.tables:
+            table.blocks.free()
         if self.rolling is not None:
-            self.rolling.forget()
+            self.rolling.longest = 0
         self.ready = False
         self.padding: list[int] | None = None
         self.cut_padding = False
@@ -87,6 +95,9 @@ class CacheRows:
         self._is_open = False  # whether a forward began and did not complete
         self._bound = 0  # tokens per row at most, as far as the host knows
         self._counted: int | None = None  # exactly, while the host has seen every forward
+        # By rows, tokens per row and whether it is of rings: those of one token stay as they are, the tensors
+        # move on in place; others are of the forward that runs.
+        self._steps: dict[tuple[int, int, bool], AttentionMetadata] = {}
 
     def begin(self, batch: int, device: torch.device, padding: list[int] | None, query_len: int) -> None:
         """Give ``batch`` rows their blocks and an empty start behind their ``padding``; none had any before.
@@ -98,9 +109,8 @@ class CacheRows:
         if self._device != device:
             self._make_tensors(device)
         self._require_blocks(batch)
-        self.blocks.allocate(batch)
-        if self.rolling is not None:
-            self.rolling.blocks.allocate(batch)
+        for table in self.tables:
+            table.blocks.allocate(batch)
         with torch.inference_mode(False):
             self.seq_lens.zero_()
             self.total.zero_()
@@ -139,40 +149,33 @@ class CacheRows:
             )
 
     def _make_tensors(self, device: torch.device) -> None:
-        # Lengths without padding; slots of a decode step; query starts of a forward of many tokens per row.
-        names = ("block_table", "seq_lens", "slot_mapping", "query_start_loc")
-        tensors = make_batch_tensors(
-            names, BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), device
-        )
-        self.block_table, self.seq_lens, self._decode_slots, self._query_starts = tensors.values()
-        if self.rolling is not None:
-            self.rolling.make_tensors(device)
+        sizes, rows = BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), self.max_rows + 1
+        made = make_batch_tensors(("seq_lens", "query_start_loc"), sizes, device)
+        self.seq_lens, self._query_starts = made.values()
+        for table in self.tables:
+            table.make_tensors(device)
+        self.block_table = self._table.table
         with torch.inference_mode(False):  # an inference tensor could not be advanced under no_grad later
-            self._row_starts = torch.arange(self.max_rows + 1, dtype=torch.int32, device=device)
             # Query starts of short forwards, by tokens per row, made once: attention reads them before the
             # kernels ahead have ended, so that none may write them right in front of it, in compiled code
             # either. Rows of whole 16 bytes.
-            width = -(-(self.max_rows + 1) // 4) * 4
-            counts, rows = (
-                torch.arange(n, dtype=torch.int32, device=device) for n in (_SHORT_QUERY_LEN + 1, width)
+            counts, starts = (
+                torch.arange(n, dtype=torch.int32, device=device)
+                for n in (MAX_DECODE_QUERY_LEN + 1, -(-rows // 4) * 4)
             )
-            self._short_starts = counts[:, None] * rows[None]
-            self.total = torch.zeros((), dtype=torch.int64, device=device)
-            self.written_total = torch.zeros((), dtype=torch.int64, device=device)
-            self._num_rows = torch.zeros((), dtype=torch.int64, device=device)
-            self._limit = torch.full((), self.max_seq_len, dtype=torch.int64, device=device)
-        scalars = (self.total, self.written_total, self._num_rows, self._limit)
-        others = (*tensors.values(), self._row_starts, self._short_starts, *scalars)
-        for tensor in others:  # guard=False: a new cache must not recompile the model
+            self._short_starts = counts[:, None] * starts[None]
+            scalars = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
+            self.total, self.written_total, self._num_rows, self._limit = scalars
+            self._limit.fill_(self.max_seq_len)
+        for tensor in (*made.values(), self._short_starts, *scalars):
+            # guard=False: a new cache must not recompile the model
             torch._dynamo.mark_static_address(tensor, guard=False)
         self._device = device
 
     def upload(self) -> None:
-        """Block ids of all rows to the device's table."""
-        table = host_block_table(self.blocks.rows, len(self.blocks), self.blocks_per_row)
-        self.block_table[: len(self.blocks)].copy_(table)
-        if self.rolling is not None:
-            self.rolling.upload()
+        """Block ids of all rows to the device's tables."""
+        for table in self.tables:
+            table.upload()
 
     def add_padding(self, more: Sequence[int]) -> None:
         """So many of each row's tokens are padding, besides those that were known to be."""
@@ -193,6 +196,7 @@ class CacheRows:
             self._is_open = True
             self.num_forwards += 1
             self._counted = None if self._counted is None else self._counted + query_len
+            self._steps = {key: step for key, step in self._steps.items() if key[1] == query_len == 1}
         else:
             self._counted = None  # a trace does it again at each run, the counting above it would do once
         # Compiled by hand, a step has no host hook at all; there this assertion fires instead (on a GPU:
@@ -207,10 +211,10 @@ class CacheRows:
         self.total.add_(query_len)
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:
-            self._decode_slots[:batch].copy_(self._slots_of(batch, 1))
-            if self.rolling is not None:
-                self.rolling.note_decode(self._positions(batch, 1))
-        elif query_len > _SHORT_QUERY_LEN:
+            positions = self._positions(batch, 1)
+            for table in self.tables:
+                table.note_decode(positions)
+        elif query_len > MAX_DECODE_QUERY_LEN:
             self.fill_query_starts(query_len)
 
     def assert_padding(self, mask: Tensor) -> None:
@@ -233,47 +237,42 @@ class CacheRows:
         if not torch.compiler.is_compiling():
             self._is_open = False
 
-    def slots(self, batch: int, query_len: int, rolls: bool = False) -> Tensor:
-        """The slots of the forward's tokens, ``[batch * query_len]`` int64; in a layer that ``rolls``, those
-        in its rings."""
-        if rolls:
-            assert self.rolling is not None
-            if query_len == 1:
-                return self.rolling.decode_slots(batch)
-            return self.rolling.slots_of(self._positions(batch, query_len))
+    def step(
+        self, batch: int, query_len: int, rolls: bool = False, writes: bool = False
+    ) -> AttentionMetadata:
+        """The forward that runs as a batch of ``batch`` requests of ``query_len`` queries each, with the
+        slots of their tokens; of a layer that ``rolls``, those in its rings. ``writes``: into these slots."""
+        if torch.compiler.is_compiling():  # what is kept would be an output of the graph
+            return self._step(batch, query_len, rolls)
+        key = batch, query_len, rolls
+        # Where compiled code moved the rows on, what is kept has the slots of a forward before.
+        is_stale = writes and query_len > 1 and not self._is_open
+        if is_stale or key not in self._steps:
+            self._steps[key] = self._step(*key)
+        return self._steps[key]
+
+    def _step(self, batch: int, query_len: int, rolls: bool) -> AttentionMetadata:
+        table = self.rolling if rolls else self._table
+        assert table is not None
         if query_len == 1:
-            return self._decode_slots[:batch]
-        return self._slots_of(batch, query_len)
+            slots = table.decode_slots(batch)
+        else:
+            slots = table.slots_of(self._positions(batch, query_len))
+        short = query_len <= MAX_DECODE_QUERY_LEN
+        starts = self._short_starts[query_len] if short else self._query_starts
+        return AttentionMetadata(
+            table.table[:batch], self.seq_lens[:batch], starts[: batch + 1], slots, None, query_len
+        )
 
     def _positions(self, batch: int, query_len: int) -> Tensor:
         first = self.seq_lens[:batch, None].long() - query_len
         return first + torch.arange(query_len, device=self.seq_lens.device)[None]
 
-    def _slots_of(self, batch: int, query_len: int) -> Tensor:
-        positions = self._positions(batch, query_len)
-        return slots_at(positions, self.block_table[:batch], self.block_size).reshape(-1)
-
     def fill_query_starts(self, query_len: int) -> None:
         """Write the query starts of a forward of more than a few tokens per row; short ones have theirs."""
-        if query_len > _SHORT_QUERY_LEN:
-            fill_query_starts(self._query_starts, self._row_starts, query_len)
-
-    def metadata(self, batch: int, query_len: int, rolls: bool = False) -> AttentionMetadata:
-        """The forward as a batch of ``batch`` requests of ``query_len`` queries each, for attention alone; of
-        a layer that ``rolls``, with the tables of its rings."""
-        if query_len == 1:
-            starts = self._row_starts
-        elif query_len <= _SHORT_QUERY_LEN:
-            starts = self._short_starts[query_len]
-        else:
-            starts = self._query_starts
-        table = self.block_table
-        if rolls:
-            assert self.rolling is not None
-            table = self.rolling.table
-        return AttentionMetadata(
-            table[:batch], self.seq_lens[:batch], starts[: batch + 1], None, None, query_len
-        )
+        if query_len > MAX_DECODE_QUERY_LEN:
+            starts = self._short_starts[1, : self.max_rows + 1]
+            fill_query_starts(self._query_starts, starts, query_len)
 
     def host_lengths(self, batch: int, query_len: int) -> HostLengths | None:
         """The lengths of `metadata` without reading the device; None where a compiled forward moved them
@@ -310,7 +309,7 @@ class CacheRows:
         """``count`` tokens less in every row. A row whose padding is reached keeps no token, and what is left
         of it."""
         if self.rolling is not None:
-            self.rolling.took_back(int(self.total))
+            self.rolling.longest = max(self.rolling.longest, int(self.total))
         for tensor in (self.total, self.written_total):
             tensor.sub_(count)
         self.seq_lens[: len(self.blocks)].sub_(count).clamp_min_(0)
@@ -319,15 +318,33 @@ class CacheRows:
             self.cut_padding |= max(self.padding) > self._bound
             self.padding = [min(padding, self._bound) for padding in self.padding]
 
-    def select(self, parents: Sequence[int]) -> None:
-        """Row ``i`` has the length and the padding of old row ``parents[i]``; its blocks are changed
-        already."""
+    def unshare(self, count: int) -> Copies:
+        """Give every row blocks of its own from its last ``count`` tokens on: it will write there, and others
+        must not see that. A ring is its row's own.
+
+        Raises:
+            ArgumentError: a ring lacks what is seen behind so many tokens.
+        """
+        lengths = self.lengths()
+        if self.rolling is not None:
+            self.rolling.require_kept(lengths, int(self.total), count)
+        copies = self.blocks.unshare([max(length - count, 0) for length in lengths])
+        if copies is None:
+            return []
+        self.upload()
+        return [(self._table, copies)]
+
+    def reindex(self, parents: Sequence[int], lengths: Sequence[int]) -> Copies:
+        """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens, see
+        `RowBlocks.reindex`."""
+        copies = [(table, table.blocks.reindex(parents, lengths)) for table in self.tables]
         index = torch.tensor(list(parents), device=self.seq_lens.device)
         self.seq_lens[: len(parents)] = self.seq_lens[index]
         self._num_rows.fill_(len(parents))
         if self.padding is not None:
             self.padding = [self.padding[parent] for parent in parents]
         self.upload()
+        return copies
 
     # ------------------------------------------------------------------------------------ what the host knows
     def require_room(self, query_len: int) -> None:

@@ -11,78 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchpaged.backends import (
-    AttentionSpec,
-    Capabilities,
-    Choice,
-    Limits,
-    Session,
-    attention_spec,
-    select_backend,
-)
-from torchpaged.backends.spec import features_used
+from torchpaged.backends import AttentionSpec, Choice, Limits, Planning, Session, select_backend
+from torchpaged.backends.choose.kind import Kind
+from torchpaged.backends.session import PlannedBatch
+from torchpaged.backends.spec import GIVEN, features_used
 from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.hf.call import of_layer
+from torchpaged.metadata import HostLengths
 from torchpaged.prefixes.attention import can_read_once
-
-
-class LayerCall(NamedTuple):
-    """What a module asks of attention over one layer of a paged cache: made once, by
-    `torchpaged.hf.attention.paged_attention_forward`, of what the module, its masks and its layer say.
-
-    Attributes:
-        module: the attention module.
-        query: ``[batch, num_heads, query_len, head_dim]``.
-        key, value: the layer's pools ``[num_blocks, block_size, num_kv_heads, head_dim(_v)]``.
-        causal: whether a query sees no token behind its own.
-        window: keys visible, the own one included; None: all.
-        softcap, sinks, alibi_slopes: as the op has them; None: without.
-        scaling: of the scores; None: ``head_dim ** -0.5``.
-    """
-
-    module: nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    alibi_slopes: Tensor | None = None
-    scaling: float | None = None
-
-
-def config_spec(
-    config: Any,
-    layer: Any,
-    key_states: Tensor,
-    head_dim_v: int | None,
-    block_size: int,
-    kv_dtype: torch.dtype | None = None,
-) -> AttentionSpec:
-    """What a `PagedLayer` will ask for, as far as the config and the first keys tell.
-
-    ``key_states [batch, num_kv_heads, *, head_dim]``.
-    """
-    num_kv_heads, head_dim = key_states.shape[1], key_states.shape[3]
-    return attention_spec(
-        device=key_states.device,
-        dtype=key_states.dtype,
-        num_heads=getattr(config, "num_attention_heads", num_kv_heads),
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        block_size=block_size,
-        kv_dtype=kv_dtype,
-        window_size=(-1 if layer.window is None else layer.window - 1, -1),
-        chunk_size=layer.chunk,
-        logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
-    )
 
 
 class ChosenBackend:
@@ -97,7 +40,7 @@ class ChosenBackend:
     Attributes:
         choice: which backend runs and why.
         session: what it keeps open for the layers.
-        ops, capabilities: the session's op handles, and what its backend declares.
+        ops: the session's op handles.
         plans: whether the session plans some steps.
         specs: what the layers ask of it, as keys.
     """
@@ -105,13 +48,12 @@ class ChosenBackend:
     choice: Choice
     session: Session
     ops: BackendOps
-    capabilities: Capabilities
     plans: bool
 
     def __init__(
         self, asked: str, limits: Limits, layers: Sequence[Any], batch_invariant: bool = False
     ) -> None:
-        self._asked, self._limits, self._layers = asked, limits, layers
+        self._asked, self.limits, self._layers = asked, limits, layers
         self.batch_invariant = batch_invariant
         self.specs: dict[AttentionSpec, None] = {}
 
@@ -131,18 +73,44 @@ class ChosenBackend:
         before: Session | None = getattr(self, "session", None)
         device = next(iter(wanted)).device
         if before is None or before.ops is not choice.backend.ops or before.device != device:
-            session = choice.backend.open(wanted, self._limits, device)
+            session = choice.backend.open(wanted, self.limits, device)
             if before is not None and before.planned is not None:  # in the middle of a step
                 session.plan(before.planned)
             self.session = session
         self.choice, self.specs = choice, wanted
-        self.ops, self.capabilities = self.session.ops, self.session.capabilities
-        self.plans = self.session.plans
+        self.ops, self.plans = self.session.ops, self.session.plans
         for layer in self._layers:
             if layer.spec is not None and self._asks(layer.spec) in wanted:
                 self.give_workspace(layer, layer.spec)
             else:
                 layer.spec = layer.asked = None  # what it asked for elsewhere, or in another dtype
+
+    def choose_for(self, config: Any, key_states: Tensor, head_dim_v: int | None = None) -> None:
+        """Choose when the first keys show device and dtype; layers that made calls keep what these asked."""
+        specs = [layer.attention_spec(config, key_states, head_dim_v) for layer in self._layers]
+        like = (key_states.device, key_states.dtype)
+        # Asked before a reset.
+        known = [spec for spec in self.specs if (spec.device, spec.dtype) == like]
+        self.choose([*specs, *known])
+        for layer, spec in zip(self._layers, specs, strict=True):
+            if layer.asked is None:
+                self.give_workspace(layer, spec)
+
+    def plan(self, step: PlannedBatch, host: HostLengths | None) -> None:
+        """`Session.plan` for a step that needs one; compiled code has no place for it.
+
+        Raises:
+            BackendUnavailableError: in a trace.
+        """
+        if self.session.planning_of(step.max_query_len) == Planning.NEVER:
+            return
+        if torch.compiler.is_compiling():
+            raise BackendUnavailableError(
+                f"backend {self.choice.name!r} plans every step outside compiled code, and a compiled "
+                "forward moves the lengths on inside; run the model eagerly, through "
+                "torchpaged.engine.Generator, or on another backend"
+            )
+        self.session.plan(step, host)
 
     def give_workspace(self, layer: Any, spec: AttentionSpec) -> None:
         """Give ``layer`` what the session keeps for layers of ``spec``, and say whether such layers may read
@@ -151,26 +119,16 @@ class ChosenBackend:
         layer.spec, layer.workspace = spec, self.session.workspace(spec)
         layer.reads_once = can_read_once(spec, self.session)
 
-    def require(self, spec: AttentionSpec) -> None:
-        """Hold the choice to one more spec; eager calls only.
-
-        Raises:
-            BackendUnavailableError: as `choose`.
-        """
-        if self._asks(spec) not in self.specs:
-            self.choose([*self.specs, spec])
-
-    def hold(self, layer: Any, call: LayerCall) -> None:
-        """Hold a layer's call to what the backend declares; eager calls only, once per kind of call.
+    def hold(self, layer: Any, call: AttentionCall) -> None:
+        """Hold a layer's call to what the backend declares; eager calls only, once per kind of call. What the
+        batch brings is none of the layer's, see `refuse`.
 
         Raises:
             BackendUnavailableError: with all reasons.
         """
-        spec = _spec_of_call(layer, call)
-        self.require(spec)
-        self.give_workspace(layer, spec)
+        self.give_workspace(layer, self._require(layer, call))
 
-    def hold_spans(self, layer: Any, call: LayerCall) -> dict[str, Tensor]:
+    def hold_spans(self, layer: Any, call: AttentionCall) -> dict[str, Tensor]:
         """Hold a layer's second call of a forward, over spans that are not causal, to what the backend
         declares; what the session keeps for it.
 
@@ -182,41 +140,35 @@ class ChosenBackend:
                 f"backend {self.session.name!r} plans every batch of queries, and image tokens that see each "
                 "other in both directions take a second one; give the PagedCache another backend"
             )
-        spec = self._asks(_spec_of_call(layer, call))
-        self.require(spec)
+        workspace = self.session.workspace(self._require(layer, call))
         # There may be more spans than rows, for which a kernel makes semaphores of its own.
-        return {name: x for name, x in self.session.workspace(spec).items() if name != "semaphore"}
+        return {name: x for name, x in workspace.items() if name != "semaphore"}
 
-    def hold_traced(self, layer: Any, call: LayerCall) -> None:
-        """The same in a trace, where nothing is chosen any more."""
-        given = {"alibi": call.alibi_slopes, "sinks": call.sinks, "latent": layer.latent or None}
-        uses = [name for name, value in given.items() if value is not None]
-        sides = (-1 if call.window is None else 0, -1)
-        used = features_used(uses, call.causal, sides, call.softcap or 0.0, layer.chunk or 0)
-        reasons = self.capabilities.reject_kind(call.query.dtype, call.key.dtype, used)
+    def _require(self, layer: Any, call: AttentionCall) -> AttentionSpec:
+        """Hold the choice to one more spec, that of a call."""
+        spec = self._kind(layer, of_layer(call)).spec()
+        if spec not in self.specs:
+            self.choose([*self.specs, spec])
+        return spec
+
+    def _kind(self, layer: Any, call: AttentionCall) -> Kind:
+        kind = Kind.of(call, self.batch_invariant)
+        return kind._replace(given=(*kind.given, "latent")) if layer.latent else kind
+
+    def refuse(self, layer: Any, call: AttentionCall) -> None:
+        """Refuse a call that the backend does not declare, where nothing is chosen any more: in a trace, and
+        for what the batch brings.
+
+        Raises:
+            BackendUnavailableError: with all reasons.
+        """
+        kind = self._kind(layer, call)
+        uses = [GIVEN[name] for name in kind.given]
+        used = features_used(uses, kind.causal, kind.window_size, kind.logits_soft_cap, kind.chunk_size)
+        reasons = self.session.capabilities.reject_kind(kind.dtype, kind.kv_dtype, used)
         if reasons:
+            traced = torch.compiler.is_compiling()
             raise BackendUnavailableError(
-                f"backend {self.choice.name!r} cannot run this attention: {'; '.join(reasons)}; "
-                "run a forward eagerly first"
+                f"backend {self.choice.name!r} cannot run this attention: {'; '.join(reasons)}"
+                + ("; run a forward eagerly first" if traced else "")
             )
-
-
-def _spec_of_call(layer: Any, call: LayerCall) -> AttentionSpec:
-    return attention_spec(
-        device=call.query.device,
-        dtype=call.query.dtype,
-        num_heads=call.query.shape[1],
-        num_kv_heads=call.key.shape[2],
-        head_dim=call.query.shape[3],
-        head_dim_v=call.value.shape[3],
-        block_size=call.key.shape[1],
-        kv_dtype=call.key.dtype,
-        causal=call.causal,
-        window_size=(-1 if call.window is None else call.window - 1, -1),
-        logits_soft_cap=call.softcap,
-        sinks=call.sinks,
-        chunk_size=layer.chunk,
-        scale=call.scaling,
-        alibi_slopes=call.alibi_slopes,
-        latent=layer.latent,
-    )

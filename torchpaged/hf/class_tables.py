@@ -19,29 +19,15 @@ from collections.abc import Callable
 from typing import Any
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-
-#: modelling file under transformers.models -> (its table, whether the eager class may stand in)
-TABLES: dict[str, tuple[str, bool]] = {
-    "falcon.modeling_falcon": ("FALCON_ATTENTION_CLASSES", True),
-    "gpt_neo.modeling_gpt_neo": ("GPT_NEO_ATTENTION_CLASSES", True),
-    "gptj.modeling_gptj": ("GPTJ_ATTENTION_CLASSES", True),
-    "bark.modeling_bark": ("BARK_ATTENTION_CLASSES", False),
-    "git.modeling_git": ("GIT_SELF_ATTENTION_CLASSES", False),
-    "data2vec.modeling_data2vec_vision": ("DATA2VEC_VISION_SELF_ATTENTION_CLASSES", False),
-    "deepseek_ocr2.modeling_deepseek_ocr2": ("DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES", False),
-    "sam.modeling_sam": ("SAM_VISION_ATTENTION_CLASSES", False),
-    "sam_hq.modeling_sam_hq": ("SAM_HQ_VISION_ATTENTION_CLASSES", False),
-    "superglue.modeling_superglue": ("SUPERGLUE_SELF_ATTENTION_CLASSES", False),
-    "unlimited_ocr.modeling_unlimited_ocr": ("UNLIMITED_OCR_SAM_VISION_ATTENTION_CLASSES", False),
-}
+from torchpaged.hf.families import CLASS_TABLES
 
 
-def _refusal(module: str, name: str) -> Callable[..., Any]:
+def _refusal(model: str, name: str) -> Callable[..., Any]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise UnsupportedModelError(
-            f"{module.split('.')[0]} cannot be built with attn_implementation={name!r}: it has attention "
-            "classes of its own by name, and none for it; build it with 'eager', and of a model of several "
-            "parts call set_attn_implementation on its language model"
+            f"{model} cannot be built with attn_implementation={name!r}: it has attention classes of its own "
+            "by name, and none for it; build it with 'eager', and of a model of several parts call "
+            "set_attn_implementation on its language model"
         )
 
     return refuse
@@ -50,10 +36,11 @@ def _refusal(module: str, name: str) -> Callable[..., Any]:
 def fill_class_tables(name: str) -> None:
     """Enter ``name`` into every table; a model that this transformers lacks, or a table that went, is left
     alone."""
-    for module, (table, takes_eager) in TABLES.items():
+    for path, takes_eager in CLASS_TABLES.items():
+        module, table = path.rsplit(".", 1)
         try:
             classes = getattr(importlib.import_module(f"transformers.models.{module}"), table, None)
         except ImportError:
             continue
         if classes is not None and name not in classes:
-            classes[name] = classes["eager"] if takes_eager else _refusal(module, name)
+            classes[name] = classes["eager"] if takes_eager else _refusal(module.split(".")[0], name)

@@ -14,6 +14,7 @@ docs/compile.md for what makes layers share one compilation.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -32,31 +33,23 @@ _MARK = "_torchpaged_compiled"
 Forward = Callable[..., Any]
 
 
-class _Compiler:
-    """The compiled forms of the layers of one model: one per forward function and batch shape, shared by
-    all layers."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-        self._compiled: dict[tuple[Forward, torch.Size, torch.dtype], Forward] = {}
-
-    def of(self, forward: Forward, hidden_states: Tensor) -> Forward:
-        key = forward, hidden_states.shape, hidden_states.dtype
-        if key not in self._compiled:
-            self._compiled[key] = torch.compile(
-                _copy(forward, hidden_states.shape), fullgraph=True, dynamic=False, **self._options
-            )
-        return self._compiled[key]
+#: The compiled form of a layer's forward, by that and a batch's shape and dtype.
+Compiler = Callable[[Forward, torch.Size, torch.dtype], Forward]
 
 
-def _copy(forward: Forward, shape: torch.Size) -> Forward:
-    """``forward`` for one shape alone, so that shapes don't share the compiler's recompile limit."""
+def _compiler(options: dict[str, Any]) -> Compiler:
+    """Of the layers of one model, which share what they can. Each shape has code of its own, so that shapes
+    don't share the compiler's recompile limit."""
 
-    def layer_step(layer: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
-        return forward(layer, hidden_states, **kwargs)
+    @functools.cache
+    def compiled(forward: Forward, shape: torch.Size, dtype: torch.dtype) -> Forward:
+        def layer_step(layer: nn.Module, hidden_states: Tensor, kwargs: dict[str, Any]) -> Any:
+            return forward(layer, hidden_states, **kwargs)
 
-    copy: Forward = with_own_code(layer_step, "layer_" + "x".join(str(size) for size in shape))
-    return copy
+        copy: Forward = with_own_code(layer_step, "layer_" + "x".join(str(size) for size in shape))
+        return torch.compile(copy, fullgraph=True, dynamic=False, **options)
+
+    return compiled
 
 
 def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None:
@@ -75,7 +68,7 @@ def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None
     return layer if layer.owner.metadata_of(layer, batch, query_len).max_query_len == 1 else None
 
 
-def _give_forward(layer: Any, index: int, compiler: _Compiler) -> None:
+def _give_forward(layer: Any, index: int, compiler: Compiler) -> None:
     fused: Any = vars(layer).get("forward")  # what fuse() gave it, as a method
     plain: Forward = type(layer).forward if fused is None else fused.__func__
 
@@ -85,7 +78,7 @@ def _give_forward(layer: Any, index: int, compiler: _Compiler) -> None:
         )
         if cached is None:
             return plain(self, hidden_states, *args, **kwargs)
-        result = compiler.of(plain, hidden_states)(
+        result = compiler(plain, hidden_states.shape, hidden_states.dtype)(
             self, hidden_states, kwargs | {"past_key_values": LayerCache(cached)}
         )
         cached.complete()
@@ -93,6 +86,29 @@ def _give_forward(layer: Any, index: int, compiler: _Compiler) -> None:
 
     setattr(layer, _MARK, fused)
     layer.forward = types.MethodType(forward, layer)
+
+
+def _index_of(model: PreTrainedModel, position: int, layer: nn.Module) -> int:
+    """Which layer of the cache the decoder layer at ``position`` uses.
+
+    Raises:
+        UnsupportedModelError: none, or several; or accelerate moves its weights.
+    """
+    hooked = next((path for path, module in layer.named_modules() if hasattr(module, "_hf_hook")), None)
+    if hooked is not None:
+        where = f"layers.{position}.{hooked}".rstrip(".")
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {where} has a hook of accelerate (device_map, offloading), which "
+            "compiled code can't run; load the model on one device"
+        )
+    named = (getattr(module, "layer_idx", None) for module in layer.modules())
+    found = {index for index in named if isinstance(index, int)}
+    if len(found) != 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} "
+            "layers of the cache, expected 1"
+        )
+    return found.pop()
 
 
 def compile_layers(model: PreTrainedModel, **options: Any) -> int:
@@ -123,27 +139,8 @@ def compile_layers(model: PreTrainedModel, **options: Any) -> int:
             "one whose layers are",
             "call torchpaged.hf.uncompile_layers(model) first",
         )
-    indices = []
-    for position, layer in enumerate(layers):
-        found = {
-            index
-            for module in layer.modules()
-            if isinstance(index := getattr(module, "layer_idx", None), int)
-        }
-        hooked = next((path for path, m in layer.named_modules() if hasattr(m, "_hf_hook")), None)
-        if hooked is not None:
-            where = f"layers.{position}.{hooked}".rstrip(".")
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: {where} has a hook of accelerate (device_map, offloading), which "
-                "compiled code can't run; load the model on one device"
-            )
-        if len(found) != 1:
-            raise UnsupportedModelError(
-                f"{type(model).__name__}: layers.{position} ({type(layer).__name__}) names {len(found)} "
-                "layers of the cache, expected 1"
-            )
-        indices.append(found.pop())
-    compiler = _Compiler(options)
+    indices = [_index_of(model, position, layer) for position, layer in enumerate(layers)]
+    compiler = _compiler(options)
     for layer, index in zip(layers, indices, strict=True):
         _give_forward(layer, index, compiler)
     return len(indices)

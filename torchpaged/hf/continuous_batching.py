@@ -110,19 +110,14 @@ def continuous_attention_forward(
         "logits_soft_cap": softcap,
         "sinks": s_aux if sinks is None else sinks,
     }
-    if layer.window is None:
-        step = _step_of(cache, layer, starts, q.shape[0], kwargs)
-        write_kv(k, v, layer.k_pool, layer.v_pool, step.slots)
-        out = paged_attention(
-            q, layer.k_pool, layer.v_pool, step.block_table, step.seq_lens, starts, **options
-        )
-    elif longest == 1 and (ring := _ring_of(cache, layer, starts, kwargs)) is not None:
-        write_kv(k, v, layer.k_pool, layer.v_pool, ring.slots)
-        # all keys that are there are in the window; rotated keys have no order
-        out = paged_attention(
-            q, layer.k_pool, layer.v_pool, ring.block_table, ring.seq_lens, starts, **options
-        )
+    step = _step_of(cache, layer, starts, q.shape[0], longest, kwargs)
+    if step is not None:
+        own = layer.k_pool, layer.v_pool
+        write_kv(k, v, *own, step.slots)
+        # All keys that are in a ring are in the window; rotated keys have no order.
+        out = paged_attention(q, *own, step.block_table, step.seq_lens, starts, **options)
     else:
+        assert layer.window is not None
         keys, values = _gathered(cache, module.layer_idx, layer, k, v, kwargs)
         ends, max_len = _of_kind(kwargs, layer.kind)
         pools = packed_pools(keys, values, ends[:-1], max_len)
@@ -196,19 +191,21 @@ def _of_kind(kwargs: dict[str, Any], kind: str) -> tuple[Tensor, int]:
     return ends, longest
 
 
-def _step_of(cache: Any, layer: _Layer, starts: Tensor, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
-    """`_make_step`, by the first layer of each step."""
-    return _once_per_step(cache, layer, kwargs, lambda: _make_step(layer, starts, num_tokens, kwargs))
-
-
-def _ring_of(cache: Any, layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) -> _Step | None:
-    """`_ring_step`, by the first layer of each step; None where the ring's pages are no block table: one page
-    of several is not full, or transformers sends no indices to read."""
-    page, window = layer.k_pool.shape[1], layer.window
-    assert window is not None
-    if (window > page and window % page) or not kwargs["read_index"][layer.group].numel():
-        return None
-    return _once_per_step(cache, layer, kwargs, lambda: _ring_step(layer, window, starts, kwargs))
+def _step_of(
+    cache: Any, layer: _Layer, starts: Tensor, num_tokens: int, longest: int, kwargs: dict[str, Any]
+) -> _Step | None:
+    """What the layers of a group share, by the first one of each step; None where keys must be gathered: of a
+    ring in a step with prompts, and of one whose pages are no block table: one page of several is not full,
+    or transformers sends no indices to read."""
+    window = layer.window
+    if window is not None:
+        page, read = layer.k_pool.shape[1], kwargs["read_index"][layer.group]
+        if longest > 1 or (window > page and window % page) or not read.numel():
+            return None
+        return _once_per_step(cache, layer, kwargs, lambda: _ring_step(layer, window, starts, kwargs))
+    if kwargs.get("block_table") is not None:
+        return _once_per_step(cache, layer, kwargs, lambda: _decode_step(layer, num_tokens, kwargs))
+    return _once_per_step(cache, layer, kwargs, lambda: _index_step(layer, starts, kwargs))
 
 
 def _once_per_step(cache: Any, layer: _Layer, kwargs: dict[str, Any], make: Callable[[], _Step]) -> _Step:
@@ -229,12 +226,6 @@ def _once_per_step(cache: Any, layer: _Layer, kwargs: dict[str, Any], make: Call
     if layer.group not in steps:
         steps[layer.group] = make()
     return steps[layer.group]
-
-
-def _make_step(layer: _Layer, starts: Tensor, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
-    if kwargs.get("block_table") is not None:
-        return _decode_step(layer, num_tokens, kwargs)
-    return _index_step(layer, starts, kwargs)
 
 
 def _decode_step(layer: _Layer, num_tokens: int, kwargs: dict[str, Any]) -> _Step:
@@ -260,11 +251,16 @@ def _index_step(layer: _Layer, starts: Tensor, kwargs: dict[str, Any]) -> _Step:
     columns = torch.arange(0, max(max_len, 1), block_size, device=index.device)
     at = (first[:, None] + columns).clamp(max=index.shape[0] - 1)
     table = (index[at] // layer.rows_per_block).to(torch.int32)
-    rows = layer.rows_per_block
-    slots = write if rows == block_size else write // rows * block_size + write % rows
+    return _Step(table, ends.diff(), _slots(layer, write, starts))
+
+
+def _slots(layer: _Layer, write: Tensor, starts: Tensor) -> Tensor:
+    """The slots of the indices to write."""
+    rows, page = layer.rows_per_block, layer.k_pool.shape[1]
+    slots = write if rows == page else write // rows * page + write % rows
     if reads_values(slots.device):  # padding of one place for all, which a check would refuse
         slots = torch.where(torch.arange(slots.shape[0], device=slots.device) < starts[-1], slots, -1)
-    return _Step(table, ends.diff(), slots)
+    return slots
 
 
 def _ring_step(layer: _Layer, window: int, starts: Tensor, kwargs: dict[str, Any]) -> _Step:
@@ -286,10 +282,7 @@ def _ring_step(layer: _Layer, window: int, starts: Tensor, kwargs: dict[str, Any
         token = offset[:, None] + torch.arange(0, window, page, device=own.device)
         at = (ends[:-1, None] + token).clamp(max=read.shape[0] - 1)
         table = torch.where(token >= lens[:, None] - 1, own[:, None], read[at])
-    slots = write if rows == page else write // rows * page + write % rows
-    if reads_values(slots.device):
-        slots = torch.where(torch.arange(slots.shape[0], device=slots.device) < starts[-1], slots, -1)
-    return _Step((table // rows).to(torch.int32), lens, slots)
+    return _Step((table // rows).to(torch.int32), lens, _slots(layer, write, starts))
 
 
 def _gathered(

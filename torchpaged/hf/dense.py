@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.layer import in_autocast
-from torchpaged.hf.span_mask import both_directions, spans_of
+from torchpaged.hf.call import LayerCall, in_autocast
+from torchpaged.hf.call_mask import held_by
 from torchpaged.hf.uncached import attend, way_of
 
 #: Arguments of the interface that change which keys are seen, and that no op here knows: refused, never
@@ -47,6 +47,12 @@ def sparse(name: str) -> UnsupportedModelError:
     )
 
 
+def _of_a_cache(mask: Tensor | None) -> bool:
+    """Whether ``mask`` is a paged cache's placeholder, which says nothing by itself."""
+    held = held_by(mask)
+    return held is not None and held.rows is not None
+
+
 def require_cache(module: nn.Module, mask: Tensor | None) -> None:
     """Refuse a layer in training mode that came without the cache which answered for its mask: transformers
     takes caches from layers that checkpoint gradients, and the padding and windows would be lost with them.
@@ -58,7 +64,8 @@ def require_cache(module: nn.Module, mask: Tensor | None) -> None:
     Raises:
         ArgumentError: no layer has written what the masks were asked for.
     """
-    if torch.compiler.is_compiling() or not module.training or not (mask is None or mask.numel() == 1):
+    says_nothing = mask is None or mask.numel() == 1 or _of_a_cache(mask)
+    if torch.compiler.is_compiling() or not module.training or not says_nothing:
         return
     found = getattr(asked, "order", None)
     order = None if found is None else found()
@@ -72,23 +79,20 @@ def require_cache(module: nn.Module, mask: Tensor | None) -> None:
 
 
 def attend_dense(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    call: LayerCall,
     mask: Tensor | None,
-    scaling: float | None,
+    bias: Tensor | None,
     dropout: float,
     is_causal: bool | None,
     kwargs: dict[str, Any],
-    *,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
 ) -> Tensor:
     """A call without a paged cache: on our kernels where they give what SDPA gives, else as SDPA does it.
-    Arguments as of `torchpaged.hf.attention.paged_attention_forward`; ``kwargs`` are its further ones."""
-    name = type(module).__name__
+
+    Args:
+        call: with dense keys and values ``[batch, num_kv_heads, kv_len, head_dim(_v)]``.
+        mask, bias, dropout, is_causal, kwargs: as of `torchpaged.hf.attention.paged_attention_forward`.
+    """
+    module, name = call.module, type(call.module).__name__
     if kwargs.get("block_indices") is not None:
         raise sparse(name)
     if kwargs.get("cache") is not None:
@@ -96,42 +100,40 @@ def attend_dense(
             f"{name} got a cache of continuous batching outside of it; call model.generate_batch, which "
             "runs an attention function of its own"
         )
-    if spans_of(mask) is not None:
-        raise both_directions(module, "other keys than those of its PagedCache")
-    query, key, value = in_autocast(query, key, value)
+    query, key, value = in_autocast(call.query, call.key, call.value)
+    query_len, kv_len = query.shape[2], key.shape[2]
+    call = call._replace(query=query, key=key, value=value, causal=bool(call.causal) and query_len > 1)
     indices = kwargs.pop("indices", None)
     if indices is not None:
         mask = select(mask, indices, query.dtype, name)
     # A dense cache's mask is as long as its rows can be.
-    require_cache(module, None if mask is not None and mask.shape[-1] != key.shape[2] else mask)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and query.shape[2] > 1
-    needs_kernel = softcap is not None or sinks is not None
-    way = None if bias is not None else way_of(module, query, key, value, mask, causal, dropout, needs_kernel)
+    require_cache(module, None if mask is not None and mask.shape[-1] != kv_len else mask)
+    if _of_a_cache(mask):
+        raise UnsupportedModelError(
+            f"{name} attends with other keys than those of the PagedCache that its mask was made for, and "
+            "padding or image tokens would be lost; use PagedCache(..., dense=True)"
+        )
+    way = None if bias is not None else way_of(call, mask, dropout)
     if way is not None:
-        options = {"scale": scaling, "logits_soft_cap": softcap, "sinks": sinks}
-        return attend(query, key, value, mask, causal, way, **options)
+        return attend(call, mask, way)
     if key.shape[0] != query.shape[0] and 1 not in (key.shape[0], query.shape[0]):
         raise transformed(module)  # blocks of a pool, taken for batch rows
+    needs_kernel = call.softcap is not None or call.sinks is not None
     if needs_kernel and not (dropout and module.training):
-        query_len, kv_len = query.shape[2], key.shape[2]
-        if mask is None and bias is None and (query_len == kv_len or not causal):
+        if mask is None and bias is None and (query_len == kv_len or not call.causal):
             mask = torch.ones(1, 1, query_len, kv_len, dtype=torch.bool, device=query.device)
-            mask = mask.tril() if causal else mask
+            mask = mask.tril() if call.causal else mask
         if mask is not None and mask.dim() == 4:
-            return attend_by_formula(query, key, value, mask, scaling, softcap, sinks, bias)
-    for argument, given in (("softcap", softcap), ("s_aux", sinks)):
+            return attend_by_formula(call, mask, bias)
+    for argument, given in (("softcap", call.softcap), ("s_aux", call.sinks)):
         if given is not None:
             raise UnsupportedModelError(
                 f"{name} needs {argument}, which SDPA drops; run it with a PagedCache, or "
                 "set_attn_implementation('eager')"
             )
-    if bias is not None:
-        kwargs["position_bias"] = bias
-    out: Tensor
-    out, _ = sdpa_attention_forward(
-        module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-    )
+    further = kwargs if bias is None else {**kwargs, "position_bias": bias}
+    options = {"dropout": dropout, "scaling": call.scaling, "is_causal": is_causal, **further}
+    out: Tensor = sdpa_attention_forward(module, query, key, value, mask, **options)[0]
     return out
 
 
@@ -157,36 +159,23 @@ def select(mask: Tensor | None, indices: Tensor, dtype: torch.dtype, name: str) 
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(dtype).min)
 
 
-def attend_by_formula(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None = None,
-) -> Tensor:
+def attend_by_formula(call: LayerCall, mask: Tensor, bias: Tensor | None = None) -> Tensor:
     """Attention with a soft cap and sink logits, which SDPA drops, for masks that `way_of` has no way for,
     and where gradients are wanted.
 
     Args:
-        query: ``[batch, num_heads, query_len, head_dim]``.
-        key, value: ``[batch, num_kv_heads, kv_len, head_dim(_v)]``.
+        call: as of `attend_dense`; its sinks may be of each query, ``[batch, num_heads, query_len, 1]``.
         mask: ``[batch or 1, 1, query_len, kv_len]``, bool (true = seen) or additive.
-        scale: of the scores; None = ``head_dim ** -0.5``.
-        softcap: of the scaled scores; None = off.
-        sinks: ``[num_heads]``, or one of each query, ``[batch, num_heads, query_len, 1]``; None = off.
         bias: added to the scores, ``[batch or 1, num_heads or 1, query_len, kv_len]``.
 
     Returns:
         ``[batch, query_len, num_heads, head_dim_v]``.
     """
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-    scores = (query @ key.mT).float() * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    groups, sinks = call.query.shape[1] // call.key.shape[1], call.sinks
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (call.key, call.value))
+    scores = (call.query @ key.mT).float() * call.scale
+    if call.softcap is not None:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
     if bias is not None:
         scores = scores + bias
     # Scores vanish beside the lowest number, so that a query that sees nothing gets a mean, as from eager.

@@ -10,6 +10,7 @@ their own, and read by every step after it; rows whose source is padded on the r
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -47,19 +48,21 @@ class CrossPagedCache(PagedCache):
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
     ) -> None:
-        self._sized, self._rows_at_most = max_encoder_len is not None, max_batch_size
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "block_size": block_size,
             "num_blocks": num_blocks,
             "backend": backend,
             "kv_dtype": kv_dtype,
             "kv_scales": kv_scales,
         }
-        self._make(config, 1 if max_encoder_len is None else max_encoder_len)
+        self._sized, self._made_of = max_encoder_len is not None, (config, max_batch_size, options)
+        self._make(1 if max_encoder_len is None else max_encoder_len)
 
-    def _make(self, config: Any, max_encoder_len: int) -> None:
-        options = {**self._options, "dense": False, "cascade": False}
-        PagedCache.__init__(self, config, self._rows_at_most, max_encoder_len, **options)
+    def _make(self, max_encoder_len: int) -> None:
+        config, max_batch_size, options = self._made_of
+        PagedCache.__init__(
+            self, config, max_batch_size, max_encoder_len, dense=False, cascade=False, **options
+        )
         if self.family.own_attention and not self.family.pages_cross_attention:
             raise UnsupportedModelError(
                 f"{self.name} attends to its encoder in modules of its own, which torchpaged does not page; "
@@ -75,7 +78,7 @@ class CrossPagedCache(PagedCache):
         """`PagedCache.update`; the first one sizes a cache that was given no size."""
         if not self._sized:
             self._sized = True
-            self._make(self._config, key_states.shape[2])
+            self._make(key_states.shape[2])
         if key_states.shape[2] > self.max_seq_len:
             raise ArgumentError(
                 "max_encoder_len",
@@ -134,40 +137,22 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         return copy.copy(self.self_attention_cache)
 
     @classmethod
-    def for_inputs(
-        cls,
-        model: PreTrainedModel,
-        *,
-        block_size: int = 16,
-        backend: str = "auto",
-        dense: bool | None = None,
-        kv_dtype: str | torch.dtype | None = None,
-        kv_scales: str | Scales = "head",
-        **call: Any,
-    ) -> PagedEncoderDecoderCache:
+    def for_inputs(cls, model: PreTrainedModel, **call: Any) -> PagedEncoderDecoderCache:
         """A cache as large as one call of generate() needs; the encoder's part takes what comes.
 
         Args:
             model: the model.
-            block_size, backend, dense, kv_dtype, kv_scales: as for the class.
-            call: generate()'s arguments; what they leave out is taken from ``generation_config`` and from the
-                model's.
+            call: options of the class, such as ``block_size``; and generate()'s arguments: what they leave
+                out is taken from ``generation_config`` and from the model's.
 
         Raises:
             ArgumentError: the encoder's input is missing, or nothing says how many tokens may come.
             UnsupportedModelError: as `PagedCache`.
         """
+        known = inspect.getfullargspec(cls.__init__).kwonlyargs
+        options = {name: call.pop(name) for name in known if name in call}
         rows, tokens = sizes_of_encoder_decoder_call(model, call)
-        return cls(
-            model.config,
-            rows,
-            tokens,
-            block_size=block_size,
-            backend=backend,
-            dense=dense,
-            kv_dtype=kv_dtype,
-            kv_scales=kv_scales,
-        )
+        return cls(model.config, rows, tokens, **options)
 
     def check_dynamic_cache(self, method: str) -> None:
         """Nothing is refused: transformers asks before ``crop``, ``batch_repeat_interleave`` and

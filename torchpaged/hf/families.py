@@ -20,22 +20,6 @@ Function = tuple[str, Callable[..., Any]]
 Maker = Callable[[Any], Function | None]
 
 
-def _any_config(config: Any) -> None:
-    """Nothing is refused."""
-
-
-def _never(config: Any) -> bool:
-    return False
-
-
-def _no_functions(model: Any) -> dict[nn.Module, Function]:
-    return {}
-
-
-def _no_layer(owner: Any, index: int, config: Any, template: Any) -> Any:
-    return None
-
-
 @dataclass(frozen=True, eq=False)
 class Family:
     """Facts of model types, and the functions that their modules need.
@@ -58,15 +42,19 @@ class Family:
             don't tell.
         takes_no_none: they take a mask for granted where transformers' mask function may return None; theirs
             is a placeholder that nothing looks at.
+        asks_again: they compute with a prompt's 2-D mask, and ask for their masks in the forward: one that
+            was made ahead carries nothing to it.
         makes_ones: they make a mask of ones where they are given none, and place tokens by the positions
             given.
         caches_others: what is no token of theirs that they write to their cache; empty: nothing.
         require_expressible: refuses a config that asks for what paged attention does not express.
         loses_masks_made_ahead: whether masks that generate() makes ahead of a forward are wrong for a model
             of this config, so that it must make them itself: its cache is then not compileable.
+        class_tables: where their modelling files look their attention class up by the implementation's name:
+            ``"falcon.modeling_falcon.FALCON_ATTENTION_CLASSES"`` under transformers.models.
         attention: class of an attention module that ignores the interface -> what makes its function.
-        helpers: class of a module beside it -> the same.
-        traceable: class of a module whose code breaks a trace -> the same, in any model that is attached.
+        modules: class of another module, in any model that is attached -> the same: those that go with such
+            attention, and those whose code breaks a trace.
         functions: of a model that is attached, the modules that get one, where its class does not say it.
         layer: makes the layer of a paged cache, called as `torchpaged.cache.kinds.LayerKind.hf_layer` is;
             None where the layer is as other models'.
@@ -81,15 +69,16 @@ class Family:
     adds_bias: bool = False
     attends_to_others: bool | None = None
     takes_no_none: bool = False
+    asks_again: bool = False
     makes_ones: bool = False
     caches_others: str = ""
-    require_expressible: Callable[[Any], None] = _any_config
-    loses_masks_made_ahead: Callable[[Any], bool] = _never
+    require_expressible: Callable[[Any], None] = lambda config: None
+    loses_masks_made_ahead: Callable[[Any], bool] = lambda config: False
+    class_tables: tuple[str, ...] = ()
     attention: Mapping[str, Maker] = field(default_factory=dict)
-    helpers: Mapping[str, Maker] = field(default_factory=dict)
-    traceable: Mapping[str, Maker] = field(default_factory=dict)
-    functions: Callable[[Any], dict[nn.Module, Function]] = _no_functions
-    layer: Callable[[Any, int, Any, Any], Any] = _no_layer
+    modules: Mapping[str, Maker] = field(default_factory=dict)
+    functions: Callable[[Any], dict[nn.Module, Function]] = lambda model: {}
+    layer: Callable[[Any, int, Any, Any], Any] = lambda owner, index, config, template: None
 
     def __reduce__(self) -> Any:
         """A copy is the family itself: it holds functions, and is compared by identity."""
@@ -105,8 +94,8 @@ _FAMILIES: dict[str, Family] = {}
 _PLAIN = Family()
 #: The tables of all families, see `Family`.
 ATTENTION: dict[str, Maker] = {}
-HELPERS: dict[str, Maker] = {}
-TRACEABLE: dict[str, Maker] = {}
+MODULES: dict[str, Maker] = {}
+CLASS_TABLES: dict[str, bool] = {}  # whether the eager class may stand in: it only needs a mask
 
 
 def register_family(family: Family) -> None:
@@ -115,13 +104,14 @@ def register_family(family: Family) -> None:
     Raises:
         ArgumentError: one of its types, or of the classes in its tables, is another family's.
     """
-    tables = ((ATTENTION, family.attention), (HELPERS, family.helpers), (TRACEABLE, family.traceable))
+    tables = ((ATTENTION, family.attention), (MODULES, family.modules))
     taken = {*_FAMILIES} & {*family.types} | {name for known, new in tables for name in {*known} & {*new}}
     if taken:
         raise ArgumentError("family", "types and classes that no other family has", str(sorted(taken)))
     _FAMILIES.update(dict.fromkeys(family.types, family))
     for known, new in tables:
         known.update(new)
+    CLASS_TABLES.update(dict.fromkeys(family.class_tables, family.own_attention))
 
 
 def family_of(model_type: str) -> Family:

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.cache_rows import incomplete
 
 if TYPE_CHECKING:
     from torchpaged.hf.layer import PagedLayer
+
+
+#: What to do about a decoder that attends to an encoder, too.
+TWO_CACHES = (
+    "pass past_key_values=PagedEncoderDecoderCache.for_inputs(model, **call), or EncoderDecoderCache("
+    "PagedCache(...), DynamicCache(config=model.config))"
+)
 
 
 class ForwardOrder:
@@ -50,9 +58,15 @@ class ForwardOrder:
         """Before another conversation; which layer is the first stays known."""
         self.last, self.query_len, self.announced = None, 0, None
 
-    def use(self, layer: PagedLayer) -> None:
-        """``layer`` gets its pools, or writes for the first time. The one that did so last completes
-        a forward."""
+    def use(self, layer: PagedLayer, num_forwards: int = 0) -> None:
+        """``layer`` gets its pools, or writes for the first time, in the ``num_forwards``-th forward since
+        the last reset. The one that did so last completes a forward.
+
+        Raises:
+            ArgumentError: behind the first forward, which was then incomplete: it did not reach the layer.
+        """
+        if num_forwards > 1:
+            raise incomplete()
         if self._completes is not None:
             self._completes.is_last = False
         self._completes, layer.is_last = layer, True
@@ -80,36 +94,36 @@ class ForwardOrder:
                 "of your own DynamicCache(config=model.config)"
             )
 
-    def enter(self, layer: PagedLayer, query_len: int) -> None:
+    def enter(self, layer: PagedLayer, query_len: int, traced: bool) -> None:
         """``layer`` is about to write ``query_len`` tokens per row.
 
         Raises:
             UnsupportedModelError: it wrote in this forward already, or the first layer is not known.
         """
-        if torch.compiler.is_compiling():
-            if not self._seen and self.last is None and not layer.is_first:
+        if not self._seen and traced:
+            if self.last is None and not layer.is_first:
                 raise UnsupportedModelError(
                     f"{self.name}: the first forward was compiled, and layer {layer.index} writes before "
                     "layer 0; run it eagerly"
                 )
-            if not self._seen:
-                # With pools made ahead: as far as the trace has come, this one completes the forward.
-                self.use(layer)
-        else:
-            if not self._seen:
-                for other in self._layers:
-                    other.is_first = other is layer
-                self._seen = True
-            if layer.is_first or layer is self.last:
-                self._require_first_write(layer, query_len)
+            # With pools made ahead: as far as the trace has come, this one completes the forward.
+            self.use(layer)
+        if traced:
+            return
+        if not self._seen:
+            for other in self._layers:
+                other.is_first = other is layer
+            self._seen = True
+        if layer.is_first or layer is self.last:
+            self._require_first_write(layer, query_len)
 
-    def leave(self, layer: PagedLayer, query_len: int) -> None:
+    def leave(self, layer: PagedLayer, query_len: int, traced: bool) -> None:
         """``layer`` writes: nothing refused it, and if it is the first one, it moved the lengths on."""
-        if not torch.compiler.is_compiling():
-            layer.has_written = True
         if layer.is_first:
             self.query_len = query_len
-            if not torch.compiler.is_compiling():
+        if not traced:
+            layer.has_written = True
+            if layer.is_first:
                 self.announced = None
         self.last = layer
 
@@ -120,9 +134,7 @@ class ForwardOrder:
         if twice:
             raise UnsupportedModelError(
                 f"{self.name}: layer {layer.index} writes twice in one forward, as a decoder does that keeps "
-                "its cross-attention's keys in the same cache; pass "
-                "past_key_values=PagedEncoderDecoderCache.for_inputs(model, **call), or EncoderDecoderCache("
-                "PagedCache(...), DynamicCache(config=model.config))"
+                f"its cross-attention's keys in the same cache; {TWO_CACHES}"
             )
 
     def is_behind(self, layer: PagedLayer) -> bool:

@@ -94,8 +94,7 @@ class KVScales:
                     )
             else:
                 scale = self._found(states)
-            torch._dynamo.mark_static_address(scale, guard=False)  # a new cache must not recompile the model
-            found[name] = scale
+            found[name] = static(scale)
         return found
 
     def _found(self, states: Tensor) -> Tensor:
@@ -104,6 +103,12 @@ class KVScales:
         most = most if self._by_head else most.amax(0, keepdim=True)
         scale = most * (HEADROOM / torch.finfo(self.dtype).max)
         return torch.where((scale > 0) & scale.isfinite(), scale, torch.ones_like(scale))
+
+
+def static(scale: Tensor) -> Tensor:
+    """``scale``, whose address compiled code may know."""
+    torch._dynamo.mark_static_address(scale, guard=False)  # a new cache must not recompile the model
+    return scale
 
 
 def _scale(value: Any) -> Tensor:

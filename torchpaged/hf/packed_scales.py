@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchpaged.backends import Limits
 from torchpaged.cache import KVLayerSpec, LayerSpec
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
+from torchpaged.hf.kv_scales import KVScales, Scales, require_paged, static
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.metadata import AttentionMetadata
@@ -24,7 +23,7 @@ from torchpaged.metadata import AttentionMetadata
 _MOST_TOKENS = 2048  # of the first prompt: enough to find scales in
 
 
-class PackedScales:
+class PackedScales(KVScales):
     """Scales of a `StepCache`'s layers.
 
     Args:
@@ -33,7 +32,6 @@ class PackedScales:
         name: of the model's type, for messages.
 
     Attributes:
-        dtype: of the pools; None: the keys'.
         missing: whether scales are still to be found.
 
     Raises:
@@ -48,10 +46,8 @@ class PackedScales:
         stored: Sequence[LayerSpec],
         name: str,
     ) -> None:
-        self._scales = KVScales(kv_dtype, kv_scales, len(stored))
-        self.dtype = self._scales.dtype
+        super().__init__(kv_dtype, kv_scales, len(stored))
         self.missing = self.dtype is not None and isinstance(kv_scales, str)
-        self._by_head = kv_scales == "head"
         self._layers: list[PagedLayer] = []
         if self.dtype is not None:
             require_paged(name, {type(spec).__name__ for spec in stored if not isinstance(spec, KVLayerSpec)})
@@ -59,23 +55,17 @@ class PackedScales:
     def give(self, layers: Iterable[PagedLayer]) -> None:
         """Give ``layers``, which have their pools, their scales; 1 where they are still to be found."""
         self._layers = list(layers)
-        for position, layer in enumerate(self._layers):
-            if self.dtype is None:
-                continue
-            assert layer.keys is not None and layer.values is not None
-            heads = layer.keys.shape[2]
-            empty = torch.empty(1, heads, 0, 1, dtype=torch.float32, device=layer.keys.device)
+        for position, layer in enumerate(self._layers if self.dtype is not None else ()):
+            assert layer.keys is not None
+            heads, device = layer.keys.shape[2], layer.keys.device
             if self.missing:
                 count = heads if self._by_head else 1
                 with torch.inference_mode(False):  # filled later, perhaps outside of it
-                    layer.scales = {
-                        name: torch.ones(count, dtype=torch.float32, device=empty.device)
-                        for name in ("k_scale", "v_scale")
-                    }
-                for scale in layer.scales.values():
-                    torch._dynamo.mark_static_address(scale, guard=False)
+                    scales = (static(torch.ones(count, dtype=torch.float32, device=device)) for _ in "kv")
+                    layer.scales = dict(zip(("k_scale", "v_scale"), scales, strict=True))
             else:
-                layer.scales = self._scales.of(position, empty, empty)
+                empty = torch.empty(1, heads, 0, 1, dtype=torch.float32, device=device)
+                layer.scales = self.of(position, empty, empty)
 
     def find(self, filled: Iterable[PagedLayer], num_tokens: int) -> None:
         """Fill the scales from pools of the keys' dtype. Keys or values that are not finite say nothing:
@@ -95,19 +85,11 @@ class PackedScales:
             ]
             if not all(bool(x.isfinite().all()) for x in states):
                 return
-            found.append(self._scales.of(position, *states))
+            found.append(self.of(position, *states))
         for layer, scales in zip(self._layers, found, strict=True):
             for name, scale in layer.scales.items():
                 scale.copy_(scales[name])
         self.missing = False
-
-    @property
-    def found(self) -> list[tuple[Tensor, Tensor]]:
-        """``(k_scale, v_scale)`` of each layer, float32 ``[1]`` or ``[num_kv_heads]``, to be saved and given
-        to another model; empty before they are known, and without fp8 pools."""
-        if self.dtype is None or self.missing:
-            return []
-        return [(layer.scales["k_scale"], layer.scales["v_scale"]) for layer in self._layers]
 
 
 def run_once(

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Planning, Session, select_backend
-from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
+from torchpaged.cache import PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.checks import is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.hf.attention import NAME
@@ -116,78 +116,78 @@ class PagedModel(NotCopied):
         self._give_back = Settings(model).give_back
         model.set_attn_implementation(NAME)
         self.model = model.eval()
-        config = model.config.get_text_config(decoder=True)
-        self.device = model.device
-        self.vocab_size: int = config.vocab_size
-        self.max_position_embeddings: int | None = getattr(config, "max_position_embeddings", None)
-        self._longest, self._rotation = rotated_alike(model)
-        eos = getattr(model.generation_config, "eos_token_id", None)
-        ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-        if not all(is_int(token) and -(2**31) <= token < 2**31 for token in ends):
-            raise ArgumentError("eos_token_id", "token ids, of generation_config", repr(eos))
-        self.eos_token_ids: tuple[int, ...] = ends
-        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        pools = KVScales(kv_dtype, "head", 0).dtype
-        specs, probed = _probe(model, config, block_size, pools)
-        self._config, self._asked = config, backend
+        config = self._config = model.config.get_text_config(decoder=True)
+        self.batch_invariant = batch_invariant
+        self._read(model, config)
+        self._asked, pools = backend, KVScales(kv_dtype, "head", 0).dtype
+        probed = _probe(model, config, block_size, pools)
+        specs = [layer.stored for layer in probed.layers]
         self._scales = PackedScales(kv_dtype, kv_scales, specs, str(config.model_type))
-        dtype = probed.layers[0].keys.dtype
-        rolling = None
-        if sliding_step is not None and limits is not None:
-            planned = [replace(spec, batch_invariant=batch_invariant) for spec in probed.backend.specs]
-            plans = select_backend(planned, backend).backend.capabilities.planning > Planning.NEVER
-            if not plans and probed.masks.causal is not False:
-                rolling = self._choose_rolling(probed, sliding_step, limits, block_size, num_blocks)
-            if rolling is not None and all(layer.rolls for layer in probed.layers) and num_blocks is None:
-                reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
-                num_blocks, memory_budget = reqs * columns + 1, None  # of no layer
+        said, rolling = Limits() if limits is None else limits, None
+        if sliding_step is not None:
+            sized = replace(said, block_size=block_size)
+            rolling = self._choose_rolling(probed, sliding_step, sized, num_blocks)
+        if rolling is not None and all(layer.rolls for layer in probed.layers) and num_blocks is None:
+            num_blocks, memory_budget = _most_blocks(said), None  # of no layer
+        rolls = [] if rolling is None else [n for n, layer in enumerate(probed.layers) if layer.rolls]
         self.kv_cache = PagedKVCache(
             specs,
             block_size=block_size,
             num_blocks=num_blocks,
             memory_budget=memory_budget,
-            dtype=dtype,
+            dtype=probed.layers[0].keys.dtype,
             device=self.device,
-            blocks_of={}
-            if rolling is None
-            else {n: rolling.num_blocks for n, layer in enumerate(probed.layers) if layer.rolls},
+            blocks_of={} if rolling is None else dict.fromkeys(rolls, rolling.num_blocks),
         )
-        self.rings = (
-            None if rolling is None else StepRings(rolling, self.kv_cache.num_blocks, self.kv_cache.device)
-        )
-        said, blocks = Limits() if limits is None else limits, self.kv_cache.num_blocks
+        pool = self.kv_cache
+        self.rings = None if rolling is None else StepRings(rolling, pool.num_blocks, pool.device)
+        self._cache = self._make_cache(probed, said, pools)
+        self.choice: Choice = self._cache.choice
+
+    def _read(self, model: PreTrainedModel, config: Any) -> None:
+        """Facts of the model that its callers ask for."""
+        self.device = model.device
+        self.vocab_size: int = config.vocab_size
+        self.max_position_embeddings: int | None = getattr(config, "max_position_embeddings", None)
+        self._longest, self._rotation = rotated_alike(model)
+        self.eos_token_ids = _eos_token_ids(model)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    def _make_cache(self, probed: StepCache, said: Limits, kv_dtype: torch.dtype | None) -> StepCache:
+        """The cache over `kv_cache`, with what the layers of another one were seen to ask."""
+        blocks = self.kv_cache.num_blocks
         limits = replace(
             said,
             num_blocks=blocks,
-            block_size=block_size,
+            block_size=self.kv_cache.block_size,
             max_num_reqs=said.max_num_reqs or _MAX_NUM_REQS,
             max_blocks_per_req=said.max_blocks_per_req or max(blocks - 1, 1),
         )
-        self.batch_invariant = batch_invariant
-        asked = (backend, pools, batch_invariant)
-        self._cache = StepCache(config, limits, self.kv_cache.num_tokens, *asked)
-        for layer, pools, before in zip(self._cache.layers, self.kv_cache, probed.layers, strict=True):
-            layer.adopt(before.stored, pools)
-            layer.rolls = before.rolls
-            layer.asked, layer.spec = before.asked, before.spec
-            layer.states_dtype = before.states_dtype
-        self._scales.give(self._cache.layers)
-        self._cache.prepare_for(probed.backend.specs)
-        self.choice: Choice = self._cache.backend.choice
+        asked = (self._asked, kv_dtype, self.batch_invariant)
+        cache = StepCache(self._config, limits, self.kv_cache.num_tokens, *asked)
+        for layer, pools, before in zip(cache.layers, self.kv_cache, probed.layers, strict=True):
+            layer.adopt_as(before, pools)
+        self._scales.give(cache.layers)
+        cache.prepare_for(probed.backend.specs)
+        return cache
 
     def _choose_rolling(
-        self, probed: StepCache, step: int, limits: Limits, block_size: int, num_blocks: int | None
+        self, probed: StepCache, step: int, limits: Limits, num_blocks: int | None
     ) -> RollingBlocks | None:
-        """Which layers keep rings."""
-        reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
+        """Which layers keep rings; none where the backend to come plans on the host, or for models that are
+        not causal."""
+        asked = [replace(spec, batch_invariant=self.batch_invariant) for spec in probed.backend.specs]
+        plans = select_backend(asked, self._asked).backend.capabilities.planning > Planning.NEVER
+        if plans or probed.masks.causal is False:
+            return None
         layers = [layer for layer in probed.layers if not layer.latent]
-        most = reqs * columns + 1 if num_blocks is None else num_blocks
-        return choose_rolling(self._config, layers, step, block_size, reqs, columns, most)
+        most = _most_blocks(limits) if num_blocks is None else num_blocks
+        return choose_rolling(self._config, layers, step, replace(limits, num_blocks=most))
 
     @property
     def session(self) -> Session:
         """The session of the layers."""
-        return self._cache.backend.session
+        return self._cache.session
 
     @property
     def needs_scales(self) -> bool:
@@ -198,7 +198,7 @@ class PagedModel(NotCopied):
     def kv_scales(self) -> list[tuple[Tensor, Tensor]]:
         """``(k_scale, v_scale)`` of each layer, float32 ``[1]`` or ``[num_kv_heads]``: for torch.save and for
         ``kv_scales`` of another model; empty before they are known, and without fp8 pools."""
-        return self._scales.found
+        return [] if self._scales.missing else self._cache.kv_scales
 
     def find_scales(self, token_ids: Sequence[int]) -> None:
         """Find the scales of fp8 pools in a prompt's keys and values; nothing to do where they are known.
@@ -252,7 +252,7 @@ class PagedModel(NotCopied):
         require_implementation(self._config, "in a PagedModel or Generator")
         if not torch.compiler.is_compiling():
             self._require_length(metadata)
-            session = self._cache.backend.session
+            session = self._cache.session
             if session.planned is not metadata:  # else a graph runner has planned it: this may be a capture
                 session.plan(metadata)
             session.require(metadata, input_ids.numel())
@@ -286,10 +286,24 @@ class PagedModel(NotCopied):
             )
 
 
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(is_int(token) and -(2**31) <= token < 2**31 for token in ends):
+        raise ArgumentError("eos_token_id", "token ids, of generation_config", repr(eos))
+    return ends
+
+
+def _most_blocks(limits: Limits) -> int:
+    """Blocks that the largest batch takes, and the null block."""
+    reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
+    return reqs * columns + 1
+
+
 def _probe(
     model: PreTrainedModel, config: Any, block_size: int, kv_dtype: torch.dtype | None = None
-) -> tuple[list[LayerSpec], StepCache]:
-    """What each layer stores, and the cache that knows it and what the layers ask of a backend.
+) -> StepCache:
+    """A cache that knows what each layer stores, and what the layers ask of a backend.
 
     Found by one padding token: exact for any architecture, whatever its config calls things. The reference
     takes every attention.
@@ -308,16 +322,4 @@ def _probe(
             "asks for no mask of a window, so that its own caches and its own forwards disagree; set "
             "model.config.sliding_window = None (and its layer_types) if it has none"
         )
-    return [layer.stored for layer in cache.layers], cache
-
-
-def kv_layer_specs(model: PreTrainedModel) -> list[LayerSpec]:
-    """What each attention layer of ``model`` stores: `KVLayerSpec`, unless another kind took the layer."""
-    model = unwrapped(model)
-    require_supported(model)
-    settings = Settings(model)
-    model.set_attn_implementation(NAME)
-    try:
-        return _probe(model, model.config.get_text_config(decoder=True), 16)[0]
-    finally:
-        settings.give_back()
+    return cache

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.backends import Limits
 from torchpaged.cache import RollingBlocks
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.chosen_backend import LayerCall
+from torchpaged.hf.call import LayerCall, Requests
 from torchpaged.hf.layer import PagedLayer
 
 #: New tokens of a row that a rolling layer takes at once, where no number is given.
@@ -25,13 +26,7 @@ def reach_of(layer: PagedLayer) -> int | None:
 
 
 def choose_rolling(
-    config: Any,
-    layers: Sequence[PagedLayer],
-    step: int,
-    block_size: int,
-    max_rows: int,
-    blocks_per_row: int,
-    num_blocks: int,
+    config: Any, layers: Sequence[PagedLayer], step: int, limits: Limits
 ) -> RollingBlocks | None:
     """Say of each layer whether it rolls: where that takes fewer blocks, unless other layers read its keys.
 
@@ -39,11 +34,13 @@ def choose_rolling(
         config: the model's text config.
         layers: those that could; ``rolls`` of each is set.
         step: new tokens of a row at once.
-        block_size, max_rows, blocks_per_row, num_blocks: of the cache otherwise.
+        limits: of the cache otherwise.
 
     Returns:
         The rings that they share, of the widest window among them; None if no layer rolls.
     """
+    names = ("max_num_reqs", "max_blocks_per_req", "num_blocks", "block_size")
+    max_rows, blocks_per_row, num_blocks, block_size = limits.need(*names)
     candidates = [layer for layer in layers if reach_of(layer) is not None]
     if getattr(config, "num_kv_shared_layers", 0):  # the last one of each kind is read by layers behind it
         last = {(layer.window, layer.chunk): layer for layer in candidates}
@@ -85,15 +82,9 @@ def attend_rolling(layer: PagedLayer, call: LayerCall) -> Tensor:
     batch, num_heads, query_len, _ = call.query.shape
     if layer.takes_at_once(query_len):
         return layer.attend(call)
-    layer.hold(call)
-    rows, states = layer.owner.rows, layer.take_waiting()
-    if states is None or states[0].shape[2] != query_len:
-        raise UnsupportedModelError(
-            f"{layer.owner.name}: two layers attend with the keys of layer {layer.index}, which keeps only "
-            "what its window needs; build the PagedCache with sliding_step=max_seq_len"
-        )
-    key, value = states
-    step, device = rows.rolling.blocks.step, call.query.device
+    rows = layer.owner.rows
+    assert rows is not None and rows.rolling is not None
+    table, step, device = rows.rolling, rows.rolling.blocks.step, call.query.device
     parts = []
     for start in range(0, query_len, step):
         count = min(step, query_len - start)
@@ -101,11 +92,25 @@ def attend_rolling(layer: PagedLayer, call: LayerCall) -> Tensor:
         seq_lens = (rows.seq_lens[:batch] - (query_len - start - count)).clamp_min(0)
         starts = torch.arange(batch + 1, dtype=torch.int32, device=device) * count
         first = rows.seq_lens[:batch, None].long() - query_len + start
-        slots = rows.rolling.slots_of(first + torch.arange(count, device=device)[None])
+        slots = table.slots_of(first + torch.arange(count, device=device)[None])
         new = slice(start, start + count)
+        requests = Requests(table.table[:batch], seq_lens, starts, count)
+        made = call._replace(query=call.query[:, :, new]).over(requests, layer.own)
+        layer.hold(made)
+        if start == 0:  # nothing refuses any more: until here they stay, and with them the forward is open
+            key, value = _taken(layer, query_len)
         layer.store(key[:, :, new], value[:, :, new], slots, are_query_tokens=False)
-        requests = rows.rolling.table[:batch], seq_lens, starts
-        made = layer.op_call(call._replace(query=call.query[:, :, new]), requests, count)
         layer.run(made)
         parts.append(made.out.view(batch, count, num_heads, made.out.shape[-1]))
     return torch.cat(parts, 1)
+
+
+def _taken(layer: PagedLayer, query_len: int) -> tuple[Tensor, Tensor]:
+    """The keys and values that a layer left to its attention."""
+    states = layer.take_waiting()
+    if states is None or states[0].shape[2] != query_len:
+        raise UnsupportedModelError(
+            f"{layer.owner.name}: two layers attend with the keys of layer {layer.index}, which keeps only "
+            "what its window needs; build the PagedCache with sliding_step=max_seq_len"
+        )
+    return states

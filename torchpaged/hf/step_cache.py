@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.chosen_backend import ChosenBackend
-from torchpaged.hf.families import family_of
 from torchpaged.hf.kv_scales import KVScales, require_paged
-from torchpaged.hf.layer import PagedLayer, mask_token
-from torchpaged.hf.mask_kinds import is_causal
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.mask_functions import is_causal
+from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.fields import METADATA_FIELDS, BatchSizes, make_batch_tensors
@@ -41,19 +42,11 @@ class PackedMasks:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def observe(
-        self,
-        mask: Tensor | None,
-        batch: int,
-        query_length: int,
-        mask_function: Any,
-        local_size: int | None = None,
-        *_: Any,
-    ) -> None:
+    def observe(self, asked: MaskRequest) -> None:
         """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
-        self.causal = is_causal(mask_function)
-        self.local |= local_size is not None
-        if mask is not None and mask is not self.given:
+        self.causal = is_causal(asked.mask_function)
+        self.local |= asked.local_size is not None
+        if asked.padding is not None and asked.padding is not self.given:
             raise UnsupportedModelError(
                 f"{self.name} makes an attention mask of its own, by the tokens of its cache, and the packed "
                 "batches of the engine are one row of many requests; use generate() with "
@@ -65,12 +58,10 @@ class PackedMasks:
         nothing."""
 
 
-class StepCache(Cache):
+class StepCache(PagedOwner):
     """A cache whose step is set from outside: the engine owns blocks and lengths."""
 
-    dense = False
-    rows = None
-    keys_of_queries = True
+    masks: PackedMasks
 
     def __init__(
         self,
@@ -81,9 +72,7 @@ class StepCache(Cache):
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        self.name = str(config.model_type)
-        self.family = family_of(self.name)
-        super().__init__(layers=paged_layers(config, max_seq_len, self))
+        super().__init__(config, max_seq_len, paged_layers)
         for index, layer in enumerate(self.layers):
             if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
                 holds = (
@@ -99,7 +88,6 @@ class StepCache(Cache):
             require_paged(self.name, latent)
         self._config = config
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
-        self.max_seq_len = max_seq_len
         self.backend = ChosenBackend(backend, limits, self.layers, batch_invariant)
         self.masks = PackedMasks(self.name)
         # Scales of 1 for pools made here: `torchpaged.hf.packed_scales` gives adopted ones theirs.
@@ -108,38 +96,21 @@ class StepCache(Cache):
         self.metadata: AttentionMetadata | None = None
         self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
         self.ready = False
-        self._mask_token = mask_token(self)
 
     def prepare(self, layer: PagedLayer, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, when the first keys show device and dtype."""
-        specs = [each.attention_spec(self._config, key_states, head_dim_v) for each in self.layers]
-        self.prepare_for(specs)
-        for each, spec in zip(self.layers, specs, strict=True):
-            self.backend.give_workspace(each, spec)
+        self.backend.choose_for(self._config, key_states, head_dim_v)
+        self.ready = True
 
     def prepare_for(self, specs: Iterable[AttentionSpec]) -> None:
         """Choose the backend for what the layers are known to ask."""
         self.backend.choose(specs)
         self.ready = True
 
-    def written(self, layer: PagedLayer) -> None:
-        """A step that raises leaves no state behind: the engine sets lengths anew for each one."""
-
-    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> Tensor:
-        """The step's slots: ``[num_tokens]`` int64, the same for every layer but those that roll. Lengths
-        were advanced by the code that made the step."""
-        slots = self.metadata_of(layer, batch, query_len).slot_mapping
-        assert slots is not None
-        return slots
-
-    @property
-    def has_prefixes(self) -> bool:
-        """Whether the step's requests share prefixes that are read once."""
-        return self.metadata is not None and self.metadata.prefixes is not None
-
-    def num_blocks_of(self, layer: PagedLayer) -> int:
-        """As many for every layer."""
-        return self.num_blocks
+    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
+        """See `PagedOwner`; lengths were advanced by the code that made the step. One that raises leaves no
+        state behind: lengths are set anew for each."""
+        return self.metadata_of(layer, batch, query_len)
 
     def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
         """The step's tensors."""
@@ -175,10 +146,6 @@ class StepCache(Cache):
         return logits
 
     # What models and transformers' mask functions ask of a cache.
-    def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
-        """As many keys as fit, and the tensor by which the mask function finds this cache."""
-        return self.max_seq_len, self._mask_token
-
     def length(self, layer: PagedLayer) -> Tensor:
         """What attention of ``layer`` adds to the places of its tokens in the row to get their positions:
         ``[num_tokens]`` int64, as tokens of one row are of several requests."""

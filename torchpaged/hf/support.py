@@ -183,22 +183,20 @@ def _class_of(config_class: type) -> type[PreTrainedModel] | None:
     return None
 
 
-def _class_of_type(model_type: str) -> type[PreTrainedModel] | None:
-    """The same for a model type."""
-    return _class_of(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else None
+@functools.cache
+def _told_by_class(model_type: str) -> tuple[bool, bool]:
+    """`has_own_attention` and `needs_eager_mask`."""
+    found = _class_of(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else None
+    own = found is not None and not uses_attention_interface(found)
+    without_sdpa = found is not None and not getattr(found, "_supports_sdpa", False)
+    return own, own or without_sdpa or family_of(model_type).adds_bias
 
 
 @torch.compiler.assume_constant_result
 def has_own_attention(model_type: str) -> bool:
     """Whether the models of a type ignore the attention interface, so that they add the mask to scores of
     their own."""
-    return _has_own_attention(model_type)
-
-
-@functools.cache
-def _has_own_attention(model_type: str) -> bool:
-    model_class = _class_of_type(model_type)
-    return model_class is not None and not uses_attention_interface(model_class)
+    return _told_by_class(model_type)[0]
 
 
 @torch.compiler.assume_constant_result
@@ -212,17 +210,7 @@ def needs_eager_mask(model_type: str) -> bool:
     anyway: UMT5's decoder calls itself not causal in transformers 5.17. ``_supports_sdpa`` is private;
     ``tests/hf/test_encoder_decoder.py`` notices if it changes.
     """
-    return _needs_eager_mask(model_type)
-
-
-@functools.cache
-def _needs_eager_mask(model_type: str) -> bool:
-    if family_of(model_type).adds_bias:
-        return True
-    model_class = _class_of_type(model_type)
-    return model_class is not None and not (
-        uses_attention_interface(model_class) and getattr(model_class, "_supports_sdpa", False)
-    )
+    return _told_by_class(model_type)[1]
 
 
 def require_supported_config(config: Any) -> None:

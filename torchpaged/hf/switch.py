@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,12 @@ def _configs(model: PreTrainedModel) -> list[Any]:
     return list(found.values())
 
 
+def _set(implementations: Iterable[tuple[Any, str]]) -> None:
+    """Of each config alone: the setter goes on to its parts."""
+    for config, implementation in implementations:
+        config._attn_implementation_internal = implementation
+
+
 class Settings:
     """What paging a model sets: the attention implementations of all its parts, and eval mode.
 
@@ -57,10 +63,7 @@ class Settings:
 
     def give_back(self) -> None:
         """Set what was before; an implementation that someone else has chosen since stays."""
-        for config, implementation in self._before:
-            if config._attn_implementation == NAME:
-                # of this config alone; the setter goes on to its parts
-                config._attn_implementation_internal = implementation
+        _set([pair for pair in self._before if pair[0]._attn_implementation == NAME])
         for module in self._training:
             module.training = True
 
@@ -159,10 +162,7 @@ def detach(model: PreTrainedModel) -> None:
     if not hasattr(model, _BEFORE):
         raise ArgumentError("model", "a model that attach() was called on", "one that it was not called on")
     shared = _before_of_others(model)
-    for config, implementation in getattr(model, _BEFORE):
-        if id(config) not in shared:
-            # of this config alone; the setter goes on to its parts
-            config._attn_implementation_internal = implementation
+    _set([pair for pair in getattr(model, _BEFORE) if id(pair[0]) not in shared])
     take_out(model)
     delattr(model, _BEFORE)
     _ATTACHED.discard(model)

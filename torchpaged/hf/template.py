@@ -22,7 +22,8 @@ from transformers.cache_utils import (
 from torchpaged.cache.kinds import layer_kinds
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.families import family_of
-from torchpaged.hf.layer import PagedLayer, PagedOwner
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.state_layer import StateLayer
 
 
@@ -111,6 +112,4 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
             )
         else:
             layers.append(layer)
-    for position, paged in enumerate(layer for layer in layers if isinstance(layer, PagedLayer)):
-        paged.position = position
     return layers

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from torchpaged.compat.dense import packed_pools, rows_as_pools
 from torchpaged.functional import paged_attention
+from torchpaged.hf.call import LayerCall
+from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.families import family_of
-from torchpaged.hf.mask_rows import MaskRows, rows_of
+from torchpaged.hf.mask_functions import MaskKind
 from torchpaged.hf.pinned_batch import pin_batch
 
 _LEAST_BLOCK_SIZE = 16  # `rows_as_pools` cuts rows into blocks of this size at least
@@ -43,38 +45,28 @@ def type_of_encoder(config: Any) -> str:
     return "" if any(getattr(config, flag, False) for flag in flags) else getattr(config, "model_type", "")
 
 
-def attends_itself(module: nn.Module, rows: MaskRows) -> bool:
+def attends_itself(module: nn.Module, mask: CallMask) -> bool:
     """Whether the queries of ``module`` are the rows' own tokens, so that padding queries may be left out.
 
     Cross attention to as many keys as there are queries looks the same by its shapes: known are only models
     whose attention modules tell.
     """
-    otherwise = family_of(rows.model_type).attends_to_others
+    otherwise = family_of(mask.model_type).attends_to_others
     return False if otherwise is None else not getattr(module, "is_decoder", otherwise)
 
 
-def way_of(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    dropout: float,
-    needs_kernel: bool = False,
-) -> Way | None:
+def way_of(call: LayerCall, mask: Tensor | None, dropout: float) -> Way | None:
     """In which way `attend` gives what SDPA gives for this call; None: in none, or in none that is worth it.
     Host facts only, but for a padded mask, which is looked at once.
 
     Args:
-        module: the attention layer.
-        query: ``[batch, num_heads, query_len, head_dim]``.
-        key, value: ``[batch, num_kv_heads, kv_len, head_dim(_v)]``.
+        call: with dense keys and values ``[batch, num_kv_heads, kv_len, head_dim(_v)]``; ``causal``: without
+            a mask, whether keys behind a query are hidden.
         mask: as transformers' mask function made it, or None.
-        causal: without a mask, whether keys behind a query are hidden.
         dropout: of the weights.
-        needs_kernel: SDPA can't do it, so that a slow way is worth it.
     """
+    module, query, key, value = call[:4]
+    needs_kernel = call.softcap is not None or call.sinks is not None  # SDPA can't: a slow way is worth it
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if needs_grad or (dropout and module.training) or query.dim() != 4 or key.shape[0] != query.shape[0]:
         return None
@@ -82,76 +74,76 @@ def way_of(
         return None
     query_len, kv_len = query.shape[2], key.shape[2]
     if mask is None:
-        fits = query_len == kv_len if causal else query_len <= kv_len
-        return Way.ROWS if fits else Way.QUERIES if needs_kernel and not causal else None
-    rows = rows_of(mask)
-    if rows is None or rows.sizes != (query_len, kv_len) or mask.shape[0] != query.shape[0]:
+        fits = query_len == kv_len if call.causal else query_len <= kv_len
+        return Way.ROWS if fits else Way.QUERIES if needs_kernel and not call.causal else None
+    held = held_by(mask)
+    if held is None or (held.prompt.length, held.kv_len) != (query_len, kv_len):
         return None
-    is_full = not rows.causal and rows.window == (-1, -1)
-    if not rows.is_padded and (query_len == kv_len or (is_full and query_len < kv_len)):
+    if held.kind is None or mask.shape[0] != query.shape[0]:
+        return None
+    is_full = held.kind == MaskKind(False)
+    if not held.is_padded and (query_len == kv_len or (is_full and query_len < kv_len)):
         return Way.ROWS
-    if query_len == kv_len and attends_itself(module, rows):
+    if query_len == kv_len and attends_itself(module, held):
         # Padding in front sees what its window reaches, which no request of the tokens' keys says. In a trace
         # no window is known.
-        fits = rows.are_spans() and (rows.window == (-1, -1) or bool(rows.all_at_zero))
+        fits = held.are_spans() and (held.kind.window is None or bool(held.all_at_zero))
         return Way.TOKENS if fits else None
-    return Way.QUERIES if needs_kernel and is_full and rows.are_spans() else None
+    return Way.QUERIES if needs_kernel and is_full and held.are_spans() else None
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, way: Way, **options: Any
-) -> Tensor:
-    """Attention of every row over its own keys; `Way.TOKENS` gives zeros where a query is padding
-    behind the tokens, or sees nothing.
-
-    Args:
-        query, key, value, mask, causal: as for `way_of`, which gave ``way``.
-        options: ``scale``, ``logits_soft_cap``, ``sinks`` of `torchpaged.paged_attention`.
-
-    Returns:
-        ``[batch, query_len, num_heads, head_dim_v]``.
-    """
-    batch, num_heads, query_len, head_dim = query.shape
-    rows = rows_of(mask)
-    q = query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
-    k, v, table = _pools(key.transpose(1, 2), value.transpose(1, 2), rows)
-    if rows is None:
-        described = pin_batch(*_requests(table, query_len, key.shape[2], rows, way))
-    else:
-        found = rows.batches.get((way, k.shape[1]))
-        described = found or pin_batch(*_requests(table, query_len, key.shape[2], rows, way))
-        rows.batches[way, k.shape[1]] = described
-    causal, window = (causal, (-1, -1)) if rows is None else (rows.causal, rows.window)
-    longest = 1 if way is Way.QUERIES else query_len
+def attend(call: LayerCall, mask: Tensor | None, way: Way) -> Tensor:
+    """Attention of every row over its own keys, ``[batch, query_len, num_heads, head_dim_v]``; `Way.TOKENS`
+    gives zeros where a query is padding behind the tokens, or sees nothing. Arguments as of `way_of`, which
+    gave ``way``."""
+    batch, num_heads, query_len, head_dim = call.query.shape
+    held = held_by(mask)
+    q = call.query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
+    k, v, table = _pools(call.key.transpose(1, 2), call.value.transpose(1, 2), held)
+    made = {} if held is None else held.made
+    requests = made.get((way, k.shape[1]))
+    if requests is None:
+        requests = pin_batch(*_requests(table, query_len, call.key.shape[2], held, way))
+        made[way, k.shape[1]] = requests
+    kind = MaskKind(call.causal) if held is None or held.kind is None else held.kind
     out = paged_attention(
-        q, k, v, *described, max_query_len=longest, causal=causal, window_size=window, **options
+        q,
+        k,
+        v,
+        *requests,
+        max_query_len=1 if way is Way.QUERIES else query_len,
+        causal=kind.causal,
+        window_size=kind.sides,
+        scale=call.scaling,
+        logits_soft_cap=call.softcap,
+        sinks=call.sinks,
     )
-    result: Tensor = out.view(batch, query_len, num_heads, value.shape[-1])
+    result: Tensor = out.view(batch, query_len, num_heads, call.value.shape[-1])
     return result
 
 
-def _pools(k: Tensor, v: Tensor, rows: MaskRows | None) -> tuple[Tensor, Tensor, Tensor]:
+def _pools(k: Tensor, v: Tensor, held: CallMask | None) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values ``[batch, kv_len, num_kv_heads, head_dim(_v)]`` as pools, and each row's blocks.
 
     Blocks are of one token where a row's keys may begin anywhere, and where no usual size divides the length:
     kernels are compiled for each size of blocks. In a trace too, which a size would hold to one length.
     """
-    at_zero = rows is None or rows.starts is None or bool(rows.all_at_zero)
+    at_zero = held is None or held.starts is None or bool(held.all_at_zero)
     if at_zero and not torch.compiler.is_compiling() and k.shape[1] % _LEAST_BLOCK_SIZE == 0:
         return rows_as_pools(k, v, None, k.shape[0])
     begin = torch.arange(k.shape[0], dtype=torch.int32, device=k.device) * k.shape[1]
-    if not at_zero and rows is not None and rows.starts is not None:
-        begin = begin + rows.starts
+    if not at_zero and held is not None and held.starts is not None:
+        begin = begin + held.starts
     return packed_pools(k.flatten(0, 1), v.flatten(0, 1), begin, k.shape[1])
 
 
 def _requests(
-    table: Tensor, query_len: int, kv_len: int, rows: MaskRows | None, way: Way
+    table: Tensor, query_len: int, kv_len: int, held: CallMask | None, way: Way
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Block table, lengths and query starts of the requests that the rows are."""
     batch, device = table.shape[0], table.device
     first = torch.arange(batch + 1, dtype=torch.int32, device=device) * query_len
-    lens = None if rows is None else rows.lens
+    lens = None if held is None else held.lens
     if lens is None:
         lens = torch.full((batch,), kv_len, dtype=torch.int32, device=device)
     if way is Way.ROWS:
@@ -159,13 +151,13 @@ def _requests(
     if way is Way.QUERIES:
         starts = torch.arange(batch * query_len + 1, dtype=torch.int32, device=device)
         return table.repeat_interleave(query_len, 0), lens.repeat_interleave(query_len), starts
-    assert rows is not None and rows.starts is not None
-    none, begin = torch.zeros_like(lens), first[:-1] + rows.starts
+    assert held is not None and held.starts is not None
+    none, begin = torch.zeros_like(lens), first[:-1] + held.starts
     ends, own = [begin + lens, first[1:]], [lens, none]
-    if rows.all_at_zero is not True:
+    if held.all_at_zero is not True:
         # Of the padding in front, as many positions as there are keys see them; queries must not be more.
-        ends = [first[:-1] + torch.minimum(rows.starts, lens), begin, *ends]
-        own = [none if rows.causal else lens, none, *own]
+        ends = [first[:-1] + torch.minimum(held.starts, lens), begin, *ends]
+        own = [none if held.kind == MaskKind() else lens, none, *own]
     ends_of_all = torch.stack(ends, 1).flatten()
     return (
         table.repeat_interleave(len(own), 0),

@@ -13,7 +13,8 @@
     attention = MLAAttention(128, 128, 64, 128, kv_lora_rank=512)
     out = attention(query, kv_c, k_pe, cache[layer], metadata)
 
-A backend that can't do what a layer needs is refused where the layer is made.
+`CrossMetadata` is what ``rows.cross`` gives; `encoder_metadata` makes a batch of whole sequences. A backend
+that can't do what a layer needs is refused where the layer is made.
 """
 
 from torchpaged.layers.attention_type import AttentionType

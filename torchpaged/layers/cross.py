@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchpaged.attention import PagedAttention
+from torchpaged.backends.spec import BY_POSITION
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.layers.attention_type import AttentionType
@@ -39,15 +39,7 @@ class CrossAttention(PagedAttention):
         scale: float | None = None,
         **options: Any,
     ) -> None:
-        for name in (
-            "window_size",
-            "alibi_slopes",
-            "chunk_size",
-            "causal",
-            "tree_mask",
-            "score_mod",
-            "mask_mod",
-        ):
+        for name in BY_POSITION:
             if name in options:
                 raise ArgumentError(
                     name,
@@ -91,19 +83,18 @@ class CrossAttention(PagedAttention):
                 type(metadata).__name__,
                 "build it with rows.cross(query_lens)",
             )
-        if not torch.compiler.is_compiling():
-            if key is not None and metadata.written is None:
-                raise ArgumentError(
-                    "metadata",
-                    "where the encoder's tokens go, since keys are given",
-                    "written=None",
-                    "build it with rows.cross(query_lens, written=rows.append(encoder_lens))",
-                )
-            if key is None and metadata.written is not None:
-                raise ArgumentError(
-                    "key",
-                    "the encoder's keys, since the metadata says that they are written",
-                    "None",
-                    "give keys, or build the metadata without written",
-                )
+        if key is not None and metadata.written is None:
+            raise ArgumentError(
+                "metadata",
+                "where the encoder's tokens go, since keys are given",
+                "written=None",
+                "build it with rows.cross(query_lens, written=rows.append(encoder_lens))",
+            )
+        if key is None and metadata.written is not None:
+            raise ArgumentError(
+                "key",
+                "the encoder's keys, since the metadata says that they are written",
+                "None",
+                "give keys, or build the metadata without written",
+            )
         return super().forward(query, key, value, kv_cache, metadata.attention, out=out)

@@ -71,8 +71,7 @@ class EncoderOnlyAttention(PagedAttention):
         Raises:
             ArgumentError: shapes, dtypes, devices or lengths don't fit.
         """
-        if not torch.compiler.is_compiling():
-            check_tensors(query=query, key=key, value=value)
+        check_tensors(query=query, key=key, value=value)
         check_rows("key", key, self.num_kv_heads, self.head_dim)
         check_rows("value", value, self.num_kv_heads, self.head_dim_v)
         k = key.reshape(-1, 1, self.num_kv_heads, self.head_dim)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchpaged.backends import Choice, attention_spec, select_backend
 from torchpaged.backends.fit import check_rows, require_block_size
-from torchpaged.cache import LayerLatentCache
+from torchpaged.cache.latent import LayerLatentCache
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import (
     check_is_dtype,
@@ -169,27 +169,19 @@ class MLAAttention(nn.Module):
                 "pass cache[layer] of a PagedKVCache",
             )
         weight, width = self.kv_b_proj.weight, self.qk_nope_head_dim + self.qk_rope_head_dim
-        if not torch.compiler.is_compiling():
-            check_tensors(query=query)
-            if kv_c is not None:
-                check_tensors(kv_c=kv_c, k_pe=k_pe)
+        check_tensors(query=query)
         # the projection's half for keys would get no gradient
         refuse_grad(query=query, kv_c=kv_c, k_pe=k_pe, **{"kv_b_proj.weight": weight})
-        if not torch.compiler.is_compiling() and (weight.device, weight.dtype) != self._chosen_for:
+        eager = not torch.compiler.is_compiling()
+        if eager and (weight.device, weight.dtype) != self._chosen_for:
             self._choose()  # loaders replace tensors one by one
         check_rows("query", query, self.num_heads, width)
-        if kv_c is not None and k_pe is not None:
-            check_rows("kv_c", kv_c, self.kv_lora_rank)
-            check_rows("k_pe", k_pe, self.qk_rope_head_dim)
         require_block_size(pool, metadata, self.block_size)
-        if metadata.tree_mask is not None:
-            raise ArgumentError("metadata", "no tree_mask: mla_attention takes none", "one with a tree_mask")
-        up_keys, up_values = weight.view(self.num_heads, -1, self.kv_lora_rank).split(
-            [self.qk_nope_head_dim, self.v_head_dim], dim=1
-        )
-        q = query.reshape(-1, self.num_heads, width)
-        nope, rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        absorbed = torch.cat((torch.einsum("thn,hnr->thr", nope, up_keys), rope), dim=-1)
+        for feature in metadata.features:
+            raise ArgumentError(
+                "metadata", f"no {feature}: mla_attention takes none", f"one with a {feature}"
+            )
+        absorbed, up_values = self._absorbed(query.reshape(-1, self.num_heads, width), weight)
         out = absorbed.new_empty(absorbed.shape[0], self.num_heads, self.kv_lora_rank)
         batch = (metadata.block_table, metadata.seq_lens, metadata.query_start_loc)
         attend = (absorbed, pool, *batch, out)
@@ -199,7 +191,7 @@ class MLAAttention(nn.Module):
             "causal": self.causal,
         }
         write = self._to_write(kv_c, k_pe, pool, metadata)
-        if not torch.compiler.is_compiling():  # both calls are checked before the first one writes
+        if eager:  # both calls are checked before the first one writes
             if write is not None:
                 check_write_latent(*write)
             check_mla_attention(LatentCall.of(*attend, **options))
@@ -209,21 +201,26 @@ class MLAAttention(nn.Module):
         values = torch.einsum("thr,hvr->thv", out, up_values)
         return values.view(*query.shape[:-1], self.v_head_dim)
 
+    def _absorbed(self, q: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries ``[T, num_heads, kv_lora_rank + qk_rope_head_dim]`` over latents, and the projection's half
+        for values."""
+        up_keys, up_values = weight.view(self.num_heads, -1, self.kv_lora_rank).split(
+            [self.qk_nope_head_dim, self.v_head_dim], dim=1
+        )
+        nope, rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        return torch.cat((torch.einsum("thn,hnr->thr", nope, up_keys), rope), dim=-1), up_values
+
     def _to_write(
         self, kv_c: Tensor | None, k_pe: Tensor | None, pool: Tensor, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
         """The arguments of ``write_latent``."""
         if kv_c is None or k_pe is None:
             return None
-        if metadata.slot_mapping is None:
-            raise ArgumentError(
-                "metadata",
-                "a slot_mapping, since latents are written",
-                "None",
-                "or pass kv_c=None, k_pe=None",
-            )
+        check_tensors(kv_c=kv_c, k_pe=k_pe)
+        check_rows("kv_c", kv_c, self.kv_lora_rank)
+        check_rows("k_pe", k_pe, self.qk_rope_head_dim)
         latents = kv_c.reshape(-1, self.kv_lora_rank), k_pe.reshape(-1, self.qk_rope_head_dim)
-        return *latents, pool, metadata.slot_mapping
+        return *latents, pool, metadata.slots_of("latents", "kv_c=None, k_pe=None")
 
     def extra_repr(self) -> str:
         """Sizes and the backend."""

@@ -5,23 +5,15 @@ slots.py     where the token at a position lies, on the host and on the device
 checks.py    what a batch of host lists must keep to
 host.py      host numbers on their way to the device
 tree.py      trees of draft tokens as words of bits
-batch.py     `AttentionMetadata`, of all these
+batch.py     `AttentionMetadata`, of all these; `HostLengths`: its lengths where the host knows them
 encoder.py   batches of encoders, and of cross attention
 """
 
 from torchpaged.metadata.batch import AttentionMetadata, HostLengths
-from torchpaged.metadata.checks import count, integers
 from torchpaged.metadata.encoder import encoder_metadata
-from torchpaged.metadata.slots import slots_at
-from torchpaged.metadata.tree import tree_mask_from_parents, tree_token_positions
 
 __all__ = [
     "AttentionMetadata",
     "HostLengths",
-    "count",
     "encoder_metadata",
-    "integers",
-    "slots_at",
-    "tree_mask_from_parents",
-    "tree_token_positions",
 ]

@@ -10,7 +10,6 @@ of static buffers (graphs/).
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -21,11 +20,9 @@ from torch import Tensor
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata.checks import check_batch
-from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchSizes
-from torchpaged.metadata.host import host_block_table, to_device
+from torchpaged.metadata.fields import ALL_METADATA_FIELDS, FIELDS, BatchSizes
+from torchpaged.metadata.host import host_block_table, host_numbers, to_device
 from torchpaged.metadata.parts import PartCounts, count_parts, first_prefill, known_query_lens
-from torchpaged.metadata.slots import slots_between
-from torchpaged.metadata.tree import depths_of, known_trees, words_of
 
 
 @dataclass
@@ -50,9 +47,9 @@ class AttentionMetadata:
         tree_mask: ``[num_tokens]`` int64, bit j of a token's word: it sees query token j of its request, one
             before it, as `torchpaged.tree_mask_from_parents` gives it. None: every query token sees all those
             before it.
-        prefixes: a `torchpaged.prefixes.StepPrefixes`: groups of requests whose first blocks are the same
-            ones, read once for a group by layers that can. None: each request is read alone. The batch's
-            parts and copies elsewhere have none.
+        prefixes: a `torchpaged.prefixes.buffers.StepPrefixes`: groups of requests whose first blocks are the
+            same ones, read once for a group by layers that can. None: each request is read alone. The
+            batch's parts and copies elsewhere have none.
     """
 
     block_table: Tensor
@@ -81,6 +78,32 @@ class AttentionMetadata:
                 "attention alone"
             )
         return self.slot_mapping.shape[0]
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """What the batch itself asks of a backend: names in `torchpaged.backends.FEATURES`."""
+        return () if self.tree_mask is None else ("tree_mask",)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of its tensors that are there, by their names in `FIELDS`."""
+        held = {name: getattr(self, name) for name in ALL_METADATA_FIELDS}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
+    def slots_of(self, written: str, unwritten: str) -> Tensor:
+        """``slot_mapping``, where there is one.
+
+        Args:
+            written: what is to be written, for the message.
+            unwritten: how a caller says that nothing is.
+
+        Raises:
+            ArgumentError: this batch describes attention alone.
+        """
+        if self.slot_mapping is None:
+            raise ArgumentError(
+                "metadata", f"a slot_mapping, since {written} are written", "None", f"or pass {unwritten}"
+            )
+        return self.slot_mapping
 
     def _parts(self) -> PartCounts:
         return count_parts(self.query_lens, self.num_reqs)
@@ -129,18 +152,16 @@ class AttentionMetadata:
     def _rows(self, start: int, end: int, first_token: int, last_token: int) -> AttentionMetadata:
         """The batch of some of the rows, whose tokens are these; ``query_lens`` are known."""
         lens = known_query_lens(self.query_lens, self.num_reqs)[start:end]
-        starts, tokens = self.query_start_loc[start : end + 1], slice(first_token, last_token)
-        return AttentionMetadata(
-            self.block_table[start:end],
-            self.seq_lens[start:end],
-            starts - first_token if first_token else starts,
-            None if self.slot_mapping is None else self.slot_mapping[tokens],
-            None if self.positions is None else self.positions[tokens],
-            self.max_query_len if max(lens) > 1 else 1,
-            self.block_size,
-            lens,
-            None if self.tree_mask is None else self.tree_mask[tokens],
-        )
+        cuts = {
+            "num_reqs": slice(start, end),
+            "num_reqs + 1": slice(start, end + 1),
+            "num_tokens": slice(first_token, last_token),
+        }
+        fields: Any = {name: x[cuts[FIELDS[name].axes[0]]] for name, x in self.tensors().items()}
+        if first_token:
+            fields["query_start_loc"] = fields["query_start_loc"] - first_token
+        most = self.max_query_len if max(lens) > 1 else 1
+        return replace(self, **fields, max_query_len=most, query_lens=lens, prefixes=None)
 
     def decodes_after(self, unfinished: Sequence[int] = ()) -> AttentionMetadata:
         """The buffers of the decode step that follows this one, for `torchpaged.advance_step` to fill: a row
@@ -180,10 +201,7 @@ class AttentionMetadata:
 
     def to(self, device: torch.device | str) -> AttentionMetadata:
         """The same batch on ``device``; copies from pinned memory do not block."""
-        held = {name: getattr(self, name) for name in (*METADATA_FIELDS, "tree_mask")}
-        moved: dict[str, Any] = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in held.items() if tensor is not None
-        }
+        moved: Any = {name: x.to(device, non_blocking=True) for name, x in self.tensors().items()}
         return replace(self, **moved, prefixes=None)
 
     @classmethod
@@ -192,7 +210,7 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """The batch that the first requests and tokens of static ``tensors`` hold, a ``tree_mask`` among them
         or not; slices, no copies."""
-        names = (*METADATA_FIELDS, "tree_mask") if "tree_mask" in tensors else METADATA_FIELDS
+        names = [name for name in ALL_METADATA_FIELDS if name in tensors]
         fields: Any = {name: FIELDS[name].view(tensors[name], sizes) for name in names}
         return cls(**fields, max_query_len=max_query_len, block_size=block_size)
 
@@ -248,7 +266,7 @@ class AttentionMetadata:
         check_batch(query_lens, seq_lens, block_tables, block_size, num_blocks)
         limits = {"max_query_len": max_query_len, "max_blocks_per_req": max_blocks_per_req}
         check_sizes(**{name: limit for name, limit in limits.items() if limit is not None})
-        trees = None if tree_parents is None else known_trees(tree_parents, query_lens, seq_lens)
+        numbers = host_numbers(query_lens, seq_lens, block_tables, block_size, tree_parents)
         longest = max(1, *query_lens, 1)
         if max_query_len is not None and max_query_len < longest:
             raise ArgumentError(
@@ -261,29 +279,9 @@ class AttentionMetadata:
                     "block_tables", f"at most {max_blocks_per_req} blocks per request", str(width)
                 )
             width = max_blocks_per_req
-        slots: list[int] = []
-        positions: list[int] = []
-        for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
-            slots += slots_between(seq_len - query_len, seq_len, blocks, block_size)
-            positions += [max(position, 0) for position in range(seq_len - query_len, seq_len)]
-        if trees is not None:
-            contexts = [seq_len - query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
-            positions = [
-                context + depth
-                for context, parents in zip(contexts, trees, strict=True)
-                for depth in depths_of(parents)
-            ]
         pin = torch.device(device).type == "cuda"  # a copy from other memory waits for everything before it
-        numbers = {
-            "seq_lens": seq_lens,
-            "query_start_loc": [0, *itertools.accumulate(query_lens)],
-            "slot_mapping": slots,
-            "positions": positions,
-        }
-        if trees is not None:
-            numbers["tree_mask"] = [word for parents in trees for word in words_of(parents)]
         fields: Any = {
-            name: to_device(list(values), FIELDS[name].dtype, device) for name, values in numbers.items()
+            name: to_device(values, FIELDS[name].dtype, device) for name, values in numbers.items()
         }
         return cls(
             host_block_table(block_tables, len(seq_lens), width, pin).to(device, non_blocking=True),

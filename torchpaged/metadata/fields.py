@@ -63,7 +63,7 @@ class BatchField(NamedTuple):
 
 
 #: The tensors of a batch: those of `AttentionMetadata`, in its order, and what else a step takes. Every
-#: batch has those of `METADATA_FIELDS`; ``tree_mask`` only one with trees.
+#: batch has those of `METADATA_FIELDS`; those of `TREE_FIELDS` only one with trees.
 FIELDS = {
     field.name: field
     for field in (
@@ -78,6 +78,8 @@ FIELDS = {
     )
 }
 METADATA_FIELDS = ("block_table", "seq_lens", "query_start_loc", "slot_mapping", "positions")
+TREE_FIELDS = ("tree_mask",)
+ALL_METADATA_FIELDS = (*METADATA_FIELDS, *TREE_FIELDS)
 
 
 def make_batch_tensors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.metadata.fields import FIELDS
+from torchpaged.metadata.slots import slots_between
+from torchpaged.metadata.tree import tree_numbers
 
 
 def to_device(
@@ -21,6 +24,32 @@ def to_device(
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda", device="cpu").to(
         device, non_blocking=True
     )
+
+
+def host_numbers(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    block_size: int,
+    tree_parents: Sequence[Sequence[int] | None] | None = None,
+) -> dict[str, list[int]]:
+    """What the tensors of a batch hold but for the block table, by their names in `FIELDS`; arguments as of
+    `torchpaged.AttentionMetadata.from_lists`. Positions below 0 become 0.
+
+    Raises:
+        ArgumentError: what is given as trees is none; lengths and blocks are checked before.
+    """
+    contexts = [seq_len - query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
+    slots: list[int] = []
+    positions: list[int] = []
+    for context, seq_len, blocks in zip(contexts, seq_lens, block_tables, strict=True):
+        slots += slots_between(context, seq_len, blocks, block_size)
+        positions += range(context, seq_len) if context >= 0 else [max(p, 0) for p in range(context, seq_len)]
+    starts = [0, *itertools.accumulate(query_lens)]
+    numbers = {"seq_lens": list(seq_lens), "query_start_loc": starts, "slot_mapping": slots}
+    if tree_parents is None:
+        return numbers | {"positions": positions}
+    return numbers | tree_numbers(tree_parents, query_lens, seq_lens)
 
 
 def host_block_table(

@@ -206,3 +206,17 @@ def known_trees(
             )
         words_of(trees[-1])  # refuses what is no tree
     return trees
+
+
+def tree_numbers(
+    tree_parents: Sequence[Sequence[int] | None], query_lens: Sequence[int], seq_lens: Sequence[int]
+) -> dict[str, list[int]]:
+    """What a batch of trees has in place of a chain's numbers, by name; arguments and errors as of
+    `known_trees`."""
+    trees = known_trees(tree_parents, query_lens, seq_lens)
+    contexts = [seq_len - query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
+    of_branches = zip(contexts, map(depths_of, trees), strict=True)
+    return {
+        "positions": [context + depth for context, depths in of_branches for depth in depths],
+        "tree_mask": [word for parents in trees for word in words_of(parents)],
+    }

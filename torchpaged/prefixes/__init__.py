@@ -8,7 +8,7 @@
 
 `AutomaticPrefixes` does the host's part where it pays (costs.py), for `torchpaged.graphs.DecodeGraphRunner`
 and the engine; `RowPrefixes` does it for a cache whose rows keep their places. Both, and `SharedPrefixes`,
-give a batch its prefixes by ``prepare(metadata)``; layers then call
+give a batch its prefixes by ``prepare(metadata)``; a group is a `PrefixGroup`; layers then call
 `attend_with_prefixes`. `PrefixTree` finds by their
 tokens the blocks that requests can share.
 
@@ -18,7 +18,7 @@ Every launch depends on sizes alone, so that one graph serves all lengths and al
 
 from torchpaged.prefixes.attention import cascade_attention
 from torchpaged.prefixes.automatic import AutomaticPrefixes
-from torchpaged.prefixes.buffers import SharedPrefixes, StepPrefixes
+from torchpaged.prefixes.buffers import SharedPrefixes
 from torchpaged.prefixes.costs import CascadeCosts
 from torchpaged.prefixes.groups import PrefixGroup, find_prefix_groups
 from torchpaged.prefixes.tree import PrefixTree
@@ -29,7 +29,6 @@ __all__ = [
     "PrefixGroup",
     "PrefixTree",
     "SharedPrefixes",
-    "StepPrefixes",
     "cascade_attention",
     "find_prefix_groups",
 ]

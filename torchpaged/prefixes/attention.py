@@ -12,6 +12,7 @@ from torch import Tensor
 from torchpaged.backends import AttentionSpec, Session
 from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.backends.choose.kind import Kind
+from torchpaged.backends.spec import BATCH_FEATURES
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
@@ -34,7 +35,7 @@ def can_read_once(spec: AttentionSpec, session: Session) -> bool:
         return False
     if "mods" in session.workspace(spec):
         return False
-    uses = (spec.uses | {"lse"}) - {"tree_mask"}
+    uses = (spec.uses | {"lse"}) - BATCH_FEATURES
     passes = replace(spec, uses=uses - {"sinks"}, causal=False), replace(spec, uses=uses)
     return not any(session.capabilities.reject(one) for one in passes)
 
@@ -140,7 +141,7 @@ def _ops_of_one_call(call: AttentionCall, ops: BackendOps | None) -> BackendOps 
     kind = Kind.of(call)
     if call.lse is None:  # two passes need it of each other
         kind = kind._replace(given=(*kind.given, "lse"))
-    found = choose_ops(call.q.device, kind, ops)
+    found = choose_ops(kind, ops)
     return found if _has_op(found, call.q.device) else None
 
 

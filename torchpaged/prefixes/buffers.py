@@ -101,26 +101,10 @@ class SharedPrefixes:
             ArgumentError: more groups, requests or tokens than there is room for, a request in two groups, or
                 one whose blocks are not its group's, or not before its queries; nothing is written then.
         """
+        shared = self._check(groups, block_tables, query_lens, seq_lens)
         num_groups, width = self.block_table.shape
         num_reqs, num_tokens = self.shift.shape[0], self.order.shape[0]
         members = [row for group in groups for row in group.rows]
-        for name, count, room in (
-            ("groups", len(groups), num_groups),
-            ("query_lens", len(query_lens), num_reqs),
-            ("query_lens", sum(query_lens), num_tokens),
-            ("groups", max((group.num_blocks for group in groups), default=0), width),
-        ):
-            if count > room:
-                raise ArgumentError(name, f"at most {room}, for which the buffers were made", str(count))
-        for name, lists in (("block_tables", block_tables), ("seq_lens", seq_lens)):
-            if len(lists) != len(query_lens):
-                raise ArgumentError(name, f"one for each of {len(query_lens)} requests", str(len(lists)))
-        if len(set(members)) != len(members) or any(not 0 <= row < len(query_lens) for row in members):
-            raise ArgumentError("groups", f"each of {len(query_lens)} requests at most once", str(members))
-        shared = [list(block_tables[group.rows[0]][: group.num_blocks]) for group in groups]
-        for group, blocks in zip(groups, shared, strict=True):
-            _check_group(group, blocks, block_tables, query_lens, self.block_size)
-            _check_lens(group, query_lens, seq_lens, self.block_size)
         starts = [0, *itertools.accumulate(query_lens)]
         tokens = [token for row in members for token in range(starts[row], starts[row + 1])]
         order = tokens + sorted(set(range(num_tokens)) - set(tokens))
@@ -145,6 +129,35 @@ class SharedPrefixes:
         ):
             buffer.copy_(to_device(numbers, buffer.dtype, device))
         self.query_lens = tuple(query_lens)
+
+    def _check(
+        self,
+        groups: Sequence[PrefixGroup],
+        block_tables: Sequence[Sequence[int]],
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+    ) -> list[list[int]]:
+        """Refuse what `set` can't write; the blocks of each group."""
+        num_groups, width = self.block_table.shape
+        num_reqs, num_tokens = self.shift.shape[0], self.order.shape[0]
+        members = [row for group in groups for row in group.rows]
+        for name, count, room in (
+            ("groups", len(groups), num_groups),
+            ("query_lens", len(query_lens), num_reqs),
+            ("query_lens", sum(query_lens), num_tokens),
+            ("groups", max((group.num_blocks for group in groups), default=0), width),
+        ):
+            if count > room:
+                raise ArgumentError(name, f"at most {room}, for which the buffers were made", str(count))
+        for name, lists in (("block_tables", block_tables), ("seq_lens", seq_lens)):
+            if len(lists) != len(query_lens):
+                raise ArgumentError(name, f"one for each of {len(query_lens)} requests", str(len(lists)))
+        if len(set(members)) != len(members) or any(not 0 <= row < len(query_lens) for row in members):
+            raise ArgumentError("groups", f"each of {len(query_lens)} requests at most once", str(members))
+        shared = [list(block_tables[group.rows[0]][: group.num_blocks]) for group in groups]
+        for group, blocks in zip(groups, shared, strict=True):
+            _check_group(group, blocks, block_tables, query_lens, seq_lens, self.block_size)
+        return shared
 
     def prepare(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The batch with these groups, for layers of `torchpaged.PagedAttention`; computed on the device, so
@@ -190,33 +203,29 @@ def _check_group(
     blocks: list[int],
     block_tables: Sequence[Sequence[int]],
     query_lens: Sequence[int],
+    seq_lens: Sequence[int],
     block_size: int,
 ) -> None:
+    room, tokens = group.num_blocks * block_size, sum(query_lens[row] for row in group.rows)
     for row in group.rows:
         if list(block_tables[row][: group.num_blocks]) != blocks or len(blocks) < group.num_blocks:
             raise ArgumentError(
                 "groups", f"requests of the same first {group.num_blocks} blocks", f"row {row}"
             )
-    tokens = sum(query_lens[row] for row in group.rows)
-    if tokens > group.num_blocks * block_size:
+    if tokens > room:
         raise ArgumentError(
             "groups",
-            f"at most as many query tokens as the prefix has ({group.num_blocks * block_size})",
+            f"at most as many query tokens as the prefix has ({room})",
             str(tokens),
             "split the group, as find_prefix_groups does",
         )
-
-
-def _check_lens(
-    group: PrefixGroup, query_lens: Sequence[int], seq_lens: Sequence[int], block_size: int
-) -> None:
     for row in group.rows:
         context = seq_lens[row] - query_lens[row]
-        if context < group.num_blocks * block_size:
+        if context < room:
             raise ArgumentError(
                 "groups",
                 f"prefixes before the queries of their requests: row {row} has {context} tokens there",
-                f"one of {group.num_blocks * block_size}",
+                f"one of {room}",
                 "find the groups anew after tokens were taken back",
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -90,19 +91,14 @@ def _shared(
 ) -> int:
     """How many blocks all of these rows share, ``depth`` of them known. Slices are compared: rows are
     long."""
-    limit = min(shareable[row] for row in rows)
-    first = list(tables[rows[0]][:limit])
+    limit, first = min(shareable[row] for row in rows), tables[rows[0]]
     for row in rows[1:]:
-        other = list(tables[row][:limit])
-        low, high = depth, limit  # the first ``low`` are shared; more than ``high`` are not
-        while low < high:
-            middle = (low + high + 1) // 2
-            if other[low:middle] == first[low:middle]:
-                low = middle
-            else:
-                high = middle - 1
-        limit = low
-        first = first[:limit]
+        other, known = tables[row], depth
+
+        def differs(place: int, other: Sequence[int] = other, known: int = known) -> bool:
+            return list(other[known : place + 1]) != list(first[known : place + 1])
+
+        limit = bisect.bisect_left(range(limit), True, lo=known, key=differs)
     return limit
 
 

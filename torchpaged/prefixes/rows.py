@@ -41,24 +41,13 @@ class Rows(Protocol):
     blocks_per_row: int
 
 
-class Layer(Protocol):
-    """A layer of the cache.
-
-    Attributes:
-        spec: what it asks of attention; None until that is known.
-        reads_once: whether it `can_read_once`.
-    """
-
-    spec: AttentionSpec | None
-    reads_once: bool
-
-
 class RowPrefixes:
     """The groups of one cache's rows.
 
     Args:
         rows: the rows.
-        layers: the cache's paged layers: those that can read prefixes once do.
+        layers: the cache's paged layers, whose ``spec`` says what each asks of attention, None until that is
+            known, and ``reads_once`` whether it `can_read_once`: those that can do.
         cascade: True: where it pays by the device's own `CascadeCosts`; False: never; or those costs.
 
     Attributes:
@@ -68,7 +57,7 @@ class RowPrefixes:
         ArgumentError: another ``cascade``.
     """
 
-    def __init__(self, rows: Rows, layers: Sequence[Layer], cascade: bool | CascadeCosts) -> None:
+    def __init__(self, rows: Rows, layers: Sequence[Any], cascade: bool | CascadeCosts) -> None:
         check_cascade(cascade)
         self._rows, self._layers, self._cascade = rows, layers, cascade
         self._made_for: AttentionSpec | None = None

@@ -38,18 +38,6 @@ class ProfilingUnavailableError(TorchpagedError, RuntimeError):
     """Ranges were asked for and can't be had; the message says why and what to do."""
 
 
-class _Nothing:
-    """The range of a process that is not profiled."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
 class _Range:
     """One range, closed wherever it was opened, even if profiling ends in between."""
 
@@ -75,7 +63,7 @@ class _Range:
             self._domain.pop_range()
 
 
-NOTHING = _Nothing()
+NOTHING = contextlib.nullcontext()
 _domain: Any = None  # the nvtx domain while NVTX ranges are on
 _traces = 0  # blocks of `recorded` that are open
 _on = False  # either of them

@@ -9,19 +9,15 @@
     check_graph_support(MY_BACKEND)  # it holds what it declares, or an AssertionError says what it does hold
     check_batch_invariance(MY_BACKEND)  # a request has the same bits in every batch, or an AssertionError
 
-``graph_conformance`` has the proof of a declared graph support.
-Nothing in the library imports this package.
+`BATCH_SPECS` and `ATTENTION_VARIANTS` are what is run, a `BatchSpec` of your own makes another `Batch`;
+`assert_within_budget` is the tolerance. `conformance_checks` gives the checks one by one; `SURROUNDINGS` are
+the batches that `check_batch_invariance` puts a request into. Nothing in the library imports this package.
 """
 
-from torchpaged.testing.batch_invariance import (
-    COMPANIES,
-    BatchInvarianceReport,
-    Company,
-    check_batch_invariance,
-)
+from torchpaged.testing.batch_invariance import SURROUNDINGS, check_batch_invariance
 from torchpaged.testing.batches import BATCH_SPECS, Batch, BatchSpec, make_batch
-from torchpaged.testing.conformance import Check, ConformanceReport, check_conformance, conformance_checks
-from torchpaged.testing.graph_support import GraphSupportReport, check_graph_support
+from torchpaged.testing.conformance import check_conformance, conformance_checks
+from torchpaged.testing.graph_support import check_graph_support
 from torchpaged.testing.oracle import (
     ATTENTION_VARIANTS,
     assert_attention_close,
@@ -33,14 +29,9 @@ from torchpaged.testing.oracle import (
 __all__ = [
     "ATTENTION_VARIANTS",
     "BATCH_SPECS",
-    "COMPANIES",
+    "SURROUNDINGS",
     "Batch",
-    "BatchInvarianceReport",
     "BatchSpec",
-    "Check",
-    "Company",
-    "ConformanceReport",
-    "GraphSupportReport",
     "assert_attention_close",
     "assert_within_budget",
     "check_batch_invariance",

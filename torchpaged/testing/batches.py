@@ -7,6 +7,7 @@ offsets): pools.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,6 +88,22 @@ class Batch:
         }
         return replace(self, **moved, extras={name: move(value) for name, value in self.extras.items()})
 
+    def outputs(self, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+        """NaN to write into, so that what is not written shows: of q's dtype, bfloat16 where that is fp8, and
+        the log-sum-exps."""
+        shape = (*self.q.shape[:2], self.v_cache.shape[-1])
+        dtype = torch.bfloat16 if self.q.dtype in FP8_DTYPES else self.q.dtype
+        out = torch.full(shape, float("nan"), dtype=dtype, device=self.q.device)
+        if not lse:
+            return out, None
+        return out, torch.full(shape[:2], float("nan"), dtype=torch.float32, device=self.q.device)
+
+    def arguments(self, out: Tensor, lse: Tensor | None, **options: Any) -> tuple[Any, ...]:
+        """Those of ``paged_attention`` up to ``lse``, and the dictionary of the others."""
+        tensors = (self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc)
+        named = {"max_query_len": self.max_query_len, "scale": self.scale, **self.extras, **options}
+        return (*tensors, out, lse), named
+
 
 @on_host
 def make_batch(
@@ -142,7 +159,6 @@ def make_batch(
     """
     generator = torch.Generator().manual_seed(seed)
     head_dim_v, kv_dtype = head_dim if head_dim_v is None else head_dim_v, kv_dtype or dtype
-    layout = layout or PoolLayout(heads_first=heads_first)
     used = [-(-max(n, 0) // block_size) for n in spec.seq_lens]
     columns = max(1, *used, 1) + extra_columns if columns is None else columns
     num_blocks = sum(used) + 4 if num_blocks is None else num_blocks
@@ -158,28 +174,13 @@ def make_batch(
             f"scales: expected 'none', or 'one' or 'per_head' for an fp8 pool, got {scales!r} for {kv_dtype}"
         )
     ids = torch.randperm(num_blocks - 1, generator=generator) + 1  # block 0 is the null block
-    num_reqs = len(spec.seq_lens) + spec.padded_reqs
-    block_table = torch.full((num_reqs, columns), GARBAGE, dtype=torch.int32)
-    # numbers can't be put into an fp8 tensor by index
-    written = torch.float32 if kv_dtype in FP8_DTYPES else kv_dtype
-    k_cache, v_cache = (
-        paged_pool(num_blocks, block_size, num_kv_heads, w, written, layout) for w in (head_dim, head_dim_v)
-    )
-    taken = 0
-    for row, length in enumerate(max(n, 0) for n in spec.seq_lens):
-        blocks = ids[taken : taken + used[row]]
-        taken += used[row]
+    block_table = torch.full((len(spec.seq_lens) + spec.padded_reqs, columns), GARBAGE, dtype=torch.int32)
+    for row, blocks in enumerate(ids[: sum(used)].split(used)):
         block_table[row, : used[row]] = blocks.int()
-        position = torch.arange(length)
-        where = (blocks[position // block_size], position % block_size)
-        k_cache[where] = torch.randn(
-            length, num_kv_heads, head_dim, generator=generator, dtype=torch.float32
-        ).to(written)
-        v_cache[where] = torch.randn(
-            length, num_kv_heads, head_dim_v, generator=generator, dtype=torch.float32
-        ).to(written)
-    if kv_dtype != written:
-        k_cache, v_cache = (clone_storage(cache, dtype=kv_dtype) for cache in (k_cache, v_cache))
+    layout, sizes = layout or PoolLayout(heads_first=heads_first), (num_blocks, block_size, num_kv_heads)
+    k_cache, v_cache = _filled_pools(
+        spec.seq_lens, block_table, sizes, (head_dim, head_dim_v), kv_dtype, layout, generator
+    )
     starts = torch.tensor([0, *spec.query_lens, *[0] * spec.padded_reqs]).cumsum(0).int()
     num_tokens = int(starts[-1]) + spec.padded_tokens
     head_stride = head_dim + q_padding[1]
@@ -195,14 +196,9 @@ def make_batch(
         extras["sinks"] = torch.randn(num_heads, generator=generator, dtype=torch.float32).to(dtype)
     if alibi:
         extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads, dtype=torch.float32)
-    if scales != "none":
-        for name in ("k_scale", "v_scale"):
-            extras[name] = (
-                torch.rand(
-                    num_kv_heads if scales == "per_head" else 1, generator=generator, dtype=torch.float32
-                )
-                + 0.25
-            )
+    for name in ("k_scale", "v_scale") if scales != "none" else ():
+        count = num_kv_heads if scales == "per_head" else 1
+        extras[name] = torch.rand(count, generator=generator, dtype=torch.float32) + 0.25
     return Batch(
         spec,
         q,
@@ -215,3 +211,25 @@ def make_batch(
         head_dim**-0.5 if scale is None else scale,
         extras,
     ).to(device)
+
+
+def _filled_pools(
+    seq_lens: Sequence[int],
+    block_table: Tensor,
+    sizes: tuple[int, int, int],
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    layout: PoolLayout,
+    generator: torch.Generator,
+) -> list[Tensor]:
+    """Pools of keys and values of these widths, random where the requests' tokens lie and NaN elsewhere."""
+    # numbers can't be put into an fp8 tensor by index
+    written = torch.float32 if dtype in FP8_DTYPES else dtype
+    pools = [paged_pool(*sizes, width, written, layout) for width in widths]
+    for row, length in enumerate(max(n, 0) for n in seq_lens):
+        position = torch.arange(length)
+        where = (block_table[row, position // sizes[1]].long(), position % sizes[1])
+        for pool, width in zip(pools, widths, strict=True):
+            numbers = torch.randn(length, sizes[2], width, generator=generator, dtype=torch.float32)
+            pool[where] = numbers.to(written)
+    return pools if dtype == written else [clone_storage(pool, dtype=dtype) for pool in pools]

@@ -14,25 +14,19 @@ other lengths are right is `check_graph_support`'s.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchpaged.backends import (
-    AttentionSpec,
-    Backend,
-    GraphSupport,
-    HostLengths,
-    Limits,
-    Session,
-    attention_spec,
-)
+from torchpaged.backends import Backend
 from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
-from torchpaged.graphs import CaptureBackend, CudaCapture, TapeCapture
+from torchpaged.graphs import CaptureBackend
+from torchpaged.testing.attempt import Attempt, capture_of, device_of, graph_support_for, spec_of_call
 from torchpaged.testing.batches import BATCH_SPECS, Batch, make_batch
-from torchpaged.testing.graph_conformance import PlannedTensors
 from torchpaged.testing.oracle import ATTENTION_VARIANTS, assert_attention_close
 
 MODES = ("eager", "compiled", "captured")
@@ -117,64 +111,22 @@ def conformance_checks(
         compiler: of `torch.compile`.
         shape: further arguments of `make_batch` for all batches: ``num_heads``, ``head_dim``, ``dtype`` ...
     """
-    if device is None:
-        on_gpu = torch.cuda.is_available() and "cuda" in backend.capabilities.device_types
-        device = "cuda" if on_gpu else "cpu"
-    device = torch.device(device)
-    graphs: CaptureBackend = capture or (CudaCapture(device) if device.type == "cuda" else TapeCapture())
-    for mode in modes:
-        for name in batches:
-            if mode == "captured" and _level(name) > backend.capabilities.graph_support:
-                continue
-            for variant, options in variants.items():
-                for extra, given in extras.items():
-                    for with_lse in lse:
+    where = device_of(backend, device)
+    graphs = capture_of(where, capture)
 
-                        def run(
-                            mode: str = mode,
-                            name: str = name,
-                            options: dict[str, Any] = options,
-                            given: dict[str, Any] = given,
-                            with_lse: bool = with_lse,
-                        ) -> str:
-                            batch = make_batch(BATCH_SPECS[name], device=device, **shape | given)
-                            if backend.capabilities.finite_pools:
-                                batch.k_cache.nan_to_num_(0.0), batch.v_cache.nan_to_num_(0.0)
-                            return _run(backend, batch, options, with_lse, mode, graphs, compiler)
+    def run(mode: str, name: str, options: dict[str, Any], given: dict[str, Any], with_lse: bool) -> str:
+        batch = make_batch(BATCH_SPECS[name], device=where, **shape | given)
+        if backend.capabilities.finite_pools:
+            batch.k_cache.nan_to_num_(0.0), batch.v_cache.nan_to_num_(0.0)
+        return _run(backend, batch, options, with_lse, mode, graphs, compiler)
 
-                        also = "" if with_lse else " without lse"
-                        yield Check(f"{mode} {name} {variant} {extra}{also}", run)
-
-
-def spec_of_call(batch: Batch, lse: bool, options: Mapping[str, Any]) -> AttentionSpec:
-    """What a layer that attends to ``batch`` with these options of the op asks for."""
-    spec = attention_spec(
-        device=batch.q.device,
-        dtype=batch.q.dtype,
-        num_heads=batch.q.shape[1],
-        num_kv_heads=batch.k_cache.shape[2],
-        head_dim=batch.q.shape[2],
-        head_dim_v=batch.v_cache.shape[3],
-        block_size=batch.k_cache.shape[1],
-        kv_dtype=batch.k_cache.dtype,
-        causal=options.get("causal", True),
-        window_size=(options.get("window_left", -1), options.get("window_right", -1)),
-        logits_soft_cap=options.get("logits_soft_cap", 0.0),
-        chunk_size=options.get("chunk_size", 0),
-        alibi_slopes=batch.extras.get("alibi_slopes"),
-        sinks=batch.extras.get("sinks"),
-        lse=lse,
-        scale=batch.scale,
-    )
-    return replace(spec, max_query_len=batch.max_query_len)
-
-
-def _level(name: str) -> GraphSupport:
-    """The graph support that a named batch needs."""
-    lens = BATCH_SPECS[name].query_lens
-    if max(lens) == 1:
-        return GraphSupport.SINGLE_TOKEN_DECODE
-    return GraphSupport.UNIFORM_BATCH if len(set(lens)) == 1 else GraphSupport.ALWAYS
+    kinds = product(modes, batches, variants.items(), extras.items(), lse)
+    for mode, name, (variant, options), (extra, given), with_lse in kinds:
+        needed = graph_support_for(BATCH_SPECS[name].query_lens)
+        if mode != "captured" or needed <= backend.capabilities.graph_support:
+            also = "" if with_lse else " without lse"
+            check = partial(run, mode, name, options, given, with_lse)
+            yield Check(f"{mode} {name} {variant} {extra}{also}", check)
 
 
 def _run(
@@ -186,77 +138,32 @@ def _run(
     capture: CaptureBackend,
     compiler: str,
 ) -> str:
-    spec, (rows, width) = spec_of_call(batch, lse, options), batch.block_table.shape
-    limits = Limits(rows, max(len(batch.q), 1), width, *batch.k_cache.shape[:2])
+    spec = spec_of_call(batch, lse, options)
     reasons = "; ".join(backend.reject(spec))
     if reasons:
         try:
-            backend.open([spec], limits, batch.q.device)
+            Attempt(backend, batch, spec, options)
         except BackendUnavailableError as error:
             assert reasons in str(error), f"expected a refusal with {reasons!r}, got {error}"
             return reasons
         raise AssertionError(f"expected a refusal with {reasons!r}, got a session")
-    session = backend.open([spec], limits, batch.q.device)
+    attempt = Attempt(backend, batch, spec, options)
     try:
-        _plan(session, batch)
+        attempt.plan()
     except PlanError as error:
         return str(error)
-    out, total = _outputs(batch, lse)
-    step = _step(session, spec, batch, options, out, total)
+    step: Callable[[], Tensor] = attempt.step
     if mode == "compiled":
         torch._dynamo.reset()  # each check is a function of its own, and dynamo counts them
         step = torch.compile(step, fullgraph=True, backend=compiler)
     if mode == "captured":
         capture.warmup(step, 1)
         graph = capture.capture(step, capture.new_pool())
-        out.fill_(float("nan"))
-        if session.plans_every_step:
-            _plan(session, batch)
+        attempt.out.fill_(float("nan"))
+        if attempt.session.plans_every_step:
+            attempt.plan()
         graph.replay()
     else:
         step()
-    assert_attention_close(out, total, batch, **options)
+    assert_attention_close(attempt.out, attempt.lse, batch, **options)
     return ""
-
-
-def _plan(session: Session, batch: Batch) -> None:
-    if session.plans:
-        step = PlannedTensors(batch.block_table, batch.seq_lens, batch.query_start_loc, batch.max_query_len)
-        session.plan(step, HostLengths(batch.query_start_loc.diff().tolist(), batch.seq_lens.tolist()))
-
-
-def _outputs(batch: Batch, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """NaN, so that what is not written shows."""
-    shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
-    out = torch.full(shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
-    return out, torch.full(shape[:2], float("nan"), device=batch.q.device) if lse else None
-
-
-def _step(
-    session: Session,
-    spec: AttentionSpec,
-    batch: Batch,
-    options: dict[str, Any],
-    out: Tensor,
-    total: Tensor | None,
-) -> Callable[[], Tensor]:
-    attend, workspace = session.ops.paged_attention, session.workspace(spec)
-
-    def step() -> Tensor:
-        attend(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            out,
-            total,
-            max_query_len=batch.max_query_len,
-            scale=batch.scale,
-            **{**batch.extras, **options},
-            **workspace,
-        )
-        return out
-
-    return step

@@ -17,12 +17,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from torchpaged.backends import Backend, GraphSupport, Limits, attention_spec
+from torchpaged.backends import Backend, GraphSupport
 from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
 from torchpaged.graphs import CaptureBackend
 from torchpaged.graphs.capture import Captured
+from torchpaged.testing.attempt import Attempt, spec_of_call
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.oracle import assert_attention_close
 
@@ -43,7 +43,7 @@ _DECODE = (
     BatchSpec("padded", (50, 17, 0, 0), (1, 1, 0, 0), padded_tokens=2),
     BatchSpec("empty_row", (0, 96, 0, 5), _ONE),
     BatchSpec("block_edges", (15, 16, 17, 64), _ONE),
-    BatchSpec("nobody", (0, 0, 0, 0), (0, 0, 0, 0), padded_tokens=4),
+    BatchSpec("empty", (0, 0, 0, 0), (0, 0, 0, 0), padded_tokens=4),
 )
 _UNIFORM = (
     BatchSpec("full", (96, 96, 96), (4, 4, 4)),
@@ -52,7 +52,7 @@ _UNIFORM = (
     BatchSpec("padded", (40, 0, 0), (4, 0, 0), padded_tokens=8),
     BatchSpec("block_edges", (15, 16, 17), (4, 4, 4)),
     BatchSpec("left_padded", (2, 16, 90), (4, 4, 4)),
-    BatchSpec("nobody", (0, 0, 0), (0, 0, 0), padded_tokens=12),
+    BatchSpec("empty", (0, 0, 0), (0, 0, 0), padded_tokens=12),
 )
 _MIXED = (
     BatchSpec("full", (96, 96, 96), (1, 20, 11)),
@@ -61,7 +61,7 @@ _MIXED = (
     BatchSpec("padded", (40, 12, 0), (9, 12, 0), padded_tokens=11),
     BatchSpec("even", (16, 17, 32), (10, 11, 11)),
     BatchSpec("contexts", (96, 33, 60), (2, 25, 5)),
-    BatchSpec("nobody", (0, 0, 0), (0, 0, 0), padded_tokens=32),
+    BatchSpec("empty", (0, 0, 0), (0, 0, 0), padded_tokens=32),
 )
 
 
@@ -77,90 +77,55 @@ def conformance_cases(support: GraphSupport) -> list[Case]:
     return cases
 
 
-class _Static:
-    """A session, static tensors for every batch of a case, and the step over them."""
+class _Static(Attempt):
+    """An attempt at a case: static tensors with room for each of its batches, in a pool of twice their size.
+    Without log-sum-exps where the backend has none."""
 
     def __init__(
         self, backend: Backend, case: Case, device: torch.device | str, shape: dict[str, Any]
     ) -> None:
-        self.case, self.batches = (
-            case,
-            [make_batch(spec, seed=i, device=device, **shape) for i, spec in enumerate(case.batches)],
-        )
-        first = self.batches[0]
-        self.window = blocks = max(b.k_cache.shape[0] for b in self.batches)
-        width, block_size = max(b.block_table.shape[1] for b in self.batches), first.k_cache.shape[1]
-        with torch.inference_mode(False):
-            self.q, self.lens, self.starts = (
-                torch.zeros_like(x) for x in (first.q, first.seq_lens, first.query_start_loc)
-            )
-            self.pools = [
-                torch.zeros(2 * blocks, *c.shape[1:], dtype=c.dtype, device=c.device)
-                for c in (first.k_cache, first.v_cache)
-            ]
-            self.table = torch.zeros(len(self.lens), width, dtype=torch.int32, device=device)
-            self.out = torch.zeros(
-                *self.q.shape[:2], first.v_cache.shape[-1], dtype=self.q.dtype, device=device
-            )
-            self.lse: Tensor | None = torch.zeros(self.q.shape[:2], dtype=torch.float32, device=device)
-        self.scale, longest = first.scale, max(max(spec.query_lens) for spec in case.batches)
-        self.batch = PlannedTensors(self.table, self.lens, self.starts, longest)
-        spec = attention_spec(
-            device=self.q.device,
-            dtype=first.q.dtype,
-            num_heads=first.q.shape[1],
-            num_kv_heads=first.k_cache.shape[2],
-            scale=first.scale,
-            head_dim=first.q.shape[2],
-            head_dim_v=first.v_cache.shape[3],
-            block_size=block_size,
-            kv_dtype=first.k_cache.dtype,
-            lse=True,
-            window_size=(case.options.get("window_left", -1), -1),
-        )
-        spec = replace(spec, max_query_len=longest)
-        alone = replace(spec, uses=spec.uses - {"lse"})
-        if backend.capabilities.reject(spec) and not backend.capabilities.reject(alone):
-            spec, self.lse = alone, None
+        self.batches = [
+            make_batch(spec, seed=i, device=device, **shape) for i, spec in enumerate(case.batches)
+        ]
+        first, self.case = self.batches[0], case
+        self.window = max(batch.k_cache.shape[0] for batch in self.batches)
         self.finite = backend.capabilities.finite_pools
-        self.spec, limits = spec, Limits(len(self.lens), self.q.shape[0], width, 2 * blocks, block_size)
-        self.limits = limits
-        self.session = backend.open([spec], limits, self.q.device)
-        self.workspace = self.session.workspace(spec)
+        with torch.inference_mode(False):
+            static = replace(
+                first,
+                q=torch.zeros_like(first.q),
+                k_cache=first.k_cache.new_zeros(2 * self.window, *first.k_cache.shape[1:]),
+                v_cache=first.v_cache.new_zeros(2 * self.window, *first.v_cache.shape[1:]),
+                block_table=first.block_table.new_zeros(
+                    len(first.seq_lens), max(batch.block_table.shape[1] for batch in self.batches)
+                ),
+                seq_lens=torch.zeros_like(first.seq_lens),
+                query_start_loc=torch.zeros_like(first.query_start_loc),
+                max_query_len=max(batch.max_query_len for batch in self.batches),
+            )
+            spec = spec_of_call(static, True, case.options)
+            alone = replace(spec, uses=spec.uses - {"lse"})
+            if backend.capabilities.reject(spec) and not backend.capabilities.reject(alone):
+                spec = alone
+            super().__init__(backend, static, spec, case.options)
 
     def load(self, batch: Batch, window: int = 0, poison: bool = True) -> None:
         """``batch`` in the first (0) or second (1) half of the pools; what is not its own is NaN, or large
         where pools must be finite. Without ``poison`` the rest stays as it was."""
-        self.q.copy_(batch.q)
-        offset, blocks = window * self.window, batch.k_cache.shape[0]
-        for pool, source in zip(self.pools, (batch.k_cache, batch.v_cache), strict=True):
+        static, offset, blocks = self.batch, window * self.window, batch.k_cache.shape[0]
+        pools = ((static.k_cache, batch.k_cache), (static.v_cache, batch.v_cache))
+        for pool, source in pools:
             if poison:
                 pool.fill_(1000.0 if self.finite else float("nan"))
             pool[offset : offset + blocks].copy_(source.nan_to_num(1000.0) if self.finite else source)
-        self.table.zero_()
+        static.block_table.zero_()
         table = torch.where(batch.block_table < blocks, batch.block_table + offset, batch.block_table)
-        self.table[:, : table.shape[1]].copy_(table)
-        self.lens.copy_(batch.seq_lens)
-        self.starts.copy_(batch.query_start_loc)
+        static.block_table[:, : table.shape[1]].copy_(table)
+        for name in ("q", "seq_lens", "query_start_loc"):
+            getattr(static, name).copy_(getattr(batch, name))
         self.out.fill_(float("nan"))
         if self.lse is not None:
             self.lse.fill_(float("nan"))
-
-    def step(self) -> Tensor:
-        self.session.ops.paged_attention(
-            self.q,
-            *self.pools,
-            self.table,
-            self.lens,
-            self.starts,
-            self.out,
-            self.lse,
-            max_query_len=self.batch.max_query_len,
-            scale=self.scale,
-            **self.case.options,
-            **self.workspace,
-        )
-        return self.out
 
     def captured(self, capture: CaptureBackend) -> Captured:
         """The step over the first batch, planned."""
@@ -168,15 +133,6 @@ class _Static:
         self.session.plan(self.batch)
         capture.warmup(self.step, 2)
         return capture.capture(self.step, capture.new_pool())
-
-
-class PlannedTensors(NamedTuple):
-    """A `torchpaged.backends.PlannedBatch` of static tensors."""
-
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
 
 
 def check_replays(
@@ -233,7 +189,7 @@ def check_eager(backend: Backend, case: Case, device: torch.device | str, **shap
     for level in GraphSupport:
         if level > backend.capabilities.graph_support:
             try:
-                backend.open([static.spec], replace(static.limits, graphs=level), static.q.device)
+                backend.open([static.spec], replace(static.limits, graphs=level), static.batch.q.device)
             except BackendUnavailableError:
                 continue
             raise AssertionError(f"a session was opened for graphs of level {level.name}")

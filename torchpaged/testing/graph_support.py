@@ -15,7 +15,8 @@ import torch
 
 from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.graphs import CaptureBackend, CudaCapture, TapeCapture
+from torchpaged.graphs import CaptureBackend
+from torchpaged.testing.attempt import capture_of, device_of
 from torchpaged.testing.graph_conformance import (
     Case,
     check_eager,
@@ -83,11 +84,8 @@ def check_graph_support(
         AssertionError: the backend declares more than it holds; with the level that it does hold.
         BackendUnavailableError: it can't run here at all; with all reasons.
     """
-    if device is None:
-        on_gpu = torch.cuda.is_available() and "cuda" in backend.capabilities.device_types
-        device = "cuda" if on_gpu else "cpu"
-    device = torch.device(device)
-    capture = capture or (CudaCapture(device) if device.type == "cuda" else TapeCapture())
+    device = device_of(backend, device)
+    capture = capture_of(device, capture)
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64} | shape
     taken = [dtype for dtype in dtypes if not _reasons(backend, device, dtype, sizes)]
     if not taken:

@@ -25,23 +25,10 @@ from torchpaged.testing.pools import FP8_DTYPES
 def run_paged_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
     """Call one backend's op on ``batch``; outputs start as NaN. Returns ``(out, lse)``; ``out`` has the
     dtype of q, bfloat16 where that is fp8."""
-    shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
-    dtype = torch.bfloat16 if batch.q.dtype in FP8_DTYPES else batch.q.dtype
-    out = torch.full(shape, float("nan"), dtype=dtype, device=batch.q.device)
-    lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)
-    ops.paged_attention(
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-        out,
-        lse,
-        max_query_len=batch.max_query_len,
-        scale=batch.scale,
-        **{**batch.extras, **options},
-    )
+    out, lse = batch.outputs()
+    tensors, named = batch.arguments(out, lse, **options)
+    ops.paged_attention(*tensors, **named)
+    assert lse is not None
     return out, lse
 
 

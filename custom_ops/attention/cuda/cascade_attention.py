@@ -54,7 +54,7 @@ def refuse(call: CascadeCall) -> str | None:
         return f"prefixes: {reason}"
     if spec.group * square_width(spec.dim) % 64:
         return f"prefixes: {spec.group} query heads per kv head of width {spec.dim}"
-    # as cut with a soft cap: tiles of at most as many rows; not in pairs
+    # as cut with a soft cap: tiles of at most as many rows
     rows = shape_for(spec._replace(soft_cap=True)).rows
     tiles = most_tiles(num_tokens, num_groups, rows // spec.group) * spec.num_kv_heads
     most = MOST_TILES_PER_CTA * prefix_ctas(gpu.num_sms(own.q.device.index or 0))
@@ -67,12 +67,9 @@ def prefix_ctas(num_sms: int) -> int:
     return max(num_sms * 9 // 11, 1)
 
 
-def attend(call: CascadeCall, *, ctas: int = 0, paired: bool = False) -> None:
-    """The three launches, on checked arguments that `refuse` lets pass. ``ctas``: for the prefixes; 0:
-    `prefix_ctas`. ``paired``: as in `prefill.Suffixes`, where `may_pair` says that they
-    can; off, since no win was shown (docs/log/shared_prefixes.md)."""
+def attend(call: CascadeCall) -> None:
+    """The three launches, on checked arguments that `refuse` lets pass."""
     own = call.own.for_launch().with_semaphore()
-    ctas = ctas or prefix_ctas(gpu.num_sms(own.q.device.index or 0))
     own_lse = torch.empty(own.q.shape[:2], dtype=torch.float32, device=own.q.device)
 
     def decodes() -> tuple[Callable[[], None], int]:
@@ -82,9 +79,6 @@ def attend(call: CascadeCall, *, ctas: int = 0, paired: bool = False) -> None:
     prefixes = call.prefixes(own.q, own.out, own.lse)._replace(
         k_scale=own.k_scale, v_scale=own.v_scale, semaphore=own.semaphore
     )
-    prefill.prefill(
-        prefixes,
-        Specialisation.of(prefixes),
-        behind=decodes,
-        suffixes=prefill.Suffixes(call.order, own_lse, ctas // 2 * 2 if paired else ctas, paired),
-    )
+    ctas = prefix_ctas(gpu.num_sms(own.q.device.index or 0))
+    suffixes = prefill.Suffixes(call.order, own_lse, ctas)
+    prefill.prefill(prefixes, Specialisation.of(prefixes), behind=decodes, suffixes=suffixes)

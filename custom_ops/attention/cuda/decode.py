@@ -9,8 +9,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation, head_stride
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda import specialise
+from torchpaged.custom_ops.attention.cuda.call_params import call_params
 from torchpaged.custom_ops.cuda import gpu, jit
 
 _POINTER = ctypes.c_void_p
@@ -35,7 +36,7 @@ def prepare(
     call: AttentionCall, spec: Specialisation, max_query_len: int, longest: int = 0
 ) -> tuple[Callable[[], None], int]:
     """What launches the decode kernel, and how many numbers of the semaphore a request has. Every allocation
-    is made here: beside prefill's launch it has to follow that one at once.
+    is made here: behind a prefill launch it has to follow that one at once.
 
     Args:
         call: checked, as `AttentionCall.for_launch` gives it, with a semaphore.
@@ -58,45 +59,18 @@ def prepare(
 
 
 def _params(call: AttentionCall, scratch: Tensor, part_numbers: int) -> DecodeParams:
-    q, k, v, table, seq_lens, starts, out, lse = call[:8]
-    l_token, l_head = (0, 0) if lse is None else lse.stride()
     assert call.semaphore is not None
     return DecodeParams(
-        q=q.data_ptr(),
-        k=k.data_ptr(),
-        v=v.data_ptr(),
-        table=table.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        starts=starts.data_ptr(),
-        out=out.data_ptr(),
-        lse=address(lse),
-        slopes=address(call.alibi_slopes),
-        sinks=address(call.sinks),
-        k_scale=address(call.k_scale),
-        v_scale=address(call.v_scale),
+        **call_params(call),
+        q=call.q.data_ptr(),
+        k=call.k_cache.data_ptr(),
+        v=call.v_cache.data_ptr(),
         part_acc=scratch.data_ptr(),
         part_state=scratch.data_ptr() + part_numbers * 4,
         semaphore=call.semaphore.data_ptr(),
-        q_token=q.stride(0),
-        q_head=q.stride(1),
-        o_token=out.stride(0),
-        o_head=out.stride(1),
-        l_token=l_token,
-        l_head=l_head,
-        table_row=table.stride(0),
-        scale=call.scale,
-        soft_cap=call.logits_soft_cap,
-        num_reqs=call.num_reqs,
-        num_tokens=q.shape[0],
-        ks_head=head_stride(call.k_scale),
-        vs_head=head_stride(call.v_scale),
-        tree=address(call.tree_mask),
+        q_token=call.q.stride(0),
+        q_head=call.q.stride(1),
     )
-
-
-def address(tensor: Tensor | None) -> int:
-    """Of the first number, 0 for None."""
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 @functools.cache

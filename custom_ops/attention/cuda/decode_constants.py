@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchpaged.custom_ops.attention.cuda.call_params import CALL_CONSTANTS
 from torchpaged.custom_ops.cuda.config import Constant, Table
 
 DECODE = Table(
@@ -9,15 +10,10 @@ DECODE = Table(
     ("decode.cu",),
     "8 requests of Llama 3 8B",
     (
-        Constant("DIM", "int", "width of a query and of a key"),
-        Constant("DIM_V", "int", "width of a value"),
-        Constant("GROUP", "int", "query heads of a kv head"),
-        Constant("NUM_KV_HEADS", "int", "of a layer"),
+        *CALL_CONSTANTS,
         Constant("PAIR_HEADS", "int", "kv heads of a pair, 1 or 2"),
         Constant("QUERY_LEN", "int", "most query tokens of a request, a power of two"),
-        Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
         Constant("KV_BYTES", "int", "of a cached number; 1: fp8"),
-        Constant("E5M2", "bool", "fp8 is e5m2, else e4m3"),
         Constant("Q_HALF", "bool", "q and out are float16, else bfloat16"),
         Constant("HALF", "bool", "tensor cores multiply float16 (fp8 caches: always), else bfloat16"),
         Constant("K_BLOCK", "long long", "strides of the caches, in numbers: k_cache, block"),
@@ -26,17 +22,8 @@ DECODE = Table(
         Constant("V_BLOCK", "long long", "v_cache, block"),
         Constant("V_SLOT", "long long", "v_cache, slot of a block"),
         Constant("V_HEAD", "long long", "v_cache, kv head"),
-        Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
-        Constant("WINDOW_LEFT", "int", "keys before a query's own position that it sees; -1: all"),
-        Constant("WINDOW_RIGHT", "int", "keys behind it; -1: all"),
-        Constant("CHUNK", "int", "positions of a chunk, whose keys alone a query sees; 0: none"),
-        Constant("TREE", "bool", "of its request's query tokens a row sees those of its word (tree mask)"),
         Constant("SAME_MASK", "bool", "all query rows of a request see the same keys"),
-        Constant("SOFT_CAP", "bool", "scores are bent by soft_cap * tanh(score / soft_cap)"),
-        Constant("ALIBI", "bool", "scores fall by a head's slope times the distance"),
-        Constant("SINKS", "bool", "a head's sink has a share in the softmax"),
         Constant("SCALES", "bool", "keys and values have scales"),
-        Constant("LSE", "bool", "log-sum-exp is stored"),
         Constant("PDL", "bool", "launched early: programmatic dependent launch"),
         Constant("DECODE_LEN", "int", "with more query tokens: the prefill launch's; 0: no such launch"),
         Constant("WARPS", "int", "of a CTA; each owns WARP_KEYS keys of a tile"),

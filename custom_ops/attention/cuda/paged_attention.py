@@ -16,7 +16,8 @@ from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.cuda import decode, prefill, specialise
 from torchpaged.custom_ops.attention.cuda.prefill_shape import is_slower
-from torchpaged.custom_ops.attention.triton.config import MAX_DECODE_QUERY_LEN, decode_len_in_mixed
+from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
+from torchpaged.custom_ops.attention.triton.config import decode_len_in_mixed
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
@@ -80,7 +81,7 @@ def route(call: AttentionCall, spec: Specialisation) -> Route:
         return Route("decode") if reason is None else Route("triton", reason=f"decode: {reason}")
     reason = _prefill_why_not(call, spec)
     if reason is None:
-        reason = is_slower(spec, num_tokens, num_reqs, call.capacity, gpu.num_sms(call.q.device.index or 0))
+        reason = is_slower(call, spec, gpu.num_sms(call.q.device.index or 0))
     if reason is not None:
         return Route("triton", reason=f"prefill: {reason}")
     short = decode_len_in_mixed(spec.group, num_reqs, num_tokens, call.max_query_len)
@@ -89,7 +90,7 @@ def route(call: AttentionCall, spec: Specialisation) -> Route:
     reason = specialise.unsupported(call, spec, short, num_reqs)
     if reason is None:
         return Route("prefill and decode", short)
-    return Route("triton", reason=f"decode beside prefill: {reason}")
+    return Route("triton", reason=f"decode with prefill: {reason}")
 
 
 def _prefill_why_not(call: AttentionCall, spec: Specialisation) -> str | None:

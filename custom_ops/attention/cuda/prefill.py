@@ -10,15 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation, head_stride
-from torchpaged.custom_ops.attention.cuda.decode import address
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.attention.cuda.call_params import call_params
 from torchpaged.custom_ops.attention.cuda.prefill_shape import (
     NO_DEBUG,
     Debug,
     Mode,
     PrefillShape,
     late_ctas,
-    may_pair,
     may_split,
     merge_items,
     most_tiles,
@@ -26,12 +25,11 @@ from torchpaged.custom_ops.attention.cuda.prefill_shape import (
     prefill_config,
     refuse,
     shape_for,
-    shape_of,
     shared_bytes,
 )
 from torchpaged.custom_ops.attention.cuda.tensor_maps import pool_map, queries_map, refuse_layout
 from torchpaged.custom_ops.cuda import gpu, jit
-from torchpaged.custom_ops.cuda.loaded_kernel import Map
+from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
@@ -67,13 +65,11 @@ class Suffixes(NamedTuple):
         order: ``[T]`` int64, the token rows in the order in which ``query_start_loc`` counts them.
         own_lse: ``[T, num_heads]`` float32, contiguous, of that launch.
         ctas: for the prefixes; the other multiprocessors are the decode launch's from the beginning.
-        paired: whether two CTAs share the copies of keys and values, a tile each; then ``ctas`` is even.
     """
 
     order: Tensor
     own_lse: Tensor
     ctas: int
-    paired: bool
 
 
 #: Prepares a decode launch: what launches it, and numbers of its semaphore for each request.
@@ -93,7 +89,6 @@ def prefill(
     *,
     short: int = 0,
     behind: Behind | None = None,
-    paired: bool = False,
     suffixes: Suffixes | None = None,
     debug: Debug = NO_DEBUG,
     clocks: Tensor | None = None,
@@ -104,11 +99,10 @@ def prefill(
         call: its semaphore gives out tickets: None, or zeros that no launch shares which may run at the same
             time; the kernel leaves zeros behind. With ``behind`` it is that launch's too.
         spec: of the call.
-        short: as in `Mode`.
+        short: as in `Mode`; then there is a launch ``behind``.
         behind: prepares the decode launch behind, while this kernel is compiled if it has to be. Gives what
             launches it, and nothing else, and how many numbers of the semaphore a request has: the kernel
             uses the first one of a request that is its own.
-        paired: whether CTAs share copies in clusters of two, where `may_pair` says that they can.
         suffixes: then the requests here are groups' prefixes, seen by all their queries (not ``causal``, no
             masks, sinks or slopes), and ``behind`` the decode launch over the rest; ``out`` and ``lse`` get
             both together.
@@ -119,103 +113,59 @@ def prefill(
     num_tokens, index = call.q.shape[0], call.q.device.index or 0
     if not num_tokens:
         return
-    programs, num_kv_heads = gpu.num_sms(index), spec.num_kv_heads
-    cut = shape_for(spec)
-    split = suffixes is not None or may_split(
-        num_tokens,
-        call.num_reqs,
-        short,
-        num_kv_heads,
-        cut.rows // spec.group,
-        call.capacity // cut.keys,
-        programs,
-    )
-    late = late_ctas(programs, short, split)
-    if suffixes is not None:
-        paired = suffixes.paired
-    else:
-        may = spec.plain and not (short or split) and may_pair(cut, spec.block_size, spec.kv_dtype)
-        paired = paired and may
-    mode = Mode(short, split, paired, suffixes is not None)
+    shape, sms = shape_for(spec), gpu.num_sms(index)
+    split = suffixes is not None or may_split(call, spec, short, sms)
+    mode, late = Mode(short, split, suffixes is not None), late_ctas(sms, short, split)
     decodes, ticket_row = None, 0
     if behind is not None:
         _begin(index, spec, mode, debug)
         decodes, ticket_row = behind()
-    kernel, merge, shape = _specialised(index, spec, mode, debug)
+    kernel, merge = _specialised(index, spec, mode, debug)
     early = gpu.launches_early(index)
-    ctas = kernel.resident(shape.threads, 2, programs) if paired else programs
-    if suffixes is not None:
-        ctas = programs = suffixes.ctas
-    sharers = 2 if paired else 1
-    tiles = most_tiles(num_tokens, call.num_reqs, shape.rows // spec.group * sharers) * num_kv_heads * sharers
-    partials = None
-    if split:
-        count = partial_numbers(shape, spec.dim_v, programs, tiles if suffixes else 0)
-        partials = torch.empty(count, dtype=torch.float32, device=call.q.device)
-    params = _params(call, spec, shape, suffixes)
+    ctas = sms if suffixes is None else suffixes.ctas
+    tiles = most_tiles(num_tokens, call.num_reqs, shape.rows // spec.group) * spec.num_kv_heads
+    params, device = _params(call, spec, shape, suffixes), call.q.device
     if params.tickets is None:  # of no requests: padding is served, too
-        tickets = torch.zeros(1, dtype=torch.int32, device=call.q.device)
+        tickets = torch.zeros(1, dtype=torch.int32, device=device)
         params.tickets = tickets.data_ptr()
-    params.partials, params.clocks = address(partials), address(clocks)
+    if split:
+        count = partial_numbers(shape, spec.dim_v, ctas, tiles if suffixes else 0)
+        partials = torch.empty(count, dtype=torch.float32, device=device)
+        params.partials = partials.data_ptr()
+    params.clocks = address(clocks)
     params.ticket_row, params.ctas, params.late = ticket_row, ctas, late
-    if suffixes is not None:  # as below
-        kernel.launch(ctas, shape.threads, params, early=False)
-    elif short:  # the decode launch behind waits for nothing: all ahead must have ended when this one begins
-        kernel.launch(programs - late, shape.threads, params, early=False)
-    else:
+    if decodes is None:
         kernel.launch(ctas, shape.threads, params, early=early)
-    if decodes is not None:
+    else:  # which waits for nothing: all ahead must have ended when this one begins
+        kernel.launch(ctas - late, shape.threads, params, early=False)
         decodes()
     if late:
         params.is_late = 1
         kernel.launch(late, shape.threads, params, early=early)
         params.is_late = 0
     if merge is not None:
-        merge.launch(min(merge_items(shape, spec.dim_v) * tiles, 2 * programs), 128, params, early=early)
+        merge.launch(min(merge_items(shape, spec.dim_v) * tiles, 2 * ctas), 128, params, early=early)
 
 
 def _params(
     call: AttentionCall, spec: Specialisation, shape: PrefillShape, suffixes: Suffixes | None
 ) -> PrefillParams:
     """What the record says; the rest is the launch's."""
-    q, k_cache, v_cache, out, lse = call.q, call.k_cache, call.v_cache, call.out, call.lse
+    q, semaphore = call.q, call.semaphore
     rows = shape.rows if suffixes is None else spec.group  # of a box: a tile, or a token
-    queries = queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), spec.group, rows)
     (keys, k_at), (values, v_at) = (
         pool_map(pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride(), spec.fp8_queries)
-        for pool in (k_cache, v_cache)
+        for pool in (call.k_cache, call.v_cache)
     )
-    l_token, l_head = (0, 0) if lse is None else lse.stride()
-    semaphore = call.semaphore
     return PrefillParams(
-        q=queries,
+        **call_params(call),
+        q=queries_map(q.data_ptr(), q.dtype, tuple(q.shape), q.stride(0), q.stride(1), spec.group, rows),
         k=keys,
         v=values,
-        out=out.data_ptr(),
-        lse=address(lse),
-        table=call.block_table.data_ptr(),
-        seq_lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
-        slopes=address(call.alibi_slopes),
-        sinks=address(call.sinks),
-        k_scale=address(call.k_scale),
-        v_scale=address(call.v_scale),
         tickets=None if semaphore is None or not semaphore.numel() else semaphore.data_ptr(),
-        o_token=out.stride(0),
-        o_head=out.stride(1),
-        l_token=l_token,
-        l_head=l_head,
-        table_row=call.block_table.stride(0),
-        scale=call.scale,
-        soft_cap=call.logits_soft_cap,
-        num_reqs=call.num_reqs,
-        num_tokens=q.shape[0],
-        num_blocks=k_cache.shape[0],
+        num_blocks=call.k_cache.shape[0],
         k_at=k_at,
         v_at=v_at,
-        ks_head=head_stride(call.k_scale),
-        vs_head=head_stride(call.v_scale),
-        tree=address(call.tree_mask),
         order=0 if suffixes is None else suffixes.order.data_ptr(),
         own_lse=0 if suffixes is None else suffixes.own_lse.data_ptr(),
     )
@@ -232,13 +182,12 @@ def _begin(index: int, spec: Specialisation, mode: Mode, debug: Debug) -> None:
 @functools.cache
 def _specialised(
     index: int, spec: Specialisation, mode: Mode, debug: Debug
-) -> tuple[jit.Kernel, jit.Kernel | None, PrefillShape]:
-    """The kernel of these shapes and features, the one that puts its parts together, and its cut."""
+) -> tuple[jit.Kernel, jit.Kernel | None]:
+    """The kernel of these shapes and features, and the one that merges its splits."""
     config, device = prefill_config(spec, mode, debug), torch.device("cuda", index)
     if mode.split:
         jit.compile_ahead("prefill_merge.cu", config, gpu.capability(index))
     kernel = jit.kernel("prefill.cu", "paged_prefill", config, device, shared_bytes=shared_bytes(config))
-    merge = None
-    if mode.split:
-        merge = jit.kernel("prefill_merge.cu", "paged_prefill_merge", config, device, shared_bytes=0)
-    return kernel, merge, shape_of(config)
+    if not mode.split:
+        return kernel, None
+    return kernel, jit.kernel("prefill_merge.cu", "paged_prefill_merge", config, device, shared_bytes=0)

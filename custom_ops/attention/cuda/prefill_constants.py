@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchpaged.custom_ops.attention.cuda.call_params import CALL_CONSTANTS
 from torchpaged.custom_ops.cuda.config import Constant, Table
 
 PREFILL = Table(
@@ -9,14 +10,9 @@ PREFILL = Table(
     ("prefill.cu", "prefill_merge.cu"),
     "a causal Llama 3 8B",
     (
-        Constant("DIM", "int", "width of a query and of a key"),
-        Constant("DIM_V", "int", "width of a value"),
-        Constant("GROUP", "int", "query heads of a kv head"),
-        Constant("NUM_KV_HEADS", "int", "of a layer"),
-        Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
+        *CALL_CONSTANTS,
         Constant("HALF", "bool", "q, out and what is multiplied are float16, else bfloat16"),
         Constant("KV_BYTES", "int", "of a cached number; 1: fp8, which is converted"),
-        Constant("E5M2", "bool", "fp8 is e5m2, else e4m3"),
         Constant("SCALES", "bool", "keys and values of fp8 have scales"),
         Constant("Q_FP8", "bool", "queries are e4m3 too, and multiplied as they are"),
         Constant("WARPGROUPS", "int", "warpgroups that multiply, 64 query rows each"),
@@ -25,19 +21,9 @@ PREFILL = Table(
         Constant("V_STAGES", "int", "steps' values on their way or in use"),
         Constant("Q_STAGES", "int", "tiles of queries on their way or in use"),
         Constant("RAW_STAGES", "int", "fp8: steps of keys or values that come or are converted; 0: no fp8"),
-        Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
-        Constant("WINDOW_LEFT", "int", "keys before a query's own position that it sees; -1: all"),
-        Constant("WINDOW_RIGHT", "int", "keys behind it; -1: all"),
-        Constant("CHUNK", "int", "positions of a chunk, whose keys alone a query sees; 0: none"),
-        Constant("TREE", "bool", "of its request's query tokens a row sees those of its word (tree mask)"),
-        Constant("SOFT_CAP", "bool", "scores are bent by soft_cap * tanh(score / soft_cap)"),
-        Constant("ALIBI", "bool", "scores fall by a head's slope times the distance"),
-        Constant("SINKS", "bool", "a head's sink has a share in the softmax"),
-        Constant("LSE", "bool", "log-sum-exp is stored"),
         Constant("DECODE_LEN", "int", "up to so many query tokens: the decode launch's; 0: none"),
         Constant("SPLIT", "bool", "few tiles are cut into splits, for prefill_merge.cu"),
         Constant("CASCADE", "bool", "prefixes of groups: all tiles are split, merged with the suffixes"),
-        Constant("PAIRED", "macro", "1: clusters of 2 CTAs share copies of keys and values; an attribute"),
         Constant("DEBUG_PATIENCE", "int", "tries before the producer gives up, for tests; 0: never"),
         Constant("DEBUG_EVERY_LANE", "bool", "all lanes arrive, not one for its warp; for racecheck"),
         Constant("DEBUG_BESIDE", "bool", "exponentials stand before the wait for the products"),

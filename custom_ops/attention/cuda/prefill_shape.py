@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchpaged.custom_ops.attention.call import Specialisation
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.attention.cuda.call_params import call_constants
 from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.pools import FP8
@@ -137,17 +138,15 @@ def refuse(
     if not scale > 0:
         return f"scale {scale}: a row's largest score is sought before it is scaled"
     if sinks_dtype not in (None, dtype):
-        return f"sinks of {sinks_dtype} beside queries of {dtype}"
+        return f"sinks of {sinks_dtype} with queries of {dtype}"
     return None
 
 
-def is_slower(
-    spec: Specialisation, num_tokens: int, num_reqs: int, capacity: int, programs: int
-) -> str | None:
-    """Why Triton's kernel is the faster one for these shapes, or None. ``capacity``: tokens that a row of the
-    block table holds; ``programs``: CTAs."""
+def is_slower(call: AttentionCall, spec: Specialisation, programs: int) -> str | None:
+    """Why Triton's kernel is the faster one for these shapes, or None. ``programs``: CTAs."""
+    capacity = call.capacity
     shape = prefill_shape(spec.dim, spec.dim_v)
-    tiles = most_tiles(num_tokens, num_reqs, shape.rows // spec.group) * spec.num_kv_heads
+    tiles = most_tiles(call.q.shape[0], call.num_reqs, shape.rows // spec.group) * spec.num_kv_heads
     if capacity <= shape.keys and tiles * 2 <= programs:
         return (
             f"at most {capacity} keys and {tiles} tiles: the kernel takes longer to begin and end than "
@@ -157,18 +156,16 @@ def is_slower(
 
 
 class Mode(NamedTuple):
-    """What of a launch is compiled in beside the call's `Specialisation`.
+    """What a launch is compiled for besides the call's `Specialisation`.
 
     Attributes:
         short: requests of up to so many query tokens are left to a decode launch behind this one; 0: none.
         split: few tiles may be cut into parts, for ``paged_prefill_merge`` behind this one.
-        paired: clusters of two CTAs share the copies of keys and values (`may_pair`).
         cascade: the requests are groups' prefixes, merged with what a decode launch behind leaves.
     """
 
     short: int = 0
     split: bool = False
-    paired: bool = False
     cascade: bool = False
 
 
@@ -198,14 +195,9 @@ def prefill_config(spec: Specialisation, mode: Mode = WHOLE, debug: Debug = NO_D
     """The constants of ``prefill.cu``."""
     shape = shape_for(spec)
     values = {
-        "DIM": spec.dim,
-        "DIM_V": spec.dim_v,
-        "GROUP": spec.group,
-        "NUM_KV_HEADS": spec.num_kv_heads,
-        "BLOCK_SIZE": spec.block_size,
+        **call_constants(spec),
         "HALF": spec.dtype == torch.float16,
         "KV_BYTES": spec.kv_dtype.itemsize,
-        "E5M2": spec.kv_dtype == torch.float8_e5m2,
         "SCALES": spec.scales,
         "Q_FP8": spec.fp8_queries,
         "WARPGROUPS": shape.groups,
@@ -214,18 +206,8 @@ def prefill_config(spec: Specialisation, mode: Mode = WHOLE, debug: Debug = NO_D
         "V_STAGES": shape.v_stages,
         "Q_STAGES": shape.q_stages,
         "RAW_STAGES": shape.raw_stages,
-        "CAUSAL": spec.causal,
-        "WINDOW_LEFT": spec.window_left,
-        "WINDOW_RIGHT": spec.window_right,
-        "CHUNK": spec.chunk_size,
-        "TREE": spec.tree,
-        "SOFT_CAP": spec.soft_cap,
-        "ALIBI": spec.alibi,
-        "SINKS": spec.sinks,
-        "LSE": spec.lse,
         "DECODE_LEN": mode.short,
         "SPLIT": mode.split,
-        "PAIRED": mode.paired,
         "CASCADE": mode.cascade,
         **{f"DEBUG_{name.upper()}": value for name, value in debug._asdict().items()},
     }
@@ -248,23 +230,15 @@ def most_tiles(num_tokens: int, num_reqs: int, tokens: int) -> int:
     return (num_tokens - begun) // tokens + begun
 
 
-def may_split(
-    num_tokens: int, num_reqs: int, short: int, num_kv_heads: int, tokens: int, steps: int, programs: int
-) -> bool:
-    """Whether tiles of ``tokens`` query tokens may be so few that they are worth cutting, by shapes: two for
-    each of the ``programs`` are too many.
+def may_split(call: AttentionCall, spec: Specialisation, short: int, programs: int) -> bool:
+    """Whether a call's tiles may be so few that they are worth cutting, by shapes: two for each of the
+    ``programs`` are too many, and steps that the block table has room for too few.
 
-    Beside decodes no more than 4 requests are thought to be long; whatever there is, results are right.
-    ``steps``: that the block table has room for.
+    With decodes no more than 4 requests are thought to be long; whatever there is, results are right.
     """
-    tiles = most_tiles(num_tokens, min(num_reqs, 4) if short else num_reqs, tokens)
-    return tiles * num_kv_heads * 2 <= programs and steps >= _WORTH_STEPS
-
-
-def may_pair(shape: PrefillShape, block_size: int, kv_dtype: torch.dtype) -> bool:
-    """Whether two CTAs can bring half of a step's blocks each, for both; not with masks at the low end, parts
-    or a decode launch, for which this was not thought through."""
-    return shape.groups == 2 and shape.keys // block_size >= 2 and kv_dtype not in FP8
+    shape, num_reqs = shape_for(spec), min(call.num_reqs, 4) if short else call.num_reqs
+    tiles = most_tiles(call.q.shape[0], num_reqs, shape.rows // spec.group) * spec.num_kv_heads
+    return tiles * 2 <= programs and call.capacity // shape.keys >= _WORTH_STEPS
 
 
 def partial_numbers(shape: PrefillShape, dim_v: int, programs: int, tiles: int = 0) -> int:
@@ -285,9 +259,3 @@ def late_ctas(programs: int, short: int, split: bool) -> int:
     `prefill_config`): a third. So decode has multiprocessors from its start, whatever the lengths are, and
     prefill takes them when decode no longer needs them. Parts of tiles do not wait for that."""
     return programs // 3 if short and not split else 0
-
-
-def shape_of(config: Config) -> PrefillShape:
-    """The cut that constants stand for."""
-    names = ("WARPGROUPS", "TILE_KV", "K_STAGES", "V_STAGES", "Q_STAGES", "RAW_STAGES")
-    return PrefillShape(*(config[name] for name in names))

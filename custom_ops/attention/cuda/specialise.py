@@ -12,17 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.attention.cuda.call_params import call_constants
 from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.pools import FP8
 
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.bfloat16, torch.float16)
 MAX_ROWS = 32  # query rows of a pair: 4 n-tiles of 8
 
 
 def _padded(chunks: int) -> int:
-    """16-byte chunks of a key in shared memory; as ``padded`` in decode.cu."""
+    """16-byte chunks of a key in shared memory; as ``padded`` in decode_params.cuh."""
     return -(-chunks // 8) * 8 if chunks >= 8 else 8 if chunks > 4 else 4 if chunks > 2 else 2
 
 
@@ -79,7 +80,7 @@ _GROUPED_FROM = 17
 #: Query rows of a pair times bytes of a key from which they are: partials that take one CTA long to read. 8
 #: rows of 128 in 16 bits gained, 3 rows of 64 lost.
 _GROUPED_BYTES = 2048
-#: What a CTA needs beside its stages (the warps' states), and what the hardware keeps per CTA.
+#: What a CTA needs besides its stages (the warps' states), and what the hardware keeps per CTA.
 _OTHER_SHARED = 2304 + 1024
 
 
@@ -97,10 +98,10 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
     # larger tiles where keys are narrow, unless so few pairs had too few tiles to share out among all
     if pairs <= sms:
         keys = 32 if width <= 128 and cluster == 1 and pairs * 8 > sms else 16
-        # One request of a small model: attention is so short that it must begin beside the products ahead,
-        # which need the other registers. NVRTC 13.0 takes 220 here. With 3 pairs this gained nothing; wider
-        # heads and more pairs were not measured in whole layers (docs/log/decode.md).
-        beside = 168 if width <= 128 and 8 <= pairs <= sms // 8 and rows <= 4 else 0
+        # One request of a small model: attention is so short that it must begin while the products ahead
+        # run, which need the other registers. NVRTC 13.0 takes 220 here. With 3 pairs this gained nothing;
+        # wider heads and more pairs were not measured in whole layers (docs/log/decode.md).
+        most = 168 if width <= 128 and 8 <= pairs <= sms // 8 and rows <= 4 else 0
         return DecodeShape(
             warps=8,
             keys=keys,
@@ -108,7 +109,7 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
             ctas_per_sm=1,
             min_tiles=1,
             cluster=cluster,
-            max_registers=beside,
+            max_registers=most,
             grouped=pairs * _GROUPED_FROM <= sms and rows * width >= _GROUPED_BYTES,
         )
     if width <= 128:
@@ -119,28 +120,27 @@ def _preferred(width: int, kv_bytes: int, rows: int, pairs: int, sms: int, heads
     return DecodeShape(warps=4, keys=16, stages=2, ctas_per_sm=3, min_tiles=2, near=1, ask_early=True)
 
 
-def pair_heads(
-    head_rows: int,
-    num_kv_heads: int,
-    dim: int,
-    dim_v: int,
-    kv_bytes: int,
-    k_head: int,
-    v_head: int,
-    head_pairs: int,
-    sms: int,
-) -> int:
+def pair_heads(spec: Specialisation, head_rows: int, head_pairs: int, sms: int) -> int:
     """Kv heads of a pair: two where many narrow heads lie side by side, so that twice the bytes are read in
     one piece.
 
     Their query rows must share the 8 columns of a tensor core's tile, or fill a tile each. ``head_rows``:
-    query rows of a kv head; ``k_head``, ``v_head``: strides of the caches' heads in numbers; ``head_pairs``:
-    (request, kv head) pairs; ``sms``: multiprocessors.
+    query rows of a kv head; ``head_pairs``: (request, kv head) pairs; ``sms``: multiprocessors.
     """
-    together = (
-        num_kv_heads % 2 == 0 and (head_rows <= 4 or head_rows == 8) and k_head == dim and v_head == dim_v
-    )
-    return 2 if together and kv_bytes == 2 and max(dim, dim_v) <= 64 and head_pairs * 3 >= sms else 1
+    together = spec.k_strides[2] == spec.dim and spec.v_strides[2] == spec.dim_v
+    fits = spec.num_kv_heads % 2 == 0 and (head_rows <= 4 or head_rows == 8)
+    narrow = spec.kv_dtype.itemsize == 2 and max(spec.dim, spec.dim_v) <= 64
+    return 2 if together and fits and narrow and head_pairs * 3 >= sms else 1
+
+
+def shape_for(
+    spec: Specialisation, max_query_len: int, pairs: int, sms: int, shared_per_sm: int
+) -> DecodeShape:
+    """The shape of a specialisation; arguments as in `decode_config`."""
+    rows = spec.group * _power_of_2(max_query_len)
+    heads = pair_heads(spec, rows, pairs, sms)
+    widths = spec.dim, spec.dim_v, spec.kv_dtype.itemsize
+    return decode_shape(*widths, rows, pairs, sms, shared_per_sm, heads)
 
 
 @functools.cache
@@ -203,23 +203,13 @@ def asked(num_reqs: int) -> int:
     return max(2, min(8, _power_of_2(-(-num_reqs // 32))))
 
 
-def refuse(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    dim: int,
-    dim_v: int,
-    rows: int,
-    block_size: int,
-    compute: tuple[int, int],
-    keys: int,
-) -> str | None:
-    """Why the decode kernel can't take these numbers, or None. ``compute``: the device's compute capability.
-
-    ``keys``: of a warp, as `decode_shape` chose them.
-    """
-    if dtype not in _FLOATS or kv_dtype not in (dtype, *_FP8):
-        return f"dtypes {dtype} and {kv_dtype}"
-    if kv_dtype in _FP8 and compute < (8, 9):
+def refuse(spec: Specialisation, rows: int, compute: tuple[int, int], keys: int = 0) -> str | None:
+    """Why the decode kernel can't take these numbers, or None. ``rows``: query rows of a kv head;
+    ``compute``: the device's compute capability; ``keys``: of a warp, as `decode_shape` chose them."""
+    dim, dim_v, block_size = spec.dim, spec.dim_v, spec.block_size
+    if spec.dtype not in _FLOATS or spec.kv_dtype not in (spec.dtype, *FP8):
+        return f"dtypes {spec.dtype} and {spec.kv_dtype}"
+    if spec.kv_dtype in FP8 and compute < (8, 9):
         return f"fp8 conversions at compute capability {compute}"
     if dim % 16 or dim_v % 16 or max(dim, dim_v) > 256 or block_size & (block_size - 1):
         return f"head_dim {dim}/{dim_v} or block_size {block_size}"
@@ -249,36 +239,20 @@ def unsupported(call: AttentionCall, spec: Specialisation, max_query_len: int, n
 @functools.cache
 def _refused(spec: Specialisation, max_query_len: int, num_reqs: int, index: int) -> str | None:
     """What of `unsupported` a specialisation tells, asked once."""
-    dim, dim_v, kv_bytes = spec.dim, spec.dim_v, spec.kv_dtype.itemsize
-    rows = spec.group * _power_of_2(max_query_len)
-    numbers = (spec.dtype, spec.kv_dtype, dim, dim_v, rows, spec.block_size, gpu.capability(index))
-    reason = refuse(*numbers, 0)
+    rows, compute = spec.group * _power_of_2(max_query_len), gpu.capability(index)
+    reason = refuse(spec, rows, compute)
     if reason is not None:
         return reason
-    head_pairs, sms = num_reqs * spec.num_kv_heads, gpu.num_sms(index)
-    heads = _pair_heads_of(spec, rows, head_pairs, sms)
-    shape = decode_shape(dim, dim_v, kv_bytes, rows, head_pairs, sms, gpu.shared_per_sm(index), heads)
-    reason = refuse(*numbers, shape.keys)
-    if reason is None and any(stride * kv_bytes % 16 for stride in spec.k_strides + spec.v_strides):
+    sms, shared_per_sm = gpu.num_sms(index), gpu.shared_per_sm(index)
+    shape = shape_for(spec, max_query_len, num_reqs * spec.num_kv_heads, sms, shared_per_sm)
+    reason = refuse(spec, rows, compute, shape.keys)
+    strides, itemsize = spec.k_strides + spec.v_strides, spec.kv_dtype.itemsize
+    if reason is None and any(stride * itemsize % 16 for stride in strides):
         reason = _UNALIGNED
     return reason
 
 
 _UNALIGNED = "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"
-
-
-def _pair_heads_of(spec: Specialisation, rows: int, pairs: int, sms: int) -> int:
-    return pair_heads(
-        rows,
-        spec.num_kv_heads,
-        spec.dim,
-        spec.dim_v,
-        spec.kv_dtype.itemsize,
-        spec.k_strides[2],
-        spec.v_strides[2],
-        pairs,
-        sms,
-    )
 
 
 def decode_config(
@@ -294,44 +268,29 @@ def decode_config(
     """The constants of ``decode.cu`` for a call, and its shape.
 
     ``max_query_len``: of the requests that it is to take; ``pairs``: requests times kv heads; ``early``:
-    whether kernels begin beside the one ahead; ``longest``: requests with more query tokens are left to the
-    prefill launch ahead; 0: there is none.
+    whether kernels begin while the one ahead runs; ``longest``: requests with more query tokens are left to
+    the prefill launch ahead; 0: there is none.
     """
-    query_len, kv_bytes = _power_of_2(max_query_len), spec.kv_dtype.itemsize
-    rows = spec.group * query_len
-    heads = _pair_heads_of(spec, rows, pairs, sms)
-    shape = decode_shape(spec.dim, spec.dim_v, kv_bytes, rows, pairs, sms, shared_per_sm, heads)
-    if not early:  # compute capability 9.0 brought clusters, and kernels that begin beside the one ahead
+    query_len, num_reqs = _power_of_2(max_query_len), pairs // spec.num_kv_heads
+    shape = shape_for(spec, max_query_len, pairs, sms, shared_per_sm)
+    if not early:  # compute capability 9.0 brought clusters, and kernels that begin while the one ahead runs
         shape = dataclasses.replace(shape, cluster=1, max_registers=0)
     values = {
-        "DIM": spec.dim,
-        "DIM_V": spec.dim_v,
-        "GROUP": spec.group,
-        "NUM_KV_HEADS": spec.num_kv_heads,
+        **call_constants(spec),
         "PAIR_HEADS": shape.pair_heads,
         "QUERY_LEN": query_len,
-        "BLOCK_SIZE": spec.block_size,
-        "KV_BYTES": kv_bytes,
-        "E5M2": spec.kv_dtype == torch.float8_e5m2,
+        "KV_BYTES": spec.kv_dtype.itemsize,
         "Q_HALF": spec.dtype == torch.float16,
-        "HALF": spec.dtype == torch.float16 or spec.kv_dtype in _FP8,
+        "HALF": spec.dtype == torch.float16 or spec.kv_dtype in FP8,
         "K_BLOCK": spec.k_strides[0],
         "K_SLOT": spec.k_strides[1],
         "K_HEAD": spec.k_strides[2],
         "V_BLOCK": spec.v_strides[0],
         "V_SLOT": spec.v_strides[1],
         "V_HEAD": spec.v_strides[2],
-        "CAUSAL": spec.causal,
-        "WINDOW_LEFT": spec.window_left,
-        "WINDOW_RIGHT": spec.window_right,
-        "CHUNK": spec.chunk_size,
         "TREE": spec.tree and query_len > 1,
         "SAME_MASK": query_len == 1,
-        "SOFT_CAP": spec.soft_cap,
-        "ALIBI": spec.alibi,
-        "SINKS": spec.sinks,
         "SCALES": spec.scales,
-        "LSE": spec.lse,
         "PDL": early,
         "DECODE_LEN": longest,
         "WARPS": shape.warps,
@@ -340,8 +299,8 @@ def decode_config(
         "CTAS_PER_SM": shape.ctas_per_sm,
         "MIN_TILES": shape.min_tiles,
         "CLUSTER": shape.cluster,
-        "ONE_WARP_SCHEDULES": int(one_warp_schedules(pairs // spec.num_kv_heads, shape.ctas_per_sm)),
-        "ASKED": asked(pairs // spec.num_kv_heads),
+        "ONE_WARP_SCHEDULES": one_warp_schedules(num_reqs, shape.ctas_per_sm),
+        "ASKED": asked(num_reqs),
         "NEAR": shape.near,
         "ASK_EARLY": shape.ask_early,
         "GROUPED": shape.grouped,

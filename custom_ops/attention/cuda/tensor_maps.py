@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.cuda.loaded_kernel import Map
+from torchpaged.custom_ops.cuda.tensor_map import tensor_map
 from torchpaged.custom_ops.pools import FP8
 
 _MAX_COORDINATE = 2**31 - 1
@@ -88,6 +88,8 @@ def pool_box(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 2
     slot, further groups if they lie one behind the other in a block.
     """
     (blocks, block_size, heads, dim), (block_stride, slot_stride, head_stride, _) = shape, strides
+    if not slot_stride:  # expanded: the check refuses it
+        return None
     width, groups = square_width(dim, itemsize), block_size // 8
     group_stride = 8 * slot_stride
     if heads == 1 or (
@@ -125,7 +127,7 @@ def queries_map(
 ) -> ctypes.Array[Any]:
     """The tensor map of queries."""
     box = queries_box(shape, token_stride, head_stride, group, rows, dtype.itemsize)
-    return _map(address, dtype, box, swizzled=True)
+    return _map(address, dtype, box)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -142,39 +144,10 @@ def pool_map(
         raise ValueError(
             f"a pool of shape {shape} with strides {strides} has no box for a block: refuse_layout says so"
         )
+    # an fp8 cache that is converted on its way is read as it lies
     return _map(address, dtype, box, swizzled=fp8_queries or dtype.itemsize > 1), box.where
 
 
-def _map(address: int, dtype: torch.dtype, box: Box, *, swizzled: bool) -> ctypes.Array[Any]:
-    """128 bytes for the copy engine: zeros outside, swizzled as wgmma reads it; not of an fp8 cache that is
-    read to be converted."""
-    from cuda.bindings import driver
-
-    kinds = driver.CUtensorMapDataType
-    kind = {
-        torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-    }.get(dtype, kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8)
-    long, short = driver.cuuint64_t, driver.cuuint32_t
-    swizzles = driver.CUtensorMapSwizzle
-    wide = box.box[0] * dtype.itemsize == 128
-    swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_128B if wide else swizzles.CU_TENSOR_MAP_SWIZZLE_64B
-    if not swizzled:
-        swizzle = swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
-    result: Any = driver.cuTensorMapEncodeTiled(
-        kind,
-        len(box.sizes),
-        address,
-        [long(n) for n in box.sizes],
-        [long(n * dtype.itemsize) for n in box.strides],
-        [short(n) for n in box.box],
-        [short(1)] * len(box.box),
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    error, encoded = result
-    if int(error):
-        raise RuntimeError(f"cuTensorMapEncodeTiled failed: {error} for {box}")
-    return Map.from_buffer_copy(ctypes.string_at(int(encoded.getPtr()), 128))
+def _map(address: int, dtype: torch.dtype, box: Box, *, swizzled: bool = True) -> ctypes.Array[Any]:
+    line = box.box[0] * dtype.itemsize if swizzled else 0
+    return tensor_map(address, dtype, box.sizes, box.strides, box.box, swizzle=line)

@@ -3,8 +3,8 @@ mainloop, query rows against a range of paged keys with an online softmax.
 
 Legend: M rows of a tile = query tokens x heads of the group; N keys of a tile; D, DV padded widths.
 
-Records of constants are named at their making, ``SPEC: tl.constexpr = Spec(...)``: so Triton keeps their
-fields constants; those of the others become values.
+``SPEC`` is the call's `Specialisation`, ``TILING`` a record of paged_attention.py. A field that goes into a
+shape is a ``tl.constexpr`` of the function first: Triton takes no plain number there.
 """
 
 from __future__ import annotations
@@ -14,69 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-
-class Spec(NamedTuple):
-    """What a kernel is compiled for, whatever its tiles: the fields of call.py's `Specialisation`, all of
-    them constants.
-
-    Attributes:
-        dim_pad, dim_v_pad: columns of a tile of keys and of one of values.
-        k_block, k_slot, v_block, v_slot: strides of the pools, for cheap addresses.
-        interpret: the kernel runs in Triton's interpreter.
-    """
-
-    group: Any
-    dim: Any
-    dim_pad: Any
-    dim_v: Any
-    dim_v_pad: Any
-    block_size: Any
-    k_block: Any
-    k_slot: Any
-    v_block: Any
-    v_slot: Any
-    causal: Any
-    window_left: Any
-    window_right: Any
-    chunk_size: Any
-    soft_cap: Any
-    alibi: Any
-    sinks: Any
-    scales: Any
-    tree: Any
-    interpret: Any
-
-
-class Batch(NamedTuple):
-    """Pointers to the batch's metadata, and its sizes; ``table_row``: stride."""
-
-    table: Any
-    seq_lens: Any
-    starts: Any
-    num_reqs: Any
-    num_tokens: Any
-    table_row: Any
-
-
-class Inputs(NamedTuple):
-    """Pointers to what is attended, their strides, and numbers; pointers are None where the call has none."""
-
-    q: Any
-    k: Any
-    v: Any
-    slopes: Any
-    sinks: Any
-    k_scale: Any
-    v_scale: Any
-    tree: Any
-    scale: Any
-    soft_cap: Any
-    q_token: Any
-    q_head: Any
-    k_head: Any
-    v_head: Any
-    ks_head: Any
-    vs_head: Any
+from torchpaged.custom_ops.triton.interpreter import INTERPRET, as_numbers
 
 
 class Rows(NamedTuple):
@@ -192,6 +130,34 @@ def branch_sees(word, context, low, key, LOW: tl.constexpr):
 
 
 @triton.jit
+def seen_by(key, low, end, word, context, LOW: tl.constexpr, SPEC: tl.constexpr):
+    """Whether rows see keys; all but ``context``, which the `Rows` have, broadcast to keys x rows. LOW: as in
+    `branch_sees`."""
+    seen = (key >= low) & (key < end)
+    if SPEC.tree:
+        seen = seen & branch_sees(word, context, low, key, LOW)
+    return seen
+
+
+@triton.jit
+def capped(s, soft_cap, SPEC: tl.constexpr):
+    """Scores behind the soft cap."""
+    if SPEC.soft_cap:
+        s = soft_cap * tanh(s / soft_cap)
+    return s
+
+
+@triton.jit
+def sloped(s, key, slope, position, word, context, TREE: tl.constexpr, SPEC: tl.constexpr):
+    """Scores of keys behind ALiBi; tensors as in `seen_by`. TREE: positions are a branch's."""
+    if SPEC.alibi:
+        if TREE:
+            key = branch_position(word, context, key)
+        s += slope * (key - position).to(tl.float32)
+    return s
+
+
+@triton.jit
 def slot_offset(slot, stride: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """``slot * stride`` inside a block: in 64 bits where the block's last slot needs them, in 32 where
     it doesn't."""
@@ -201,18 +167,34 @@ def slot_offset(slot, stride: tl.constexpr, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def operand(q, row_scale, keys, DIM: tl.constexpr):
+    """Queries as the products take them, and what scores are multiplied by, a number per row; ``DIM``: that
+    of the columns.
+
+    fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside fp16's
+    range (numbers below 2^-14 of a row's largest lose bits, no more).
+    """
+    FP8: tl.constexpr = keys.k.dtype.element_ty.primitive_bitwidth == 8
+    if INTERPRET:
+        q = as_numbers(q)
+    elif FP8 and q.dtype == tl.bfloat16:
+        largest = tl.max(tl.abs(q.to(tl.float32)), DIM)
+        # Of an infinite q finite, so that it stays infinite.
+        fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
+        q = (q.to(tl.float32) / tl.expand_dims(fold, DIM)).to(tl.float16)
+        row_scale *= fold
+    return q, row_scale
+
+
+@triton.jit
+def converted(x, dtype: tl.constexpr):
+    """Keys or values of the pool in the queries' dtype, which is none of 16 bits in the interpreter."""
+    return x.to(tl.float32 if INTERPRET else dtype)
+
+
+@triton.jit
 def attend(
-    q,
-    rows,
-    slope,
-    first_key,
-    end_key,
-    keys,
-    score_scale,
-    soft_cap,
-    SPEC: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_KV: tl.constexpr,
+    q, rows, slope, first_key, end_key, keys, score_scale, soft_cap, SPEC: tl.constexpr, TILING: tl.constexpr
 ):
     """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2.
 
@@ -220,75 +202,71 @@ def attend(
     k_scale. Block ids are read two tiles ahead, so that the loads of keys and values are the only ones behind
     the software pipeline: a load whose address is itself pipelined would halve its depth.
     """
+    TILE_M: tl.constexpr = TILING.tile_m
+    TILE_KV: tl.constexpr = TILING.tile_kv
+    DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
     LOG2E: tl.constexpr = 1.4426950408889634
-    FIRST_KEY_SEEN: tl.constexpr = SPEC.window_left < 0 and SPEC.chunk_size <= 0  # low is 0 for all rows
-    FP8: tl.constexpr = keys.k.dtype.element_ty.primitive_bitwidth == 8
-    row_scale = tl.zeros([TILE_M], tl.float32) + score_scale
-    if SPEC.interpret:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
-        q = q.to(tl.float32)
-    elif FP8 and q.dtype == tl.bfloat16:
-        # fp8 converts to fp16 in one instruction, to bf16 in several. A power of two per row keeps q inside
-        # fp16's range (numbers below 2^-14 of a row's largest lose bits, no more).
-        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
-        # Of an infinite q finite, so that it stays infinite.
-        fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
-        q = (q.to(tl.float32) / fold[:, None]).to(tl.float16)
-        row_scale *= fold
+    LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0  # else low is 0 for all rows
+    q, row_scale = operand(q, tl.zeros([TILE_M], tl.float32) + score_scale, keys, 1)
     # finite, so that a row that sees nothing yet makes no inf - inf
     maximum = tl.full([TILE_M], -1.0e30, tl.float32)
     totals = tl.zeros([TILE_M, TILE_KV], tl.float32)  # summed over keys once, at the end
-    acc = tl.zeros([TILE_M, SPEC.dim_v_pad], tl.float32)
+    acc = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
     first_seen = first_key
-    if not FIRST_KEY_SEEN:
+    if LOW:
         first_seen = tl.min(rows.low, 0)
-    d = tl.arange(0, SPEC.dim_pad)
-    dv = tl.arange(0, SPEC.dim_v_pad)
+    d = tl.arange(0, TILING.dim_pad)
+    dv = tl.arange(0, TILING.dim_v_pad)
     ahead = first_key + tl.arange(0, TILE_KV)
     block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < end_key, other=0)
+    low, end, word = rows.low[:, None], rows.end[:, None], rows.word[:, None]
     for start in range(first_key, end_key, TILE_KV):
         n = start + tl.arange(0, TILE_KV)
         inside = n < end_key
         ahead = n + TILE_KV
         next_block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < end_key, other=0)
         offset = (n % SPEC.block_size).to(tl.int64)
-        k_at = keys.k + (block.to(tl.int64) * SPEC.k_block + offset * SPEC.k_slot)[None, :] + d[:, None]
-        k = tl.load(k_at, mask=(d < SPEC.dim)[:, None] & inside[None, :], other=0.0)  # [D, N]
-        if SPEC.interpret:
-            k = k.to(tl.float32)
-        else:
-            k = k.to(q.dtype)
+        k_at = keys.k + (block.to(tl.int64) * SPEC.k_strides[0] + offset * SPEC.k_strides[1])[None, :]
+        k_mask = (d < SPEC.dim)[:, None] & inside[None, :]
+        k = converted(tl.load(k_at + d[:, None], mask=k_mask, other=0.0), q.dtype)  # [D, N]
         s = tl.dot(q, k, input_precision="ieee") * row_scale[:, None]  # [M, N]
-        if SPEC.soft_cap:
-            s = soft_cap * tanh(s / soft_cap)
-        if SPEC.alibi:
-            if SPEC.tree:
-                key = branch_position(rows.word[:, None], rows.context, n[None, :])
-                s += slope[:, None] * (key - rows.position[:, None]).to(tl.float32)
-            else:
-                s += slope[:, None] * (n[None, :] - rows.position[:, None]).to(tl.float32)
-        seen_by = (n[None, :] >= rows.low[:, None]) & (n[None, :] < rows.end[:, None])
-        if SPEC.tree:
-            seen_by = seen_by & branch_sees(
-                rows.word[:, None], rows.context, rows.low[:, None], n[None, :], not FIRST_KEY_SEEN
-            )
-        s = tl.where(seen_by, s * LOG2E, float("-inf"))
+        position, context = rows.position[:, None], rows.context
+        s = capped(s, soft_cap, SPEC)
+        s = sloped(s, n[None, :], slope[:, None], position, word, context, SPEC.tree, SPEC)
+        s = tl.where(seen_by(n[None, :], low, end, word, context, LOW, SPEC), s * LOG2E, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         shrink = tl.exp2(maximum - top)
         totals = totals * shrink[:, None] + p
-        v_at = keys.v + (block.to(tl.int64) * SPEC.v_block + offset * SPEC.v_slot)[:, None] + dv[None, :]
+        v_at = keys.v + (block.to(tl.int64) * SPEC.v_strides[0] + offset * SPEC.v_strides[1])[:, None]
         seen = inside
-        if not FIRST_KEY_SEEN:  # blocks in front of a window may be gone and hold anything
+        if LOW:  # blocks in front of a window may be gone and hold anything
             seen = inside & (n >= first_seen)
-        v = tl.load(v_at, mask=seen[:, None] & (dv < SPEC.dim_v)[None, :], other=0.0)  # [N, DV]
-        if SPEC.interpret:
-            v = v.to(tl.float32)
-        else:
-            v = v.to(q.dtype)
+        v_mask = seen[:, None] & (dv < SPEC.dim_v)[None, :]
+        v = converted(tl.load(v_at + dv[None, :], mask=v_mask, other=0.0), q.dtype)  # [N, DV]
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         maximum = top
         block = next_block
     return maximum, tl.sum(totals, 1), acc
+
+
+@triton.jit
+def slice_addresses(block, start, end_key, keys, SPEC: tl.constexpr, TILING: tl.constexpr):
+    """Addresses of a tile of keys ``[S, N, D]`` and of one of values ``[S, DV, N]``. Strides are constants,
+    so that the addresses of a tile differ by constants."""
+    d = tl.arange(0, TILING.dim_pad)[None, None, :]
+    dv = tl.arange(0, TILING.dim_v_pad)[None, :, None]
+    SLICE: tl.constexpr = TILING.tile_kv // TILING.slices
+    slot, k_slot, v_slot = slice_slots(start, end_key, TILING.slices, SLICE, SPEC.block_size)
+    k_row = keys.k + (
+        block.to(tl.int64) * SPEC.k_strides[0] + slot_offset(slot, SPEC.k_strides[1], SPEC.block_size)
+    )
+    k_at = k_row[:, :, None] + d + (k_slot.to(tl.int64) * SPEC.k_strides[1])[:, :, None]
+    v_row = keys.v + (
+        block.to(tl.int64) * SPEC.v_strides[0] + slot_offset(slot, SPEC.v_strides[1], SPEC.block_size)
+    )
+    v_at = v_row[:, None, :] + dv + (v_slot.to(tl.int64) * SPEC.v_strides[1])[:, None, :]
+    return k_at, v_at
 
 
 @triton.jit
@@ -305,109 +283,82 @@ def attend_slices(
     score_scale,
     soft_cap,
     SPEC: tl.constexpr,
-    TILE_M: tl.constexpr,
-    SLICES: tl.constexpr,
-    SLICE: tl.constexpr,
-    SAME_MASK: tl.constexpr,
+    TILING: tl.constexpr,
 ):
-    """Like `attend`, with a tile of keys cut into SLICES slices of SLICE keys, one per warp, each with a
-    softmax state of its own.
+    """Like `attend`, with a tile of keys cut into slices, one per warp, each with a softmax state of its own.
 
     The dots are batched over slices, so that Triton gives every slice to one warp: no score, probability or
     maximum crosses a warp until the end of the run, where the states are merged. They are transposed, keys x
     queries: mma.sync has 16 rows and 8 columns, and up to 8 queries fill the columns. Returns ``acc [S, DV,
     M]``, for `merge_slices`.
 
-    ``q_ptr [D, M]`` are pointers; ``low``: that of ``rows``; SAME_MASK: all rows see the same keys (one
-    query token), from ``low``, a number, on. ``block``: ids of the first tile's blocks, one per slice or per
-    key (`slice_blocks`). Strides are constants, so that the addresses of a tile differ by constants.
+    ``q_ptr [D, M]`` are pointers; ``low``: that of ``rows``, a number if there is one query token, so that
+    all rows see the same keys. ``block``: ids of the first tile's blocks, one per slice or per key
+    (`slice_blocks`).
     """
+    TILE_M: tl.constexpr = TILING.tile_m
+    DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
+    SLICES: tl.constexpr = TILING.slices
+    SLICE: tl.constexpr = TILING.tile_kv // SLICES
+    SAME_MASK: tl.constexpr = TILING.query_len == 1
     LOG2E: tl.constexpr = 1.4426950408889634
-    FIRST_KEY_SEEN: tl.constexpr = SPEC.window_left < 0 and SPEC.chunk_size <= 0  # low is 0 for all rows
+    LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0  # else low is 0 for all rows
     FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf
-    FP8: tl.constexpr = keys.k.dtype.element_ty.primitive_bitwidth == 8
     q = tl.load(q_ptr, mask=q_mask, other=0.0)  # [D, M]
-    row_scale = tl.zeros([TILE_M], tl.float32) + score_scale
-    if SPEC.interpret:
-        q = q.to(tl.float32)
-    elif FP8 and q.dtype == tl.bfloat16:  # as in attend
-        largest = tl.max(tl.abs(q.to(tl.float32)), 0)
-        fold = tl.exp2(tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e37))))
-        q = (q.to(tl.float32) / fold[None, :]).to(tl.float16)
-        row_scale *= fold
+    q, row_scale = operand(q, tl.zeros([TILE_M], tl.float32) + score_scale, keys, 0)
     if not SPEC.soft_cap and not SPEC.alibi:
         row_scale *= LOG2E
     first_seen = first_key
-    if not FIRST_KEY_SEEN:
+    if LOW:
         if SAME_MASK:
             first_seen = low
         else:
             first_seen = tl.min(low, 0)
-    q = tl.broadcast_to(q[None, :, :], [SLICES, SPEC.dim_pad, TILE_M])
+    q = tl.broadcast_to(q[None, :, :], [SLICES, TILING.dim_pad, TILE_M])
     maximum = tl.full([SLICES, TILE_M], FLOOR, tl.float32)
     totals = tl.zeros([SLICES, SLICE, TILE_M], tl.float32)  # summed over keys once, at the end
-    acc = tl.zeros([SLICES, SPEC.dim_v_pad, TILE_M], tl.float32)
-    d = tl.arange(0, SPEC.dim_pad)[None, None, :]
-    dv = tl.arange(0, SPEC.dim_v_pad)[None, :, None]
+    acc = tl.zeros([SLICES, DIM_V_PAD, TILE_M], tl.float32)
+    d = tl.arange(0, TILING.dim_pad)[None, None, :]
+    dv = tl.arange(0, TILING.dim_v_pad)[None, :, None]
     for start in range(first_key, end_key, SLICES * SLICE):
         n = start + tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]  # [S, N]
         next_block = slice_blocks(keys.table, start + SLICES * SLICE, end_key, SLICES, SLICE, SPEC.block_size)
-        slot, k_slot, v_slot = slice_slots(start, end_key, SLICES, SLICE, SPEC.block_size)
-        k_row = keys.k + (block.to(tl.int64) * SPEC.k_block + slot_offset(slot, SPEC.k_slot, SPEC.block_size))
-        k_at = k_row[:, :, None] + d + (k_slot.to(tl.int64) * SPEC.k_slot)[:, :, None]
-        v_row = keys.v + (block.to(tl.int64) * SPEC.v_block + slot_offset(slot, SPEC.v_slot, SPEC.block_size))
-        v_at = v_row[:, None, :] + dv + (v_slot.to(tl.int64) * SPEC.v_slot)[:, None, :]
-        if SPEC.dim == SPEC.dim_pad:
+        k_at, v_at = slice_addresses(block, start, end_key, keys, SPEC, TILING)
+        if SPEC.dim == TILING.dim_pad:
             k = tl.load(k_at)  # [S, N, D]
         else:
             k = tl.load(k_at, mask=d < SPEC.dim, other=0.0)
-        if SPEC.interpret:
-            k = k.to(tl.float32)
-        else:
-            k = k.to(q.dtype)
+        k = converted(k, q.dtype)
         s = tl.dot(k, q, input_precision="ieee") * row_scale[None, None, :]  # [S, N, M]
-        if SPEC.soft_cap:
-            s = soft_cap * tanh(s / soft_cap)
-        if SPEC.alibi:
-            if SPEC.tree:
-                key = branch_position(rows.word[None, None, :], rows.context, n[:, :, None])
-                s += slope[None, None, :] * (key - rows.position[None, None, :]).to(tl.float32)
-            else:
-                s += slope[None, None, :] * (n[:, :, None] - rows.position[None, None, :]).to(tl.float32)
+        key, word, context = n[:, :, None], rows.word[None, None, :], rows.context
+        position = rows.position[None, None, :]
+        s = capped(s, soft_cap, SPEC)
+        s = sloped(s, key, slope[None, None, :], position, word, context, SPEC.tree, SPEC)
         if SPEC.soft_cap or SPEC.alibi:
             s *= LOG2E
         if SAME_MASK:
             visible = n < end_key
-            if not FIRST_KEY_SEEN:
+            if LOW:
                 visible = visible & (n >= low)
             visible = visible[:, :, None]
         else:
-            visible = n[:, :, None] < rows.end[None, None, :]
-            if not FIRST_KEY_SEEN:
-                visible = visible & (n[:, :, None] >= low[None, None, :])
+            visible = key < rows.end[None, None, :]
+            if LOW:
+                visible = visible & (key >= low[None, None, :])
             if SPEC.tree:
-                visible = visible & branch_sees(
-                    rows.word[None, None, :],
-                    rows.context,
-                    low[None, None, :],
-                    n[:, :, None],
-                    not FIRST_KEY_SEEN,
-                )
+                visible = visible & branch_sees(word, context, low[None, None, :], key, LOW)
         s = tl.where(visible, s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None, :])
         shrink = tl.exp2(maximum - top)
         totals = totals * shrink[:, None, :] + p
-        if not FIRST_KEY_SEEN:  # blocks in front of a window may be gone and hold anything
+        if LOW:  # blocks in front of a window may be gone and hold anything
             v = tl.load(v_at, mask=(n >= first_seen)[:, None, :] & (dv < SPEC.dim_v), other=0.0)
-        elif SPEC.dim_v == SPEC.dim_v_pad:
+        elif SPEC.dim_v == TILING.dim_v_pad:
             v = tl.load(v_at)  # [S, DV, N]
         else:
             v = tl.load(v_at, mask=dv < SPEC.dim_v, other=0.0)
-        if SPEC.interpret:
-            v = v.to(tl.float32)
-        else:
-            v = v.to(q.dtype)
+        v = converted(v, q.dtype)
         acc = acc * shrink[:, None, :] + tl.dot(v, p.to(v.dtype), input_precision="ieee")  # [S, DV, M]
         maximum = top
         block = next_block
@@ -483,6 +434,16 @@ def slice_slots(start, end_key, SLICES: tl.constexpr, SLICE: tl.constexpr, BLOCK
         k_slot = tl.arange(0, SLICE)[None, :]
         v_slot = tl.minimum(k_slot, end_key - 1 - n)
     return first, k_slot, v_slot
+
+
+@triton.jit
+def keys_of(inputs, batch, request, kv_head, k_head, v_head):
+    """The `Keys` of a request and kv head; ``k_head``, ``v_head``: strides."""
+    return Keys(
+        batch.table + request.to(tl.int64) * batch.table_row,
+        inputs.k + kv_head.to(tl.int64) * k_head,
+        inputs.v + kv_head.to(tl.int64) * v_head,
+    )
 
 
 @triton.jit

@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.triton import launching
 
-#: Longest query that the decode kernel takes (speculative verification); longer ones go to the
-#: prefill kernel.
-MAX_DECODE_QUERY_LEN = 8
 #: Most query rows (query tokens x heads of a group) of the decode kernel.
 MAX_DECODE_ROWS = 128
 #: How many requests the decode kernel scans at once (few sizes, few compiles); more are scanned piece
@@ -49,16 +47,16 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def padded_widths(dim: int, dim_v: int, kv_itemsize: int) -> tuple[int, int]:
-    """Columns of a tile of keys and of one of values: powers of two.
+def padded_widths(dim: int, dim_v: int, kv_itemsize: int) -> dict[str, int]:
+    """Columns of a tile of keys, ``dim_pad``, and of one of values, ``dim_v_pad``: powers of two.
 
     Over fp8 both are at least 64 where one is: products of 64 rows read both, converted, from one place in
     shared memory, and where their lines differ in bytes ptxas 12.8 loses that place for all values behind
-    the first 16 keys (tests/triton/test_sass.py).
+    the first 16 keys (tests/custom_ops/triton/test_sass.py).
     """
     pads = tuple(max(16, launching.next_power_of_2(width)) for width in (dim, dim_v))
     least = 64 if kv_itemsize == 1 and max(pads) >= 64 else 16
-    return max(pads[0], least), max(pads[1], least)
+    return {"dim_pad": max(pads[0], least), "dim_v_pad": max(pads[1], least)}
 
 
 def decode_tiles(
@@ -156,7 +154,7 @@ def has_large_tiles(device: torch.device) -> bool:
     """Whether a thread block may use 227 KiB of shared memory: compute capability 9.0 and 10.0."""
     if device.type != "cuda" or torch.version.hip is not None:
         return launching.INTERPRET
-    return launching.capability(device.index or 0)[0] in (9, 10)
+    return launching.capability(device)[0] in (9, 10)
 
 
 def num_programs(device: torch.device, tiles: DecodeTiles) -> int:

@@ -19,13 +19,10 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.attention.triton.attend import (
-    Batch,
-    Inputs,
-    Keys,
-    Spec,
     attend,
     attend_slices,
     finish,
+    keys_of,
     load_sinks,
     load_slopes,
     merge_slices,
@@ -34,23 +31,8 @@ from torchpaged.custom_ops.attention.triton.attend import (
     visible_range,
 )
 from torchpaged.custom_ops.triton.cache_writes import fence
-from torchpaged.custom_ops.triton.results import Results, store_rows
-
-
-class Tiling(NamedTuple):
-    """How the decode kernel cuts its work, all constants; meanings: `decode_kernel`."""
-
-    num_kv_heads: Any
-    query_len: Any
-    rows: Any
-    tile_m: Any
-    tile_kv: Any
-    slices: Any
-    reqs: Any
-    one_scan: Any
-    min_tiles: Any
-    parts: Any
-    longest: Any
+from torchpaged.custom_ops.triton.records import Batch
+from torchpaged.custom_ops.triton.results import store_rows
 
 
 class Schedule(NamedTuple):
@@ -94,32 +76,18 @@ class WorkTile(NamedTuple):
     end_key: Any
 
 
-class Parts(NamedTuple):
-    """Pointers to the partial results, and to the pairs' semaphores."""
-
-    acc: Any
-    state: Any
-    semaphore: Any
-
-
 @triton.jit
 def store_padding(
-    results,
-    batch,
-    first,
-    step,
-    head,
-    valid,
-    TILE_M: tl.constexpr,
-    SPEC: tl.constexpr,
+    results, batch, first, step, head, valid, TILE_M: tl.constexpr, WIDTH: tl.constexpr, PAD: tl.constexpr
 ):
-    """Token rows after the last request's: zeros and -inf, shared out over the programs."""
+    """Token rows after the last request's: zeros and -inf, shared out over the programs. WIDTH, PAD: columns
+    of a value, and of a tile of them."""
     used = tl.load(batch.starts + batch.num_reqs)
-    zero = tl.zeros([TILE_M, SPEC.dim_v_pad], tl.float32)
+    zero = tl.zeros([TILE_M, PAD], tl.float32)
     nothing = tl.full([TILE_M], float("-inf"), tl.float32)
     for token in range(used + first, batch.num_tokens, step):
         rows = tl.zeros([TILE_M], tl.int32) + token
-        store_rows(results, zero, nothing, rows, head, valid, SPEC.dim_v, SPEC.dim_v_pad)
+        store_rows(results, zero, nothing, rows, head, valid, WIDTH, PAD)
 
 
 @triton.jit
@@ -222,9 +190,9 @@ def schedule(batch, SPEC: tl.constexpr, TILING: tl.constexpr):
             more_total, more_busy = tl.reduce((more, (more > 0).to(tl.int32)), 0, add_pairs)
             total += more_total
             busy += more_busy
-    total *= TILING.num_kv_heads
+    total *= SPEC.num_kv_heads
     used = tl.load(batch.starts + batch.num_reqs)  # token rows of requests; those after it are padding
-    pairs = tl.maximum(busy * TILING.num_kv_heads, 1)
+    pairs = tl.maximum(busy * SPEC.num_kv_heads, 1)
     wanted = tl.maximum(tl.minimum(tl.num_programs(0), total // TILING.min_tiles), 1)
     programs = tl.maximum(divide(wanted, pairs), 1) * pairs  # equal lengths: runs end where pairs end
     programs = tl.where((programs > wanted) | (programs * 4 < wanted * 3), wanted, programs)
@@ -232,7 +200,7 @@ def schedule(batch, SPEC: tl.constexpr, TILING: tl.constexpr):
     unit = run_start(program, total, programs)
     unit_end = tl.where(program < programs, run_start(program + 1, total, programs), unit)
     unwritten = (busy < batch.num_reqs) | (used < batch.num_tokens)  # one bit kept, not four numbers
-    ends = tl.cumsum(tiles, 0) * TILING.num_kv_heads
+    ends = tl.cumsum(tiles, 0) * SPEC.num_kv_heads
     return Schedule(total, programs, unit, unit_end, ends, unwritten)
 
 
@@ -247,7 +215,7 @@ def work_tile(unit, unit_end, ends, batch, SPEC: tl.constexpr, TILING: tl.conste
         scanned = TILING.reqs
         while (request == scanned) & (scanned < batch.num_reqs):
             more = scan_tiles(batch, scanned, SPEC, TILING)
-            more = tl.cumsum(more, 0) * TILING.num_kv_heads + before
+            more = tl.cumsum(more, 0) * SPEC.num_kv_heads + before
             request += tl.sum((more <= unit).to(tl.int32), 0)
             before = tl.maximum(before, tl.max(tl.where(more <= unit, more, 0), 0))
             scanned += TILING.reqs
@@ -271,16 +239,13 @@ def mainloop(work, rows, query, head, inputs, batch, SPEC: tl.constexpr, TILING:
     """The softmax state of a work tile's rows over its keys: ``(maximum [M], total [M], acc)``, ``acc`` as
     `merge_slices` takes it; and the scale of the values."""
     last_key = tl.minimum(work.first_key + work.count * TILING.tile_kv, work.end_key)
-    keys = Keys(
-        batch.table + work.request.to(tl.int64) * batch.table_row,
-        inputs.k + work.kv_head.to(tl.int64) * inputs.k_head,
-        inputs.v + work.kv_head.to(tl.int64) * inputs.v_head,
-    )
-    SLICES: tl.constexpr = TILING.slices
-    SLICE: tl.constexpr = TILING.tile_kv // SLICES if SLICES > 0 else 0
-    if SLICES > 0:  # block ids are asked for before the queries, so that both loads are under way at once
-        block = slice_blocks(keys.table, work.first_key, last_key, SLICES, SLICE, SPEC.block_size)
-    d = tl.arange(0, SPEC.dim_pad)
+    keys = keys_of(inputs, batch, work.request, work.kv_head, SPEC.k_strides[2], SPEC.v_strides[2])
+    if (
+        TILING.slices > 0
+    ):  # block ids are asked for before the queries, so that both loads are under way at once
+        SLICE: tl.constexpr = TILING.tile_kv // TILING.slices
+        block = slice_blocks(keys.table, work.first_key, last_key, TILING.slices, SLICE, SPEC.block_size)
+    d = tl.arange(0, TILING.dim_pad)
     q_row = (work.start + query).to(tl.int64) * inputs.q_token + head.to(tl.int64) * inputs.q_head
     q_at = inputs.q + q_row[:, None] + d[None, :]
     q_mask = rows.valid[:, None] & (d < SPEC.dim)[None, :]
@@ -290,7 +255,7 @@ def mainloop(work, rows, query, head, inputs, batch, SPEC: tl.constexpr, TILING:
     if SPEC.scales:
         score_scale = inputs.scale * tl.load(inputs.k_scale + work.kv_head * inputs.ks_head)
         v_scale = tl.load(inputs.v_scale + work.kv_head * inputs.vs_head)
-    if SLICES > 0:
+    if TILING.slices > 0:
         low = rows.low
         if TILING.query_len == 1:
             low, _ = visible_range(work.seq_len - 1, work.seq_len, SPEC)
@@ -307,24 +272,12 @@ def mainloop(work, rows, query, head, inputs, batch, SPEC: tl.constexpr, TILING:
             score_scale=score_scale,
             soft_cap=inputs.soft_cap,
             SPEC=SPEC,
-            TILE_M=TILING.tile_m,
-            SLICES=SLICES,
-            SLICE=SLICE,
-            SAME_MASK=TILING.query_len == 1,
+            TILING=TILING,
         )
     else:
+        q = tl.load(q_at, mask=q_mask, other=0.0)  # [M, D]
         maximum, total, acc = attend(
-            q=tl.load(q_at, mask=q_mask, other=0.0),  # [M, D]
-            rows=rows,
-            slope=slope,
-            first_key=work.first_key,
-            end_key=last_key,
-            keys=keys,
-            score_scale=score_scale,
-            soft_cap=inputs.soft_cap,
-            SPEC=SPEC,
-            TILE_M=TILING.tile_m,
-            TILE_KV=TILING.tile_kv,
+            q, rows, slope, work.first_key, last_key, keys, score_scale, inputs.soft_cap, SPEC, TILING
         )
     return maximum, total, acc, v_scale
 
@@ -333,10 +286,10 @@ def mainloop(work, rows, query, head, inputs, batch, SPEC: tl.constexpr, TILING:
 def store_part(parts, maximum, denominator, acc, slot, row, SPEC: tl.constexpr, TILING: tl.constexpr):
     """A partial result, the state that `mainloop` gives, into ``slot`` of the scratch memory."""
     slot = slot.to(tl.int64) * TILING.rows
-    dv = tl.arange(0, SPEC.dim_v_pad)
+    dv = tl.arange(0, TILING.dim_v_pad)
     inside = row < TILING.rows
     tl.store(
-        parts.acc + (slot + row)[:, None] * SPEC.dim_v_pad + dv[None, :],
+        parts.acc + (slot + row)[:, None] * TILING.dim_v_pad + dv[None, :],
         merge_slices(acc, TILING.slices),
         mask=inside[:, None],
     )
@@ -344,181 +297,86 @@ def store_part(parts, maximum, denominator, acc, slot, row, SPEC: tl.constexpr, 
     tl.store(parts.state + slot * 2 + TILING.rows + row, denominator, mask=inside)
 
 
+@triton.jit
+def store_whole(work, rows, query, head, state, inputs, results, SPEC: tl.constexpr, TILING: tl.constexpr):
+    """The epilogue of a work tile that is all of its pair; ``state``: as `mainloop` gives it."""
+    maximum, denominator, acc, v_scale = state
+    sink = load_sinks(inputs, head, rows.valid, SPEC)
+    sees = rows.valid
+    if TILING.query_len > 1:  # else the one query sees what gave the pair its tiles
+        sees = rows.end > rows.low
+    merged = merge_slices(acc, TILING.slices)
+    out, lse = finish(maximum, denominator, merged, sink, v_scale, sees, SPEC.sinks)
+    store_rows(results, out, lse, work.start + query, head, rows.valid, SPEC.dim_v, TILING.dim_v_pad)
+
+
+@triton.jit
+def store_or_merge(work, plan, row, state, inputs, results, parts, SPEC: tl.constexpr, TILING: tl.constexpr):
+    """The epilogue of a work tile that is a part of its pair: into scratch memory; and the pair's whole
+    result, if no other part is missing."""
+    maximum, denominator, acc, v_scale = state
+    # A program has at most one part that begins inside a pair (slot 0) and one that begins a pair
+    # (slot 1).
+    slot = tl.program_id(0) * 2 + (work.tile == 0).to(tl.int32)
+    store_part(parts, maximum, denominator, acc, slot, row, SPEC, TILING)
+    first_part = owner(work.first_unit, plan.total, plan.programs)
+    last_part = owner(work.first_unit + work.num_tiles - 1, plan.total, plan.programs)
+    num_parts = last_part - first_part + 1
+    semaphore = parts.semaphore + work.request * SPEC.num_kv_heads + work.kv_head
+    # No program waits for another here: the one that comes last finds all parts there, the others
+    # go on. So programs that run one after another, in any order, end as well. The count is exact if
+    # all programs see the same lengths: `num_parts` comes from them, and they are read behind the
+    # wait or the fence of `begin`. The branch is the same for all threads: one lane's atomic is handed to
+    # all, so that barriers in `merge_parts` are met by all or none.
+    tl.debug_barrier()  # all lanes' parts are stored before one lane says so
+    if tl.atomic_add(semaphore, 1, sem="acq_rel") == num_parts - 1:
+        tl.store(semaphore, 0)
+        merge_parts(parts, first_part, num_parts, work, v_scale, inputs, results, SPEC, TILING)
+
+
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "table_row"])  # one compile for all batch sizes
 def decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    starts_ptr,
-    out_ptr,
-    lse_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    tree_ptr,
-    part_acc_ptr,
-    part_state_ptr,
-    semaphore_ptr,
-    scale,
-    soft_cap,
     num_reqs,
     num_tokens,
-    q_token,
-    q_head,
-    o_token,
-    o_head,
-    l_token,
-    l_head,
     table_row,
-    ks_head,
-    vs_head,
-    K_BLOCK: tl.constexpr,
-    K_SLOT: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-    V_SLOT: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    GROUP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_KV: tl.constexpr,
-    SLICES: tl.constexpr,
-    REQS: tl.constexpr,
-    ONE_SCAN: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
+    batch,
+    inputs,
+    results,
+    parts,
+    SPEC: tl.constexpr,
+    TILING: tl.constexpr,
     PDL: tl.constexpr,
-    LONGEST: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
-    """Grid: any number of programs, the same for every length.
+    """Arguments: `DecodeArguments`. Grid: any number of programs, the same for every length.
 
-    K_BLOCK ... V_HEAD: strides of the caches, constants for cheap addresses. QUERY_LEN: no request has more
-    query tokens. REQS: requests scanned at once (ONE_SCAN: all of them). MIN_TILES: least tiles of a run.
-    ROWS: rows of a tile that are real (GROUP * QUERY_LEN padded to a power of two), PARTS: partial results
-    merged at once.
-    LONGEST > 0: requests with more query tokens are left to another launch, their rows untouched. That launch
-    stands right before this one and neither writes what this one reads nor the other way round: only the last
-    program waits for it, at its end, since what comes after this launch counts on both.
+    ``TILING.longest`` over 0: another launch, of the requests with more query tokens, stands right before
+    this one and neither writes what this one reads nor the other way round: only the last program waits for
+    it, at its end, since what comes after this launch counts on both.
     """
-    SPEC: tl.constexpr = Spec(
-        group=GROUP,
-        dim=DIM,
-        dim_pad=DIM_PAD,
-        dim_v=DIM_V,
-        dim_v_pad=DIM_V_PAD,
-        block_size=BLOCK_SIZE,
-        k_block=K_BLOCK,
-        k_slot=K_SLOT,
-        v_block=V_BLOCK,
-        v_slot=V_SLOT,
-        causal=CAUSAL,
-        window_left=WINDOW_LEFT,
-        window_right=WINDOW_RIGHT,
-        chunk_size=CHUNK,
-        soft_cap=SOFT_CAP,
-        alibi=slopes_ptr is not None,
-        sinks=sinks_ptr is not None,
-        scales=k_scale_ptr is not None,
-        tree=tree_ptr is not None,
-        interpret=INTERPRET,
-    )
-    TILING: tl.constexpr = Tiling(
-        num_kv_heads=NUM_KV_HEADS,
-        query_len=QUERY_LEN,
-        rows=ROWS,
-        tile_m=TILE_M,
-        tile_kv=TILE_KV,
-        slices=SLICES,
-        reqs=REQS,
-        one_scan=ONE_SCAN,
-        min_tiles=MIN_TILES,
-        parts=PARTS,
-        longest=LONGEST,
-    )
-    batch = Batch(table_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, table_row)
-    inputs = Inputs(
-        q=q_ptr,
-        k=k_ptr,
-        v=v_ptr,
-        slopes=slopes_ptr,
-        sinks=sinks_ptr,
-        k_scale=k_scale_ptr,
-        v_scale=v_scale_ptr,
-        tree=tree_ptr,
-        scale=scale,
-        soft_cap=soft_cap,
-        q_token=q_token,
-        q_head=q_head,
-        k_head=K_HEAD,
-        v_head=V_HEAD,
-        ks_head=ks_head,
-        vs_head=vs_head,
-    )
-    results = Results(out_ptr, lse_ptr, o_token, o_head, l_token, l_head)
-    parts = Parts(part_acc_ptr, part_state_ptr, semaphore_ptr)
-    program = tl.program_id(0)
+    batch = Batch(batch.table, batch.seq_lens, batch.starts, num_reqs, num_tokens, table_row)
     if PDL:
-        begin(LONGEST)
-    row = tl.arange(0, TILE_M)
+        begin(TILING.longest)
+    row = tl.arange(0, TILING.tile_m)
     query = tl.zeros_like(row)
     head_of_group = row
-    if QUERY_LEN > 1:
-        query, head_of_group = row // GROUP, row % GROUP
+    if TILING.query_len > 1:
+        query, head_of_group = row // SPEC.group, row % SPEC.group
     plan = schedule(batch, SPEC, TILING)
     unit = plan.unit
     while unit < plan.unit_end:
         work = work_tile(unit, plan.unit_end, plan.ends, batch, SPEC, TILING)
-        head = work.kv_head * GROUP + head_of_group
-        if QUERY_LEN > 1:
-            valid = (query < work.query_len) & (query < QUERY_LEN)
+        head = work.kv_head * SPEC.group + head_of_group
+        if TILING.query_len > 1:
+            valid = (query < work.query_len) & (query < TILING.query_len)
         else:
-            valid = row < GROUP  # a request that sees keys has its one query
+            valid = row < SPEC.group  # a request that sees keys has its one query
         rows = query_rows(inputs, work.start, query, work.query_len, work.seq_len, valid, SPEC)
-        maximum, denominator, acc, v_scale = mainloop(work, rows, query, head, inputs, batch, SPEC, TILING)
-        # slices are merged in either branch (`store_part`): their layouts differ, and the compiler would
-        # prepare both
+        state = mainloop(work, rows, query, head, inputs, batch, SPEC, TILING)
+        # slices are merged in either branch: their layouts differ, and the compiler would prepare both
         if work.count == work.num_tiles:
-            sink = load_sinks(inputs, head, valid, SPEC)
-            sees = valid
-            if QUERY_LEN > 1:  # else the one query sees what gave the pair its tiles
-                sees = rows.end > rows.low
-            merged = merge_slices(acc, SLICES)
-            out, lse = finish(maximum, denominator, merged, sink, v_scale, sees, SPEC.sinks)
-            store_rows(results, out, lse, work.start + query, head, valid, DIM_V, DIM_V_PAD)
+            store_whole(work, rows, query, head, state, inputs, results, SPEC, TILING)
         else:
-            # A program has at most one part that begins inside a pair (slot 0) and one that begins a pair
-            # (slot 1).
-            slot = program * 2 + (work.tile == 0).to(tl.int32)
-            store_part(parts, maximum, denominator, acc, slot, row, SPEC, TILING)
-            first_part = owner(work.first_unit, plan.total, plan.programs)
-            last_part = owner(work.first_unit + work.num_tiles - 1, plan.total, plan.programs)
-            num_parts = last_part - first_part + 1
-            semaphore = parts.semaphore + work.request * NUM_KV_HEADS + work.kv_head
-            # No program waits for another here: the one that comes last finds all parts there, the others
-            # go on. So programs that run one after another, in any order, end as well. The count is exact if
-            # all programs see the same lengths: `num_parts` comes from them, and they are read behind the
-            # wait or the fence above. The branch is the same for all threads: one lane's atomic is handed to
-            # all, so that barriers in `merge_parts` are met by all or none.
-            tl.debug_barrier()  # all lanes' parts are stored before one lane says so
-            if tl.atomic_add(semaphore, 1, sem="acq_rel") == num_parts - 1:
-                tl.store(semaphore, 0)
-                merge_parts(parts, first_part, num_parts, work, v_scale, inputs, results, SPEC, TILING)
+            store_or_merge(work, plan, row, state, inputs, results, parts, SPEC, TILING)
         unit += work.count
 
     if plan.unwritten:
@@ -526,8 +384,8 @@ def decode_kernel(
     # The last program waits for the prefill launch to end, so that this launch does not end before: kernels
     # behind wait for this one alone. The prefill launch waits for none of its dependents, so it ends; each
     # program of this one runs to here whatever it found to do.
-    if PDL and LONGEST > 0:  # noqa: SIM102  one condition is the compiler's, the other the kernel's
-        if program == tl.num_programs(0) - 1:
+    if PDL and TILING.longest > 0:  # noqa: SIM102  one condition is the compiler's, the other the kernel's
+        if tl.program_id(0) == tl.num_programs(0) - 1:
             tl.extra.cuda.gdc_wait()
 
 
@@ -536,9 +394,10 @@ def store_empty(results, batch, SPEC: tl.constexpr, TILING: tl.constexpr):
     """Zeros and -inf for what no run covers: requests whose queries see nothing, and token rows after the
     last request's."""
     TILE_M: tl.constexpr = TILING.tile_m
+    DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
     program, programs = tl.program_id(0), tl.num_programs(0)
     head = tl.arange(0, TILE_M)
-    zero = tl.zeros([TILE_M, SPEC.dim_v_pad], tl.float32)
+    zero = tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
     nothing = tl.full([TILE_M], float("-inf"), tl.float32)
     for request in range(program, batch.num_reqs, programs):
         start = tl.load(batch.starts + request)
@@ -547,13 +406,16 @@ def store_empty(results, batch, SPEC: tl.constexpr, TILING: tl.constexpr):
             query_len = tl.where(query_len > TILING.longest, 0, query_len)
         _, end_key = key_range(tl.load(batch.seq_lens + request), query_len, SPEC, TILING.tile_kv)
         if end_key == 0:
-            for pair in range(query_len * TILING.num_kv_heads):
-                token = tl.zeros([TILE_M], tl.int32) + start + pair // TILING.num_kv_heads
-                heads = pair % TILING.num_kv_heads * SPEC.group + head
+            for pair in range(query_len * SPEC.num_kv_heads):
+                token = tl.zeros([TILE_M], tl.int32) + start + pair // SPEC.num_kv_heads
+                heads = pair % SPEC.num_kv_heads * SPEC.group + head
                 valid = head < SPEC.group
-                store_rows(results, zero, nothing, token, heads, valid, SPEC.dim_v, SPEC.dim_v_pad)
-    for first_head in range(0, TILING.num_kv_heads * SPEC.group, SPEC.group):
-        store_padding(results, batch, program, programs, first_head + head, head < SPEC.group, TILE_M, SPEC)
+                store_rows(results, zero, nothing, token, heads, valid, SPEC.dim_v, TILING.dim_v_pad)
+    for first_head in range(0, SPEC.num_kv_heads * SPEC.group, SPEC.group):
+        valid = head < SPEC.group
+        store_padding(
+            results, batch, program, programs, first_head + head, valid, TILE_M, SPEC.dim_v, TILING.dim_v_pad
+        )
 
 
 @triton.jit
@@ -571,17 +433,19 @@ def merge_parts(
     """Combine the parts of one pair, written by programs ``first_part ...``: slot 1 of the first, slot 0 of
     the others."""
     ROWS: tl.constexpr = TILING.rows
+    PARTS: tl.constexpr = TILING.parts
+    DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
     row = tl.arange(0, ROWS)
-    dv = tl.arange(0, SPEC.dim_v_pad)
-    at = row[:, None] * SPEC.dim_v_pad + dv[None, :]
+    dv = tl.arange(0, DIM_V_PAD)
+    at = row[:, None] * DIM_V_PAD + dv[None, :]
     # Every thread reads the states of its own rows: all is elementwise, nothing crosses threads. .cg: other
     # programs wrote these, L1 must not answer. The first part sits in slot 1 of its program.
     slot = (first_part * 2 + 1).to(tl.int64) * ROWS
     maximum = tl.load(parts.state + slot * 2 + row[:, None], cache_modifier=".cg")  # [ROWS, 1]
     denominator = tl.load(parts.state + slot * 2 + ROWS + row[:, None], cache_modifier=".cg")
-    acc = tl.load(parts.acc + slot * SPEC.dim_v_pad + at, cache_modifier=".cg")  # [ROWS, DV]
-    for begin in range(1, num_parts, TILING.parts):
-        for step in tl.static_range(TILING.parts):
+    acc = tl.load(parts.acc + slot * DIM_V_PAD + at, cache_modifier=".cg")  # [ROWS, DV]
+    for begin in range(1, num_parts, PARTS):
+        for step in tl.static_range(PARTS):
             # a mask of a mask's shape and type, in the interpreter too
             inside = tl.zeros([ROWS, 1], tl.int32) + (begin + step) < num_parts
             slot = ((first_part + begin + step) * 2).to(tl.int64) * ROWS
@@ -589,7 +453,7 @@ def merge_parts(
             part_max = tl.load(state, mask=inside, other=-1.0e30, cache_modifier=".cg")
             part_total = tl.load(state + ROWS, mask=inside, other=0.0, cache_modifier=".cg")
             part_acc = tl.load(
-                parts.acc + slot * SPEC.dim_v_pad + at, mask=inside, other=0.0, cache_modifier=".cg"
+                parts.acc + slot * DIM_V_PAD + at, mask=inside, other=0.0, cache_modifier=".cg"
             )
             top = tl.maximum(maximum, part_max)
             shrink, weight = tl.exp2(maximum - top), tl.exp2(part_max - top)
@@ -606,4 +470,4 @@ def merge_parts(
         low, end = visible_range(work.seq_len - work.query_len + query, work.seq_len, SPEC)
         sees = end > low
     out, lse = finish(maximum, denominator, acc, sink, v_scale, sees, SPEC.sinks)
-    store_rows(results, out, lse, work.start + query, head, valid, SPEC.dim_v, SPEC.dim_v_pad)
+    store_rows(results, out, lse, work.start + query, head, valid, SPEC.dim_v, DIM_V_PAD)

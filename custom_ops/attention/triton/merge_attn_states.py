@@ -8,35 +8,15 @@ from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.records import Results
 
 
 @triton.jit
-def merge_attn_states_kernel(
-    a_ptr,
-    lse_a_ptr,
-    b_ptr,
-    lse_b_ptr,
-    out_ptr,
-    lse_ptr,
-    a_token,
-    a_head,
-    la_token,
-    la_head,
-    b_token,
-    b_head,
-    lb_token,
-    lb_head,
-    o_token,
-    o_head,
-    l_token,
-    l_head,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-):
-    """Grid: (num_tokens, num_heads)."""
+def merge_attn_states_kernel(a, b, results, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Arguments: `Results`. Grid: (num_tokens, num_heads)."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    lse_a = tl.load(lse_a_ptr + token * la_token + head * la_head)
-    lse_b = tl.load(lse_b_ptr + token * lb_token + head * lb_head)
+    lse_a = tl.load(a.lse + token * a.l_token + head * a.l_head)
+    lse_b = tl.load(b.lse + token * b.l_token + head * b.l_head)
     # A NaN or +inf lives on in its own weight, whatever the maximum makes of it; a side that saw nothing is
     # left out.
     top = tl.maximum(lse_a, lse_b)
@@ -46,14 +26,14 @@ def merge_attn_states_kernel(
     weight_a, weight_b = tl.exp(lse_a - safe), tl.exp(lse_b - safe)
     total = tl.where(sees, weight_a + weight_b, 1.0)
     d = tl.arange(0, DIM_PAD)
-    a = tl.load(a_ptr + token * a_token + head * a_head + d, mask=d < DIM, other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + token * b_token + head * b_head + d, mask=d < DIM, other=0.0).to(tl.float32)
-    out = tl.where(sees_a, a * (weight_a / total), 0.0) + tl.where(sees_b, b * (weight_b / total), 0.0)
-    tl.store(out_ptr + token * o_token + head * o_head + d, out.to(out_ptr.dtype.element_ty), mask=d < DIM)
-    if lse_ptr is not None:
-        tl.store(
-            lse_ptr + token * l_token + head * l_head, tl.where(sees, safe + tl.log(total), float("-inf"))
-        )
+    x_a = tl.load(a.out + token * a.o_token + head * a.o_head + d, mask=d < DIM, other=0.0).to(tl.float32)
+    x_b = tl.load(b.out + token * b.o_token + head * b.o_head + d, mask=d < DIM, other=0.0).to(tl.float32)
+    out = tl.where(sees_a, x_a * (weight_a / total), 0.0) + tl.where(sees_b, x_b * (weight_b / total), 0.0)
+    target = results.out + token * results.o_token + head * results.o_head + d
+    tl.store(target, out.to(results.out.dtype.element_ty), mask=d < DIM)
+    if results.lse is not None:
+        lse = tl.where(sees, safe + tl.log(total), float("-inf"))
+        tl.store(results.lse + token * results.l_token + head * results.l_head, lse)
 
 
 def merge_attn_states(
@@ -66,18 +46,9 @@ def merge_attn_states(
     if not num_tokens:
         return
     merge_attn_states_kernel[(num_tokens, num_heads)](
-        out_a,
-        lse_a,
-        out_b,
-        lse_b,
-        out,
-        lse,
-        *out_a.stride()[:2],
-        *lse_a.stride(),
-        *out_b.stride()[:2],
-        *lse_b.stride(),
-        *out.stride()[:2],
-        *(lse.stride() if lse is not None else (0, 0)),
+        Results.of(out_a, lse_a),
+        Results.of(out_b, lse_b),
+        Results.of(out, lse),
         DIM=dim,
         DIM_PAD=next_power_of_2(dim),
         num_warps=1,

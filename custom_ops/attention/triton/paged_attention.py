@@ -1,26 +1,143 @@
-"""paged_attention: chooses between the decode and the prefill kernel by shapes and launches it."""
+"""paged_attention: chooses between the decode and the prefill kernel by shapes and launches it.
+
+The fields of an arguments' record are the kernel's parameters in their order, since passing by keyword takes
+twice as long. Constants are ``SPEC``, the call's `Specialisation`, and ``TILING``.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation, head_stride
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_paged_attention
+from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.pools import head_stride
 from torchpaged.custom_ops.triton import launching
-from torchpaged.custom_ops.triton.compile_together import Launch, compile_together
-from torchpaged.custom_ops.triton.kernel_store import KernelRef
+from torchpaged.custom_ops.triton.compile_together import compile_together
+from torchpaged.custom_ops.triton.kernel_store import KernelRef, Launch
+from torchpaged.custom_ops.triton.records import Batch, Results
 
 _PREFILL = KernelRef(
     "attention.triton.prefill",
     "prefill_kernel",
-    constants=frozenset({22, 23, 25, 26}),
-    unspecialised=frozenset({15, 16, 18, 19}),
+    unspecialised=("num_reqs", "num_tokens", "num_single", "num_sms"),
 )
-_DECODE = KernelRef("attention.triton.decode", "decode_kernel", unspecialised=frozenset({18, 19, 26}))
+_DECODE = KernelRef(
+    "attention.triton.decode", "decode_kernel", unspecialised=("num_reqs", "num_tokens", "table_row")
+)
+
+
+class Inputs(NamedTuple):
+    """Pointers to what is attended, as `AttentionCall` orders them, their strides, and numbers; None where
+    the call has none. ``k_head``,
+    ``v_head``: None where `Specialisation` says them."""
+
+    q: Any
+    k: Any
+    v: Any
+    slopes: Any
+    sinks: Any
+    k_scale: Any
+    v_scale: Any
+    tree: Any
+    scale: Any
+    soft_cap: Any
+    q_token: Any
+    q_head: Any
+    ks_head: Any
+    vs_head: Any
+    k_head: Any = None
+    v_head: Any = None
+
+    @classmethod
+    def of(cls, call: AttentionCall) -> Inputs:
+        """Those of a call."""
+        q, k, v = call[:3]
+        slopes, sinks, k_scale, v_scale, tree = call.optional
+        strides = q.stride(0), q.stride(1), head_stride(k_scale), head_stride(v_scale)
+        return cls(q, k, v, slopes, sinks, k_scale, v_scale, tree, call.scale, call.logits_soft_cap, *strides)
+
+
+class Parts(NamedTuple):
+    """Pointers to the decode kernel's partial results, and to the semaphores of (request, kv head) pairs."""
+
+    acc: Any
+    state: Any
+    semaphore: Any
+
+
+class DecodeArguments(NamedTuple):
+    """Of the decode kernel."""
+
+    num_reqs: int
+    num_tokens: int
+    table_row: int
+    batch: Batch
+    inputs: Inputs
+    results: Results
+    parts: Parts
+
+
+class DecodeTiling(NamedTuple):
+    """How the decode kernel cuts its work.
+
+    Attributes:
+        tile_m, tile_kv: rows and keys of a tile.
+        dim_pad, dim_v_pad: columns of a tile of keys and of one of values.
+        query_len: no request has more query tokens.
+        rows: rows of a tile that are real: group times ``query_len``, padded to a power of two.
+        slices: slices of a tile of keys; 0: none.
+        reqs: requests scanned at once; ``one_scan``: these are all.
+        min_tiles: least tiles of a run.
+        parts: partial results merged at once.
+        longest: over 0: requests with more query tokens are left to another launch, their rows untouched.
+    """
+
+    tile_m: int
+    tile_kv: int
+    dim_pad: int
+    dim_v_pad: int
+    query_len: int
+    rows: int
+    slices: int
+    reqs: int
+    one_scan: bool
+    min_tiles: int
+    parts: int
+    longest: int
+
+
+class PrefillArguments(NamedTuple):
+    """Of the prefill kernel."""
+
+    num_reqs: int
+    num_tokens: int
+    num_single: int
+    num_sms: int
+    num_kv_heads: int
+    batch: Batch
+    inputs: Inputs
+    results: Results
+
+
+class PrefillTiling(NamedTuple):
+    """How the prefill kernel cuts its work.
+
+    Attributes:
+        tile_m, tile_kv, dim_pad, dim_v_pad: as in `DecodeTiling`.
+        tokens: query tokens of a tile; times the group at most ``tile_m``.
+        skip_decodes: requests with at most so many query tokens are left to a launch of the decode kernel.
+    """
+
+    tile_m: int
+    tile_kv: int
+    dim_pad: int
+    dim_v_pad: int
+    tokens: int
+    skip_decodes: int
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -40,159 +157,104 @@ def attend(call: AttentionCall) -> None:
     if not call.q.shape[0]:
         return
     call = call.for_launch()
-    arguments, longest = _arguments(call), call.max_query_len
-    if longest <= config.MAX_DECODE_QUERY_LEN and longest * call.group <= config.MAX_DECODE_ROWS:
-        _decode(call, arguments, longest)()
+    spec, longest = Specialisation.of(call), call.max_query_len
+    if longest <= MAX_DECODE_QUERY_LEN and longest * call.group <= config.MAX_DECODE_ROWS:
+        _decode(call, spec, longest)()
         return
     skip = config.decode_len_in_mixed(call.group, call.num_reqs, call.q.shape[0], longest)
     # prepared ahead: the launch must follow that of the other queries with no kernel between them
-    decode = _decode(call, arguments, skip, skip) if skip else None
-    prefill = _prefill(call, arguments, skip)
+    decode = _decode(call, spec, skip, skip) if skip else None
+    prefill = _prefill(call, spec, skip)
     if decode is not None:
-        key = (call.q.device, call.q.dtype, call.q.shape[1], Specialisation.of(call), longest, skip)
+        key = (call.q.device, call.q.dtype, call.q.shape[1], spec, longest, skip)
         compile_together(key, call.q.device, prefill, decode)
     prefill()
     if decode is not None:
         decode()
 
 
-class _Arguments(NamedTuple):
-    """What both kernels are launched with: positional arguments in their order, and constants by name.
-
-    Attributes:
-        tensors: pointers, of the record's tensors.
-        q_strides, cache_strides, strides: in numbers; those of the pools are constants of the decode kernel.
-        flags: constants.
-    """
-
-    tensors: tuple[Tensor | None, ...]
-    q_strides: tuple[int, ...]
-    cache_strides: tuple[int, ...]
-    strides: tuple[int, ...]
-    flags: dict[str, Any]
-
-
-def _arguments(call: AttentionCall) -> _Arguments:
-    spec = Specialisation.of(call)
-    tensors = (
-        *call[:8],
-        call.alibi_slopes,
-        call.sinks,
-        call.k_scale,
-        call.v_scale,
-        call.tree_mask,
-    )
-    strides = (
-        *call.out.stride()[:2],
-        *(call.lse.stride() if call.lse is not None else (0, 0)),
-        call.block_table.stride(0),
-        head_stride(call.k_scale),
-        head_stride(call.v_scale),
-    )
-    dim_pad, dim_v_pad = config.padded_widths(spec.dim, spec.dim_v, spec.kv_dtype.itemsize)
-    flags: dict[str, Any] = {
-        "GROUP": spec.group,
-        "DIM": spec.dim,
-        "DIM_PAD": dim_pad,
-        "DIM_V": spec.dim_v,
-        "DIM_V_PAD": dim_v_pad,
-        "BLOCK_SIZE": spec.block_size,
-        "CAUSAL": spec.causal,
-        "WINDOW_LEFT": spec.window_left,
-        "WINDOW_RIGHT": spec.window_right,
-        "CHUNK": spec.chunk_size,
-        "SOFT_CAP": spec.soft_cap,
-        "INTERPRET": launching.INTERPRET,
-    }
-    cache_strides = spec.k_strides + spec.v_strides
-    return _Arguments(tensors, call.q.stride()[:2], cache_strides, strides, flags)
-
-
-def _prefill(call: AttentionCall, arguments: _Arguments, skip: int) -> Launch:
+def _prefill(call: AttentionCall, spec: Specialisation, skip: int) -> Launch:
     """What launches the prefill kernel; ``skip``: longest query that is left to a decode launch behind it."""
-    device, group, num_reqs, num_tokens = call.q.device, call.group, call.num_reqs, call.q.shape[0]
-    low = call.window_left >= 0 or call.chunk_size > 0
+    device, num_reqs, num_tokens = call.q.device, call.num_reqs, call.q.shape[0]
     tiles = config.prefill_tiles(
-        max(call.q.shape[2], call.dim_v),
-        group,
+        max(spec.dim, spec.dim_v),
+        spec.group,
         call.q.element_size(),
         call.max_query_len,
         call.capacity,
         config.has_large_tiles(device),
-        call.tree_mask is not None and (low or call.alibi_slopes is not None),
+        spec.tree and (spec.low or spec.alibi),
     )
-    tokens = tiles.rows // group
+    tokens = tiles.rows // spec.group
     if skip:
         single, shared = config.programs_for_longer(num_reqs, num_tokens, skip, tokens)
     else:
         single, shared = num_tokens // tokens + num_reqs, 0
-    positional = (
-        *arguments.tensors,
-        call.scale,
-        call.logits_soft_cap,
-        num_reqs,
-        num_tokens,
-        call.num_kv_heads,
-        single,
-        launching.num_sms(device),
-        *arguments.q_strides,
-        *arguments.cache_strides,
-        *arguments.strides,
+    (*k_strides, k_head), (*v_strides, v_head) = spec.k_strides, spec.v_strides
+    arguments = PrefillArguments(
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        num_single=single,
+        num_sms=launching.num_sms(device),
+        num_kv_heads=spec.num_kv_heads,
+        batch=Batch(*call[3:6], table_row=call.block_table.stride(0)),
+        inputs=Inputs.of(call)._replace(k_head=k_head, v_head=v_head),
+        results=Results.of(call.out, call.lse),
     )
-    options = dict(
-        TOKENS=tokens,
-        TILE_M=tiles.rows,
-        TILE_KV=tiles.keys,
-        SKIP_DECODES=skip,
-        **arguments.flags,
+    tiling = PrefillTiling(
+        tile_m=tiles.rows,
+        tile_kv=tiles.keys,
+        **config.padded_widths(spec.dim, spec.dim_v, spec.kv_dtype.itemsize),
+        tokens=tokens,
+        skip_decodes=skip,
+    )
+    options = {
+        # one compile for any number of heads, and their stride
+        "SPEC": spec._replace(num_kv_heads=0, k_strides=tuple(k_strides), v_strides=tuple(v_strides)),
+        "TILING": tiling,
         **launching.early_launch(device),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
-    return Launch(_PREFILL, ((single + shared) * call.num_kv_heads,), positional, options)
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    return Launch(_PREFILL, ((single + shared) * spec.num_kv_heads,), arguments, options)
 
 
-def _decode(call: AttentionCall, arguments: _Arguments, max_query_len: int, longest: int = 0) -> Launch:
+def _decode(call: AttentionCall, spec: Specialisation, max_query_len: int, longest: int = 0) -> Launch:
     """What launches the decode kernel; every allocation is made here, ahead of the launch. ``longest``:
     requests with more query tokens are left to the prefill launch ahead; 0: there is none."""
-    device, num_reqs, flags = call.q.device, call.num_reqs, arguments.flags
+    device, num_reqs = call.q.device, call.num_reqs
     query_len = launching.next_power_of_2(max_query_len)
-    rows = launching.next_power_of_2(query_len * call.group)
+    rows = launching.next_power_of_2(query_len * spec.group)
     tiles = config.decode_tiles(
-        max(call.q.shape[2], call.dim_v), rows, call.k_cache.element_size(), call.q.element_size()
+        max(spec.dim, spec.dim_v), rows, spec.kv_dtype.itemsize, call.q.element_size()
     )
     programs = config.num_programs(device, tiles)
-    part_acc = torch.empty(programs * 2 * rows * flags["DIM_V_PAD"], dtype=torch.float32, device=device)
-    part_state = torch.empty(programs * 4 * rows, dtype=torch.float32, device=device)
     reqs = next((size for size in config.SCANS if num_reqs <= size), config.SCANS[-1])
-    positional = (
-        *arguments.tensors,
-        part_acc,
-        part_state,
-        call.with_semaphore().semaphore,
-        call.scale,
-        call.logits_soft_cap,
-        num_reqs,
-        call.q.shape[0],
-        *arguments.q_strides,
-        *arguments.strides,
+    tiling = DecodeTiling(
+        tile_m=tiles.rows,
+        tile_kv=tiles.keys,
+        **config.padded_widths(spec.dim, spec.dim_v, spec.kv_dtype.itemsize),
+        query_len=query_len,
+        rows=rows,
+        slices=tiles.slices,
+        reqs=reqs,
+        one_scan=num_reqs <= reqs,
+        min_tiles=tiles.min_tiles,
+        parts=config.merged_parts(spec.dim_v),
+        longest=longest,
     )
-    names = ("K_BLOCK", "K_SLOT", "K_HEAD", "V_BLOCK", "V_SLOT", "V_HEAD")
-    options = dict(
-        **dict(zip(names, arguments.cache_strides, strict=True)),
-        NUM_KV_HEADS=call.num_kv_heads,
-        QUERY_LEN=query_len,
-        TILE_M=tiles.rows,
-        TILE_KV=tiles.keys,
-        SLICES=tiles.slices,
-        REQS=reqs,
-        ONE_SCAN=num_reqs <= reqs,
-        MIN_TILES=tiles.min_tiles,
-        ROWS=rows,
-        PARTS=config.merged_parts(flags["DIM_V"]),
-        PDL=launching.launches_early(device),
-        LONGEST=longest,
-        **flags,
-        **config.decode_options(device, tiles),
+    arguments = DecodeArguments(
+        num_reqs=num_reqs,
+        num_tokens=call.q.shape[0],
+        table_row=call.block_table.stride(0),
+        batch=Batch(*call[3:6]),
+        inputs=Inputs.of(call),
+        results=Results.of(call.out, call.lse),
+        parts=Parts(
+            acc=torch.empty(programs * 2 * rows * tiling.dim_v_pad, dtype=torch.float32, device=device),
+            state=torch.empty(programs * 4 * rows, dtype=torch.float32, device=device),
+            semaphore=call.with_semaphore().semaphore,
+        ),
     )
-    return Launch(_DECODE, (programs,), positional, options)
+    options = {"SPEC": spec, "TILING": tiling, "PDL": launching.launches_early(device)}
+    return Launch(_DECODE, (programs,), arguments, options | config.decode_options(device, tiles))

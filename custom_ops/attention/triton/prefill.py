@@ -11,30 +11,61 @@ the end.
 Shaped for Hopper: wgmma takes q, k and v from shared memory and p from registers, k and v arrive by cp.async.
 Warps are ordered by
 Triton's own barriers alone: one placed by hand would depend on where the compiler puts its own
-(docs/log/prefill_triton.md, tests/triton/ptx.py).
+(docs/log/prefill_triton.md, tests/support/ptx.py).
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.attention.triton.attend import (
-    Batch,
-    Inputs,
-    Keys,
-    Spec,
-    branch_position,
-    branch_sees,
+    capped,
+    converted,
     finish,
+    keys_of,
     load_sinks,
     load_slopes,
     query_rows,
+    seen_by,
+    sloped,
     slot_offset,
-    tanh,
 )
 from torchpaged.custom_ops.attention.triton.decode import store_padding
-from torchpaged.custom_ops.triton.results import Results, store_rows
+from torchpaged.custom_ops.triton.interpreter import INTERPRET, as_numbers
+from torchpaged.custom_ops.triton.records import Batch
+from torchpaged.custom_ops.triton.results import store_rows
+
+
+class QueryTile(NamedTuple):
+    """A work tile: queries of one request, and what is attended by them.
+
+    Attributes:
+        q: ``[M, D]``.
+        rows, keys: `Rows`, `Keys`.
+        score_scale: softmax scale times the cache's k_scale.
+        low_key, end_key: the keys that some row sees.
+    """
+
+    q: Any
+    rows: Any
+    slope: Any
+    keys: Any
+    score_scale: Any
+    soft_cap: Any
+    low_key: Any
+    end_key: Any
+
+
+class KeyRanges(NamedTuple):
+    """Of a work tile: every valid row sees all of ``[whole_first, whole_end)``, multiples of a tile's keys;
+    some see more from ``first_key`` on, a multiple likewise."""
+
+    first_key: Any
+    whole_first: Any
+    whole_end: Any
 
 
 @triton.jit
@@ -155,111 +186,169 @@ def tile_of(
 
 
 @triton.jit
+def load_tile(at, inside, WIDTH: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr):
+    """``[N, PAD]`` of keys or values; zeros in columns past WIDTH and, if MASKED, of keys not ``inside``."""
+    d = tl.arange(0, PAD)
+    if MASKED:
+        x = tl.load(at, mask=inside[:, None] & (d < WIDTH)[None, :], other=0.0)
+    elif WIDTH < PAD:
+        x = tl.load(at, mask=(d < WIDTH)[None, :], other=0.0)
+    else:
+        x = tl.load(at)
+    return x
+
+
+@triton.jit
 def mainloop(
-    maximum,
-    total,
-    acc,
+    state,
     blocks,
-    q,
-    rows,
-    slope,
+    tile,
     first,
     last,
     gap_at,
     gap,
-    low_key,
-    end_key,
-    keys,
-    score_scale,
-    soft_cap,
     SPEC: tl.constexpr,
+    TILING: tl.constexpr,
     TILE_KV: tl.constexpr,
     MASKED: tl.constexpr,
     GAP: tl.constexpr = False,
     STAGES: tl.constexpr = None,
 ):
-    """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns the state, its first four arguments,
-    after them.
+    """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns ``state`` and ``blocks`` after them.
 
     GAP: keys at and past ``gap_at`` stand for those ``gap`` further on, both multiples of TILE_KV.
 
-    maximum, total [M], acc [M, DV]: the running softmax; blocks: `load_blocks` of the next tile, loaded one
-    tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses. Unless
-    MASKED, every row must see every key, and with a tree all of them lie before ``context`` (`branch_sees`).
+    state: maximum, total [M], acc [M, DV], the running softmax; blocks: `load_blocks` of the next tile,
+    loaded one tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses.
+    Unless MASKED, every row must see every key, and with a tree all lie before ``context`` (`branch_sees`).
     """
     FOLD: tl.constexpr = not (SPEC.soft_cap or SPEC.alibi)  # as in attend_query_tile
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
     LOG2E: tl.constexpr = 1.4426950408889634
-    to_base_2 = score_scale * LOG2E if FOLD else LOG2E
+    maximum, total, acc = state
+    keys, rows = tile.keys, tile.rows
+    to_base_2 = tile.score_scale * LOG2E if FOLD else LOG2E
+    BLOCK_SIZE: tl.constexpr = SPEC.block_size
+    k_block: tl.constexpr = SPEC.k_strides[0]
+    k_slot: tl.constexpr = SPEC.k_strides[1]
+    v_block: tl.constexpr = SPEC.v_strides[0]
+    v_slot: tl.constexpr = SPEC.v_strides[1]
     key = tl.arange(0, TILE_KV)
-    d = tl.arange(0, SPEC.dim_pad)
-    dv = tl.arange(0, SPEC.dim_v_pad)
+    slope, position, word = tile.slope[:, None], rows.position[:, None], rows.word[:, None]
     for start in tl.range(first, last, TILE_KV, num_stages=STAGES):
         following = start + TILE_KV
         if GAP:
             following += tl.where(following >= gap_at, gap, 0)
             start += tl.where(start >= gap_at, gap, 0)
-        k_at = tile_of(
-            keys.k, blocks, start, SPEC.k_block, SPEC.k_slot, SPEC.dim_pad, TILE_KV, SPEC.block_size
-        )
-        v_at = tile_of(
-            keys.v, blocks, start, SPEC.v_block, SPEC.v_slot, SPEC.dim_v_pad, TILE_KV, SPEC.block_size
-        )
-        if MASKED:
-            inside = start + key < end_key
-            k = tl.load(k_at, mask=inside[:, None] & (d < SPEC.dim)[None, :], other=0.0)  # [N, D]
-            # v is masked wherever p is 0 for all rows: unwritten memory may hold NaN, and 0 * NaN is not 0.
-            seen = inside & (start + key >= low_key) if LOW else inside
-            v = tl.load(v_at, mask=seen[:, None] & (dv < SPEC.dim_v)[None, :], other=0.0)  # [N, DV]
-        else:
-            k = (
-                tl.load(k_at, mask=(d < SPEC.dim)[None, :], other=0.0)
-                if SPEC.dim < SPEC.dim_pad
-                else tl.load(k_at)
-            )
-            v = (
-                tl.load(v_at, mask=(dv < SPEC.dim_v)[None, :], other=0.0)
-                if SPEC.dim_v < SPEC.dim_v_pad
-                else tl.load(v_at)
-            )
-        if MASKED or TILE_KV % SPEC.block_size != 0 or SPEC.block_size == TILE_KV:
-            blocks = load_blocks(keys.table, following, end_key, TILE_KV, SPEC.block_size)
+        k_at = tile_of(keys.k, blocks, start, k_block, k_slot, TILING.dim_pad, TILE_KV, BLOCK_SIZE)
+        v_at = tile_of(keys.v, blocks, start, v_block, v_slot, TILING.dim_v_pad, TILE_KV, BLOCK_SIZE)
+        inside = start + key < tile.end_key
+        k = load_tile(k_at, inside, SPEC.dim, TILING.dim_pad, MASKED)  # [N, D]
+        # v is masked wherever p is 0 for all rows: unwritten memory may hold NaN, and 0 * NaN is not 0.
+        seen = inside & (start + key >= tile.low_key) if LOW else inside
+        v = load_tile(v_at, seen, SPEC.dim_v, TILING.dim_v_pad, MASKED)  # [N, DV]
+        if MASKED or TILE_KV % BLOCK_SIZE != 0 or BLOCK_SIZE == TILE_KV:
+            blocks = load_blocks(keys.table, following, tile.end_key, TILE_KV, BLOCK_SIZE)
         else:  # the last of these tiles again at the end: the next one may not be whole
-            blocks = load_whole_blocks(
-                keys.table, min(start + TILE_KV, last - TILE_KV), TILE_KV, SPEC.block_size
-            )
-        if SPEC.interpret:  # the interpreter keeps bf16 as integers: arithmetic on it is silently wrong
-            k, v = k.to(tl.float32), v.to(tl.float32)
-        else:
-            # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
-            if k.dtype == tl.float8e5:
-                k, v = k.to(tl.float16), v.to(tl.float16)
-            k, v = k.to(q.dtype), v.to(q.dtype)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, N]
+            blocks = load_whole_blocks(keys.table, min(start + TILE_KV, last - TILE_KV), TILE_KV, BLOCK_SIZE)
+        # straight to bf16 Triton multiplies by 2^112, which makes numbers of inf and NaN
+        if k.dtype == tl.float8e5 and not INTERPRET:
+            k, v = k.to(tl.float16), v.to(tl.float16)
+        k, v = converted(k, tile.q.dtype), converted(v, tile.q.dtype)
+        s = tl.dot(tile.q, tl.trans(k), input_precision="ieee")  # [M, N]
         if not FOLD:
-            s *= score_scale
-        if SPEC.soft_cap:
-            s = soft_cap * tanh(s / soft_cap)
-        if SPEC.alibi:
-            if SPEC.tree and MASKED:
-                key_at = branch_position(rows.word[:, None], rows.context, start + key[None, :])
-                s += slope[:, None] * (key_at - rows.position[:, None]).to(tl.float32)
-            else:
-                s += slope[:, None] * (start + key[None, :] - rows.position[:, None]).to(tl.float32)
+            s *= tile.score_scale
+        s = capped(s, tile.soft_cap, SPEC)
+        n = start + key[None, :]
+        s = sloped(s, n, slope, position, word, rows.context, SPEC.tree and MASKED, SPEC)
         if MASKED:
-            seen_by = (start + key[None, :] >= rows.low[:, None]) & (start + key[None, :] < rows.end[:, None])
-            if SPEC.tree:
-                seen_by = seen_by & branch_sees(
-                    rows.word[:, None], rows.context, rows.low[:, None], start + key[None, :], LOW
-                )
-            s = tl.where(seen_by, s, float("-inf"))
+            low, end = rows.low[:, None], rows.end[:, None]
+            s = tl.where(seen_by(n, low, end, word, rows.context, LOW, SPEC), s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s * to_base_2 - (top * to_base_2)[:, None])
         shrink = tl.exp2((maximum - top) * to_base_2)
         total = total * shrink + tl.sum(p, 1)
         maximum = top
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return maximum, total, acc, blocks
+    return (maximum, total, acc), blocks
+
+
+@triton.jit
+def key_ranges(rows, low_key, end_key, LOW: tl.constexpr, SPEC: tl.constexpr, TILE_KV: tl.constexpr):
+    """The `KeyRanges` of rows that see keys in ``[low_key, end_key)``. LOW: they may not see the first."""
+    first_key = low_key // TILE_KV * TILE_KV
+    whole_end = tl.min(tl.where(rows.valid, rows.end, 2147483647), 0) // TILE_KV * TILE_KV
+    if SPEC.tree:
+        whole_end = tl.minimum(whole_end, tl.maximum(rows.context, 0) // TILE_KV * TILE_KV)
+    whole_first = first_key
+    if LOW:
+        whole_first = (tl.max(tl.where(rows.valid, rows.low, 0), 0) + TILE_KV - 1) // TILE_KV * TILE_KV
+        whole_first = tl.minimum(whole_first, (end_key + TILE_KV - 1) // TILE_KV * TILE_KV)
+    return KeyRanges(first_key, whole_first, tl.maximum(whole_end, whole_first))
+
+
+@triton.jit
+def attend_keys(
+    tile,
+    ranges,
+    sees,
+    SPEC: tl.constexpr,
+    TILING: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    ALL_MASKED: tl.constexpr,
+):
+    """The softmax state of a work tile over its keys; ``sees [M]``: rows that see some. ALL_MASKED: as in
+    `attend_query_tile`."""
+    FOLD: tl.constexpr = not (SPEC.soft_cap or SPEC.alibi)
+    LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
+    # With a cap or slopes one loop takes the masked keys of both ends, since each copy of it takes long to
+    # compile. Without, a copy is compiled soon, and three loops ran on fewer instructions than two.
+    ENDS_TOGETHER: tl.constexpr = LOW and not FOLD and not ALL_MASKED
+    TILE_M: tl.constexpr = TILING.tile_m
+    DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
+    first_key, whole_first, whole_end = ranges.first_key, ranges.whole_first, ranges.whole_end
+    BLOCK_SIZE: tl.constexpr = SPEC.block_size
+    table, end_key = tile.keys.table, tile.end_key
+    # Finite for rows that see a key, so that one that has seen none yet makes no inf - inf. That of the
+    # others stays -inf: it says so at the end, where a mask kept alive across the loops would cost registers.
+    maximum = tl.where(sees, -1.0e30, float("-inf"))
+    state = maximum, tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
+    masked_first, gap = whole_end, 0
+    if ALL_MASKED or ENDS_TOGETHER:
+        masked_first = first_key
+    if ENDS_TOGETHER:
+        gap = (whole_end - whole_first) // TILE_KV * TILE_KV  # so the compiler sees what divides it
+    if not ALL_MASKED:
+        blocks = load_blocks(table, whole_first if ENDS_TOGETHER else first_key, end_key, TILE_KV, BLOCK_SIZE)
+        if LOW and not ENDS_TOGETHER:
+            state, blocks = mainloop(
+                state, blocks, tile, first_key, whole_first, 0, 0, SPEC, TILING, TILE_KV, MASKED=True
+            )
+        state, blocks = mainloop(
+            state, blocks, tile, whole_first, whole_end, 0, 0, SPEC, TILING, TILE_KV, MASKED=False
+        )
+    if ENDS_TOGETHER:
+        after_gap = first_key + tl.where(first_key >= whole_first, gap, 0)
+        blocks = load_blocks(table, after_gap, end_key, TILE_KV, BLOCK_SIZE)
+    elif ALL_MASKED or (TILE_KV % BLOCK_SIZE == 0 and BLOCK_SIZE < TILE_KV):
+        # `mainloop` has not looked past its whole tiles
+        blocks = load_blocks(table, masked_first, end_key, TILE_KV, BLOCK_SIZE)
+    state, blocks = mainloop(
+        state,
+        blocks,
+        tile,
+        masked_first,
+        end_key - gap,
+        whole_first,
+        gap,
+        SPEC,
+        TILING,
+        TILE_KV,
+        MASKED=True,
+        GAP=ENDS_TOGETHER,
+        STAGES=1 if ALL_MASKED else None,
+    )
+    return state
 
 
 @triton.jit
@@ -273,13 +362,12 @@ def attend_query_tile(
     batch,
     results,
     SPEC: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE_M: tl.constexpr,
+    TILING: tl.constexpr,
     TILE_KV: tl.constexpr,
     ALL_MASKED: tl.constexpr,
 ):
-    """Attend and store the query tokens ``first_query + [0, TOKENS)`` of a request whose token rows begin
-    at ``start``.
+    """Attend and store the query tokens of a tile, ``first_query ...`` of a request whose token rows begin at
+    ``start``.
 
     ALL_MASKED: one loop, with masks, over all keys: with a cap or slopes each copy of the loop costs a second
     and more to compile.
@@ -287,145 +375,36 @@ def attend_query_tile(
     # Scales are positive: the largest raw score is the largest score, and the scale goes into the exponents.
     FOLD: tl.constexpr = not (SPEC.soft_cap or SPEC.alibi)
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
-    # With a cap or slopes one loop takes the masked keys of both ends, since each copy of it takes long to
-    # compile. Without, a copy is compiled soon, and three loops ran on fewer instructions than two.
-    ENDS_TOGETHER: tl.constexpr = LOW and not FOLD and not ALL_MASKED
-    row = tl.arange(0, TILE_M)
+    row = tl.arange(0, TILING.tile_m)
     head = kv_head * SPEC.group + row % SPEC.group
     seq_len = tl.load(batch.seq_lens + request)
     query = first_query + row // SPEC.group
-    valid = (query < query_len) & (row < TOKENS * SPEC.group)
-    d = tl.arange(0, SPEC.dim_pad)
-    at = (
-        inputs.q
-        + ((start + query).to(tl.int64) * inputs.q_token + head.to(tl.int64) * inputs.q_head)[:, None]
-        + d[None, :]
-    )
+    valid = (query < query_len) & (row < TILING.tokens * SPEC.group)
+    d = tl.arange(0, TILING.dim_pad)
+    q_row = (start + query).to(tl.int64) * inputs.q_token + head.to(tl.int64) * inputs.q_head
     # [M, D]; untouched, it stays in shared memory
-    q = tl.load(at, mask=valid[:, None] & (d < SPEC.dim)[None, :], other=0.0)
-    if SPEC.interpret:
-        q = q.to(tl.float32)
+    q = tl.load(
+        inputs.q + q_row[:, None] + d[None, :], mask=valid[:, None] & (d < SPEC.dim)[None, :], other=0.0
+    )
     rows = query_rows(inputs, start, query, query_len, seq_len, valid, SPEC)
     sees = rows.end > rows.low
     end_key = tl.max(tl.where(sees, rows.end, 0), 0)
     low_key = tl.minimum(tl.min(tl.where(sees, rows.low, 2147483647), 0), end_key)
-    first_key = low_key // TILE_KV * TILE_KV
-    # Every valid row sees all of [whole_first, whole_end), multiples of TILE_KV.
-    whole_end = tl.min(tl.where(valid, rows.end, 2147483647), 0) // TILE_KV * TILE_KV
-    if SPEC.tree:
-        whole_end = tl.minimum(whole_end, tl.maximum(rows.context, 0) // TILE_KV * TILE_KV)
-    whole_first = first_key
-    if LOW:
-        whole_first = (tl.max(tl.where(valid, rows.low, 0), 0) + TILE_KV - 1) // TILE_KV * TILE_KV
-        whole_first = tl.minimum(whole_first, (end_key + TILE_KV - 1) // TILE_KV * TILE_KV)
-    whole_end = tl.maximum(whole_end, whole_first)
+    ranges = key_ranges(rows, low_key, end_key, LOW, SPEC, TILE_KV)
     slope = load_slopes(inputs, head, valid, SPEC)
     score_scale = inputs.scale
     if SPEC.scales:
         score_scale = inputs.scale * tl.load(inputs.k_scale + kv_head * inputs.ks_head)
-    keys = Keys(
-        batch.table + request.to(tl.int64) * batch.table_row,
-        inputs.k + kv_head.to(tl.int64) * inputs.k_head,
-        inputs.v + kv_head.to(tl.int64) * inputs.v_head,
-    )
-    # Finite for rows that see a key, so that one that has seen none yet makes no inf - inf. That of the
-    # others stays -inf: it says so at the end, where a mask kept alive across the loops would cost registers.
-    maximum = tl.where(sees, -1.0e30, float("-inf"))
-    total = tl.zeros([TILE_M], tl.float32)
-    acc = tl.zeros([TILE_M, SPEC.dim_v_pad], tl.float32)
-    masked_first, gap = whole_end, 0
-    if ALL_MASKED or ENDS_TOGETHER:
-        masked_first = first_key
-    if ENDS_TOGETHER:
-        gap = (whole_end - whole_first) // TILE_KV * TILE_KV  # so the compiler sees what divides it
-    if not ALL_MASKED:
-        blocks = load_blocks(
-            keys.table, whole_first if ENDS_TOGETHER else first_key, end_key, TILE_KV, SPEC.block_size
-        )
-        if LOW and not ENDS_TOGETHER:
-            maximum, total, acc, blocks = mainloop(
-                maximum=maximum,
-                total=total,
-                acc=acc,
-                blocks=blocks,
-                q=q,
-                rows=rows,
-                slope=slope,
-                first=first_key,
-                last=whole_first,
-                gap_at=0,
-                gap=0,
-                low_key=low_key,
-                end_key=end_key,
-                keys=keys,
-                score_scale=score_scale,
-                soft_cap=inputs.soft_cap,
-                SPEC=SPEC,
-                TILE_KV=TILE_KV,
-                MASKED=True,
-            )
-        maximum, total, acc, blocks = mainloop(
-            maximum=maximum,
-            total=total,
-            acc=acc,
-            blocks=blocks,
-            q=q,
-            rows=rows,
-            slope=slope,
-            first=whole_first,
-            last=whole_end,
-            gap_at=0,
-            gap=0,
-            low_key=low_key,
-            end_key=end_key,
-            keys=keys,
-            score_scale=score_scale,
-            soft_cap=inputs.soft_cap,
-            SPEC=SPEC,
-            TILE_KV=TILE_KV,
-            MASKED=False,
-        )
-    if ENDS_TOGETHER:
-        blocks = load_blocks(
-            keys.table,
-            first_key + tl.where(first_key >= whole_first, gap, 0),
-            end_key,
-            TILE_KV,
-            SPEC.block_size,
-        )
-    elif ALL_MASKED or (TILE_KV % SPEC.block_size == 0 and SPEC.block_size < TILE_KV):
-        # `mainloop` has not looked past its whole tiles
-        blocks = load_blocks(keys.table, masked_first, end_key, TILE_KV, SPEC.block_size)
-    maximum, total, acc, blocks = mainloop(
-        maximum=maximum,
-        total=total,
-        acc=acc,
-        blocks=blocks,
-        q=q,
-        rows=rows,
-        slope=slope,
-        first=masked_first,
-        last=end_key - gap,
-        gap_at=whole_first,
-        gap=gap,
-        low_key=low_key,
-        end_key=end_key,
-        keys=keys,
-        score_scale=score_scale,
-        soft_cap=inputs.soft_cap,
-        SPEC=SPEC,
-        TILE_KV=TILE_KV,
-        MASKED=True,
-        GAP=ENDS_TOGETHER,
-        STAGES=1 if ALL_MASKED else None,
-    )
+    keys = keys_of(inputs, batch, request, kv_head, inputs.k_head, inputs.v_head)
+    tile = QueryTile(as_numbers(q), rows, slope, keys, score_scale, inputs.soft_cap, low_key, end_key)
+    maximum, total, acc = attend_keys(tile, ranges, sees, SPEC, TILING, TILE_KV, ALL_MASKED)
     # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their
     # registers (docs/log/mixed.md). Volatile, or the compiler would keep the first reading; it comes from L2,
     # as the first did.
     start = tl.load(batch.starts + request, volatile=True)
     query_len = tl.load(batch.starts + request + 1, volatile=True) - start
     query = first_query + row // SPEC.group
-    valid = (query < query_len) & (row < TOKENS * SPEC.group)
+    valid = (query < query_len) & (row < TILING.tokens * SPEC.group)
     sink = load_sinks(inputs, head, valid, SPEC)
     v_scale = 1.0
     if SPEC.scales:
@@ -433,70 +412,27 @@ def attend_query_tile(
     LOG2E: tl.constexpr = 1.4426950408889634
     maximum *= score_scale * LOG2E if FOLD else LOG2E
     out, lse = finish(maximum, total, acc, sink, v_scale, maximum != float("-inf"), SPEC.sinks)
-    store_rows(results, out, lse, start + query, head, valid, SPEC.dim_v, SPEC.dim_v_pad)
+    store_rows(results, out, lse, start + query, head, valid, SPEC.dim_v, TILING.dim_v_pad)
 
 
-# one compile for all batch sizes
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_single", "num_sms"])
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_single", "num_sms"])  # one for all batch sizes
 def prefill_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    seq_lens_ptr,
-    starts_ptr,
-    out_ptr,
-    lse_ptr,
-    slopes_ptr,
-    sinks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    tree_ptr,
-    scale,
-    soft_cap,
     num_reqs,
     num_tokens,
-    num_kv_heads,
     num_single,
     num_sms,
-    q_token,
-    q_head,
-    k_block: tl.constexpr,
-    k_slot: tl.constexpr,
-    k_head,
-    v_block: tl.constexpr,
-    v_slot: tl.constexpr,
-    v_head,
-    o_token,
-    o_head,
-    l_token,
-    l_head,
-    table_row,
-    ks_head,
-    vs_head,
-    GROUP: tl.constexpr,
-    TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    DIM_V: tl.constexpr,
-    DIM_V_PAD: tl.constexpr,
-    TILE_M: tl.constexpr,
-    TILE_KV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WINDOW_LEFT: tl.constexpr,
-    WINDOW_RIGHT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    SKIP_DECODES: tl.constexpr,
+    num_kv_heads,
+    batch,
+    inputs,
+    results,
+    SPEC: tl.constexpr,
+    TILING: tl.constexpr,
     PDL: tl.constexpr,
-    INTERPRET: tl.constexpr,
 ):
-    """Grid: (tiles * num_kv_heads,). TOKENS: query tokens per tile, TOKENS * GROUP <= TILE_M; tiles:
-    num_tokens // TOKENS + num_reqs.
+    """Arguments: `PrefillArguments`. Grid: (tiles * num_kv_heads,); tiles: num_tokens // tokens + num_reqs.
 
-    SKIP_DECODES: requests with at most so many query tokens are neither read nor written: a launch of the
-        decode kernel takes them.
+    ``TILING.skip_decodes``: requests with at most so many query tokens are neither read nor written: a launch
+        of the decode kernel takes them.
     Any number of tiles will do then: ``num_single`` of them are one each, as most batches have it; tiles past
     those, of many short queries, are shared out over the other programs, of which there must be one per kv
     head or more if shapes allow such tiles; these take half as many keys at a time.
@@ -506,65 +442,26 @@ def prefill_kernel(
     programs of this one have begun and the kernels before have finished. The decode launch relies on the
     latter and does not wait: programs without a tile, too, must not end before.
     """
-    SPEC: tl.constexpr = Spec(
-        group=GROUP,
-        dim=DIM,
-        dim_pad=DIM_PAD,
-        dim_v=DIM_V,
-        dim_v_pad=DIM_V_PAD,
-        block_size=BLOCK_SIZE,
-        k_block=k_block,
-        k_slot=k_slot,
-        v_block=v_block,
-        v_slot=v_slot,
-        causal=CAUSAL,
-        window_left=WINDOW_LEFT,
-        window_right=WINDOW_RIGHT,
-        chunk_size=CHUNK,
-        soft_cap=SOFT_CAP,
-        alibi=slopes_ptr is not None,
-        sinks=sinks_ptr is not None,
-        scales=k_scale_ptr is not None,
-        tree=tree_ptr is not None,
-        interpret=INTERPRET,
-    )
-    batch = Batch(table_ptr, seq_lens_ptr, starts_ptr, num_reqs, num_tokens, table_row)
-    inputs = Inputs(
-        q=q_ptr,
-        k=k_ptr,
-        v=v_ptr,
-        slopes=slopes_ptr,
-        sinks=sinks_ptr,
-        k_scale=k_scale_ptr,
-        v_scale=v_scale_ptr,
-        tree=tree_ptr,
-        scale=scale,
-        soft_cap=soft_cap,
-        q_token=q_token,
-        q_head=q_head,
-        k_head=k_head,
-        v_head=v_head,
-        ks_head=ks_head,
-        vs_head=vs_head,
-    )
-    results = Results(out_ptr, lse_ptr, o_token, o_head, l_token, l_head)
+    TOKENS: tl.constexpr = TILING.tokens
+    SKIPPED: tl.constexpr = TILING.skip_decodes
+    batch = Batch(batch.table, batch.seq_lens, batch.starts, num_reqs, num_tokens, batch.table_row)
     programs = tl.num_programs(0) // num_kv_heads
     program = tl.program_id(0) // num_kv_heads
     kv_head = tl.program_id(0) % num_kv_heads
     tile = programs - 1 - program
     request, first_tile, num_tiles, exists = 0, 0, 0, True
-    if SKIP_DECODES > 0:
-        num_tiles = count_longer_tiles(starts_ptr, num_reqs, TOKENS, SKIP_DECODES)
+    if SKIPPED > 0:
+        num_tiles = count_longer_tiles(batch.starts, num_reqs, TOKENS, SKIPPED)
         if num_tiles * num_kv_heads <= num_sms:
             tile = program
         exists = tile < min(num_tiles, num_single)
         if exists:
-            request, first_tile = find_longer_request(starts_ptr, tile, num_reqs, TOKENS, SKIP_DECODES)
+            request, first_tile = find_longer_request(batch.starts, tile, num_reqs, TOKENS, SKIPPED)
     else:
-        request = find_request(starts_ptr, tile, num_reqs, TOKENS)
-        first_tile = tl.load(starts_ptr + request, cache_modifier=".cg") // TOKENS + request
-    start = tl.load(starts_ptr + request, cache_modifier=".cg")
-    query_len = tl.load(starts_ptr + request + 1, cache_modifier=".cg") - start
+        request = find_request(batch.starts, tile, num_reqs, TOKENS)
+        first_tile = tl.load(batch.starts + request, cache_modifier=".cg") // TOKENS + request
+    start = tl.load(batch.starts + request, cache_modifier=".cg")
+    query_len = tl.load(batch.starts + request + 1, cache_modifier=".cg") - start
     first_query = (tile - first_tile) * TOKENS
     # Up to here query_start_loc alone is read, early (stream_order.py). From L2: an old line in one
     # multiprocessor's L1 would make programs, or warps of one program, disagree about their tile, and a
@@ -586,35 +483,32 @@ def prefill_kernel(
             batch=batch,
             results=results,
             SPEC=SPEC,
-            TOKENS=TOKENS,
-            TILE_M=TILE_M,
-            TILE_KV=TILE_KV,
+            TILING=TILING,
+            TILE_KV=TILING.tile_kv,
             ALL_MASKED=False,
         )
-    elif SKIP_DECODES > 0 and tile >= num_single:
+    elif SKIPPED > 0 and tile >= num_single:
         # Fewer keys at a time: with as many as above ptxas spilled, and gave all copies in here one
         # address register.
-        NARROW: tl.constexpr = TILE_KV if TILE_KV <= 32 else TILE_KV // 2
+        NARROW: tl.constexpr = TILING.tile_kv if TILING.tile_kv <= 32 else TILING.tile_kv // 2
         for surplus in range(tile, num_tiles, programs - num_single):
-            request, first_tile = find_longer_request(starts_ptr, surplus, num_reqs, TOKENS, SKIP_DECODES)
-            start = tl.load(starts_ptr + request)
-            query_len = tl.load(starts_ptr + request + 1) - start
-            first_query = (surplus - first_tile) * TOKENS
+            request, first_tile = find_longer_request(batch.starts, surplus, num_reqs, TOKENS, SKIPPED)
+            start = tl.load(batch.starts + request)
+            query_len = tl.load(batch.starts + request + 1) - start
             attend_query_tile(
                 request=request,
                 start=start,
                 query_len=query_len,
-                first_query=first_query,
+                first_query=(surplus - first_tile) * TOKENS,
                 kv_head=kv_head,
                 inputs=inputs,
                 batch=batch,
                 results=results,
                 SPEC=SPEC,
-                TOKENS=TOKENS,
-                TILE_M=TILE_M,
+                TILING=TILING,
                 TILE_KV=NARROW,
                 ALL_MASKED=SPEC.soft_cap or SPEC.alibi,
             )
-    row = tl.arange(0, TILE_M)
-    head = kv_head * GROUP + row
-    store_padding(results, batch, program, programs, head, row < GROUP, TILE_M, SPEC)
+    row = tl.arange(0, TILING.tile_m)
+    head, valid = kv_head * SPEC.group + row, row < SPEC.group
+    store_padding(results, batch, program, programs, head, valid, TILING.tile_m, SPEC.dim_v, TILING.dim_v_pad)

@@ -9,39 +9,37 @@ from torch import Tensor
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.triton.cache_writes import end_write
 from torchpaged.custom_ops.triton.launching import launches_early, require_launchable
+from torchpaged.custom_ops.triton.records import Pool
 
 _PIECE = 1024  # numbers per program
 
 
 @triton.jit
 def copy_blocks_kernel(
-    cache_ptr,
+    pool,
     mapping_ptr,
     map_pair,
     map_side,
-    c_block,
-    c_slot,
-    c_head,
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     SIZE: tl.constexpr,
     PIECE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (num_pairs, pieces of a block). SIZE: numbers in a block. PDL: the kernel behind may be
-    launched early."""
+    """``pool``: `Pool`. Grid: (num_pairs, pieces of a block). SIZE: numbers in a block. PDL: the kernel
+    behind may be launched early."""
     pair = tl.program_id(0).to(tl.int64)
     source = tl.load(mapping_ptr + pair * map_pair)
     destination = tl.load(mapping_ptr + pair * map_pair + map_side)
     if (source >= 0) & (destination >= 0):
         index = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
         inner = (
-            (index // (NUM_HEADS * DIM)).to(tl.int64) * c_slot
-            + (index // DIM % NUM_HEADS).to(tl.int64) * c_head
+            (index // (NUM_HEADS * DIM)).to(tl.int64) * pool.slot
+            + (index // DIM % NUM_HEADS).to(tl.int64) * pool.head
             + index % DIM
         )
-        values = tl.load(cache_ptr + source * c_block + inner, mask=index < SIZE)
-        tl.store(cache_ptr + destination * c_block + inner, values, mask=index < SIZE)
+        values = tl.load(pool.ptr + source * pool.block + inner, mask=index < SIZE)
+        tl.store(pool.ptr + destination * pool.block + inner, values, mask=index < SIZE)
     end_write(False, PDL)
 
 
@@ -55,10 +53,9 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -> None
         _, block_size, num_heads, dim = cache.shape
         size = block_size * num_heads * dim
         copy_blocks_kernel[(block_mapping.shape[0], triton.cdiv(size, _PIECE))](
-            cache,
+            Pool.of(cache, None),
             block_mapping,
             *block_mapping.stride(),
-            *cache.stride()[:3],
             NUM_HEADS=num_heads,
             DIM=dim,
             SIZE=size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,30 +66,28 @@ def takes(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> bo
 def product(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> bool:
     """``out = x @ weight.T + residual`` on tensors that `takes` lets pass. False: cuBLASLt has no algorithm
     for these sizes, and nothing is written."""
-    lines = (out if residual is None else residual).stride(0)
-    sizes = (*x.shape, weight.shape[0], x.stride(0), weight.stride(0), out.stride(0), lines)
-    call = _call(x.device.index or 0, _TYPES[x.dtype], *sizes)
+    index, addend = x.device.index or 0, out if residual is None else residual
+    lines = x.stride(0), weight.stride(0), out.stride(0), addend.stride(0)
+    call = _call(index, _TYPES[x.dtype], *x.shape, weight.shape[0], lines)
     if call is None:
         return False
     workspace = torch.empty(call.workspace, dtype=torch.uint8, device=x.device)
     one, beta = ctypes.c_float(1.0), ctypes.c_float(0.0 if residual is None else 1.0)
     a, b, c, d = call.layouts
-    addresses = [
-        ctypes.c_void_p(t.data_ptr()) for t in (weight, x, out if residual is None else residual, out)
-    ]
+    of_weight, of_x, of_addend, of_out = (ctypes.c_void_p(t.data_ptr()) for t in (weight, x, addend, out))
     _check(
         _library().cublasLtMatmul(
-            _handle(x.device.index or 0),
+            _handle(index),
             call.description,
             ctypes.byref(one),
-            addresses[0],
+            of_weight,
             a,
-            addresses[1],
+            of_x,
             b,
             ctypes.byref(beta),
-            addresses[2],
+            of_addend,
             c,
-            addresses[3],
+            of_out,
             d,
             ctypes.byref(call.algorithm),
             ctypes.c_void_p(workspace.data_ptr()),
@@ -101,57 +99,61 @@ def product(x: Tensor, weight: Tensor, out: Tensor, residual: Tensor | None) -> 
     return True
 
 
-class _NoAlgorithm(Exception):
-    """cuBLASLt proposes none for these sizes."""
+class _Call(NamedTuple):
+    """What cuBLASLt is told of a product of some sizes."""
+
+    description: ctypes.c_void_p
+    layouts: tuple[ctypes.c_void_p, ...]
+    algorithm: Any
+    workspace: int
 
 
-class _Call:
-    """What cuBLASLt is told of a product of these sizes, kept for the life of the process."""
+@functools.lru_cache(maxsize=4096)
+def _call(
+    index: int, kind: int, rows: int, depth: int, width: int, lines: tuple[int, int, int, int]
+) -> _Call | None:
+    """Of these sizes, kept for the life of the process. None: cuBLASLt has no algorithm for them.
+    ``lines``: strides of the rows of x, weight, out and residual."""
+    description = ctypes.c_void_p()
+    make = _library().cublasLtMatmulDescCreate
+    _check(make(ctypes.byref(description), _COMPUTE_32F, _FLOAT32), "cublasLtMatmulDescCreate")
+    _set("MatmulDesc", description, _OP_A, ctypes.c_int32(_TRANSPOSED))
+    of_x, of_weight, of_out, of_residual = lines
+    # columns first: out.T = weight @ x.T
+    layouts = (
+        _layout(kind, depth, width, of_weight),
+        _layout(kind, depth, rows, of_x),
+        _layout(kind, width, rows, of_residual),
+        _layout(kind, width, rows, of_out),
+    )
+    proposal = _choose(_handle(index), description, layouts)
+    return None if proposal is None else _Call(description, layouts, proposal.algorithm, proposal.workspace)
 
-    def __init__(
-        self, index: int, kind: int, rows: int, depth: int, width: int, lines: tuple[int, int, int, int]
-    ) -> None:
-        self.description = ctypes.c_void_p()
-        make = _library().cublasLtMatmulDescCreate
-        _check(make(ctypes.byref(self.description), _COMPUTE_32F, _FLOAT32), "cublasLtMatmulDescCreate")
-        self._set("MatmulDesc", self.description, _OP_A, ctypes.c_int32(_TRANSPOSED))
-        of_x, of_weight, of_out, of_residual = lines
-        # columns first: out.T = weight @ x.T
-        self.layouts = (
-            _layout(kind, depth, width, of_weight),
-            _layout(kind, depth, rows, of_x),
-            _layout(kind, width, rows, of_residual),
-            _layout(kind, width, rows, of_out),
-        )
-        proposal = self._choose(_handle(index))
-        self.algorithm = proposal.algorithm
-        self.workspace = proposal.workspace
 
-    @staticmethod
-    def _set(of: str, target: Any, attribute: int, value: Any) -> None:
-        size = ctypes.c_size_t(ctypes.sizeof(value))
-        name = f"cublasLt{of}SetAttribute"
-        _check(getattr(_library(), name)(target, attribute, ctypes.byref(value), size), name)
+def _set(of: str, target: Any, attribute: int, value: Any) -> None:
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    name = f"cublasLt{of}SetAttribute"
+    _check(getattr(_library(), name)(target, attribute, ctypes.byref(value), size), name)
 
-    def _choose(self, handle: ctypes.c_void_p) -> _Proposal:
-        preference, found = ctypes.c_void_p(), ctypes.c_int()
-        library, proposals = _library(), (_Proposal * _PROPOSALS)()
-        _check(library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "PreferenceCreate")
-        self._set("MatmulPreference", preference, _MOST_WORKSPACE, ctypes.c_uint64(_WORKSPACE))
-        self._set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))
-        a, b, c, d = self.layouts
-        status = library.cublasLtMatmulAlgoGetHeuristic(
-            handle, self.description, a, b, c, d, preference, _PROPOSALS, proposals, ctypes.byref(found)
-        )
-        library.cublasLtMatmulPreferenceDestroy(preference)
-        if status != _NOT_SUPPORTED:
-            _check(status, "cublasLtMatmulAlgoGetHeuristic")
-        able = [one for one in proposals[: found.value] if one.state == 0]
-        if not able:
-            raise _NoAlgorithm
-        if able[0].waves < _WAVES:
-            return able[0]
-        return next((one for one in able if _tile(one) in _LONG_TILES), able[0])
+
+def _choose(
+    handle: ctypes.c_void_p, description: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...]
+) -> _Proposal | None:
+    preference, found = ctypes.c_void_p(), ctypes.c_int()
+    library, proposals = _library(), (_Proposal * _PROPOSALS)()
+    _check(library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "PreferenceCreate")
+    _set("MatmulPreference", preference, _MOST_WORKSPACE, ctypes.c_uint64(_WORKSPACE))
+    _set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_IN_FLOAT32))
+    status = library.cublasLtMatmulAlgoGetHeuristic(
+        handle, description, *layouts, preference, _PROPOSALS, proposals, ctypes.byref(found)
+    )
+    library.cublasLtMatmulPreferenceDestroy(preference)
+    if status != _NOT_SUPPORTED:
+        _check(status, "cublasLtMatmulAlgoGetHeuristic")
+    able = [one for one in proposals[: found.value] if one.state == 0]
+    if not able or able[0].waves < _WAVES:
+        return able[0] if able else None
+    return next((one for one in able if _tile(one) in _LONG_TILES), able[0])
 
 
 def _tile(proposal: _Proposal) -> int:
@@ -183,25 +185,6 @@ def _handle(index: int) -> ctypes.c_void_p:
     handle = ctypes.c_void_p()
     _check(_library().cublasLtCreate(ctypes.byref(handle)), "cublasLtCreate")
     return handle
-
-
-@functools.lru_cache(maxsize=4096)
-def _call(
-    index: int,
-    kind: int,
-    rows: int,
-    depth: int,
-    width: int,
-    of_x: int,
-    of_weight: int,
-    of_out: int,
-    of_residual: int,
-) -> _Call | None:
-    """None: cuBLASLt has no algorithm for these sizes."""
-    try:
-        return _Call(index, kind, rows, depth, width, (of_x, of_weight, of_out, of_residual))
-    except _NoAlgorithm:
-        return None
 
 
 def _check(status: int, name: str) -> None:

@@ -26,11 +26,7 @@ LINEAR = Table(
         Constant("ROW_WARPS", "int", "linear.cu: warps with rows of their own, one chunk of k"),
         Constant("K_WARPS", "int", "linear.cu: such groups of a CTA; chunks go round them"),
         Constant("STAGES", "int", "chunks of k on their way or in use, per group"),
-        Constant(
-            "EARLY_STAGES",
-            "int",
-            "linear_wide.cu: of them, before the kernels ahead have ended",
-        ),
+        Constant("EARLY_STAGES", "int", "linear_wide.cu: of them, before the kernels ahead have ended"),
         Constant("CTAS_PER_SM", "int", "that registers must suffice for"),
         Constant("CLUSTER", "macro", "CTAs that share a tile's k; chooses an attribute"),
     ),

@@ -137,7 +137,7 @@ __device__ __forceinline__ void store_output(const Params &p, const float *parts
     }
   }
   if constexpr (CLUSTER > 1) {
-    cluster_arrive();  // nobody's shared memory goes before all have read it
+    cluster_arrive();  // no CTA's shared memory goes before all have read it
     cluster_wait();
   }
 }

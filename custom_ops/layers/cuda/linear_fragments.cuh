@@ -125,7 +125,7 @@ __device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own
   if (warp % SPLIT != rank % SPLIT) return false;
   // For the same warp of the other CTAs of the cluster. All run, since each has passed the cluster's barrier,
   // and send before they wait. The bytes are expected since before that barrier. A CTA's memory outlives what
-  // comes in: whoever is written to waits for it here.
+  // comes in: the CTA that is written to waits for it here.
   mbarrier_wait(barrier, 0);
   float total[OWN][4] = {};
 #pragma unroll

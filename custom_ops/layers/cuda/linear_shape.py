@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.layers.call import LinearCall
 from torchpaged.custom_ops.layers.cuda.linear_constants import LINEAR, NORM
 
 MAX_TOKENS = 64
@@ -61,10 +63,6 @@ class LinearShape:
         """Threads of a CTA; if wide, a warpgroup per tile and a warp that fetches."""
         return self.row_tiles * 128 + 32 if self.wide else self.row_warps * self.k_warps * 32
 
-    def with_stages(self, stages: int) -> LinearShape:
-        """The same shape with another ring."""
-        return dataclasses.replace(self, stages=stages)
-
     def shared_bytes(self, bucket: int, norm: bool) -> int:
         """Dynamic shared memory of a CTA: the rings, or the sums that lie there afterwards; if wide, the ring
         and what other CTAs send."""
@@ -96,7 +94,6 @@ def norm_is_fused(shape: LinearShape, dtype: torch.dtype, weight_dtype: torch.dt
     return not shape.wide and shape.row_warps == 1 and dtype == weight_dtype == torch.bfloat16
 
 
-@functools.cache
 def linear_shape(
     bucket: int,
     out_features: int,
@@ -171,7 +168,7 @@ def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared
     """For few tokens: short tiles with 8 warps along k where their CTAs all find a place at once, else taller
     ones with 4.
 
-    Beside the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill
+    Besides the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill
     all places evenly.
     """
     for row_tiles, k_warps in ((1, 8), (2, 4)):
@@ -185,12 +182,12 @@ def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared
     else:
         shape, places = LinearShape(4, 1, 4, 2, 2), 2
 
-    def fits(stages: int) -> bool:
-        needed = shape.with_stages(stages).shared_bytes(bucket, True) + _KEPT
+    def fits(shape: LinearShape) -> bool:
+        needed = shape.shared_bytes(bucket, True) + _KEPT
         return needed <= shared_per_cta and places * needed <= shared_per_sm
 
-    fitting = [stages for stages in range(3, 6) if fits(stages)]
-    return shape.with_stages(max(fitting, default=2))
+    deeper = [dataclasses.replace(shape, stages=stages) for stages in (5, 4, 3)]
+    return next(filter(fits, deeper), shape)
 
 
 @functools.cache
@@ -207,36 +204,65 @@ def norm_config(dtype: torch.dtype, weight_dtype: torch.dtype, in_features: int,
     )
 
 
-def linear_config(
-    dtype: torch.dtype,
-    bucket: int,
-    out_features: int,
-    in_features: int,
-    row_stride: int,
-    activation: str,
-    norm: bool,
-    bias: bool,
-    residual: bool,
-    aligned: bool,
-    early: bool,
-    shape: LinearShape,
-) -> Config:
-    """The constants of the kernel. ``row_stride`` of the weight in numbers; ``aligned``: four numbers of out
-    are stored at once."""
+class LinearSpec(NamedTuple):
+    """What a linear kernel is compiled for, whatever its tiles: the cache key of a compiled kernel, together
+    with its `LinearShape`.
+
+    Attributes:
+        bucket: `token_bucket`.
+        out_features, in_features, row_stride: of the weight, in numbers.
+        norm: x is normalised on its way in.
+        aligned: four numbers of out are stored at once.
+    """
+
+    dtype: torch.dtype
+    bucket: int
+    out_features: int
+    in_features: int
+    row_stride: int
+    activation: str
+    norm: bool
+    bias: bool
+    residual: bool
+    aligned: bool
+
+    @classmethod
+    def of(cls, call: LinearCall) -> LinearSpec:
+        """That of a call."""
+        aligned = call.out.shape[1] % 4 == 0 and all(
+            t is None or ((t.stride(0) % 4 == 0 or t.dim() == 1) and t.data_ptr() % 8 == 0)
+            for t in (call.out, call.residual, call.bias)
+        )
+        return cls(
+            call.x.dtype,
+            token_bucket(call.x.shape[0]),
+            call.weight.shape[0],
+            call.weight.shape[1],
+            call.weight.stride(0),
+            call.activation,
+            call.norm_weight is not None,
+            call.bias is not None,
+            call.residual is not None,
+            aligned,
+        )
+
+
+def linear_config(spec: LinearSpec, shape: LinearShape, *, early: bool) -> Config:
+    """The constants of the kernel."""
     values = {
-        "OUT_FEATURES": out_features,
-        "IN_FEATURES": in_features,
-        "W_ROW": row_stride,
-        "HALF": dtype == torch.float16,
-        "ACTIVATION": ACTIVATIONS[activation],
-        "NORM": norm,
-        "BIAS": bias,
-        "RESIDUAL": residual,
-        "ALIGNED": aligned,
+        "OUT_FEATURES": spec.out_features,
+        "IN_FEATURES": spec.in_features,
+        "W_ROW": spec.row_stride,
+        "HALF": spec.dtype == torch.float16,
+        "ACTIVATION": ACTIVATIONS[spec.activation],
+        "NORM": spec.norm,
+        "BIAS": spec.bias,
+        "RESIDUAL": spec.residual,
+        "ALIGNED": spec.aligned,
         "PDL": early,
-        "LAUNCH_FIRST": bucket <= 8,
-        "X_ROWS": bucket,
-        "NT": max(bucket // 8, 1),
+        "LAUNCH_FIRST": spec.bucket <= 8,
+        "X_ROWS": spec.bucket,
+        "NT": max(spec.bucket // 8, 1),
         "MT": shape.row_tiles,
         "ROW_WARPS": shape.row_warps,
         "K_WARPS": shape.k_warps,

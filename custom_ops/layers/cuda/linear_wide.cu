@@ -1,7 +1,7 @@
 // linear.cu's work on Hopper for more tokens: one thread has the bulk copy engine fetch weights and x,
 // warpgroups multiply them.
 //
-// ROWS weight rows are MT times the 64 rows of a wgmma, tokens its columns. x is most of the traffic beside
+// ROWS weight rows are MT times the 64 rows of a wgmma, tokens its columns. x is most of the traffic besides
 // the weights: a CTA reads it once for all of its rows, and the CTAs of a cluster share out k, so that there
 // are enough of them. Their parts meet in distributed shared memory. GATED: a tile's rows are a gate row, its
 // up row, the next gate row ... As in linear.cu weights are asked for before griddepcontrol.wait, but only
@@ -32,7 +32,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
   const int rank = blockIdx.x % CLUSTER, tile = blockIdx.x / CLUSTER;
   const int first = rank * CHUNKS / CLUSTER, count = (rank + 1) * CHUNKS / CLUSTER - first;
   const u32 ring = shared_address(shared), full = shared_address(barriers), empty = full + STAGES * 8;
-  // what other CTAs of the cluster send: nobody's ring
+  // what other CTAs of the cluster send: no ring lies there
   [[maybe_unused]] const u32 received = empty + STAGES * 8, parts = ring + STAGES * STAGE_BYTES;
 
   const u64 policy = read_once();

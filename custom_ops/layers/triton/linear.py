@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.layers.check import check_linear
 from torchpaged.custom_ops.layers.triton import act_and_mul, rms_norm
 from torchpaged.custom_ops.triton.launching import require_launchable
@@ -21,56 +22,24 @@ from torchpaged.custom_ops.triton.launching import require_launchable
 Product = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None]
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    activation: str = "none",
-) -> None:
+def linear(call: LinearCall) -> None:
     """Launch the parts; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16 or float16."""
-    require_launchable(x)
-    check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
-    check_linear(
-        x,
-        weight,
-        out,
-        bias=bias,
-        residual=residual,
-        norm_weight=norm_weight,
-        norm_eps=norm_eps,
-        norm_offset=norm_offset,
-        activation=activation,
-    )
-    compose(x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation)
+    require_launchable(call.x)
+    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    check_linear(call)
+    compose(call, torch_product)
 
 
-def compose(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    norm_offset: float,
-    activation: str,
-    product: Product | None = None,
-) -> None:
-    """The parts without checks, in order. ``product``: of large products; None: torch's."""
-    product = torch_product if product is None else product
+def compose(call: LinearCall, product: Product) -> None:
+    """The parts without checks, in order."""
+    x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation = call
     if not x.shape[0]:
         return
-    with torch.no_grad():  # torch refuses out= beside parameters that require a gradient
+    with torch.no_grad():  # torch refuses out= with parameters that require a gradient
         inputs = x
         if norm_weight is not None:
             inputs = x.new_empty(x.shape)
-            rms_norm.launch(x, norm_weight, inputs, norm_eps, norm_offset)
+            rms_norm.launch(NormCall(x, norm_weight, inputs, norm_eps, norm_offset))
         if activation != "none":
             gate_up = x.new_empty(x.shape[0], weight.shape[0])
             product(inputs, weight, gate_up, bias, None)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.layers.call import NormCall
 from torchpaged.custom_ops.layers.check import check_rms_norm
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
@@ -52,16 +52,9 @@ def num_warps_of(width: int) -> int:
     return min(max(next_power_of_2(width) // 512, 1), 16)
 
 
-def launch(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    eps: float,
-    offset: float,
-    residual: Tensor | None = None,
-    post_residual: Tensor | None = None,
-) -> None:
-    """Launch without checks: arguments as in ``custom_ops/layers/schema.py``."""
+def launch(call: NormCall) -> None:
+    """Launch without checks."""
+    x, weight, out, eps, offset, residual, post_residual = call
     tokens, width = x.shape
     if tokens:
         rms_norm_kernel[(tokens,)](
@@ -82,19 +75,10 @@ def launch(
         )
 
 
-def rms_norm(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    residual: Tensor | None = None,
-    post_residual: Tensor | None = None,
-) -> None:
+def rms_norm(call: NormCall) -> None:
     """Launch `rms_norm_kernel`; arguments as in ``custom_ops/layers/schema.py``, in float32, bfloat16
     or float16."""
-    require_launchable(x)
-    check_dtype("x", x, torch.bfloat16, torch.float16, torch.float32)
-    check_rms_norm(x, weight, out, eps=eps, residual=residual, post_residual=post_residual)
-    launch(x, weight, out, eps, offset, residual, post_residual)
+    require_launchable(call.x)
+    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    check_rms_norm(call)
+    launch(call)

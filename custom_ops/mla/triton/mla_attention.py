@@ -1,6 +1,9 @@
-"""mla_attention: lays tiles and parts out by shapes, and launches."""
+"""mla_attention: lays tiles and parts out by shapes, and launches. Records of arguments: as those of
+``attention/triton/paged_attention.py``."""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 
@@ -9,11 +12,81 @@ from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import check_mla_attention
 from torchpaged.custom_ops.mla.triton import config
 from torchpaged.custom_ops.triton import launching
-from torchpaged.custom_ops.triton.compile_together import Launch
-from torchpaged.custom_ops.triton.kernel_store import KernelRef
+from torchpaged.custom_ops.triton.kernel_store import KernelRef, Launch
+from torchpaged.custom_ops.triton.records import Batch, Results
 
-_ATTEND = KernelRef("mla.triton.attend", "mla_kernel", unspecialised=frozenset({10, 11, 12, 13, 14, 23}))
-_MERGE = KernelRef("mla.triton.merge", "merge_kernel", unspecialised=frozenset({5, 6}))
+_ATTEND = KernelRef(
+    "mla.triton.attend",
+    "mla_kernel",
+    unspecialised=("num_reqs", "num_tokens", "num_tiles", "tiles_per_req", "num_parts", "table_row"),
+)
+_MERGE = KernelRef("mla.triton.merge", "merge_kernel", unspecialised=("num_reqs", "num_parts"))
+
+
+class Latents(NamedTuple):
+    """Pointers to queries and to the pool, their strides, and the scale of the scores."""
+
+    q: Any
+    kv: Any
+    scale: Any
+    q_token: Any
+    q_head: Any
+    kv_block: Any
+    kv_slot: Any
+
+
+class Parts(NamedTuple):
+    """Pointers to the parts of rows: sums of values, and maxima with totals."""
+
+    acc: Any
+    state: Any
+
+
+class Sizes(NamedTuple):
+    """What `mla_kernel` is compiled for.
+
+    Attributes:
+        rank_pad, rope_pad: columns of a tile of latents and of one of rotated keys.
+        split: contexts are cut into parts.
+        tile_m, tile_kv: rows and keys of a tile; ``tile_heads``: heads of its rows.
+    """
+
+    num_heads: int
+    rank: int
+    rank_pad: int
+    rope: int
+    rope_pad: int
+    block_size: int
+    causal: bool
+    split: bool
+    tile_m: int
+    tile_heads: int
+    tile_kv: int
+
+
+class AttendArguments(NamedTuple):
+    """Of `mla_kernel`; ``num_tiles``: of query tokens, ``tiles_per_req`` or 0 as in `request_of`."""
+
+    num_reqs: int
+    num_tokens: int
+    num_tiles: int
+    tiles_per_req: int
+    num_parts: int
+    table_row: int
+    batch: Batch
+    inputs: Latents
+    results: Results
+    parts: Parts
+
+
+class MergeArguments(NamedTuple):
+    """Of `merge_kernel`."""
+
+    num_reqs: int
+    num_parts: int
+    starts_ptr: Any
+    results: Results
+    parts: Parts
 
 
 def mla_attention(call: LatentCall) -> None:
@@ -25,9 +98,8 @@ def mla_attention(call: LatentCall) -> None:
     """
     launching.require_launchable(call.q)
     check_mla_attention(call)
-    q, kv_cache, block_table, seq_lens, query_start_loc, out, lse, max_query_len, scale, causal = call
-    (num_tokens, num_heads, width), rank = q.shape, out.shape[2]
-    rope, num_reqs, block_size = width - rank, block_table.shape[0], kv_cache.shape[1]
+    q, rank = call.q, call.rank
+    rope, num_reqs = q.shape[2] - rank, call.block_table.shape[0]
     if q.dtype == torch.float64 or rank > config.MAX_RANK or rope > config.MAX_ROPE:
         raise ArgumentError(
             "kv_cache",
@@ -37,82 +109,68 @@ def mla_attention(call: LatentCall) -> None:
         )
     if not num_reqs:
         call.as_attention().empty()
-        return
-    if not num_tokens:
-        return
-    rows = launching.next_power_of_2(num_heads) * launching.next_power_of_2(min(max_query_len, num_tokens))
+    elif q.shape[0]:
+        _launch(call, rank, rope, num_reqs)
+
+
+def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
+    q, device, block_size = call.q, call.q.device, call.kv_cache.shape[1]
+    num_tokens, num_heads, _ = q.shape
+    heads = launching.next_power_of_2(num_heads)
+    rows = heads * launching.next_power_of_2(min(call.max_query_len, num_tokens))
     rank_pad, rope_pad = (max(16, launching.next_power_of_2(size)) for size in (rank, rope))
-    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(q.device))
-    tile_heads = min(chosen.rows, launching.next_power_of_2(num_heads))
+    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device))
+    tile_heads = min(chosen.rows, heads)
     tokens, head_tiles = chosen.rows // tile_heads, -(-num_heads // tile_heads)
-    per_req = -(-max_query_len // tokens)
+    per_req = -(-call.max_query_len // tokens)
     num_tiles = num_tokens // tokens + num_reqs
     if num_reqs * per_req <= num_tiles:
         num_tiles = num_reqs * per_req
     else:
         per_req = 0
-    programs, capacity = num_tiles * head_tiles, block_table.shape[1] * block_size
-    parts = config.num_parts(programs, capacity, q.device, chosen)
-    scratch = num_tokens * num_heads * parts if parts > 1 else 0
-    part_acc = torch.empty(scratch * rank, dtype=torch.float32, device=q.device)
-    part_state = torch.empty(scratch * 2, dtype=torch.float32, device=q.device)
-    out_strides = (*out.stride()[:2], *(lse.stride() if lse is not None else (0, 0)))
-    sizes = {
-        "NUM_HEADS": num_heads,
-        "RANK": rank,
-        "RANK_PAD": rank_pad,
-    }
-    arguments = (
-        q,
-        kv_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        out,
-        lse,
-        part_acc,
-        part_state,
-        scale,
-        num_reqs,
-        num_tokens,
-        num_tiles,
-        per_req,
-        parts,
-        *q.stride()[:2],
-        *kv_cache.stride()[:2],
-        *out_strides,
-        block_table.stride(0),
+    programs, capacity = num_tiles * head_tiles, call.block_table.shape[1] * block_size
+    num_parts = config.num_parts(programs, capacity, device, chosen)
+    scratch = num_tokens * num_heads * num_parts if num_parts > 1 else 0
+    parts = Parts(
+        acc=torch.empty(scratch * rank, dtype=torch.float32, device=device),
+        state=torch.empty(scratch * 2, dtype=torch.float32, device=device),
     )
-    Launch(
-        _ATTEND,
-        (programs * parts,),
-        arguments,
-        {
-            **sizes,
-            "ROPE": rope,
-            "ROPE_PAD": rope_pad,
-            "BLOCK_SIZE": block_size,
-            "CAUSAL": causal,
-            "SPLIT": parts > 1,
-            "TILE_M": chosen.rows,
-            "TILE_HEADS": tile_heads,
-            "TILE_KV": chosen.keys,
-            "INTERPRET": launching.INTERPRET,
-            "num_warps": chosen.num_warps,
-            "num_stages": chosen.num_stages,
-        },
-    )()
-    if parts > 1:
-        merged = (part_acc, part_state, query_start_loc, out, lse, num_reqs, parts, *out_strides)
-        Launch(
-            _MERGE,
-            (num_tokens * num_heads,),
-            merged,
-            {**sizes, "MAX_PARTS": config.MAX_PARTS, "num_warps": 4},
-        )()
+    results = Results.of(call.out, call.lse)
+    arguments = AttendArguments(
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        num_tiles=num_tiles,
+        tiles_per_req=per_req,
+        num_parts=num_parts,
+        table_row=call.block_table.stride(0),
+        batch=Batch(*call[2:5]),
+        inputs=Latents(q, call.kv_cache, call.scale, *q.stride()[:2], *call.kv_cache.stride()[:2]),
+        results=results,
+        parts=parts,
+    )
+    sizes = Sizes(
+        num_heads=num_heads,
+        rank=rank,
+        rank_pad=rank_pad,
+        rope=rope,
+        rope_pad=rope_pad,
+        block_size=block_size,
+        causal=call.causal,
+        split=num_parts > 1,
+        tile_m=chosen.rows,
+        tile_heads=tile_heads,
+        tile_kv=chosen.keys,
+    )
+    options = {"SIZES": sizes, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    Launch(_ATTEND, (programs * num_parts,), arguments, options)()
+    if num_parts > 1:
+        merged = MergeArguments(num_reqs, num_parts, call.query_start_loc, results, parts)
+        options = {"NUM_HEADS": num_heads, "RANK": rank, "RANK_PAD": rank_pad}
+        options |= {"MAX_PARTS": config.MAX_PARTS, "num_warps": 4}
+        Launch(_MERGE, (num_tokens * num_heads,), merged, options)()
 
 
 def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return launching.INTERPRET
-    return launching.capability(device.index or 0)[0] == 9
+    return launching.capability(device)[0] == 9

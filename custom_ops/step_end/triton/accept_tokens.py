@@ -6,12 +6,12 @@ Dependents are not started early (stream_order.py). `finish_step` has the same f
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from torchpaged.custom_ops.step_end.call import AcceptCall
 from torchpaged.custom_ops.step_end.check import check_accept_tokens
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 
@@ -24,13 +24,21 @@ def rows_per_program(num_reqs: int) -> int:
     return min(max(next_power_of_2(num_reqs), 32), _MOST_ROWS)
 
 
-def ring_options(ring: Tensor | None, step: int, alone: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
+def ring_options(call: AcceptCall, alone: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """``(ring_slot, ring_step, num_slots)`` and the constexprs of a kernel that ends a step: LAST only with a
     ring; ``alone``: it is one program."""
+    constants = {"BLOCK_SIZE": call.block_size, "STOPS": STOPS, "STEP": 0, "LAST": False, "ALONE": True}
+    ring, step = call.ring, call.step
     if ring is None:
-        return (0, 0, 0), {"STEP": 0, "LAST": False, "ALONE": True}
+        return (0, 0, 0), constants
     strides = (ring.stride(0), ring.stride(1), ring.shape[0] - 1)
-    return strides, {"STEP": step, "LAST": step == ring.shape[1] - 2, "ALONE": alone}
+    return strides, constants | {"STEP": step, "LAST": step == ring.shape[1] - 2, "ALONE": alone}
+
+
+def sizes(call: AcceptCall) -> tuple[int, ...]:
+    """``num_stops, num_words, capacity, table_row, stop_row`` of such a kernel."""
+    table, stop = call.block_table, call.stop_token_ids
+    return stop.shape[1], call.seen.shape[1], call.capacity, table.stride(0), stop.stride(0)
 
 
 @triton.jit
@@ -47,80 +55,77 @@ def is_among(token, stop):
     return tl.max(((stop == token[:, None]) & (stop >= 0)).to(tl.int32), 1)
 
 
+class Rows(NamedTuple):
+    """The buffers of a batch's rows, as a kernel has them; Triton compiles what it holds."""
+
+    table: Any
+    stop: Any
+    ids: Any
+    positions: Any
+    lens: Any
+    slots: Any
+    counters: Any
+    remaining: Any
+    seen: Any
+    tokens: Any
+    num_stops: Any
+    num_words: Any
+    capacity: Any
+    table_row: Any
+    stop_row: Any
+    seen_row: Any
+
+
+class Begun(NamedTuple):
+    """What is read of rows before their tokens are there: length, counter, tokens that remain after this one,
+    block of the next position, the first stop tokens."""
+
+    old: Any
+    counter: Any
+    remaining: Any
+    block: Any
+    stop: Any
+
+
 @triton.jit
-def load_rows(
-    row,
-    inside,
-    table_ptr,
-    stop_at,
-    lens_ptr,
-    counters_ptr,
-    remaining_ptr,
-    num_stops,
-    capacity,
-    table_row,
-    BLOCK_SIZE: tl.constexpr,
-    STOPS: tl.constexpr,
-):
-    """Of each row: length, counter, tokens that remain after this one, block of the next position, the first
-    stop tokens.
+def load_rows(rows, row, inside, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr):
+    """`Begun` of each ``row`` that is ``inside``.
 
     From L2: `finish_step` reads them before the kernels ahead have finished, and a first-level cache may hold
     an older step's.
     """
-    old = tl.load(lens_ptr + row, mask=inside, other=0, cache_modifier=".cg")
+    stop_at = rows.stop + row.to(tl.int64) * rows.stop_row
+    old = tl.load(rows.lens + row, mask=inside, other=0, cache_modifier=".cg")
     active = inside & (old > 0)
-    counter = tl.load(counters_ptr + row, mask=active, other=0, cache_modifier=".cg")
-    remaining = tl.load(remaining_ptr + row, mask=active, other=0, cache_modifier=".cg") - 1
-    block_at = table_ptr + row.to(tl.int64) * table_row + old // BLOCK_SIZE
-    block = tl.load(block_at, mask=active & (old < capacity), other=0, cache_modifier=".cg").to(tl.int64)
-    return old, counter, remaining, block, load_stops(stop_at, 0, num_stops, active, STOPS)
+    counter = tl.load(rows.counters + row, mask=active, other=0, cache_modifier=".cg")
+    remaining = tl.load(rows.remaining + row, mask=active, other=0, cache_modifier=".cg") - 1
+    block_at = rows.table + row.to(tl.int64) * rows.table_row + old // BLOCK_SIZE
+    block = tl.load(block_at, mask=active & (old < rows.capacity), other=0, cache_modifier=".cg").to(tl.int64)
+    return Begun(old, counter, remaining, block, load_stops(stop_at, 0, rows.num_stops, active, STOPS))
 
 
 @triton.jit
-def accept_rows(
-    row,
-    inside,
-    token,
-    old,
-    counter,
-    remaining,
-    block,
-    stop,
-    stop_at,
-    ids_ptr,
-    positions_ptr,
-    lens_ptr,
-    slots_ptr,
-    counters_ptr,
-    remaining_ptr,
-    seen_ptr,
-    tokens_ptr,
-    num_stops,
-    num_words,
-    capacity,
-    seen_row,
-    BLOCK_SIZE: tl.constexpr,
-    STOPS: tl.constexpr,
-):
-    """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row; the
-    rest of each row is as `load_rows` gave it."""
+def accept_rows(rows, begun, row, inside, token, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr):
+    """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row."""
+    old = begun.old
     active = inside & (old > 0)
-    stops = is_among(token, stop)
-    for first in range(STOPS, num_stops, STOPS):
-        stops |= is_among(token, load_stops(stop_at, first, num_stops, active, STOPS))
-    goes_on = active & (token >= 0) & (old < capacity) & (stops == 0) & (remaining > 0)
-    tl.store(ids_ptr + row, token, mask=goes_on)
-    tl.store(slots_ptr + row, tl.where(goes_on, block * BLOCK_SIZE + old % BLOCK_SIZE, -1), mask=inside)
-    tl.store(positions_ptr + row, old.to(tl.int64), mask=goes_on)
-    tl.store(lens_ptr + row, tl.where(goes_on, old + 1, 0), mask=active)
-    tl.store(counters_ptr + row, counter + 1, mask=active)
-    tl.store(remaining_ptr + row, remaining, mask=active)
-    tl.store(tokens_ptr + row, token, mask=inside)
+    stop_at = rows.stop + row.to(tl.int64) * rows.stop_row
+    stops = is_among(token, begun.stop)
+    for first in range(STOPS, rows.num_stops, STOPS):
+        stops |= is_among(token, load_stops(stop_at, first, rows.num_stops, active, STOPS))
+    goes_on = active & (token >= 0) & (old < rows.capacity) & (stops == 0) & (begun.remaining > 0)
+    tl.store(rows.ids + row, token, mask=goes_on)
+    slot = tl.where(goes_on, begun.block * BLOCK_SIZE + old % BLOCK_SIZE, -1)
+    tl.store(rows.slots + row, slot, mask=inside)
+    tl.store(rows.positions + row, old.to(tl.int64), mask=goes_on)
+    tl.store(rows.lens + row, tl.where(goes_on, old + 1, 0), mask=active)
+    tl.store(rows.counters + row, begun.counter + 1, mask=active)
+    tl.store(rows.remaining + row, begun.remaining, mask=active)
+    tl.store(rows.tokens + row, token, mask=inside)
 
     word = token // 32
-    marks = active & (token >= 0) & (word < num_words)
-    word_at = seen_ptr + row.to(tl.int64) * seen_row + word
+    marks = active & (token >= 0) & (word < rows.num_words)
+    word_at = rows.seen + row.to(tl.int64) * rows.seen_row + word
     bit = tl.full(token.shape, 1, tl.int32) << (token % 32).to(tl.int32)
     tl.store(word_at, tl.load(word_at, mask=marks, other=0) | bit, mask=marks)
 
@@ -189,123 +194,54 @@ def accept_tokens_kernel(
     inside = row < num_reqs
     if PDL:
         tl.extra.cuda.gdc_wait()
-    stop_at = stop_ptr + row.to(tl.int64) * stop_row
-    old, counter, remaining, block, stop = load_rows(
-        row=row,
-        inside=inside,
-        table_ptr=table_ptr,
-        stop_at=stop_at,
-        lens_ptr=lens_ptr,
-        counters_ptr=counters_ptr,
-        remaining_ptr=remaining_ptr,
-        num_stops=num_stops,
-        capacity=capacity,
-        table_row=table_row,
-        BLOCK_SIZE=BLOCK_SIZE,
-        STOPS=STOPS,
+    rows = Rows(
+        table_ptr,
+        stop_ptr,
+        ids_ptr,
+        positions_ptr,
+        lens_ptr,
+        slots_ptr,
+        counters_ptr,
+        remaining_ptr,
+        seen_ptr,
+        tokens_ptr,
+        num_stops,
+        num_words,
+        capacity,
+        table_row,
+        stop_row,
+        seen_row,
     )
+    begun = load_rows(rows, row, inside, BLOCK_SIZE, STOPS)
     if ring_ptr is not None:
         launch, slot_at = find_slot(ring_ptr, launches_ptr, ring_slot, num_slots)
-    token = tl.load(sampled_ptr + row, mask=inside & (old > 0), other=-1)
+    token = tl.load(sampled_ptr + row, mask=inside & (begun.old > 0), other=-1)
     if ring_ptr is not None:
         tl.store(slot_at + STEP * ring_step + row, token, mask=inside)
-    accept_rows(
-        row=row,
-        inside=inside,
-        token=token,
-        old=old,
-        counter=counter,
-        remaining=remaining,
-        block=block,
-        stop=stop,
-        stop_at=stop_at,
-        ids_ptr=ids_ptr,
-        positions_ptr=positions_ptr,
-        lens_ptr=lens_ptr,
-        slots_ptr=slots_ptr,
-        counters_ptr=counters_ptr,
-        remaining_ptr=remaining_ptr,
-        seen_ptr=seen_ptr,
-        tokens_ptr=tokens_ptr,
-        num_stops=num_stops,
-        num_words=num_words,
-        capacity=capacity,
-        seen_row=seen_row,
-        BLOCK_SIZE=BLOCK_SIZE,
-        STOPS=STOPS,
-    )
+    accept_rows(rows, begun, row, inside, token, BLOCK_SIZE, STOPS)
     if LAST:
         end_launch(slot_at, launch, launches_ptr, ring_step, STEP + 1, ALONE)
 
 
-def accept_tokens(
-    sampled_token_ids: Tensor,
-    block_table: Tensor,
-    stop_token_ids: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    counters: Tensor,
-    remaining: Tensor,
-    seen: Tensor,
-    tokens_out: Tensor,
-    *,
-    block_size: int,
-    ring: Tensor | None = None,
-    launches: Tensor | None = None,
-    step: int = 0,
-) -> None:
+def accept_tokens(call: AcceptCall) -> None:
     """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
-    require_launchable(input_ids)
-    check_accept_tokens(
-        sampled_token_ids,
-        block_table,
-        stop_token_ids,
-        input_ids,
-        positions,
-        seq_lens,
-        slot_mapping,
-        counters,
-        remaining,
-        seen,
-        tokens_out,
-        block_size=block_size,
-        ring=ring,
-        launches=launches,
-        step=step,
-    )
-    num_reqs = block_table.shape[0]
+    require_launchable(call.input_ids)
+    check_accept_tokens(call)
+    num_reqs = call.block_table.shape[0]
     if not num_reqs:
         return
     rows = rows_per_program(num_reqs)
-    strides, constants = ring_options(ring, step, num_reqs <= rows)
+    strides, constants = ring_options(call, num_reqs <= rows)
     accept_tokens_kernel[(triton.cdiv(num_reqs, rows),)](
-        sampled_token_ids,
-        block_table,
-        stop_token_ids,
-        input_ids,
-        positions,
-        seq_lens,
-        slot_mapping,
-        counters,
-        remaining,
-        seen,
-        tokens_out,
-        ring,
-        launches,
+        *call[: call._fields.index("block_size")],
+        call.ring,
+        call.launches,
         num_reqs,
-        stop_token_ids.shape[1],
-        seen.shape[1],
-        block_table.shape[1] * block_size,
-        block_table.stride(0),
-        stop_token_ids.stride(0),
-        seen.stride(0),
+        *sizes(call),
+        call.seen.stride(0),
         *strides,
-        BLOCK_SIZE=block_size,
         ROWS=rows,
-        STOPS=STOPS,
         num_warps=rows // 32,
         **constants,
-        **early_launch(input_ids.device),
+        **early_launch(call.input_ids.device),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from torchpaged.custom_ops.step_end.call import AdvanceCall
 from torchpaged.custom_ops.step_end.check import check_advance_step
 from torchpaged.custom_ops.triton.launching import require_launchable
 
@@ -41,33 +41,18 @@ def advance_step_kernel(
     tl.store(lens_ptr + row, old + 1, mask=moves)
 
 
-def advance_step(
-    sampled_token_ids: Tensor,
-    block_table: Tensor,
-    input_ids: Tensor,
-    positions: Tensor,
-    seq_lens: Tensor,
-    slot_mapping: Tensor,
-    *,
-    block_size: int,
-) -> None:
+def advance_step(call: AdvanceCall) -> None:
     """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
-    require_launchable(input_ids)
-    check_advance_step(
-        sampled_token_ids, block_table, input_ids, positions, seq_lens, slot_mapping, block_size=block_size
-    )
-    num_reqs = block_table.shape[0]
+    require_launchable(call.input_ids)
+    check_advance_step(call)
+    table, block_size = call.block_table, call.block_size
+    num_reqs = table.shape[0]
     if num_reqs:
         advance_step_kernel[(triton.cdiv(num_reqs, _ROWS),)](
-            sampled_token_ids,
-            block_table,
-            input_ids,
-            positions,
-            seq_lens,
-            slot_mapping,
+            *call[:6],
             num_reqs,
-            block_table.shape[1] * block_size,
-            block_table.stride(0),
+            table.shape[1] * block_size,
+            table.stride(0),
             BLOCK_SIZE=block_size,
             ROWS=_ROWS,
         )

@@ -8,18 +8,44 @@ what is kept. The method: `sample_tokens`, steps 1 to 4.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class Logits(NamedTuple):
+    """A row of logits, as a kernel has it: pointers, the repetition penalty, and how many there are. Triton
+    compiles what it holds."""
+
+    at: Any
+    seen_at: Any
+    penalty: Any
+    vocab_size: Any
+
+
+class Listed(NamedTuple):
+    """The groups of a row that may hold kept tokens: a pointer to their list, and how many there are."""
+
+    at: Any
+    count: Any
+
+
 @triton.jit
-def load_logits(row_at, seen_at, token, inside, penalty):
+def row_of(row, logits_ptr, seen_ptr, logits_row, seen_row, penalty, vocab_size):
+    """`Logits` of a row."""
+    wide = row.to(tl.int64)
+    return Logits(logits_ptr + wide * logits_row, seen_ptr + wide * seen_row, penalty, vocab_size)
+
+
+@triton.jit
+def load_logits(logits, token, inside):
     """Float32 logits of ``token`` after the repetition penalty: -inf for NaN and where not ``inside``, no
     negative zero. And which were NaN."""
-    z = tl.load(row_at + token, mask=inside, other=float("-inf")).to(tl.float32)
-    if penalty != 1.0:
-        occurred = (tl.load(seen_at + token // 32, mask=inside, other=0) >> (token % 32)) & 1
-        z = tl.where(occurred != 0, tl.where(z > 0, tl.div_rn(z, penalty), z * penalty), z)
+    z = tl.load(logits.at + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if logits.penalty != 1.0:
+        occurred = (tl.load(logits.seen_at + token // 32, mask=inside, other=0) >> (token % 32)) & 1
+        z = tl.where(occurred != 0, tl.where(z > 0, tl.div_rn(z, logits.penalty), z * logits.penalty), z)
     return tl.where(z != z, float("-inf"), tl.where(z == 0.0, 0.0, z)), z != z
 
 
@@ -118,43 +144,30 @@ def group_bound(peaks, weight, target):
 
 
 @triton.jit
-def load_chunk(
-    row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP: tl.constexpr, CHUNK: tl.constexpr
-):
+def load_chunk(logits, listed, first, GROUP: tl.constexpr, CHUNK: tl.constexpr):
     """Logits ``[CHUNK / 4, 4]`` of listed groups from number ``first`` on, in the order of tokens, and their
     ``quarter [CHUNK / 4]``."""
     place = tl.arange(0, CHUNK // 4)
     number = first + place // (GROUP // 4)
-    group = tl.load(list_at + number, mask=number < listed, other=0)
+    group = tl.load(listed.at + number, mask=number < listed.count, other=0)
     quarter = group * (GROUP // 4) + place % (GROUP // 4)
     token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
-    inside = (number < listed)[:, None] & (token < vocab_size)
+    inside = (number < listed.count)[:, None] & (token < logits.vocab_size)
     # a row with a NaN gets no token, whatever is found here
-    z, _ = load_logits(row_at, seen_at, token, inside, penalty)
+    z, _ = load_logits(logits, token, inside)
     return z, quarter
 
 
 @triton.jit
 def measure_row(
-    row_at,
-    seen_at,
-    list_at,
-    listed,
-    penalty,
-    vocab_size,
-    pivot,
-    maximum,
-    temperature,
-    MASS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, listed, pivot, maximum, temperature, MASS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr
 ):
     """The measure of the listed groups (see `part`); weights are likelihoods (MASS) or 1."""
     mass = tl.zeros([CHUNK], tl.float32)
     least_above = tl.full([CHUNK], float("inf"), tl.float32)
     largest_below = tl.full([CHUNK], float("-inf"), tl.float32)
-    for first in range(0, listed, CHUNK // GROUP):
-        z, _ = load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP, CHUNK)
+    for first in range(0, listed.count, CHUNK // GROUP):
+        z, _ = load_chunk(logits, listed, first, GROUP, CHUNK)
         z = tl.reshape(z, [CHUNK])
         weight = tl.full([CHUNK], 1.0, tl.float32)
         if MASS:
@@ -166,12 +179,8 @@ def measure_row(
 
 @triton.jit
 def find_threshold(
-    row_at,
-    seen_at,
-    list_at,
+    logits,
     listed,
-    penalty,
-    vocab_size,
     target,
     low,
     maximum,
@@ -185,52 +194,17 @@ def find_threshold(
     high = maximum
     while low < high:
         mass, least_above, largest_below = measure_row(
-            row_at=row_at,
-            seen_at=seen_at,
-            list_at=list_at,
-            listed=listed,
-            penalty=penalty,
-            vocab_size=vocab_size,
-            pivot=midpoint(low, high),
-            maximum=maximum,
-            temperature=temperature,
-            MASS=MASS,
-            GROUP=GROUP,
-            CHUNK=CHUNK,
+            logits, listed, midpoint(low, high), maximum, temperature, MASS, GROUP, CHUNK
         )
         low, high = narrow(low, high, mass, least_above, largest_below, target)
-    mass, _, _ = measure_row(
-        row_at=row_at,
-        seen_at=seen_at,
-        list_at=list_at,
-        listed=listed,
-        penalty=penalty,
-        vocab_size=vocab_size,
-        pivot=next_above(low),
-        maximum=maximum,
-        temperature=temperature,
-        MASS=MASS,
-        GROUP=GROUP,
-        CHUNK=CHUNK,
-    )
+    mass, _, _ = measure_row(logits, listed, next_above(low), maximum, temperature, MASS, GROUP, CHUNK)
     return low, mass
 
 
 @triton.jit
-def list_groups(
-    peaks_at,
-    list_at,
-    maximum,
-    total,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    vocab_size,
-    num_groups,
-    GROUPS: tl.constexpr,
-):
-    """Write the groups that may hold kept tokens, in order; ``(how many, a bound below the threshold)``."""
+def list_groups(peaks_at, list_at, maximum, total, parameters, vocab_size, num_groups, GROUPS: tl.constexpr):
+    """Write the groups that may hold kept tokens, in order; them, and a bound below the threshold."""
+    temperature, top_k, top_p = parameters.temperature, parameters.top_k, parameters.top_p
     group = tl.arange(0, GROUPS)
     peaks = tl.load(peaks_at + group, mask=group < num_groups, other=float("-inf"))
     weight = likelihood(peaks, maximum, temperature)
@@ -238,7 +212,7 @@ def list_groups(
     inside = group < num_groups
     # top_p counts all of top_k's tokens. Selects: the interpreter of Triton 3.9 takes no mask that a scalar
     # comparison is spread into.
-    listed = tl.where(limited & (top_p < 1.0), inside, inside & (weight >= min_p))
+    listed = tl.where(limited & (top_p < 1.0), inside, inside & (weight >= parameters.min_p))
     bound = tl.full([], float("-inf"), tl.float32)
     if limited:
         bound = group_bound(peaks, tl.full([GROUPS], 1.0, tl.float32), top_k.to(tl.float32))
@@ -249,34 +223,21 @@ def list_groups(
     listed = listed & (peaks >= bound)
     tl.store(list_at + tl.cumsum(listed.to(tl.int32), 0) - 1, group, mask=listed)
     tl.debug_barrier()  # all lanes' groups are stored before any lane reads the list
-    return tl.sum(listed.to(tl.int32), 0), bound
+    return Listed(list_at, tl.sum(listed.to(tl.int32), 0)), bound
 
 
 @triton.jit
 def draw_listed(
-    row_at,
-    seen_at,
-    list_at,
-    listed,
-    penalty,
-    vocab_size,
-    threshold,
-    allowed,
-    min_p,
-    maximum,
-    temperature,
-    seed,
-    counter,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
+    logits, listed, threshold, allowed, maximum, parameters, GROUP: tl.constexpr, CHUNK: tl.constexpr
 ):
     """The token with the best score of those above ``threshold`` and the first ``allowed`` equal to it; 0 if
     all are -inf."""
+    temperature = parameters.temperature
     best = tl.full([], float("-inf"), tl.float32)
     token = tl.full([], 0, tl.int32)
     ties = tl.full([], 0, tl.int32)
-    for first in range(0, listed, CHUNK // GROUP):
-        z, quarter = load_chunk(row_at, seen_at, list_at, first, listed, penalty, vocab_size, GROUP, CHUNK)
+    for first in range(0, listed.count, CHUNK // GROUP):
+        z, quarter = load_chunk(logits, listed, first, GROUP, CHUNK)
         equal = (z == threshold).to(tl.int32)
         count = tl.sum(equal, 1)
         in_chunk = tl.sum(count, 0)
@@ -285,8 +246,9 @@ def draw_listed(
             rank = ties + (tl.cumsum(count, 0) - count)[:, None] + tl.cumsum(equal, 1)
             kept = kept & ((z > threshold) | (rank <= allowed))
         ties += in_chunk
-        kept = kept & (likelihood(z, maximum, temperature) >= min_p)
-        score = tl.where(kept, z + temperature * gumbel_noise(seed, counter, quarter), float("-inf"))
+        kept = kept & (likelihood(z, maximum, temperature) >= parameters.min_p)
+        noise = gumbel_noise(parameters.seed, parameters.counter, quarter)
+        score = tl.where(kept, z + temperature * noise, float("-inf"))
         value = tl.max(tl.max(score, 1), 0)
         tokens = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
         first_token = tl.min(tl.min(tl.where(score == value, tokens, 2147483647), 1), 0)

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops.step_end import check
+from torchpaged.custom_ops.step_end.call import SampleCall
 from torchpaged.custom_ops.step_end.check import check_sample_tokens
 from torchpaged.custom_ops.step_end.triton.sample_search import (
     draw_listed,
@@ -39,6 +40,7 @@ from torchpaged.custom_ops.step_end.triton.sample_search import (
     load_logits,
     measure_row,
     next_above,
+    row_of,
 )
 from torchpaged.custom_ops.triton.launching import (
     INTERPRET,
@@ -79,31 +81,123 @@ def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
     return SampleTiles(2048, 8, 4, 4096, 16)
 
 
-@triton.jit
-def is_truncated(temperature, top_k, top_p, min_p, vocab_size):
-    """Whether a row keeps some tokens only."""
-    return (temperature > 0.0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0))
+class Parameters(NamedTuple):
+    """How a row samples, as a kernel has it; Triton compiles what it holds."""
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    penalty: Any
+    seed: Any
+    counter: Any
 
 
 @triton.jit
 def load_parameters(
     row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
 ):
-    """How a row samples. Read before the kernels ahead have finished, perhaps: from L2, since a first-level
-    cache may hold an older step's."""
-    temperature, penalty = (
-        tl.load(temperature_ptr + row, cache_modifier=".cg"),
-        tl.load(penalty_ptr + row, cache_modifier=".cg"),
+    """`Parameters` of a row. Read before the kernels ahead have finished, perhaps: from L2, since a
+    first-level cache may hold an older step's."""
+    temperature = tl.load(temperature_ptr + row, cache_modifier=".cg")
+    penalty = tl.load(penalty_ptr + row, cache_modifier=".cg")
+    top_k = tl.load(top_k_ptr + row, cache_modifier=".cg")
+    top_p = tl.load(top_p_ptr + row, cache_modifier=".cg")
+    min_p = tl.load(min_p_ptr + row, cache_modifier=".cg")
+    seed = tl.load(seeds_ptr + row, cache_modifier=".cg")
+    counter = tl.load(counters_ptr + row, cache_modifier=".cg")
+    return Parameters(temperature, top_k, top_p, min_p, penalty, seed, counter)
+
+
+@triton.jit
+def is_truncated(parameters, vocab_size):
+    """Whether a row keeps some tokens only."""
+    drawn, top_k = parameters.temperature > 0.0, parameters.top_k
+    return drawn & (
+        ((top_k > 0) & (top_k < vocab_size)) | (parameters.top_p < 1.0) | (parameters.min_p > 0.0)
     )
-    top_k, top_p = (
-        tl.load(top_k_ptr + row, cache_modifier=".cg"),
-        tl.load(top_p_ptr + row, cache_modifier=".cg"),
-    )
-    min_p, seed = (
-        tl.load(min_p_ptr + row, cache_modifier=".cg"),
-        tl.load(seeds_ptr + row, cache_modifier=".cg"),
-    )
-    return temperature, top_k, top_p, min_p, penalty, seed, tl.load(counters_ptr + row, cache_modifier=".cg")
+
+
+class Parts(NamedTuple):
+    """What the first launch left of a row, as the second has it: pointers, and sizes."""
+
+    at: Any
+    list_at: Any
+    num_programs: Any
+    num_tiles: Any
+    num_groups: Any
+
+
+@triton.jit
+def parts_of(row, parts_ptr, indices_ptr, parts_row, indices_row, num_programs, num_tiles, num_groups):
+    """`Parts` of a row."""
+    at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
+    return Parts(at, list_at, num_programs, num_tiles, num_groups)
+
+
+@triton.jit
+def scan_truncated(
+    logits,
+    temperature,
+    parts_at,
+    program,
+    num_tiles,
+    TILE: tl.constexpr,
+    TILES_EACH: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """A program's tiles of a row that keeps some tokens only: best and mass of each, maxima of groups."""
+    for i in range(TILES_EACH):
+        tile = program * TILES_EACH + i
+        token = (tile * (TILE // 4) + tl.arange(0, TILE // 4))[:, None] * 4 + tl.arange(0, 4)[None, :]
+        z, broken = load_logits(logits, token, token < logits.vocab_size)
+        peaks = tl.max(tl.reshape(tl.max(z, 1), [TILE // GROUP, GROUP // 4]), 1)
+        tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
+        best = tl.max(peaks, 0)
+        tl.store(parts_at + tile, best)
+        # A NaN's mass is inf, which no row has otherwise: `merge_row` sees it.
+        weight = tl.where(broken, float("inf"), likelihood(z, best, temperature))
+        tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(weight, [TILE]), 0))
+
+
+@triton.jit
+def scan_drawn(
+    logits, parameters, parts_at, indices_at, program, TILE: tl.constexpr, TILES_EACH: tl.constexpr
+):
+    """A program's tiles of a row that may draw any token: the best score of each, and its token."""
+    temperature = parameters.temperature
+    for i in range(TILES_EACH):
+        tile = program * TILES_EACH + i
+        quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+        token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
+        z, broken = load_logits(logits, token, token < logits.vocab_size)
+        # Noise times the temperature, not logits by it, which overflow where it is tiny.
+        score = z + temperature * gumbel_noise(parameters.seed, parameters.counter, quarter)
+        # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded
+        # in another shape, so tokens are looked for by value; reshaped tiles are only reduced, where
+        # order does not matter.
+        best = tl.max(tl.max(score, 1), 0)
+        drawn = tl.min(tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0)
+        # With a NaN in it NO_TOKEN was drawn: the best is inf, which nothing is above, and of equals the
+        # lower token wins, which this is.
+        tl.store(parts_at + tile, tl.where(drawn < 0, float("inf"), best))
+        tl.store(indices_at + tile, drawn)
+
+
+@triton.jit
+def scan_greedy(logits, parts_at, indices_at, program, TILE: tl.constexpr, TILES_EACH: tl.constexpr):
+    """A program's tiles of a greedy row: the best logit of all, and its token."""
+    first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
+    logit, broken = load_logits(logits, first, first < logits.vocab_size)
+    highest, place = tl.where(broken, float("inf"), logit), tl.where(broken, NO_TOKEN, first)
+    for i in tl.static_range(1, TILES_EACH):  # unrolled: all loads at once
+        logit, broken = load_logits(logits, first + i * TILE, first + i * TILE < logits.vocab_size)
+        place = tl.where(broken, NO_TOKEN, tl.where(logit > highest, first + i * TILE, place))
+        # A NaN as in `scan_drawn`: nothing is above inf, and of equals the lower place wins.
+        highest = tl.where(broken, float("inf"), tl.maximum(highest, logit))
+    peak = tl.max(highest, 0)
+    tl.store(parts_at + program, peak)
+    tl.store(indices_at + program, tl.min(tl.where(highest == peak, place, 2147483647), 0))
 
 
 @triton.jit
@@ -143,7 +237,7 @@ def sample_tiles_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         if not READS_EARLY:
             tl.extra.cuda.gdc_wait()
-    temperature, top_k, top_p, min_p, penalty, seed, counter = load_parameters(
+    parameters = load_parameters(
         row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
     )
     if PDL and READS_EARLY:
@@ -152,52 +246,14 @@ def sample_tiles_kernel(
         parts_ptr + row.to(tl.int64) * parts_row,
         indices_ptr + row.to(tl.int64) * indices_row,
     )
-    row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
-    if is_truncated(temperature, top_k, top_p, min_p, vocab_size):
-        for i in range(TILES_EACH):
-            tile = program * TILES_EACH + i
-            token = (tile * (TILE // 4) + tl.arange(0, TILE // 4))[:, None] * 4 + tl.arange(0, 4)[None, :]
-            z, broken = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
-            peaks = tl.max(tl.reshape(tl.max(z, 1), [TILE // GROUP, GROUP // 4]), 1)
-            tl.store(parts_at + 2 * num_tiles + tile * (TILE // GROUP) + tl.arange(0, TILE // GROUP), peaks)
-            best = tl.max(peaks, 0)
-            tl.store(parts_at + tile, best)
-            # A NaN's mass is inf, which no row has otherwise: `merge_row` sees it.
-            weight = tl.where(broken, float("inf"), likelihood(z, best, temperature))
-            tl.store(parts_at + num_tiles + tile, tl.sum(tl.reshape(weight, [TILE]), 0))
+    logits = row_of(row, logits_ptr, seen_ptr, logits_row, seen_row, parameters.penalty, vocab_size)
+    temperature = parameters.temperature
+    if is_truncated(parameters, vocab_size):
+        scan_truncated(logits, temperature, parts_at, program, num_tiles, TILE, TILES_EACH, GROUP)
     elif temperature > 0.0:
-        for i in range(TILES_EACH):
-            tile = program * TILES_EACH + i
-            quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-            token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
-            z, broken = load_logits(row_at, seen_at, token, token < vocab_size, penalty)
-            # Noise times the temperature, not logits by it, which overflow where it is tiny.
-            score = z + temperature * gumbel_noise(seed, counter, quarter)
-            # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded
-            # in another shape, so tokens are looked for by value; reshaped tiles are only reduced, where
-            # order does not matter.
-            best = tl.max(tl.max(score, 1), 0)
-            drawn = tl.min(
-                tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0
-            )
-            # With a NaN in it NO_TOKEN was drawn: the best is inf, which nothing is above, and of equals the
-            # lower token wins, which this is.
-            tl.store(parts_at + tile, tl.where(drawn < 0, float("inf"), best))
-            tl.store(indices_at + tile, drawn)
+        scan_drawn(logits, parameters, parts_at, indices_at, program, TILE, TILES_EACH)
     else:
-        first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
-        logit, broken = load_logits(row_at, seen_at, first, first < vocab_size, penalty)
-        highest, place = tl.where(broken, float("inf"), logit), tl.where(broken, NO_TOKEN, first)
-        for i in tl.static_range(1, TILES_EACH):  # unrolled: all loads at once
-            logit, broken = load_logits(
-                row_at, seen_at, first + i * TILE, first + i * TILE < vocab_size, penalty
-            )
-            place = tl.where(broken, NO_TOKEN, tl.where(logit > highest, first + i * TILE, place))
-            # So for NaN here: nothing is above inf, and of equals the lower place wins.
-            highest = tl.where(broken, float("inf"), tl.maximum(highest, logit))
-        peak = tl.max(highest, 0)
-        tl.store(parts_at + program, peak)
-        tl.store(indices_at + program, tl.min(tl.where(highest == peak, place, 2147483647), 0))
+        scan_greedy(logits, parts_at, indices_at, program, TILE, TILES_EACH)
 
 
 @triton.jit
@@ -208,132 +264,71 @@ def better(a, token_a, b, token_b):
 
 
 @triton.jit
+def draw_truncated(
+    logits,
+    parameters,
+    parts,
+    maximum,
+    total,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The token of a row that keeps some only, whose likelihoods sum to ``total``. The row of indices becomes
+    the list of groups."""
+    temperature, top_k, top_p = parameters.temperature, parameters.top_k, parameters.top_p
+    vocab_size = logits.vocab_size
+    peaks_at = parts.at + 2 * parts.num_tiles
+    listed, threshold = list_groups(
+        peaks_at, parts.list_at, maximum, total, parameters, vocab_size, parts.num_groups, GROUPS
+    )
+    allowed = vocab_size
+    if (top_k > 0) & (top_k < vocab_size):
+        threshold, above = find_threshold(
+            logits, listed, top_k.to(tl.float32), threshold, maximum, temperature, False, GROUP, CHUNK
+        )
+        allowed = top_k - above.to(tl.int32)
+        if top_p < 1.0:
+            heavier, _, _ = measure_row(
+                logits, listed, next_above(threshold), maximum, temperature, True, GROUP, CHUNK
+            )
+            total = heavier + allowed * likelihood(threshold, maximum, temperature)
+    if top_p < 1.0:
+        lowest = threshold
+        threshold, heavier = find_threshold(
+            logits, listed, top_p * total, threshold, maximum, temperature, True, GROUP, CHUNK
+        )
+        needed = tl.ceil((top_p * total - heavier) / likelihood(threshold, maximum, temperature))
+        ties = tl.maximum(tl.minimum(needed, 16777216.0).to(tl.int32), 1)
+        allowed = tl.where(threshold > lowest, ties, tl.minimum(ties, allowed))
+    return draw_listed(logits, listed, threshold, allowed, maximum, parameters, GROUP, CHUNK)
+
+
+@triton.jit
 def merge_row(
-    row,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    penalty,
-    seed,
-    counter,
-    logits_ptr,
-    seen_ptr,
-    parts_ptr,
-    indices_ptr,
-    vocab_size,
-    num_programs,
-    num_tiles,
-    num_groups,
-    logits_row,
-    seen_row,
-    parts_row,
-    indices_row,
+    logits,
+    parameters,
+    parts,
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A row's token out of what the first launch left, NO_TOKEN if a logit is NaN or all are -inf. The row of
-    indices becomes the list of groups where the row is truncated."""
-    truncated = is_truncated(temperature, top_k, top_p, min_p, vocab_size)
-    parts_at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
+    """A row's token out of what the first launch left, NO_TOKEN if a logit is NaN or all are -inf."""
+    temperature = parameters.temperature
+    truncated = is_truncated(parameters, logits.vocab_size)
     tile = tl.arange(0, TILES)
-    written = tile < tl.where(temperature > 0.0, num_tiles, num_programs)
-    best = tl.load(parts_at + tile, mask=written, other=float("-inf"))
+    written = tile < tl.where(temperature > 0.0, parts.num_tiles, parts.num_programs)
+    best = tl.load(parts.at + tile, mask=written, other=float("-inf"))
     # Of a truncated row these are no tokens yet.
-    tokens = tl.load(list_at + tile, mask=written, other=2147483647)
+    tokens = tl.load(parts.list_at + tile, mask=written, other=2147483647)
     maximum, token = tl.reduce((best, tokens), 0, better)
     if truncated:
-        row_at, seen_at = logits_ptr + row.to(tl.int64) * logits_row, seen_ptr + row.to(tl.int64) * seen_row
-        mass = tl.load(parts_at + num_tiles + tile, mask=tile < num_tiles, other=0.0)
+        mass = tl.load(parts.at + parts.num_tiles + tile, mask=tile < parts.num_tiles, other=0.0)
         total = tl.sum(mass * likelihood(best, maximum, temperature), 0)
         sound = total < float("inf")  # neither infinite nor, where the tile hardly counts, NaN
         total = tl.where(sound, total, 1.0)
-        listed, threshold = list_groups(
-            peaks_at=parts_at + 2 * num_tiles,
-            list_at=list_at,
-            maximum=maximum,
-            total=total,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            vocab_size=vocab_size,
-            num_groups=num_groups,
-            GROUPS=GROUPS,
-        )
-        allowed = vocab_size
-        if (top_k > 0) & (top_k < vocab_size):
-            threshold, above = find_threshold(
-                row_at=row_at,
-                seen_at=seen_at,
-                list_at=list_at,
-                listed=listed,
-                penalty=penalty,
-                vocab_size=vocab_size,
-                target=top_k.to(tl.float32),
-                low=threshold,
-                maximum=maximum,
-                temperature=temperature,
-                MASS=False,
-                GROUP=GROUP,
-                CHUNK=CHUNK,
-            )
-            allowed = top_k - above.to(tl.int32)
-            if top_p < 1.0:
-                heavier, _, _ = measure_row(
-                    row_at=row_at,
-                    seen_at=seen_at,
-                    list_at=list_at,
-                    listed=listed,
-                    penalty=penalty,
-                    vocab_size=vocab_size,
-                    pivot=next_above(threshold),
-                    maximum=maximum,
-                    temperature=temperature,
-                    MASS=True,
-                    GROUP=GROUP,
-                    CHUNK=CHUNK,
-                )
-                total = heavier + allowed * likelihood(threshold, maximum, temperature)
-        if top_p < 1.0:
-            lowest = threshold
-            threshold, heavier = find_threshold(
-                row_at=row_at,
-                seen_at=seen_at,
-                list_at=list_at,
-                listed=listed,
-                penalty=penalty,
-                vocab_size=vocab_size,
-                target=top_p * total,
-                low=threshold,
-                maximum=maximum,
-                temperature=temperature,
-                MASS=True,
-                GROUP=GROUP,
-                CHUNK=CHUNK,
-            )
-            needed = tl.ceil((top_p * total - heavier) / likelihood(threshold, maximum, temperature))
-            ties = tl.maximum(tl.minimum(needed, 16777216.0).to(tl.int32), 1)
-            allowed = tl.where(threshold > lowest, ties, tl.minimum(ties, allowed))
-        token = draw_listed(
-            row_at=row_at,
-            seen_at=seen_at,
-            list_at=list_at,
-            listed=listed,
-            penalty=penalty,
-            vocab_size=vocab_size,
-            threshold=threshold,
-            allowed=allowed,
-            min_p=min_p,
-            maximum=maximum,
-            temperature=temperature,
-            seed=seed,
-            counter=counter,
-            GROUP=GROUP,
-            CHUNK=CHUNK,
-        )
+        token = draw_truncated(logits, parameters, parts, maximum, total, GROUPS, GROUP, CHUNK)
         token = tl.where(sound, token, NO_TOKEN)
     return tl.where(maximum == float("-inf"), NO_TOKEN, token)
 
@@ -371,35 +366,12 @@ def merge_tiles_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    temperature, top_k, top_p, min_p, penalty, seed, counter = load_parameters(
+    parameters = load_parameters(
         row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
     )
-    token = merge_row(
-        row=row,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        penalty=penalty,
-        seed=seed,
-        counter=counter,
-        logits_ptr=logits_ptr,
-        seen_ptr=seen_ptr,
-        parts_ptr=parts_ptr,
-        indices_ptr=indices_ptr,
-        vocab_size=vocab_size,
-        num_programs=num_programs,
-        num_tiles=num_tiles,
-        num_groups=num_groups,
-        logits_row=logits_row,
-        seen_row=seen_row,
-        parts_row=parts_row,
-        indices_row=indices_row,
-        TILES=TILES,
-        GROUPS=GROUPS,
-        GROUP=GROUP,
-        CHUNK=CHUNK,
-    )
+    logits = row_of(row, logits_ptr, seen_ptr, logits_row, seen_row, parameters.penalty, vocab_size)
+    parts = parts_of(row, parts_ptr, indices_ptr, parts_row, indices_row, num_programs, num_tiles, num_groups)
+    token = merge_row(logits, parameters, parts, TILES, GROUPS, GROUP, CHUNK)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
@@ -417,19 +389,9 @@ class Merge(NamedTuple):
     options: dict[str, Any]
 
 
-def launch_tiles(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    repetition_penalty: Tensor,
-    seen: Tensor,
-    seeds: Tensor,
-    counters: Tensor,
-    reads_early: bool,
-) -> Merge:
-    """The first launch, without checks; ``logits`` has rows. ``reads_early``: see `sample_tiles_kernel`."""
+def launch_tiles(call: SampleCall, reads_early: bool) -> Merge:
+    """The first launch, without checks, of a call with rows. ``reads_early``: see `sample_tiles_kernel`."""
+    logits, seen = call.logits, call.seen
     num_rows, vocab_size = logits.shape
     tiles = sample_tiles(num_rows, vocab_size)
     num_programs = triton.cdiv(vocab_size, tiles.tile * tiles.tiles_each)
@@ -437,19 +399,7 @@ def launch_tiles(
     num_groups = num_tiles * (tiles.tile // GROUP)
     parts = torch.empty(num_rows, 2 * num_tiles + num_groups, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
-    arguments = (
-        logits,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        repetition_penalty,
-        seen,
-        seeds,
-        counters,
-        parts,
-        indices,
-    )
+    arguments = (*call[: call._fields.index("out")], parts, indices)
     strides = (logits.stride(0), seen.stride(0), parts.stride(0), indices.stride(0))
     early = early_launch(logits.device)
     sample_tiles_kernel[(num_programs, num_rows)](
@@ -473,34 +423,11 @@ def launch_tiles(
     return Merge(arguments, sizes, options | {"num_warps": tiles.chunk_warps} | early)
 
 
-def sample_tokens(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    repetition_penalty: Tensor,
-    seen: Tensor,
-    seeds: Tensor,
-    counters: Tensor,
-    out: Tensor,
-) -> None:
+def sample_tokens(call: SampleCall) -> None:
     """Launch; arguments as in ``custom_ops/step_end/schema.py``."""
-    require_launchable(logits)
-    check_sample_tokens(
-        logits, temperature, top_k, top_p, min_p, repetition_penalty, seen, seeds, counters, out
-    )
-    if logits.shape[0]:
-        merge = launch_tiles(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            seen,
-            seeds,
-            counters,
-            reads_early=False,
-        )
-        merge_tiles_kernel[(logits.shape[0],)](*merge.arguments, out, *merge.sizes, **merge.options)
+    require_launchable(call.logits)
+    check_sample_tokens(call)
+    num_rows = call.logits.shape[0]
+    if num_rows:
+        merge = launch_tiles(call, reads_early=False)
+        merge_tiles_kernel[(num_rows,)](*merge.arguments, call.out, *merge.sizes, **merge.options)

@@ -3,7 +3,7 @@ conditions takes.
 
 ``AIMS`` maps a name that ``tests/gpu/fuzz_attention.py --aim`` takes to what makes of a drawn configuration
 one for that kernel. What a kernel takes is written out here, since a seed must mean the same on every
-machine; tests/test_fuzz_harness.py asks the kernels.
+machine; tests/testing/test_fuzz_harness.py asks the kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
     """For prefill.cu: 16-bit numbers, widths in squares of 32 or 64 columns, blocks of 8 to the keys of a
     step, aligned rows.
 
-    A third may hold short queries beside long ones, which decode.cu takes: those have few enough rows for it.
+    A third may hold short queries next to long ones, which decode.cu takes: those have few enough rows for
+    it.
     """
     dim, dim_v = r.choice(PREFILL_WIDTHS)
     mixed = r.random() < 0.35

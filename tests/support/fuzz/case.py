@@ -19,6 +19,7 @@ from fuzz.configuration import Configuration
 from fuzz.draw import random_batch, random_configuration
 from fuzz.shared_prefixes import OWN_TENSORS, PREFIX_TENSORS
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.testing.batches import Batch
 from torchpaged.testing.oracle import assert_within_budget, run_paged_attention
 from torchpaged.testing.pools import FP8_DTYPES, clone_storage, memory_of, strided
@@ -86,7 +87,8 @@ def _check_batch(runner: _Runner, batch: Batch, index: int, beat: Beat) -> None:
     out, lse = runner.run(batch)
     again, lse_again = runner.run(batch)
     beat("checking", batch=index)
-    assert _same(out, again) and (lse is None or _same(lse, lse_again)), "two runs differ"
+    assert _same(out, again), "two runs differ"
+    assert lse is None or _same(lse, lse_again), "two runs differ"
     for name, was, now in zip(
         ("q", "k_cache", "v_cache"), before, (batch.q, batch.k_cache, batch.v_cache), strict=True
     ):
@@ -299,7 +301,7 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
         if taken.kernel != "triton":
             return f"cuda {taken.kernel}"
     group = c.num_heads // c.num_kv_heads
-    if c.max_query_len <= config.MAX_DECODE_QUERY_LEN and c.max_query_len * group <= config.MAX_DECODE_ROWS:
+    if c.max_query_len <= MAX_DECODE_QUERY_LEN and c.max_query_len * group <= config.MAX_DECODE_ROWS:
         return "triton decode"
     mixed = config.decode_len_in_mixed(group, c.num_reqs, batch.q.shape[0], c.max_query_len)
     return "triton prefill and decode" if mixed else "triton prefill"

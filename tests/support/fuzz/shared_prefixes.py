@@ -1,4 +1,4 @@
-"""Fuzzed batches of requests that share prefixes: what `cascade_attention` takes beside a batch."""
+"""Fuzzed batches of requests that share prefixes: what `cascade_attention` takes besides a batch."""
 
 from __future__ import annotations
 

@@ -19,10 +19,11 @@ compared with its eager attention under one.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -215,22 +216,73 @@ def kind_of(model: PreTrainedModel) -> str:
     return ", ".join([*words, *(word for word, fact in facts.items() if fact)])
 
 
-def _compiled(model: PreTrainedModel, make_cache: Callable[[], PagedCache], wants: Wants, row: Row) -> str:
-    """The decode step of generate() as one graph; called directly where transformers does not compile it."""
+def eager_failed(row: Row, error: Exception) -> Row:
+    """The row of a model that transformers' own attention can't run."""
+    row.mode = "broken"
+    row.reason = f"transformers' own eager attention: {type(error).__name__}: {sentence(error)}"
+    return row
+
+
+def run_checks(
+    row: Row, attached: Callable[[], bool], runs: dict[str, Callable[[], Tensor]], wants: Wants, say: Beat
+) -> None:
+    """Attach, then run each check whose result is known: into ``row.checks``."""
+    row.checks["attach"] = outcome_of(lambda: "right" if attached() else "")
+    for name, run in runs.items():
+        if row.checks["attach"] == "right" and name in wants:
+            say("generate" if name == "turns" else name)  # which is one, for limits of time
+            row.checks[name] = outcome_of(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
+
+
+def judge_bad(row: Row, bad: list[str]) -> bool:
+    """Mode and reason from outcomes that are not right; whether there are any."""
+    if not bad:
+        return False
+    kinds = {outcome.partition(":")[0] for outcome in bad}
+    row.mode = "wrong" if "wrong" in kinds else "broken" if "error" in kinds else "refused"
+    word = {"broken": "error"}.get(row.mode, row.mode)
+    reason = next(outcome for outcome in bad if outcome.startswith(word))
+    row.reason = reason.partition(": ")[2] if row.mode == "refused" else reason
+    return True
+
+
+def run_compiled(row: Row, check: Callable[[], str]) -> None:
+    """The compiled check, and what it changes of mode and reason."""
+    row.checks["compiled"] = outcome_of(check)
+    if row.checks["compiled"].startswith("wrong"):
+        row.mode = "wrong"
+    if row.checks["compiled"] != "right":
+        row.reason = "; ".join(filter(None, (row.reason, f"compiled: {row.checks['compiled']}")))
+
+
+@contextlib.contextmanager
+def counted_graphs(row: Row) -> Iterator[CompileCounterWithBackend]:
+    """A compiler that counts its graphs, into ``row.graphs``; dynamo knows nothing before and after."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
+    try:
+        yield counter
+    finally:
+        row.graphs = counter.frame_count
+        torch._dynamo.reset()
+
+
+def compiling(counter: CompileCounterWithBackend) -> dict[str, Any]:
+    """Options of generate() that compile its decode step."""
     # generate() copies an object; a function stays the same.
     config = CompileConfig(backend=lambda graph, inputs: counter(graph, inputs), mode=None, fullgraph=True)
     config._compile_all_devices = True  # transformers' own switch for testing the path on a CPU
-    try:
-        got, _ = _generate(model, prompts(), make_cache(), compile_config=config, disable_compile=False)
+    return {"compile_config": config, "disable_compile": False}
+
+
+def _compiled(model: PreTrainedModel, make_cache: Callable[[], PagedCache], wants: Wants, row: Row) -> str:
+    """The decode step of generate() as one graph; called directly where transformers does not compile it."""
+    with counted_graphs(row) as counter:
+        got, _ = _generate(model, prompts(), make_cache(), **compiling(counter))
         want = wants["generate"]
         if not counter.frame_count:
             want = wants["window"]
             got = _decode(model, torch.compile(model, fullgraph=True, backend=counter), make_cache(), want)
-    finally:
-        row.graphs = counter.frame_count
-        torch._dynamo.reset()
     return difference(got, want) if counter.frame_count else "error: nothing was compiled"
 
 
@@ -269,11 +321,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         padded, even = prompts(), prompts(length=12, padding=0)
         want, cache = _generate(model, padded)
     except Exception as error:
-        row.mode, row.reason = (
-            "broken",
-            f"transformers' own eager attention: {type(error).__name__}: {sentence(error)}",
-        )
-        return row
+        return eager_failed(row, error)
     if not _keeps_keys(cache):
         _pass_through(model_type, want, row)
         row.seconds = round(time.monotonic() - begin, 1)
@@ -290,38 +338,21 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         "window": lambda: _generate(model, even, make_cache())[0],
         "forward": lambda: _forward(model, padded, past_key_values=make_cache()),
     }
-    row.checks["attach"] = outcome_of(lambda: "right" if attach(model) is model else "")
-    for name, run in runs.items():
-        if row.checks["attach"] == "right":
-            say(name)
-            row.checks[name] = outcome_of(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
+    run_checks(row, lambda: attach(model) is model, runs, wants, say)
     _judge(row, made)
     if compiled and row.mode in RUNS:
         say("compiling")
-        row.checks["compiled"] = outcome_of(lambda: _compiled(model, make_cache, wants, row))
-        if row.checks["compiled"].startswith("wrong"):
-            row.mode = "wrong"
-        if row.checks["compiled"] != "right":
-            row.reason = "; ".join(filter(None, (row.reason, f"compiled: {row.checks['compiled']}")))
+        run_compiled(row, lambda: _compiled(model, make_cache, wants, row))
     row.seconds = round(time.monotonic() - begin, 1)
     return row
 
 
 def _judge(row: Row, made: list[PagedCache]) -> None:
     """Mode and reason, from the checks that ran."""
-    bad = {name: outcome for name, outcome in row.checks.items() if outcome != "right"}
-    kinds = {outcome.partition(":")[0] for outcome in bad.values()}
-    if not bad:
+    if not judge_bad(row, [outcome for outcome in row.checks.values() if outcome != "right"]):
         latent = any(layer.latent for layer in made[-1].paged)
         row.mode = "dense" if made[-1].dense else "latent" if latent else "paged"
         row.reason = getattr(made[-1], "dense_reason", "") if row.mode == "dense" else ""
-        return
-    row.mode = "wrong" if "wrong" in kinds else "broken" if "error" in kinds else "refused"
-    row.reason = next(
-        outcome if row.mode != "refused" else outcome.partition(": ")[2]
-        for outcome in bad.values()
-        if outcome.partition(":")[0] == {"broken": "error"}.get(row.mode, row.mode)
-    )
 
 
 def _pass_through(model_type: str, want: Tensor, row: Row) -> None:

@@ -18,17 +18,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    CompileConfig,
     PreTrainedModel,
 )
 
 from model_coverage.architectures import config_of, with_random_weights
-from model_coverage.checks import Beat, Row, difference, outcome_of, sentence
+from model_coverage.checks import (
+    Beat,
+    Row,
+    compiling,
+    counted_graphs,
+    difference,
+    eager_failed,
+    judge_bad,
+    run_checks,
+    run_compiled,
+)
 from torchpaged.hf import PagedEncoderDecoderCache, attach
 
 MODES = ("paged", "dense", "no cache", "refused", "wrong", "broken")
@@ -207,9 +215,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         wants = {name: generate(model, given[name])[0] for name in ("generate", "prompt")}
         wants["forward"] = _forward(model, given["forward"])
     except Exception as error:
-        row.mode = "broken"
-        row.reason = f"transformers' own eager attention: {type(error).__name__}: {sentence(error)}"
-        return row
+        return eager_failed(row, error)
     made: list[PagedEncoderDecoderCache] = []
 
     def make_cache() -> PagedEncoderDecoderCache:
@@ -221,33 +227,17 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         "prompt": lambda: generate(model, given["prompt"], make_cache())[0],
         "forward": lambda: _forward(model, given["forward"]),
     }
-    row.checks["attach"] = outcome_of(lambda: "right" if attach(model) is model else "")
-    for name, run in runs.items():
-        if row.checks["attach"] == "right":
-            say(name)
-            row.checks[name] = outcome_of(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
+    run_checks(row, lambda: attach(model) is model, runs, wants, say)
     _judge(row, made)
     if compiled and row.mode in ("paged", "dense"):
         say("compiling")
-        row.checks["compiled"] = outcome_of(
-            lambda: _compiled(model, given["generate"], make_cache, wants["generate"], row)
-        )
-        if row.checks["compiled"].startswith("wrong"):
-            row.mode = "wrong"
-        if row.checks["compiled"] != "right":
-            row.reason = "; ".join(filter(None, (row.reason, f"compiled: {row.checks['compiled']}")))
+        run_compiled(row, lambda: _compiled(model, given["generate"], make_cache, wants["generate"], row))
     row.seconds = round(time.monotonic() - begin, 1)
     return row
 
 
 def _judge(row: Row, made: list[PagedEncoderDecoderCache]) -> None:
-    bad = [outcome for outcome in row.checks.values() if outcome != "right"]
-    if bad:
-        kinds = {outcome.partition(":")[0] for outcome in bad}
-        row.mode = "wrong" if "wrong" in kinds else "broken" if "error" in kinds else "refused"
-        word = {"broken": "error"}.get(row.mode, row.mode)
-        reason = next(outcome for outcome in bad if outcome.startswith(word))
-        row.reason = reason.partition(": ")[2] if row.mode == "refused" else reason
+    if judge_bad(row, [outcome for outcome in row.checks.values() if outcome != "right"]):
         return
     own: Any = made[-1].self_attention_cache
     row.mode = "dense" if own.dense else "paged"
@@ -263,14 +253,6 @@ def _compiled(
     row: Row,
 ) -> str:
     """The decode step of generate() as one graph."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    # generate() copies an object; a function stays the same.
-    config = CompileConfig(backend=lambda graph, inputs: counter(graph, inputs), mode=None, fullgraph=True)
-    config._compile_all_devices = True  # transformers' own switch for testing the path on a CPU
-    try:
-        got, _ = generate(model, given, make_cache(), compile_config=config, disable_compile=False)
-    finally:
-        row.graphs = counter.frame_count
-        torch._dynamo.reset()
+    with counted_graphs(row) as counter:
+        got, _ = generate(model, given, make_cache(), **compiling(counter))
     return difference(got, want) if counter.frame_count else "error: nothing was compiled"

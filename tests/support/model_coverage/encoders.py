@@ -18,12 +18,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MODEL_MAPPING, PreTrainedModel
 
 from model_coverage.architectures import config_of, with_random_weights
-from model_coverage.checks import Beat, Row, difference, outcome_of, sentence
+from model_coverage.checks import (
+    Beat,
+    Row,
+    counted_graphs,
+    difference,
+    eager_failed,
+    judge_bad,
+    outcome_of,
+    run_compiled,
+)
 
 #: "varlen": every attention ran on our kernels; "dense": some on SDPA; "own attention": the modules attend by
 #: themselves, as without torchpaged.
@@ -239,9 +247,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         say("eager")
         wants = {name: hidden_states(model, model, inputs) for name, inputs in given.items()}
     except Exception as error:
-        row.mode = "broken"
-        row.reason = f"transformers' own eager attention: {type(error).__name__}: {sentence(error)}"
-        return row
+        return eager_failed(row, error)
     counts = Attended()
     for name in batches:
         say(name)
@@ -256,22 +262,15 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
     _judge(row, own, counts)
     if compiled and row.mode in MODES[:3]:
         say("compiling")
-        row.checks["compiled"] = outcome_of(lambda: _compiled(model_type, given, wants, row))
-        if row.checks["compiled"].startswith("wrong"):
-            row.mode = "wrong"
-        if row.checks["compiled"] != "right":
-            row.reason = "; ".join(filter(None, (row.reason, f"compiled: {row.checks['compiled']}")))
+        run_compiled(row, lambda: _compiled(model_type, given, wants, row))
     row.seconds = round(time.monotonic() - begin, 1)
     return row
 
 
 def _judge(row: Row, own: bool, counts: Attended) -> None:
-    bad = [outcome for outcome in row.checks.values() if outcome != "right"]
-    if bad:
-        kinds = {outcome.partition(":")[0] for outcome in bad}
-        row.mode = "wrong" if "wrong" in kinds else "broken" if "error" in kinds else "refused"
-        row.reason = bad[0].partition(": ")[2] if row.mode == "refused" else bad[0]
-    elif own:
+    if judge_bad(row, [outcome for outcome in row.checks.values() if outcome != "right"]):
+        return
+    if own:
         row.mode, row.reason = "own attention", "does not call transformers' attention interface"
     elif counts.sdpa or not counts.ours:
         row.mode = "dense"
@@ -281,16 +280,11 @@ def _judge(row: Row, own: bool, counts: Attended) -> None:
 
 
 def _compiled(model_type: str, given: dict[str, Any], wants: dict[str, Tensor], row: Row) -> str:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
     model = model_of(model_type, "torchpaged")
-    step = torch.compile(model, fullgraph=True, backend=counter)
-    try:
+    with counted_graphs(row) as counter:
+        step = torch.compile(model, fullgraph=True, backend=counter)
         for name in ("right", "again"):
             said = difference(hidden_states(step, model, given[name]), wants[name], names_tokens=False)
             if said != "right":
                 return said
-    finally:
-        row.graphs = counter.frame_count
-        torch._dynamo.reset()
     return "right"

@@ -53,11 +53,11 @@ class Table:
         """Write the file anew, all at once: a run that is cut leaves the one before."""
         rows = [asdict(self.rows[name]) for name in sorted(self.rows)]
         lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        beside = path.with_name(path.name + ".new")
+        new = path.with_name(path.name + ".new")
         head = "" if self.kind == "decoder" else f'  "kind": {json.dumps(self.kind)},\n'
         head += f'  "versions": {json.dumps(self.versions)},\n'
-        beside.write_text(f'{{\n{head}  "rows": [\n{lines}\n  ]\n}}\n')
-        os.replace(beside, path)
+        new.write_text(f'{{\n{head}  "rows": [\n{lines}\n  ]\n}}\n')
+        os.replace(new, path)
 
     def counts(self) -> dict[str, int]:
         """How many rows there are of each mode, and "one graph"."""

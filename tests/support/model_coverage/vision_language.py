@@ -20,10 +20,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import CompileConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from model_coverage.checks import Beat, Row, difference, kind_of, outcome_of, sentence
+from model_coverage.checks import (
+    Beat,
+    Row,
+    compiling,
+    counted_graphs,
+    difference,
+    eager_failed,
+    judge_bad,
+    kind_of,
+    outcome_of,
+    run_checks,
+    run_compiled,
+)
 from model_coverage.encoders import Attended
 from model_coverage.vision_models import (
     FAMILIES,
@@ -113,21 +124,13 @@ def _compiled(
     model: PreTrainedModel, make_cache: Callable[[], PagedCache], calls: Any, wants: Any, row: Row
 ) -> str:
     """The decode step of generate() as one graph; called directly where transformers does not compile it."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    # generate() copies an object; a function stays the same.
-    config = CompileConfig(backend=lambda graph, inputs: counter(graph, inputs), mode=None, fullgraph=True)
-    config._compile_all_devices = True  # transformers' own switch for testing the path on a CPU
-    try:
-        options = {"compile_config": config, "disable_compile": False}
+    with counted_graphs(row) as counter:
+        options = compiling(counter)
         got, want = _logits(generate(model, calls["generate"], make_cache(), **options)), wants["generate"]
         if not counter.frame_count:
             step, want = torch.compile(model, fullgraph=True, backend=counter), wants["window"]
             call = {name: x for name, x in calls["window"].items() if name != "attention_mask"}
             got = _decode(model, step, make_cache(), call, want)
-    finally:
-        row.graphs = counter.frame_count
-        torch._dynamo.reset()
     return difference(got, want) if counter.frame_count else "error: nothing was compiled"
 
 
@@ -150,9 +153,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         if difference(_forward(model, others, use_cache=False), wants["forward"]) == "right":
             raise ValueError("its logits do not depend on the pictures")
     except Exception as error:
-        row.mode = "broken"
-        row.reason = f"transformers' own eager attention: {type(error).__name__}: {sentence(error)}"
-        return row
+        return eager_failed(row, error)
     turns = outcome_of(lambda: wants.update(turns=_turns(model, model_type, calls["generate"])) or "right")
     made: list[PagedCache] = []
 
@@ -167,42 +168,29 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         "uncached": lambda: _forward(model, calls["generate"], use_cache=False),
         "turns": lambda: _turns(model, model_type, calls["generate"], make_cache()),
     }
-    row.checks["attach"] = outcome_of(lambda: "right" if attach(model) is model else "")
+    run_checks(row, lambda: attach(model) is model, runs, wants, say)
     if row.checks["attach"] == "right" and not FAMILIES[model_type].tokens:
         row.kind += f"; {tower_of(model, model_type)}"
-    for name, run in runs.items():
-        if row.checks["attach"] == "right" and name in wants:
-            say("generate" if name == "turns" else name)
-            row.checks[name] = outcome_of(lambda run=run, name=name: difference(run(), wants[name]))  # type: ignore[misc]
     _judge(row, made)
     if turns != "right":
         row.checks["turns"] = f"not examined: transformers' own: {turns}"
     if compiled and row.mode in MODES[:3]:
         say("compiling")
-        row.checks["compiled"] = outcome_of(lambda: _compiled(model, make_cache, calls, wants, row))
-        if row.checks["compiled"].startswith("wrong"):
-            row.mode = "wrong"
-        if row.checks["compiled"] != "right":
-            row.reason = "; ".join(filter(None, (row.reason, f"compiled: {row.checks['compiled']}")))
+        run_compiled(row, lambda: _compiled(model, make_cache, calls, wants, row))
     row.seconds = round(time.monotonic() - begin, 1)
     return row
 
 
 def _judge(row: Row, made: list[PagedCache]) -> None:
-    # What a family has no attention for without a cache, or in a later turn, is beside its mode.
-    beside = {name: row.checks.get(name, "") for name in ("uncached", "turns")}
-    refused = [f"{name}: {outcome}" for name, outcome in beside.items() if outcome.startswith("refused")]
+    # What a family has no attention for without a cache, or in a later turn, does not change its mode.
+    others = {name: row.checks.get(name, "") for name in ("uncached", "turns")}
+    refused = [f"{name}: {outcome}" for name, outcome in others.items() if outcome.startswith("refused")]
     bad = [
         outcome
         for name, outcome in row.checks.items()
-        if outcome != "right" and not (name in beside and outcome.startswith("refused"))
+        if outcome != "right" and not (name in others and outcome.startswith("refused"))
     ]
-    if bad:
-        kinds = {outcome.partition(":")[0] for outcome in bad}
-        row.mode = "wrong" if "wrong" in kinds else "broken" if "error" in kinds else "refused"
-        word = {"broken": "error"}.get(row.mode, row.mode)
-        reason = next(outcome for outcome in bad if outcome.startswith(word))
-        row.reason = reason.partition(": ")[2] if row.mode == "refused" else reason
+    if judge_bad(row, bad):
         return
     latent = any(layer.latent for layer in made[-1].paged)
     row.mode = "dense" if made[-1].dense else "latent" if latent else "paged"

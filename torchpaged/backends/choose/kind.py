@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.backends.spec import GIVEN, AttentionSpec, attention_spec
+from torchpaged.backends.spec import AttentionSpec, attention_spec, given_in
 from torchpaged.custom_ops.attention.call import AttentionCall
-
-_GIVEN_TENSORS = tuple(name for name in GIVEN if name in AttentionCall._fields)
 
 
 class Kind(NamedTuple):
@@ -20,10 +18,12 @@ class Kind(NamedTuple):
     given, which need not be, the cap is a yes or no, and the scale is left out.
 
     Attributes:
+        device: where the call runs.
         given: names in `GIVEN`.
         the others: as in `attention_spec`.
     """
 
+    device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
     num_heads: int
@@ -42,28 +42,22 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, call: AttentionCall, batch_invariant: bool = False) -> Kind:
         """That of an attention."""
-        given = [name for name in _GIVEN_TENSORS if getattr(call, name) is not None]
-        if call.fp8_queries:
-            given.append("fp8_queries")
         scale: float | None = call.scale
-        window, chunk_size, soft_cap = (call.window_left, call.window_right), call.chunk_size, 0.0
+        soft_cap = call.logits_soft_cap
         if torch.compiler.is_compiling():
-            scale, chunk_size = None, operator.index(chunk_size)
-            window = operator.index(window[0]), operator.index(window[1])
-            if call.logits_soft_cap != 0:  # a symbol perhaps, which a branch makes a constant
-                soft_cap = 1.0
-        else:
-            soft_cap = call.logits_soft_cap
-        sizes = _sizes(call.q, call.k_cache, call.v_cache)
+            scale = None
+            soft_cap = 1.0 if soft_cap != 0 else 0.0  # a symbol perhaps, which a branch makes a constant
+        index = operator.index  # of a symbol: a constant
         return cls(
+            call.q.device,
             call.out.dtype,
             call.k_cache.dtype,
-            *sizes,
+            *_sizes(call.q, call.k_cache, call.v_cache),
             call.causal,
-            window,
-            chunk_size,
+            (index(call.window_left), index(call.window_right)),
+            index(call.chunk_size),
             soft_cap,
-            tuple(given),
+            given_in(call),
             scale,
             batch_invariant,
         )
@@ -73,13 +67,14 @@ class Kind(NamedTuple):
         """The attention that reads what is written; as many query heads as kv heads, since the queries are
         not known here."""
         # all values are said: defaults of a named tuple are no constants to every Dynamo
-        return cls(k.dtype, k_cache.dtype, *_sizes(k, k_cache, v), True, (-1, -1), 0, 0.0, (), None, False)
+        unmasked: tuple[Any, ...] = (True, (-1, -1), 0, 0.0, (), None, False)
+        return cls(k.device, k.dtype, k_cache.dtype, *_sizes(k, k_cache, v), *unmasked)
 
-    def spec(self, device: torch.device) -> AttentionSpec:
+    def spec(self) -> AttentionSpec:
         """As a backend is asked."""
         values: dict[str, Any] = self._asdict()
         values |= dict.fromkeys(values.pop("given"), True)
-        return attention_spec(device=device, **values)
+        return attention_spec(**values)
 
 
 def _sizes(x: Tensor, k_cache: Tensor, v: Tensor) -> tuple[int, int, int, int, int]:

@@ -27,7 +27,6 @@ MODULES = {
 REGISTERED: dict[str, Backend] = {}
 # Of MODULES and of routes, those that were asked for: for a trace, which imports nothing.
 LOADED: dict[str, Backend] = {}
-_PARTS: dict[str, tuple[Backend, Backend]] = {}  # of routes: what they were made of
 #: What others call what a backend here is made of.
 ALIASES = {
     "FLASHINFER": "flashinfer",
@@ -67,7 +66,11 @@ def get_backend(name: str | Route) -> Backend:
     if not isinstance(name, (str, Route)):
         raise ArgumentError("backend", 'a name, a Route or "auto"', repr(name))
     if isinstance(name, Route) or is_route(name):
-        return _routed(_own_route(name))
+        route = _own_route(name)
+        if route.decode == route.prefill:
+            return get_backend(route.decode)
+        made = LOADED[str(route)] = route_backend(get_backend(route.decode), get_backend(route.prefill))
+        return made
     if name in REGISTERED:
         return REGISTERED[name]
     name = _own_name(name)
@@ -77,17 +80,6 @@ def get_backend(name: str | Route) -> Backend:
         )
     if name not in LOADED:
         LOADED[name] = importlib.import_module(MODULES[name]).BACKEND
-    return LOADED[name]
-
-
-def _routed(route: Route) -> Backend:
-    """One backend per route, as long as its parts are the same."""
-    if route.decode == route.prefill:
-        return get_backend(route.decode)
-    parts, name = (get_backend(route.decode), get_backend(route.prefill)), str(route)
-    known = _PARTS.get(name)
-    if known is None or any(a is not b for a, b in zip(known, parts, strict=True)):
-        _PARTS[name], LOADED[name] = parts, route_backend(*parts)
     return LOADED[name]
 
 
@@ -151,17 +143,10 @@ def requested_name(device_type: str) -> str:
     return name
 
 
-def backend_of(ops: BackendOps) -> Backend | None:
-    """The backend whose handles ``ops`` are; None for the device's own ("default") and for handles that
-    no backend is registered under."""
-    return next((backend for backend in _all() if backend.ops is ops), None)
-
-
 def backends_with(ops: BackendOps) -> list[Backend]:
-    """Every backend with handles equal to ``ops``."""
-    return [backend for backend in _all() if backend.ops == ops]
-
-
-def _all() -> list[Backend]:
+    """Every backend whose handles are ``ops``; where they are no backend's own object, such as in a trace:
+    every one with equal handles."""
     routes = [backend for name, backend in list(LOADED.items()) if is_route(name)]
-    return [*REGISTERED.values(), *(get_backend(name) for name in MODULES), *routes]
+    known = [*REGISTERED.values(), *map(get_backend, MODULES), *routes]
+    same = [backend for backend in known if backend.ops is ops]
+    return same or [backend for backend in known if backend.ops == ops]

@@ -1,8 +1,9 @@
 """In which order backends are tried on a kind of device, and where that order comes from.
 
-    platform_of(torch.device("cuda")).order     # ("cuda", "triton", ...)
+    platform_of(torch.device("cuda")).order     # ("cuda", "triton")
+    order_of(torch.device("cuda"))              # these, behind registered ones, then the rest of `AUTOMATIC`
 
-`PLATFORMS` is the table. A measurement on the user's own device goes before it (tuned.py).
+`PLATFORMS` is the table.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchpaged.backends.choose.tuned import tuned_for
+from torchpaged.backends.choose import names
 
 #: What a row that no machine of this project has run says of itself.
 UNVERIFIED = "not verified here"
@@ -37,6 +38,7 @@ class Platform(NamedTuple):
     hip: bool = False
 
 
+_OWN, _AS_ENGINES = ("cuda", "triton"), f"{UNVERIFIED}: as serving engines do"
 _MEASURED = "measured on an H200: benchmarks/results/h200_routing.json"
 
 #: The first row that fits a device counts.
@@ -50,22 +52,10 @@ PLATFORMS = (
         ("flex", "torch_sdpa"),
         f"{UNVERIFIED}: own kernels need 8.0",
     ),
-    Platform("Ampere", "cuda", ((8, 0), (8, 8)), ("cuda", "triton"), f"{UNVERIFIED}: run `torchpaged tune`"),
-    Platform(
-        "Ada",
-        "cuda",
-        ((8, 9), (8, 9)),
-        ("flashinfer", "cuda", "triton"),
-        f"{UNVERIFIED}: as serving engines do",
-    ),
-    Platform("Hopper", "cuda", ((9, 0), (9, 0)), ("cuda", "triton"), _MEASURED),
-    Platform(
-        "Blackwell",
-        "cuda",
-        ((10, 0), (12, 9)),
-        ("flashinfer", "cuda", "triton"),
-        f"{UNVERIFIED}: as serving engines do",
-    ),
+    Platform("Ampere", "cuda", ((8, 0), (8, 8)), _OWN, f"{UNVERIFIED}: as on Hopper"),
+    Platform("Ada", "cuda", ((8, 9), (8, 9)), ("flashinfer", *_OWN), _AS_ENGINES),
+    Platform("Hopper", "cuda", ((9, 0), (9, 0)), _OWN, _MEASURED),
+    Platform("Blackwell", "cuda", ((10, 0), (12, 9)), ("flashinfer", *_OWN), _AS_ENGINES),
 )
 _UNKNOWN = Platform("unknown", "", None, (), f"{UNVERIFIED}: no row of the table")
 
@@ -84,46 +74,11 @@ def platform_of(device: torch.device) -> Platform:
     return _UNKNOWN
 
 
-class Ranking(NamedTuple):
-    """The order for each part of a batch.
-
-    Attributes:
-        decode: names for requests of one query token.
-        prefill: names for everything else.
-        preferred: those of them that a measurement or the table names for this device.
-        evidence: where the order comes from.
-    """
-
-    decode: tuple[str, ...]
-    prefill: tuple[str, ...]
-    preferred: tuple[str, ...]
-    evidence: str
-
-
-def ranking_of(
-    device: torch.device, automatic: tuple[str, ...], built_in: tuple[str, ...], registered: tuple[str, ...]
-) -> Ranking:
-    """The order on ``device``.
-
-    Args:
-        device: where.
-        automatic: names that may be chosen without being asked for; those that are not built in come first.
-        built_in: names of all built-in backends.
-        registered: names of the others. A measurement that names one that is neither is not used.
-
-    Warns:
-        TunedFileWarning: a measurement that can't be used.
-    """
-    first = tuple(name for name in automatic if name not in built_in)
-    tuned, row = tuned_for(device, {*built_in, *registered}), platform_of(device)
-    if tuned is None:
-        names = tuple(dict.fromkeys((*first, *row.order, *automatic)))
-        return Ranking(names, names, row.order, f"{row.name}: {row.evidence}")
-    decode, prefill = (
-        tuple(dict.fromkeys((*first, *part, *automatic))) for part in (tuned.decode, tuned.prefill)
-    )
-    preferred = tuple(dict.fromkeys(tuned.decode + tuned.prefill))
-    return Ranking(decode, prefill, preferred, f"measured on this {tuned.device} on {tuned.measured}")
+def order_of(device: torch.device) -> tuple[str, ...]:
+    """The names that the automatic choice tries on ``device``: registered ones, those of its row, the rest of
+    `AUTOMATIC`."""
+    first = (name for name in names.AUTOMATIC if name not in names.MODULES)
+    return tuple(dict.fromkeys((*first, *platform_of(device).order, *names.AUTOMATIC)))
 
 
 def platform_table() -> str:

@@ -14,7 +14,8 @@ them. Backends that run mixed batches by themselves do so without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,11 +24,11 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning
-from torchpaged.backends.session import Limits, PlannedBatch, Session
+from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
-from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import HostLengths
+from torchpaged.metadata.fields import FIELDS
 
 _DECODE, _PREFILL = "decode_", "prefill_"  # before the names of each part's workspace
 
@@ -80,7 +81,7 @@ def parse_route(text: str) -> Route:
 
 
 # ------------------------------------------------------------------------------------------- a batch, cut
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """A batch as one of the two backends sees it, and as its session plans it."""
 
     block_table: Tensor
@@ -91,7 +92,7 @@ class _Part(NamedTuple):
 
 def cut(
     block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int
-) -> tuple[_Part, _Part]:
+) -> tuple[Part, Part]:
     """The batch's decodes, one query token per request, and the rest, whose tokens stay where they are.
 
     A request that is the other part's has no keys.
@@ -99,8 +100,8 @@ def cut(
     is_decode = query_start_loc.diff() == 1
     none = torch.zeros_like(seq_lens)
     rows = torch.arange(block_table.shape[0] + 1, dtype=torch.int32, device=seq_lens.device)
-    decodes = _Part(block_table, torch.where(is_decode, seq_lens, none), rows, 1)
-    rest = _Part(block_table, torch.where(is_decode, none, seq_lens), query_start_loc, max_query_len)
+    decodes = Part(block_table, torch.where(is_decode, seq_lens, none), rows, 1)
+    rest = Part(block_table, torch.where(is_decode, none, seq_lens), query_start_loc, max_query_len)
     return decodes, rest
 
 
@@ -120,7 +121,8 @@ def _attention(decode: Callable[..., None], prefill: Callable[..., None]) -> Cal
         max_query_len: int,
         **options: Any,
     ) -> None:
-        for_decode, for_prefill, shared = _of_parts(options)
+        for_decode, for_prefill = _of_part(_DECODE, options), _of_part(_PREFILL, options)
+        shared = {name: x for name, x in options.items() if not name.startswith((_DECODE, _PREFILL))}
         pools, batch = (k_cache, v_cache), (block_table, seq_lens, query_start_loc)
         if max_query_len == 1:
             decode(q, *pools, *batch, out, lse, max_query_len=1, **shared, **for_decode)
@@ -135,7 +137,7 @@ def _attention(decode: Callable[..., None], prefill: Callable[..., None]) -> Cal
         one_out = out.new_empty(num_reqs, out.shape[1], out.shape[2])
         one_lse = None if lse is None else lse.new_empty(num_reqs, lse.shape[1])
         # of each token, and nothing to a request's only one
-        of_all = {name: value for name, value in shared.items() if name != "tree_mask"}
+        of_all = {name: value for name, value in shared.items() if name not in FIELDS}
         decode(one, *pools, *decodes[:3], one_out, one_lse, max_query_len=1, **of_all, **for_decode)
         prefill(q, *pools, *rest[:3], out, lse, max_query_len=max_query_len, **shared, **for_prefill)
         # An empty request stands at its neighbour's token: what is put there is the token's in either case.
@@ -159,14 +161,9 @@ def _put(whole: Tensor, token: Tensor, chosen: Tensor, rows: Tensor) -> None:
     whole.index_copy_(0, token.long(), torch.where(mask, rows, kept))
 
 
-def _of_parts(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Keyword arguments: the workspaces of both parts, by the ops' own names, and what both get."""
-    kept = {
-        part: {name.removeprefix(part): value for name, value in options.items() if name.startswith(part)}
-        for part in (_DECODE, _PREFILL)
-    }
-    shared = {name: value for name, value in options.items() if not name.startswith((_DECODE, _PREFILL))}
-    return kept[_DECODE], kept[_PREFILL], shared
+def _of_part(part: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a part, by the ops' own names."""
+    return {name.removeprefix(part): x for name, x in options.items() if name.startswith(part)}
 
 
 # ------------------------------------------------------------------------------------------------ the session
@@ -188,26 +185,19 @@ class RouteSession(Session):
             backend.open([of_part(spec) for spec in specs], each, self.device)
             for backend, of_part, each in zip(self._backends, _OF_PARTS, both, strict=True)
         )
+        self._parts = {_DECODE: self._decode, _PREFILL: self._prefill}
 
-    def _parts(self) -> tuple[tuple[str, Session], tuple[str, Session]]:
-        return (_DECODE, self._decode), (_PREFILL, self._prefill)
+    def _of_both(self, give: Callable[[str, Session], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """What both give, under their prefixes."""
+        return {part + name: x for part, own in self._parts.items() for name, x in give(part, own).items()}
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
-        return {
-            part + name: tensor
-            for (part, session), of_part in zip(self._parts(), _OF_PARTS, strict=True)
-            for name, tensor in session.workspace(of_part(spec)).items()
-        }
+        asked = dict(zip(self._parts, (of_part(spec) for of_part in _OF_PARTS), strict=True))
+        return self._of_both(lambda part, own: own.workspace(asked[part]))
 
     def workspace_for(self, workspace: dict[str, Tensor], num_reqs: int) -> dict[str, Tensor]:
         """What each part's session passes."""
-        for_decode, for_prefill, _ = _of_parts(workspace)
-        kept = {_DECODE: for_decode, _PREFILL: for_prefill}
-        return {
-            part + name: tensor
-            for part, session in self._parts()
-            for name, tensor in session.workspace_for(kept[part], num_reqs).items()
-        }
+        return self._of_both(lambda part, own: own.workspace_for(_of_part(part, workspace), num_reqs))
 
     def planning_of(self, max_query_len: int) -> Planning:
         """Single query tokens are the decode backend's alone."""
@@ -226,27 +216,23 @@ class RouteSession(Session):
 
     def tensors(self) -> dict[str, Tensor]:
         """Those of both parts."""
-        return {
-            part + name: tensor
-            for part, session in self._parts()
-            for name, tensor in session.tensors().items()
-        }
+        return self._of_both(lambda part, own: own.tensors())
 
     def reset(self) -> None:
         """Both."""
-        for _, session in self._parts():
-            session.reset()
+        for own in self._parts.values():
+            own.reset()
 
     def check(self, launch: str) -> None:
         """Both."""
-        for _, session in self._parts():
-            session.check(launch)
+        for own in self._parts.values():
+            own.check(launch)
 
     def close(self) -> None:
         """Both."""
         super().close()
-        for _, session in self._parts():
-            session.close()
+        for own in self._parts.values():
+            own.close()
 
 
 def _without_graphs(spec: AttentionSpec) -> AttentionSpec:
@@ -302,29 +288,30 @@ def _capabilities(decode: Backend, prefill: Backend) -> RouteCapabilities:
     graphs = GraphSupport.NEVER
     if a.graph_support >= GraphSupport.SINGLE_TOKEN_DECODE:
         graphs = max(b.graph_support, GraphSupport.SINGLE_TOKEN_DECODE)
-    values: dict[str, Any] = {}
-    for name in ("device_types", "dtypes", "kv_dtypes"):
-        values[name] = tuple(one for one in getattr(a, name) if one in getattr(b, name))
-    values["features"] = a.features & b.features
+    values: dict[str, Any] = {
+        name: tuple(one for one in getattr(a, name) if one in getattr(b, name))
+        for name in ("device_types", "dtypes", "kv_dtypes")
+    }
     for name in ("head_dims", "block_sizes"):
         lists = [set(given) for given in (getattr(a, name), getattr(b, name)) if given is not None]
         values[name] = tuple(sorted(set.intersection(*lists))) if lists else None
-    widths = [width for width in (a.max_head_dim, b.max_head_dim) if width is not None]
-    least = [of for of in (a.min_compute_capability, b.min_compute_capability) if of is not None]
+    for name, narrower in (("max_head_dim", min), ("min_compute_capability", max)):
+        said = [given for given in (getattr(a, name), getattr(b, name)) if given is not None]
+        values[name] = narrower(said, default=None)
     for name, value in vars(a).items():
         if isinstance(value, bool):
             values[name] = value and getattr(b, name)
     values["finite_pools"] = a.finite_pools or b.finite_pools
     return RouteCapabilities(
         **values,
+        features=a.features & b.features,
         graph_support=graphs,
-        max_head_dim=min(widths, default=None),
-        min_compute_capability=max(least, default=None),
         planning=Planning(max(a.planning, b.planning)),
         parts=((decode.name, a), (prefill.name, b)),
     )
 
 
+@functools.lru_cache(maxsize=64)
 def route_backend(decode: Backend, prefill: Backend) -> Backend:
     """The backend that sends the decodes of a batch to ``decode`` and the rest to ``prefill``. Its other ops
     are those of ``decode``."""
@@ -337,23 +324,13 @@ def route_backend(decode: Backend, prefill: Backend) -> Backend:
         ]
         return "; ".join(missing) or None
 
-    def session(
-        name: str,
-        capabilities: Capabilities,
-        ops: BackendOps,
-        specs: Sequence[AttentionSpec],
-        limits: Limits,
-        device: torch.device,
-    ) -> Session:
-        return RouteSession(decode, prefill, name, capabilities, ops, specs, limits, device)
-
     attention = _attention(decode.ops.paged_attention, prefill.ops.paged_attention)
     return Backend(
         str(Route(decode.name, prefill.name)),
         _capabilities(decode, prefill),
         decode.ops._replace(paged_attention=attention),
         unavailable,
-        session,
+        functools.partial(RouteSession, decode, prefill),
         prefill.route,  # how prompts run
     )
 

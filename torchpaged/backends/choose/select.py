@@ -1,8 +1,7 @@
 """Which backend runs, and why.
 
 The one that was asked for (names.py), used or refused with every reason and never swapped for another; else
-the first usable one in the order of the device: what `torchpaged tune` measured there, else the table of
-order.py, then `AUTOMATIC`.
+the first usable one in the order of the device (order.py).
 """
 
 from __future__ import annotations
@@ -10,25 +9,19 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-
-import torch
+from dataclasses import dataclass, field
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Planning
-from torchpaged.backends.choose import names
-from torchpaged.backends.choose.names import get_backend, requested
-from torchpaged.backends.choose.order import Ranking, ranking_of
+from torchpaged.backends.choose.names import backends_with, get_backend, requested
+from torchpaged.backends.choose.order import order_of, platform_of
 from torchpaged.backends.choose.route import Route, route_of
 from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 _LOG = logging.getLogger("torchpaged.backends")
-#: Devices on which a backend is chosen without being named, where these are not all of its own, and why.
-_AUTOMATIC_ON = {
-    "torch_sdpa": ("cuda", "it gathers as many blocks as the block table is wide"),
-}
 
 
 @dataclass(frozen=True)
@@ -53,16 +46,6 @@ class Choice:
         return get_backend(self.name)
 
 
-def ranking(device: torch.device) -> Ranking:
-    """The order of the automatic choice on ``device``: registered backends, those that a measurement or the
-    table names for it, the rest of `AUTOMATIC`.
-
-    Warns:
-        TunedFileWarning: a measurement that can't be used.
-    """
-    return ranking_of(device, tuple(names.AUTOMATIC), tuple(names.MODULES), tuple(names.REGISTERED))
-
-
 def select_backend(
     spec: AttentionSpec | Sequence[AttentionSpec], backend: str | Route | None = None, *, plans: bool = False
 ) -> Choice:
@@ -82,53 +65,39 @@ def select_backend(
     specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
     if not specs:
         raise ArgumentError("spec", "at least one AttentionSpec", "none")
-    name, asker = requested(backend)
+    name, reason = requested(backend)
+    rejected: dict[str, list[str]] = {}
     if name == "auto":
-        choice = _automatic(specs, plans)
-        _logged(choice.name, choice.reason, specs)
-        return choice
-    found = get_backend(name)
-    reasons = _reject(found, specs)
-    if reasons:
+        name, reason, rejected = _automatic(specs, plans)
+    elif reasons := _reject(get_backend(name), specs):
         raise BackendUnavailableError(
-            f"backend {name!r} ({asker}) cannot run this attention: {'; '.join(reasons)}"
+            f"backend {name!r} ({reason}) cannot run this attention: {'; '.join(reasons)}"
         )
-    choice = Choice(name, route_of(found), asker + _routes(found, specs))
-    _logged(choice.name, choice.reason, specs)
+    found = get_backend(name)
+    if found.route:  # which kernels of its own serve these, each said once
+        reason = "; ".join([reason, *dict.fromkeys(map(found.route, specs))])
+    choice = Choice(found.name, route_of(found), reason, rejected)
+    _log(choice, specs)
     return choice
 
 
-def _automatic(specs: Sequence[AttentionSpec], plans: bool) -> Choice:
-    order = ranking(specs[0].device)
-    rejected: dict[str, list[str]] = {}
-
-    def first(candidates: tuple[str, ...], part: Sequence[AttentionSpec]) -> str | None:
-        for name in candidates:
-            why = [] if name in order.preferred else _by_name_alone(name, specs)
-            why += _not_planned(name, plans) + _reject(get_backend(name), part)
-            if not why:
-                return name
-            rejected[name] = why
-        return None
-
-    prefill = first(order.prefill, specs)
-    only_decodes = all(spec.max_query_len == 1 for spec in specs)
-    if only_decodes or order.decode != order.prefill:
-        decode = first(order.decode, [replace(spec, max_query_len=1) for spec in specs])
-    else:
-        decode = prefill
-    if only_decodes:
-        prefill = decode
-    if decode is None or prefill is None:
-        lines = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in rejected.items())
-        raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")
-    chosen = get_backend(Route(decode, prefill))
-    if _reject(chosen, specs):  # such as graphs of more than the decode part
-        chosen = get_backend(prefill)
-    rejected = {name: why for name, why in rejected.items() if name not in (decode, prefill)}
-    place = "first choice" if not rejected else f"after {', '.join(rejected)}"
-    reason = f"automatic for {specs[0].device.type} ({place}; {order.evidence})"
-    return Choice(chosen.name, route_of(chosen), reason + _routes(chosen, specs), rejected)
+def _automatic(specs: Sequence[AttentionSpec], plans: bool) -> tuple[str, str, dict[str, list[str]]]:
+    """The name of the first that can run them, the reason, and those of all before it."""
+    device, rejected = specs[0].device, dict[str, list[str]]()
+    row = platform_of(device)
+    for name in order_of(device):
+        backend = get_backend(name)
+        why = [] if name in row.order else _by_name_alone(name, specs)
+        if backend.capabilities.planning > Planning.NEVER and not plans:
+            why.append("it plans each batch, and this caller does not: open_session with limits, or name it")
+        why += _reject(backend, specs)
+        if not why:
+            place = "first choice" if not rejected else f"after {', '.join(rejected)}"
+            reason = f"automatic for {device.type} ({place}; {row.name}: {row.evidence})"
+            return name, reason, rejected
+        rejected[name] = why
+    lines = "\n".join(f"  {name}: {'; '.join(reasons)}" for name, reasons in rejected.items())
+    raise BackendUnavailableError(f"no backend can run this attention:\n{lines}")
 
 
 def open_session(
@@ -152,29 +121,31 @@ def open_session(
     return select_backend(specs, backend, plans=plans).backend.open(specs, limits, specs[0].device)
 
 
-def _routes(backend: Backend, specs: Sequence[AttentionSpec]) -> str:
-    """What the backend says of the kernels that serve these, each once, as the end of a `Choice.reason`."""
-    return (
-        "".join(f"; {text}" for text in dict.fromkeys(backend.route(spec) for spec in specs))
-        if backend.route
-        else ""
-    )
+def backend_of(ops: BackendOps, spec: AttentionSpec) -> Backend | None:
+    """The backend whose handles ``ops`` are and that can run ``spec``; None for those of no backend.
+
+    Raises:
+        BackendUnavailableError: every backend that has them declares not to run it; with the reasons of each.
+    """
+    backends = backends_with(ops)
+    reasons = [backend.capabilities.reject(spec) for backend in backends]
+    able = [backend for backend, why in zip(backends, reasons, strict=True) if not why]
+    if backends and not able:
+        name = " or ".join(repr(backend.name) for backend in backends)
+        why = "; ".join(reason for each in reasons for reason in each)
+        raise BackendUnavailableError(f"backend {name} (its ops were given) cannot run this attention: {why}")
+    return able[0] if able else None
 
 
 def _by_name_alone(name: str, specs: Sequence[AttentionSpec]) -> list[str]:
     """Why the automatic choice passes a backend over on these devices, though it may be able to run there."""
-    device, why = _AUTOMATIC_ON.get(name, ("", ""))
-    others = dict.fromkeys(spec.device.type for spec in specs if device and spec.device.type != device)
-    reasons = [f"on device {other} it runs where it is named alone: {why}" for other in others]
     if name == "flex" and not any(spec.mods or spec.batch_invariant for spec in specs):
-        reasons.append("it runs where it is named, or where score_mod, mask_mod or batch_invariant need it")
-    return reasons
-
-
-def _not_planned(name: str, plans: bool) -> list[str]:
-    if plans or get_backend(name).capabilities.planning == Planning.NEVER:
+        return ["it runs where it is named, or where score_mod, mask_mod or batch_invariant need it"]
+    if name != "torch_sdpa":
         return []
-    return ["it plans each batch, and this caller does not: open_session with limits, or name it"]
+    others = dict.fromkeys(spec.device.type for spec in specs if spec.device.type != "cuda")
+    why = "it gathers as many blocks as the block table is wide"
+    return [f"on device {other} it runs where it is named alone: {why}" for other in others]
 
 
 def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:
@@ -182,14 +153,14 @@ def _reject(backend: Backend, specs: Sequence[AttentionSpec]) -> list[str]:
     return list(dict.fromkeys(reason for spec in specs for reason in backend.reject(spec)))
 
 
-def _logged(name: str, reason: str, specs: Sequence[AttentionSpec]) -> None:
+def _log(choice: Choice, specs: Sequence[AttentionSpec]) -> None:
     """Say a choice at level INFO, once for all layers of a model: equal lines are said once in a process."""
     kinds = dict.fromkeys(
         f"{spec.num_heads}/{spec.num_kv_heads} heads of {spec.head_dim} in "
         + str(spec.dtype).removeprefix("torch.")
         for spec in specs
     )
-    _once(f"backend {name} for {', '.join(kinds)} on {specs[0].device}: {reason}")
+    _once(f"backend {choice.name} for {', '.join(kinds)} on {specs[0].device}: {choice.reason}")
 
 
 @functools.lru_cache(maxsize=256)

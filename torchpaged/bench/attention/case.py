@@ -27,14 +27,13 @@ from torchpaged.bench.attention.inputs import (
     num_layers,
     relative_error,
 )
-from torchpaged.bench.attention.summary import compare
 
 PLAN_LAYERS = 32  # layers of a model that share one plan, for the figures that include it
 
 
 def measure_case(
     case: AttentionCase,
-    everybody: Sequence[Contender],
+    contenders: Sequence[Contender],
     device: torch.device,
     ceilings: dict[str, Any],
     repeats: int,
@@ -45,26 +44,7 @@ def measure_case(
     or failed."""
     ideal_us, bound = case.ideal_us(ceilings["bytes_per_s"], ceilings["flop_per_s"])
     calls = timing.calls_per_round(num_layers(case), ideal_us)
-    row: dict[str, Any] = {
-        "case": case.name,
-        "suite": case.suite,
-        "num_heads": case.num_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "head_dim": case.head_dim,
-        "num_reqs": len(case.seq_lens),
-        "kv_tokens": sum(case.seq_lens),
-        "max_seq_len": max(case.seq_lens),
-        "num_tokens": case.num_tokens,
-        "block_size": case.block_size,
-        "dtype": _short(case.dtype),
-        "kv_dtype": _short(case.kv_dtype),
-        "useful_bytes": case.useful_bytes(),
-        "flops": case.flops(),
-        "ideal_us": ideal_us,
-        "bound": bound,
-        "calls_per_round": calls,
-        "contenders": {},
-    }
+    row = {**_facts(case), "ideal_us": ideal_us, "bound": bound, "calls_per_round": calls, "contenders": {}}
     needed, free = needed_bytes(case), free_bytes(device)
     if free is not None and needed > free:
         step(case.name)
@@ -74,10 +54,9 @@ def measure_case(
         }
     inputs = make_inputs(case, device, heads_first)
     row["layers"], row["heads_first"] = inputs.num_layers, heads_first
-    ends = (0, inputs.num_layers - 1)
-    exact = {layer: exact_outputs(case, inputs, layer) for layer in ends}
+    exact = {layer: exact_outputs(case, inputs, layer) for layer in (0, inputs.num_layers - 1)}
     samplers: dict[str, timing.Sampler] = {}
-    for contender in everybody:
+    for contender in contenders:
         step(f"{case.name}: {contender.name}")
         entry, prepared = _admit(contender, case, inputs, device, exact)
         if prepared is not None:
@@ -102,7 +81,26 @@ def measure_case(
         }
     del samplers, inputs, exact
     free_memory(device)
-    return row | compare(row["contenders"], [contender.name for contender in everybody if contender.own])
+    return row
+
+
+def _facts(case: AttentionCase) -> dict[str, Any]:
+    return {
+        "case": case.name,
+        "suite": case.suite,
+        "num_heads": case.num_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim,
+        "num_reqs": len(case.seq_lens),
+        "kv_tokens": sum(case.seq_lens),
+        "max_seq_len": max(case.seq_lens),
+        "num_tokens": case.num_tokens,
+        "block_size": case.block_size,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "kv_dtype": str(case.kv_dtype).removeprefix("torch."),
+        "useful_bytes": case.useful_bytes(),
+        "flops": case.flops(),
+    }
 
 
 def _admit(
@@ -143,10 +141,6 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _describe(error: Exception) -> str:

@@ -11,8 +11,9 @@ causal throughout.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -80,13 +81,6 @@ class AttentionCase:
         """Whether every request has a single query token."""
         return max(self.query_lens) == 1
 
-    @property
-    def num_decodes(self) -> int:
-        """Requests of one query token that come first, if only longer queries follow them; else, and if none
-        follow, 0."""
-        count = sum(query == 1 for query in self.query_lens)
-        return count if 0 < count < len(self.query_lens) and max(self.query_lens[:count]) == 1 else 0
-
     def useful_bytes(self) -> int:
         """Bytes of keys and values that one call must read once: the numerator of every TB/s figure."""
         return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
@@ -107,11 +101,12 @@ class AttentionCase:
         return (memory, "memory") if memory >= compute else (compute, "compute")
 
 
-def _length(tokens: int) -> str:
+def short_length(tokens: int) -> str:
+    """ "8k" of 8192."""
     return f"{tokens // K}k" if tokens >= K and tokens % K == 0 else str(tokens)
 
 
-def _case(
+def make_case(
     suite: str,
     heads: tuple[int, int, int],
     lengths: str,
@@ -122,6 +117,7 @@ def _case(
     kv_dtype: torch.dtype | None = None,
     shuffled: bool = True,
 ) -> AttentionCase:
+    """A case under its name; ``query_lens``: one number for all requests, or one each."""
     queries = (query_lens,) * len(seq_lens) if isinstance(query_lens, int) else tuple(query_lens)
     name = f"{heads[0]}/{heads[1]}/{heads[2]} {lengths} b{block_size}"
     if kv_dtype is not None:
@@ -132,6 +128,29 @@ def _case(
     )
 
 
+def equal_requests(
+    suite: str,
+    heads: tuple[int, int, int],
+    shapes: Sequence[tuple[int, int]],
+    whole: bool = False,
+    **options: Any,
+) -> list[AttentionCase]:
+    """Batches of ``(requests, their tokens)``: decodes, or ``whole`` prompts."""
+    words = " whole" if whole else ""
+    return [
+        make_case(suite, heads, f"{n}x{short_length(seq)}{words}", [seq] * n, seq if whole else 1, **options)
+        for n, seq in shapes
+    ]
+
+
+def chunks(suite: str, shapes: Sequence[tuple[int, int]], **options: Any) -> list[AttentionCase]:
+    """One request's chunk each: its tokens, and the tokens before them."""
+    return [
+        make_case(suite, LLAMA_8B, f"chunk {n} on {short_length(before)}", [before + n], n, **options)
+        for n, before in shapes
+    ]
+
+
 def lognormal_lengths(num_reqs: int = 128) -> list[int]:
     """Skewed lengths as chat traffic has them: lognormal(6.5, 1.2) cut to 16 ... 16384 tokens, the same in
     every run."""
@@ -139,66 +158,32 @@ def lognormal_lengths(num_reqs: int = 128) -> list[int]:
     return [max(16, min(16384, int(source.lognormvariate(6.5, 1.2)))) for _ in range(num_reqs)]
 
 
-def _uniform(
-    suite: str, heads: tuple[int, int, int], shapes: Sequence[tuple[int, int]], **options: object
-) -> list[AttentionCase]:
-    return [_case(suite, heads, f"{reqs}x{_length(seq)}", [seq] * reqs, **options) for reqs, seq in shapes]  # type: ignore[arg-type]
-
-
 def _decode() -> list[AttentionCase]:
     shapes = [(1, K), (1, 8 * K), (8, K), (8, 8 * K), (64, 4 * K), (256, K), (16, 32 * K), (1, 128 * K)]
     return [
-        *_uniform("decode", LLAMA_8B, shapes),
-        _case("decode", LLAMA_8B, "1x128k+127x512", [128 * K] + [512] * 127),
-        _case("decode", LLAMA_8B, "128-lognormal", lognormal_lengths()),
-        *_uniform("decode", LLAMA_8B, [(8, 8 * K), (64, 4 * K)], block_size=64),
+        *equal_requests("decode", LLAMA_8B, shapes),
+        make_case("decode", LLAMA_8B, "1x128k+127x512", [128 * K] + [512] * 127),
+        make_case("decode", LLAMA_8B, "128-lognormal", lognormal_lengths()),
+        *equal_requests("decode", LLAMA_8B, [(8, 8 * K), (64, 4 * K)], block_size=64),
         *(
             case
             for heads in (SMOLLM2, GPT_OSS, QWEN25_7B)
-            for case in _uniform("decode", heads, [(8, 8 * K), (64, 4 * K)])
+            for case in equal_requests("decode", heads, [(8, 8 * K), (64, 4 * K)])
         ),
-    ]
-
-
-def _whole(
-    suite: str,
-    heads: tuple[int, int, int],
-    shapes: Sequence[tuple[int, int]],
-    kv_dtype: torch.dtype | None = None,
-) -> list[AttentionCase]:
-    return [
-        _case(suite, heads, f"{reqs}x{_length(seq)} whole", [seq] * reqs, seq, kv_dtype=kv_dtype)
-        for reqs, seq in shapes
-    ]
-
-
-def _chunks(
-    suite: str, shapes: Sequence[tuple[int, int]], kv_dtype: torch.dtype | None = None
-) -> list[AttentionCase]:
-    """One request's chunk each: its tokens, and the tokens before them."""
-    return [
-        _case(suite, LLAMA_8B, f"chunk {n} on {_length(before)}", [before + n], n, kv_dtype=kv_dtype)
-        for n, before in shapes
     ]
 
 
 def _prefill() -> list[AttentionCase]:
     """Whole prompts, other widths of heads, and chunks from those that are cut to those that fill a GPU."""
+    prompts = [(1, 512), (8, 512), (6, 700), (1, 3000), (1, 4 * K), (1, 8 * K), (1, 16 * K)]
     return [
-        *_whole("prefill", LLAMA_8B, [(1, 512), (8, 512), (6, 700), (1, 3000)]),
-        *_whole("prefill", LLAMA_8B, [(1, 4 * K), (1, 8 * K), (1, 16 * K)]),
-        *_whole("prefill", (32, 8, 64), [(1, 4 * K)]),
-        *_whole("prefill", (32, 32, 96), [(1, 4 * K)]),
-        *_whole("prefill", (16, 8, 256), [(1, 4 * K)]),
-        *_chunks("prefill", [(16, 4 * K), (64, 32 * K), (256, 8 * K), (512, 32 * K)]),
-    ]
-
-
-def _prefill_fp8() -> list[AttentionCase]:
-    e4m3 = torch.float8_e4m3fn
-    return [
-        *_whole("prefill-fp8", LLAMA_8B, [(8, 512), (1, 4 * K), (1, 16 * K)], e4m3),
-        *_chunks("prefill-fp8", [(64, 32 * K), (512, 32 * K)], e4m3),
+        *equal_requests("prefill", LLAMA_8B, prompts, whole=True),
+        *(
+            case
+            for heads in ((32, 8, 64), (32, 32, 96), (16, 8, 256))
+            for case in equal_requests("prefill", heads, [(1, 4 * K)], whole=True)
+        ),
+        *chunks("prefill", [(16, 4 * K), (64, 32 * K), (256, 8 * K), (512, 32 * K)]),
     ]
 
 
@@ -215,78 +200,55 @@ def _mixed() -> list[AttentionCase]:
     cases = []
     for (num_decodes, length), (num_chunks, tokens, context) in shapes:
         decodes, chunks = [length] * num_decodes, [context + tokens] * num_chunks
-        decode = f"{num_decodes}x{_length(length)} decode"
-        chunk = f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} {tokens} on {_length(context)}"
+        decode = f"{num_decodes}x{short_length(length)} decode"
+        chunk = f"{num_chunks} chunk{'s' if num_chunks > 1 else ''} {tokens} on {short_length(context)}"
         cases += [
-            _case(
+            make_case(
                 "mixed",
                 LLAMA_8B,
                 f"{decode} + {chunk}",
                 decodes + chunks,
                 [1] * num_decodes + [tokens] * num_chunks,
             ),
-            _case("mixed", LLAMA_8B, f"{decode} alone", decodes),
-            _case("mixed", LLAMA_8B, f"{chunk} alone", chunks, tokens),
+            make_case("mixed", LLAMA_8B, f"{decode} alone", decodes),
+            make_case("mixed", LLAMA_8B, f"{chunk} alone", chunks, tokens),
         ]
     return cases
-
-
-def _block_size() -> list[AttentionCase]:
-    """What blocks cost: their size, their order, and for a prompt that there are any: its last case is one
-    block, a contiguous cache."""
-    return [
-        *(
-            case
-            for size in (1, 16, 64, 256)
-            for case in _uniform("block-size", LLAMA_8B, [(64, 4 * K)], block_size=size)
-        ),
-        *_uniform("block-size", LLAMA_8B, [(64, 4 * K), (8, 8 * K)], shuffled=False),
-        *_uniform("block-size", LLAMA_8B, [(8, 8 * K)]),
-        _case("block-size", LLAMA_8B, "1x16k whole", [16 * K], 16 * K),
-        _case("block-size", LLAMA_8B, "1x16k whole", [16 * K], 16 * K, block_size=16 * K, shuffled=False),
-    ]
 
 
 def _smoke() -> list[AttentionCase]:
     small, float32 = (8, 2, 64), torch.float32
     return [
-        _case("smoke", small, "edges decode", [1, 15, 16, 17, 33, 200], dtype=float32),
-        _case("smoke", small, "4x512 decode", [512] * 4),
-        _case("smoke", small, "4x256 q4 speculative", [256] * 4, 4),
-        _case("smoke", small, "2x96 whole", [96] * 2, 96, dtype=float32),
-        _case("smoke", small, "3x100 decode + chunk 40 on 60", [100] * 4, [1, 1, 1, 40]),
+        make_case("smoke", small, "edges decode", [1, 15, 16, 17, 33, 200], dtype=float32),
+        make_case("smoke", small, "4x512 decode", [512] * 4),
+        make_case("smoke", small, "4x256 q4 speculative", [256] * 4, 4),
+        make_case("smoke", small, "2x96 whole", [96] * 2, 96, dtype=float32),
+        make_case("smoke", small, "3x100 decode + chunk 40 on 60", [100] * 4, [1, 1, 1, 40]),
     ]
 
 
 SUITES: dict[str, tuple[AttentionCase, ...]] = {
     "decode": tuple(_decode()),
-    "decode-fp8": tuple(
-        _uniform(
-            "decode-fp8", LLAMA_8B, [(64, 4 * K), (8, 8 * K), (16, 32 * K)], kv_dtype=torch.float8_e4m3fn
-        )
-    ),
-    "speculative": tuple(
-        _case("speculative", LLAMA_8B, f"{n}x{_length(seq)} q4", [seq] * n, 4)
-        for n, seq in ((8, 8 * K), (64, 4 * K))
-    ),
     "prefill": tuple(_prefill()),
-    "prefill-fp8": tuple(_prefill_fp8()),
     "mixed": tuple(_mixed()),
-    "block-size": tuple(_block_size()),
     "smoke": tuple(_smoke()),
 }
 
 
 def select_cases(
-    suites: Sequence[str], substring: str = "", dtype: torch.dtype | None = None
+    suites: Sequence[str],
+    substring: str = "",
+    dtype: torch.dtype | None = None,
+    known: Mapping[str, Sequence[AttentionCase]] = SUITES,
 ) -> list[AttentionCase]:
     """The cases of ``suites``, in order, whose name contains ``substring``.
 
     Args:
-        suites: names in `SUITES`; "all" stands for every suite but smoke.
+        suites: names in ``known``; "all" stands for every suite but smoke.
         substring: of the case's name, in any letter case; "" keeps every case.
         dtype: run the queries, and the caches that have the queries' dtype, in this one instead of the
             case's own.
+        known: the suites by name.
 
     Raises:
         ArgumentError: a suite is unknown, or no case is left.
@@ -294,21 +256,21 @@ def select_cases(
     names = [
         name
         for suite in suites
-        for name in ([s for s in SUITES if s != "smoke"] if suite == "all" else [suite])
+        for name in ([s for s in known if s != "smoke"] if suite == "all" else [suite])
     ]
-    unknown = [name for name in names if name not in SUITES]
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
         raise ArgumentError(
-            "suite", f"one of all, {', '.join(SUITES)}", repr(unknown[0]) if unknown else "none"
+            "suite", f"one of all, {', '.join(known)}", repr(unknown[0]) if unknown else "none"
         )
     chosen = [
         case
         for name in dict.fromkeys(names)
-        for case in SUITES[name]
+        for case in known[name]
         if substring.lower() in case.name.lower()
     ]
     if not chosen:
-        listed = "; ".join(case.name for name in dict.fromkeys(names) for case in SUITES[name])
+        listed = "; ".join(case.name for name in dict.fromkeys(names) for case in known[name])
         raise ArgumentError("case", f"part of a case's name ({listed})", repr(substring))
     if dtype is None:
         return chosen

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def own_backend(name: str, shown: str = "") -> Contender:
                 inputs.query_start_loc,
                 out,
                 None,
-                max_query_len=max(case.query_lens),
+                max_query_len=inputs.max_query_len,
                 scale=inputs.scale,
                 k_scale=inputs.k_scale,
                 v_scale=inputs.v_scale,
@@ -149,26 +149,14 @@ def own_backend(name: str, shown: str = "") -> Contender:
     return Contender(shown, True, backend.unavailable, why_not, prepare)
 
 
-class _Planned(NamedTuple):
-    """A batch as a session plans it."""
-
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start_loc: Tensor
-    max_query_len: int
-
-
 def _planned(
     backend: Backend, spec: AttentionSpec, case: AttentionCase, inputs: Inputs
 ) -> tuple[Session, float | None]:
     """A session that has planned the batch, and the host microseconds of a plan where it makes any."""
     rows, width = inputs.block_table.shape
-    num_blocks, block_size = inputs.k_caches[0].shape[:2]
-    session = backend.open(
-        [spec], Limits(rows, len(inputs.q), width, num_blocks, block_size), inputs.q.device
-    )
-    batch = _Planned(inputs.block_table, inputs.seq_lens, inputs.query_start_loc, max(case.query_lens))
-    plan = partial(session.plan, batch, HostLengths(case.query_lens, case.seq_lens))
+    limits = Limits(rows, len(inputs.q), width, *inputs.k_caches[0].shape[:2])
+    session = backend.open([spec], limits, inputs.q.device)
+    plan = partial(session.plan, inputs, HostLengths(case.query_lens, case.seq_lens))
     plan()  # compiles
     return session, plan_us(plan, inputs.q.device) if session.plans else None
 

@@ -39,7 +39,7 @@ ERROR_LIMITS = {
 
 @dataclass
 class Inputs:
-    """One attention call over several layers' caches.
+    """One attention call over several layers' caches; a batch that a session can plan.
 
     Attributes:
         q: ``[num_tokens, num_heads, head_dim]``.
@@ -48,6 +48,7 @@ class Inputs:
         block_table: ``[num_reqs, max_blocks_per_req]`` int32.
         seq_lens: ``[num_reqs]`` int32.
         query_start_loc: ``[num_reqs + 1]`` int32.
+        max_query_len: of the longest query.
         scale: softmax scale.
         k_scale, v_scale: float32 ``[1]`` for fp8 caches, else None.
         heads_first: whether the caches lie in memory as ``[num_blocks, num_kv_heads, block_size, head_dim]``,
@@ -60,6 +61,7 @@ class Inputs:
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
+    max_query_len: int
     scale: float
     k_scale: Tensor | None
     v_scale: Tensor | None
@@ -155,6 +157,7 @@ def make_inputs(
         block_table=batch.block_table,
         seq_lens=batch.seq_lens,
         query_start_loc=batch.query_start_loc,
+        max_query_len=max(case.query_lens),
         scale=case.head_dim**-0.5,
         k_scale=torch.full((1,), FP8_K_SCALE, dtype=torch.float32, device=device) if fp8 else None,
         v_scale=torch.ones(1, dtype=torch.float32, device=device) if fp8 else None,

@@ -1,6 +1,6 @@
 """One run of the attention benchmark (needs torch only).
 
-    document = run(Options(suites=("decode",)))
+    document = run(Options(suite=["decode"]))
 
 For every case: inputs on the device, each contender checked against the float32 oracle, those that pass timed
 in turns. A contender that can't run, is wrong or fails is reported as that and never left out. ``document``
@@ -10,8 +10,7 @@ holds the conditions, one row per case and a summary; what a reader sees meanwhi
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import torch
 
 from torchpaged.bench import conditions, timing
 from torchpaged.bench.attention.case import free_memory, measure_case
-from torchpaged.bench.attention.cases import AttentionCase, select_cases
+from torchpaged.bench.attention.cases import SUITES, AttentionCase, select_cases
 from torchpaged.bench.attention.contender import Contender, own_backends
-from torchpaged.bench.attention.summary import summarise
+from torchpaged.bench.options import Options, split
 from torchpaged.bench.screen import Screen
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.names import device_named, short_dtype
@@ -29,40 +28,8 @@ from torchpaged.names import device_named, short_dtype
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Options:
-    """What to run.
-
-    Attributes:
-        suites: names in ``cases.SUITES``; "all" = every suite but smoke.
-        case: keep the cases whose name contains this.
-        backends: own backends by name; None = those made for the device's type, without the reference.
-        device: "auto", "cpu", "cuda", "cuda:1".
-        dtype: fp32, bf16, fp16 for queries and caches (fp8 caches stay fp8); "" = the case's own.
-        heads_first: lay the caches out as ``[num_blocks, num_kv_heads, block_size, head_dim]`` instead of
-            tokens first.
-        repeats: samples per contender at least, each a round over all layers' caches.
-        bandwidth: memory ceiling in TB/s; None = measured.
-        flop_rate: compute ceiling in TFLOP/s; None = measured.
-        output: write the document here, after every case.
-        json_only: print nothing but the JSON line.
-    """
-
-    suites: Sequence[str] = ("decode",)
-    case: str = ""
-    backends: Sequence[str] | None = None
-    device: str = "auto"
-    dtype: str = ""
-    heads_first: bool = False
-    repeats: int = 24
-    bandwidth: float | None = None
-    flop_rate: float | None = None
-    output: str = ""
-    json_only: bool = False
-
-
-def cases_of(options: Options) -> list[AttentionCase]:
-    """The cases that the options name.
+def cases_of(options: Options, known: Mapping[str, Sequence[AttentionCase]] = SUITES) -> list[AttentionCase]:
+    """The cases that the options name, of the suites in ``known``.
 
     Raises:
         ArgumentError: a suite or dtype is unknown, or no case is left.
@@ -70,76 +37,91 @@ def cases_of(options: Options) -> list[AttentionCase]:
     dtype = short_dtype(options.dtype)
     if dtype and dtype not in DTYPES:
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(options.dtype))
-    return select_cases(options.suites, options.case, DTYPES.get(dtype))
+    return select_cases(options.suite or ("decode",), options.case, DTYPES.get(dtype), known)
+
+
+def faults(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was skipped, wrong or failed, and why."""
+    return {
+        "skipped": {row["case"]: row["skipped"] for row in rows if "skipped" in row},
+        "wrong_or_failed": [
+            f"{row['case']}: {name} {entry['status']}: {entry['reason']}"
+            for row in rows
+            for name, entry in row["contenders"].items()
+            if entry["status"] in ("wrong", "failed")
+        ],
+    }
 
 
 @torch.inference_mode()
-def run(options: Options, everybody: Sequence[Contender] | None = None) -> dict[str, Any]:
+def run(
+    options: Options,
+    cases: Sequence[AttentionCase] | None = None,
+    contenders: Sequence[Contender] | None = None,
+    screen: type[Screen] = Screen,
+    summarise: Callable[[list[dict[str, Any]]], dict[str, Any]] = faults,
+) -> dict[str, Any]:
     """Run the benchmark and return its document: ``conditions``, ``ceilings``, ``rows``, ``summary``.
 
     Args:
         options: what to run.
-        everybody: who is measured; None = ``options.backends``.
+        cases: None = those that the options name.
+        contenders: what is measured; None = ``options.backends``.
+        screen: shows the run.
+        summarise: rows to ``summary``.
 
     Raises:
         ArgumentError, BackendUnavailableError: an option names something unknown; nothing has run then.
     """
     if options.repeats < 1:
         raise ArgumentError("repeats", "at least 1", str(options.repeats))
-    cases = cases_of(options)
+    cases = cases_of(options) if cases is None else cases
     device = device_named(options.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams, graphs and events below are the current device's
-    if everybody is None:
-        everybody = own_backends(device, options.backends)
+    contenders = own_backends(device, split(options.backends) or None) if contenders is None else contenders
     document: dict[str, Any] = {
         "benchmark": "attention",
         "conditions": conditions.collect(device),
         "ceilings": _ceilings(options, device),
+        "rows": [],
     }
-    document["rows"] = []
+
+    def write() -> None:
+        if options.output:
+            Path(options.output).write_text(json.dumps(document, indent=1) + "\n")
+
     free_memory(device)
-    with Screen(len(cases) * len(everybody), enabled=not options.json_only) as screen:
+    ceilings, layout = document["ceilings"], options.heads_first
+    with screen(len(cases) * len(contenders), enabled=not options.json_only) as shown:
         for case in cases:
-            document["rows"].append(
-                measure_case(
-                    case,
-                    everybody,
-                    device,
-                    document["ceilings"],
-                    options.repeats,
-                    options.heads_first,
-                    screen.step,
-                )
-            )
-            screen.row(document["rows"][-1])
+            row = measure_case(case, contenders, device, ceilings, options.repeats, layout, shown.step)
+            document["rows"].append(row)
+            shown.row(row)
             document["summary"] = summarise(document["rows"])
-            if options.output:  # after every case: an interrupted run keeps what it has
-                Path(options.output).write_text(json.dumps(document, indent=1) + "\n")
+            write()  # after every case: an interrupted run keeps what it has
     if device.type == "cuda":
         document["conditions"]["gpu_state_after"] = conditions.gpu_state(device)
-    screen.finish(document)
-    if options.output:
-        Path(options.output).write_text(json.dumps(document, indent=1) + "\n")
+    shown.finish(document)
+    write()
     return document
 
 
+def exit_code(document: dict[str, Any]) -> int:
+    """1 if an own backend was wrong or failed, or nothing was timed; else 0: a peer's failure is reported,
+    not ours to fix."""
+    entries = [entry for row in document["rows"] for entry in row["contenders"].values()]
+    own_fault = any(entry["own"] and entry["status"] in ("wrong", "failed") for entry in entries)
+    return 1 if own_fault or not any(entry["status"] == "timed" for entry in entries) else 0
+
+
 def _ceilings(options: Options, device: torch.device) -> dict[str, Any]:
-    given = "given"
-    bandwidth, how = (
-        (options.bandwidth * 1e12, given) if options.bandwidth else timing.measure_bandwidth(device)
-    )
-    flop_rate, how_flops = (
-        (options.flop_rate * 1e12, given) if options.flop_rate else timing.measure_flop_rate(device)
-    )
-    return {
-        "bytes_per_s": bandwidth,
-        "bytes_per_s_from": how,
-        "flop_per_s": flop_rate,
-        "flop_per_s_from": how_flops,
+    asked = {
+        "bytes_per_s": (options.bandwidth, timing.measure_bandwidth),
+        "flop_per_s": (options.flop_rate, timing.measure_flop_rate),
     }
-
-
-def split(names: str | None) -> tuple[str, ...]:
-    """Names separated by commas."""
-    return tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    ceilings: dict[str, Any] = {}
+    for name, (tera, measure) in asked.items():
+        value, how = (tera * 1e12, "given") if tera else measure(device)
+        ceilings |= {name: value, f"{name}_from": how}
+    return ceilings

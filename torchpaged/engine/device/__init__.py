@@ -6,19 +6,16 @@ them, tokens on their way to the host.
     runner = WholeStepRunner(step, rows)
 """
 
-from torchpaged.engine.device.request_rows import DecodeRows, StepOps
-from torchpaged.engine.device.request_state import MAX_STOP_TOKEN_IDS, RowState, token_bits
-from torchpaged.engine.device.token_rings import LaunchRing, RingFullError, TokenRing
+from torchpaged.engine.device.request_rows import DecodeRows
+from torchpaged.engine.device.request_state import RowState
+from torchpaged.engine.device.token_rings import CopiedTokens, LaunchRing, RingFullError
 from torchpaged.engine.device.whole_steps import WholeStepRunner
 
 __all__ = [
-    "MAX_STOP_TOKEN_IDS",
+    "CopiedTokens",
     "DecodeRows",
     "LaunchRing",
     "RingFullError",
     "RowState",
-    "StepOps",
-    "TokenRing",
     "WholeStepRunner",
-    "token_bits",
 ]

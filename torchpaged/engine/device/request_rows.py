@@ -15,42 +15,55 @@ memory, then device kernels; nothing waits.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device.request_state import (
+    FLOATS,
     HEAD_WORDS,
+    INTS,
+    LONGS,
     MAX_STOP_TOKEN_IDS,
-    NUM_FLOATS,
-    NUM_INTS,
-    NUM_LONGS,
     RowState,
     packed_rows,
 )
-from torchpaged.engine.device.row_tensors import IDLE, RowTensors
 from torchpaged.engine.device.token_rings import LaunchRing
-from torchpaged.metadata.fields import BatchSizes, pad_batch_tensors
+from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.fields import FIELDS, METADATA_FIELDS, BatchSizes, pad_batch_tensors
 from torchpaged.metadata.host import to_device
 
+#: What makes a row idle: its length and slot are a padding row's.
+IDLE = {name: FIELDS[name].padding for name in ("seq_lens", "slot_mapping")}
+#: Arguments of the op ``finish_step``, in its order.
+_FINISHED = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "seeds",
+    "block_table",
+    "stop_token_ids",
+    "input_ids",
+    "positions",
+    "seq_lens",
+    "slot_mapping",
+    "counters",
+    "remaining",
+    "seen",
+)
+_finished_of = operator.attrgetter(*_FINISHED)
 
-class StepOps(Protocol):
-    """The op handles that end a step, of one backend: ``torchpaged.custom_ops.BackendOps`` has them."""
 
-    @property
-    def sample_tokens(self) -> Any:
-        """One token per row out of logits."""
-
-    @property
-    def finish_step(self) -> Any:
-        """One token per row out of logits, and rows made ready for the next step."""
-
-
-class DecodeRows(RowTensors):
-    """`RowTensors`, and what is done to them: by captured steps, and by the host between launches.
+class DecodeRows:
+    """Static tensors of up to ``max_batch_size`` requests, all idle, and what is done to them: by captured
+    steps, and by the host between launches.
 
     Args:
         max_batch_size: rows.
@@ -63,7 +76,20 @@ class DecodeRows(RowTensors):
         launches_in_flight: launches whose tokens may be unread at once, for ``ring``.
 
     Attributes:
+        input_ids, positions, slot_mapping, seeds, counters: ``[max_batch_size]`` int64.
+        seq_lens, remaining, top_k: ``[max_batch_size]`` int32.
+        temperature, top_p, min_p, repetition_penalty: ``[max_batch_size]`` float32.
+        stop_token_ids: ``[max_batch_size, 16]`` int64, -1 = none.
+        block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
+        seen: ``[max_batch_size, ceil(vocab_size / 32)]`` int32, a bit per token.
+        query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle
+            ones too.
+        tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a
+            row was idle.
         ring: the launches' tokens on the host: `LaunchRing`.
+
+    Raises:
+        ArgumentError: a size below 1.
     """
 
     def __init__(
@@ -73,19 +99,58 @@ class DecodeRows(RowTensors):
         block_size: int,
         vocab_size: int,
         device: torch.device | str,
-        ops: StepOps,
+        ops: BackendOps,
         steps_per_launch: int = 1,
         launches_in_flight: int = 4,
     ) -> None:
-        if launches_in_flight < 1:
-            raise ArgumentError("launches_in_flight", "at least 1", str(launches_in_flight))
-        super().__init__(max_batch_size, max_blocks_per_req, block_size, vocab_size, device, steps_per_launch)
-        self._ops, self._pin = ops, self.device.type == "cuda"
+        sizes = {
+            "max_batch_size": max_batch_size,
+            "max_blocks_per_req": max_blocks_per_req,
+            "block_size": block_size,
+            "vocab_size": vocab_size,
+            "steps_per_launch": steps_per_launch,
+            "launches_in_flight": launches_in_flight,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ArgumentError(name, "at least 1", str(size))
+        self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
+        self.block_size, self.vocab_size, self.device = block_size, vocab_size, torch.device(device)
+        self.steps_per_launch, self._ops = steps_per_launch, ops
+        rows = max_batch_size
+        padded = -(-rows // 16) * 16  # each field starts at a multiple of 64 bytes
+        with torch.inference_mode(False):
+            self._longs = torch.zeros(len(LONGS), padded, dtype=torch.int64, device=device)
+            self._ints = torch.zeros(len(INTS), padded, dtype=torch.int32, device=device)
+            self._floats = torch.zeros(len(FLOATS), padded, dtype=torch.float32, device=device)
+            self.stop_token_ids = torch.full((rows, MAX_STOP_TOKEN_IDS), -1, dtype=torch.int64, device=device)
+            self.block_table = FIELDS["block_table"].make(BatchSizes(rows, rows, max_blocks_per_req), device)
+            self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
+            self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
+            self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
+        self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (
+            x[:rows] for x in self._longs
+        )
+        self.seq_lens, self.remaining, self.top_k = (x[:rows] for x in self._ints)
+        self.temperature, self.top_p, self.min_p, self.repetition_penalty = (x[:rows] for x in self._floats)
+        self.slot_mapping.fill_(IDLE["slot_mapping"])
+        self.repetition_penalty.fill_(1.0)
+        self.top_p.fill_(1.0)
         self.ring = LaunchRing(launches_in_flight, steps_per_launch, max_batch_size, device)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
-        return super().tensors() | {"ring": self.ring.slots, "launches": self.ring.launches}
+        names = (*_FINISHED, "query_start_loc", "tokens_out")
+        own = {name: getattr(self, name) for name in names}
+        return own | {"ring": self.ring.slots, "launches": self.ring.launches}
+
+    def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
+        """The first ``num_rows`` rows as ``(input_ids, metadata)``; slices, no copies."""
+        tensors = {name: getattr(self, name) for name in METADATA_FIELDS}
+        sizes = BatchSizes(num_rows, num_rows, self.max_blocks_per_req)
+        return self.input_ids[:num_rows], AttentionMetadata.view(
+            tensors, sizes, max_query_len=1, block_size=self.block_size
+        )
 
     # ------------------------------------------------------------------------------------------ on the device
     def finish_step(self, logits: Tensor, num_rows: int, step: int) -> None:
@@ -103,21 +168,7 @@ class DecodeRows(RowTensors):
         n = slice(num_rows)
         self._ops.finish_step(
             logits,
-            self.temperature[n],
-            self.top_k[n],
-            self.top_p[n],
-            self.min_p[n],
-            self.repetition_penalty[n],
-            self.seeds[n],
-            self.block_table[n],
-            self.stop_token_ids[n],
-            self.input_ids[n],
-            self.positions[n],
-            self.seq_lens[n],
-            self.slot_mapping[n],
-            self.counters[n],
-            self.remaining[n],
-            self.seen[n],
+            *[tensor[n] for tensor in _finished_of(self)],
             self.tokens_out[step, n],
             block_size=self.block_size,
             ring=self.ring.slots,
@@ -138,38 +189,18 @@ class DecodeRows(RowTensors):
         """
         index = to_device(rows, torch.int64, self.device)
         longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
+        fields = dict(zip((*LONGS, *INTS, *FLOATS), chain(longs, ints, floats), strict=True))
         # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right
         # in front of it
-        table, stops, seen = (
-            x.index_select(0, index) for x in (self.block_table, self.stop_token_ids, self.seen)
-        )
+        for name in ("block_table", "stop_token_ids", "seen"):
+            fields[name] = getattr(self, name).index_select(0, index)
         tokens = torch.empty_like(longs[0])
-        input_ids, positions, slots, seeds, counters = longs
-        lens, remaining, top_k = ints
-        temperature, top_p, min_p, penalty = floats
         self._ops.finish_step(
-            logits,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            penalty,
-            seeds,
-            table,
-            stops,
-            input_ids,
-            positions,
-            lens,
-            slots,
-            counters,
-            remaining,
-            seen,
-            tokens,
-            block_size=self.block_size,
+            logits, *[fields[name] for name in _FINISHED], tokens, block_size=self.block_size
         )
         self._longs.index_copy_(1, index, longs)
         self._ints.index_copy_(1, index, ints)
-        self.seen.index_copy_(0, index, seen)
+        self.seen.index_copy_(0, index, fields["seen"])
         return tokens
 
     # ------------------------------------------------------------------------------------------ from the host
@@ -187,16 +218,18 @@ class DecodeRows(RowTensors):
             state.check(self.block_size, self.max_blocks_per_req)
         with_seen = any(state.seen is not None for state in states.values())
         num_words = self.seen.shape[1] if with_seen else 0
-        staged = packed_rows(states, self.block_size, self.max_blocks_per_req, num_words, self._pin)
+        staged = packed_rows(
+            states, self.block_size, self.max_blocks_per_req, num_words, self.device.type == "cuda"
+        )
         data = staged.to(self.device, non_blocking=True)
         index, data = data[:, 0].long(), data[:, 2:]
-        longs = _copied(data[:, : 2 * (NUM_LONGS + MAX_STOP_TOKEN_IDS)]).view(torch.int64)
-        rest = data[:, 2 * (NUM_LONGS + MAX_STOP_TOKEN_IDS) :]
-        self._longs.index_copy_(1, index, longs[:, :NUM_LONGS].t())
-        self.stop_token_ids.index_copy_(0, index, longs[:, NUM_LONGS:])
-        self._ints.index_copy_(1, index, rest[:, :NUM_INTS].t())
+        longs = _copied(data[:, : 2 * (len(LONGS) + MAX_STOP_TOKEN_IDS)]).view(torch.int64)
+        rest = data[:, 2 * (len(LONGS) + MAX_STOP_TOKEN_IDS) :]
+        self._longs.index_copy_(1, index, longs[:, : len(LONGS)].t())
+        self.stop_token_ids.index_copy_(0, index, longs[:, len(LONGS) :])
+        self._ints.index_copy_(1, index, rest[:, : len(INTS)].t())
         self._floats.index_copy_(
-            1, index, _copied(rest[:, NUM_INTS : NUM_INTS + NUM_FLOATS]).view(torch.float32).t()
+            1, index, _copied(rest[:, len(INTS) : len(INTS) + len(FLOATS)]).view(torch.float32).t()
         )
         words = HEAD_WORDS + self.max_blocks_per_req
         self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:words])

@@ -2,7 +2,7 @@
 
     state = RowState(input_id=5, seq_len=17, blocks=[1, 2], seed=7, counter=0, remaining=64)
     state.check(block_size=16, max_blocks_per_req=128)
-    state.packed(block_size=16)     # HEAD_WORDS words of 4 bytes; blocks and seen bits travel beside them
+    state.packed(block_size=16)     # HEAD_WORDS words of 4 bytes; blocks and seen bits travel with them
     packed_rows({3: state}, block_size=16, max_blocks_per_req=128, num_seen_words=0)    # all of them
 
 Numbers that do not fit their fields are refused where they are taken from a user
@@ -24,9 +24,11 @@ from torchpaged.metadata.slots import slot_of
 #: Token ids that can end a row on the device; the caller looks after further ones.
 MAX_STOP_TOKEN_IDS = 16
 
-#: Fields of a row by width: input_ids ... counters, seq_lens ... top_k, temperature ... repetition_penalty.
-NUM_LONGS, NUM_INTS, NUM_FLOATS = 5, 3, 4
-_HEAD = struct.Struct(f"={NUM_LONGS + MAX_STOP_TOKEN_IDS}q{NUM_INTS}i{NUM_FLOATS}f")
+#: Fields of a row by width.
+LONGS = ("input_ids", "positions", "slot_mapping", "seeds", "counters")
+INTS = ("seq_lens", "remaining", "top_k")
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
+_HEAD = struct.Struct(f"={len(LONGS) + MAX_STOP_TOKEN_IDS}q{len(INTS)}i{len(FLOATS)}f")
 #: Words of 4 bytes of a packed row.
 HEAD_WORDS = _HEAD.size // 4
 

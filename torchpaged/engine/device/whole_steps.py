@@ -14,49 +14,66 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar, Unpack
 
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.engine.device.request_rows import DecodeRows
-from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, StaticInputs
-from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets
-from torchpaged.graphs.capture import CaptureBackend, Captured
-from torchpaged.graphs.prefixes import Prefixes, PrefixGraphs, require_no_plans
-from torchpaged.graphs.step import Step, StepSession, decode_steps
+from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, CaptureOptions
+from torchpaged.graphs.buckets import bucket_for
+from torchpaged.graphs.capture import Captured
+from torchpaged.graphs.decode import DecodeGraphs, Prefixes, PrefixGraphs
+from torchpaged.graphs.step import Step
 from torchpaged.metadata import AttentionMetadata
 
 _LOG = logging.getLogger("torchpaged.engine")
+T = TypeVar("T")
 
 
-class _Launches(BucketedGraphs):
-    """Graphs of launches over the rows, each counted in the ring's books."""
+class WholeStepRunner(DecodeGraphs):
+    """Captures whole steps over `DecodeRows` per bucket and replays them.
 
-    STEP, BUCKET, STILL_WORKS = "decode step", "batch", "; launch_eager() still works"
+    Args:
+        step: ``step(input_ids [n] int64, metadata) -> logits [n, vocab_size]``; must not read device values
+            on the host.
+        rows: the requests; their sampling and bookkeeping become part of the graph.
+        buckets, compile, options: as in `torchpaged.graphs.DecodeGraphRunner`.
+        prefixes: a `torchpaged.prefixes.AutomaticPrefixes`: after `find_groups` found some that pay, launches
+            take a second graph of their bucket, over ``metadata.prefixes``. None: one graph per bucket.
+
+    Attributes:
+        rows: as given.
+        prefix_graphs: the second graphs, for their `report`; None without ``prefixes``. If one of them can't
+            be captured, which is logged, launches do without from then on.
+
+    Raises:
+        ArgumentError: several steps per launch with a session that plans every step on the host, or
+            ``prefixes`` with one that plans.
+    """
+
+    STILL_WORKS = "; launch_eager() still works"
 
     def __init__(
         self,
-        inputs: StaticInputs,
-        rows: DecodeRows,
         step: Step,
-        buckets: Sequence[int],
+        rows: DecodeRows,
         *,
-        capture: str | CaptureBackend,
-        compile: bool,
-        **options: Any,
+        buckets: Sequence[int] | None = None,
+        compile: bool = True,
+        prefixes: Prefixes | None = None,
+        **options: Unpack[CaptureOptions],
     ) -> None:
-        self.rows, self._step = rows, step
-        steps = decode_steps(step, buckets, compile, capture)
-        super().__init__(
-            inputs,
-            lambda bucket: self._whole(steps(bucket), bucket),
-            eager=lambda bucket: self._whole(step, bucket),
-            buckets=buckets,
-            device=rows.device,
-            capture=capture,
-            **options,
-        )
+        session = options.get("session")
+        if session is not None and rows.steps_per_launch > 1 and session.plans_every_decode:
+            raise ArgumentError(
+                "rows",
+                "steps_per_launch=1 with a backend that plans every step on the host",
+                str(rows.steps_per_launch),
+            )
+        self.rows, self._without_groups = rows, False
+        super().__init__(rows, step, buckets=buckets, compile=compile, prefixes=prefixes, **options)
+        self._now: BucketedGraphs = self  # whose graphs launches take
 
     def _whole(self, step: Step, num_rows: int) -> BucketStep:
         """What one launch does over the first ``num_rows`` rows."""
@@ -72,82 +89,14 @@ class _Launches(BucketedGraphs):
         graph.replay()
         self.rows.ring.count()
 
-
-class WholeStepRunner(_Launches):
-    """Captures whole steps over `DecodeRows` per bucket and replays them.
-
-    Args:
-        step: ``step(input_ids [n] int64, metadata) -> logits [n, vocab_size]``; must not read device values
-            on the host.
-        rows: the requests; their sampling and bookkeeping become part of the graph.
-        buckets: batch sizes to capture; default `torchpaged.graphs.default_buckets`.
-        capture: "auto" (CUDA graphs on a GPU, eager elsewhere) or a `CaptureBackend`.
-        compile: run the step through ``torch.compile(fullgraph=True)``, once per bucket.
-        session: the `torchpaged.Session` that the step's layers share, as
-            in `torchpaged.graphs.DecodeGraphRunner`.
-        prefixes: a `torchpaged.prefixes.AutomaticPrefixes`: after `find_groups` found some that pay, launches
-            take a second graph of their bucket, over ``metadata.prefixes``. None: one graph per bucket.
-        options: ``warmup_iters``, ``progress``, ``watch``, ``debug`` and ``ranges``, as there.
-
-    Attributes:
-        rows: as given.
-        prefix_graphs: the second graphs, for their `report`; None without ``prefixes``.
-
-    Raises:
-        ArgumentError: several steps per launch with a session that plans every step on the host, or
-            ``prefixes`` with one that plans.
-    """
-
-    def __init__(
-        self,
-        step: Step,
-        rows: DecodeRows,
-        *,
-        buckets: Sequence[int] | None = None,
-        capture: str | CaptureBackend = "auto",
-        compile: bool = True,
-        session: StepSession | None = None,
-        prefixes: Prefixes | None = None,
-        **options: Any,
-    ) -> None:
-        if session is not None and rows.steps_per_launch > 1 and session.plans_every_decode:
-            raise ArgumentError(
-                "rows",
-                "steps_per_launch=1 with a backend that plans every step on the host",
-                str(rows.steps_per_launch),
-            )
-        require_no_plans(prefixes, session)
-        most = rows.max_batch_size
-        sizes = check_buckets(default_buckets(most) if buckets is None else buckets, most)
-        options |= {"compile": compile, "session": session}
-        super().__init__(rows, rows, step, sizes, capture=capture, **options)
-        self.prefix_graphs: BucketedGraphs | None = None
-        self._with_prefixes: PrefixGraphs | None = None
-        self._now: BucketedGraphs = self  # whose graphs launches take
-        options |= {"capture": self.capture_backend, "pool": self.pool}
-        if prefixes is not None:
-            self._with_prefixes = PrefixGraphs(
-                prefixes, rows, step, lambda inputs, step: _Launches(inputs, rows, step, sizes, **options)
-            )
-            self.prefix_graphs = self._with_prefixes.graphs
-            self.prefix_graphs.BUCKET = "batch in groups"
-
-    def capture(self, buckets: Sequence[int] | None = None) -> None:
-        """As `BucketedGraphs.capture`; then, of these buckets, the second graphs of those whose requests may
-        come to share what pays. If one of them can't be captured, launches do without."""
-        super().capture(buckets)
-        wanted = self.buckets if buckets is None else buckets
-        self._if_captured(lambda graphs: graphs.capture(wanted))
-        self._now = self  # the groups were made up
-
-    def _if_captured(self, use: Callable[[PrefixGraphs], BucketedGraphs | None]) -> BucketedGraphs | None:
-        """Use the second graphs, which captures some; launches do without from now on if one can't be."""
-        if self._with_prefixes is None:
+    def _use_second(self, use: Callable[[PrefixGraphs], T]) -> T | None:
+        self._now = self  # where groups were made up for a capture, or can't be had
+        if self._without_groups:
             return None
         try:
-            return use(self._with_prefixes)
+            return super()._use_second(use)
         except CaptureError as error:
-            self._with_prefixes = None
+            self._without_groups = True
             _LOG.warning("shared prefixes are read request by request from now on: %s", error)
             return None
 
@@ -160,27 +109,23 @@ class WholeStepRunner(_Launches):
             seq_lens: tokens that each row has at least, the next step's included; of idle rows 0.
 
         Returns:
-            Whether launches read shared prefixes once. Never again after a second graph that could not be
-            captured, which is logged.
+            Whether launches read shared prefixes once.
         """
-        self._now = self
         bucket = bucket_for(self.buckets, len(seq_lens))
-        found = self._if_captured(lambda graphs: graphs.find(bucket, block_tables, seq_lens))
-        self._now = self if found is None else found
-        return found is not None
-
-    def recover(self) -> None:
-        """As `BucketedGraphs.recover`, of both graphs: they have one ring."""
-        super().recover()
-        if self.prefix_graphs is not None:
-            self.prefix_graphs.recover()
+        self._now = self._graphs_for(bucket, block_tables, seq_lens)
+        return self._now is not self
 
     def reset(self) -> None:
         """As `BucketedGraphs.reset`; launches read row by row until `find_groups` is called."""
         self._now = self
         super().reset()
-        if self.prefix_graphs is not None:
-            self.prefix_graphs.reset()
+
+    def _graphs_now(self) -> BucketedGraphs:
+        """Whose graphs the next launch takes."""
+        if self._dirty:
+            self.reset()
+        self.rows.ring.check_room()
+        return self._now
 
     def launch(self, num_rows: int) -> None:
         """Start ``rows.steps_per_launch`` steps of the first ``num_rows`` rows; their bucket is captured
@@ -194,9 +139,7 @@ class WholeStepRunner(_Launches):
             SemaphoreError: the session's semaphore is not zero behind the launch (debug mode): its results
                 are wrong.
         """
-        self.recover()
-        self.rows.ring.check_room()
-        self._now.start(num_rows, capture=True)
+        self._graphs_now().start(num_rows, capture=True)
 
     def replay(self, num_rows: int) -> Tensor:
         """`launch` of a bucket that is captured, and ``rows.tokens_out [steps_per_launch, num_rows]`` int64:
@@ -205,13 +148,10 @@ class WholeStepRunner(_Launches):
         Raises:
             CaptureError: the bucket is not captured; otherwise as `launch`.
         """
-        self.recover()
-        self.rows.ring.check_room()
-        return self._now.start(num_rows).output[:, :num_rows]
+        return self._graphs_now().start(num_rows).output[:, :num_rows]
 
     def launch_eager(self, num_rows: int) -> Tensor:
         """What `replay` does, without graph, padding or compilation."""
-        self.recover()
         self.rows.ring.check_room()
         with self._ranges("run_eager", batch=num_rows):
             tokens = self.start_eager(num_rows, self._whole(self._step, num_rows))[:, :num_rows]

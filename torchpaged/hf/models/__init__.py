@@ -4,7 +4,7 @@ its cache, or facts of it. Importing registers them all (`torchpaged.hf.families
 Nothing outside this folder imports from it.
 """
 
-from torchpaged.hf.models import (
+from torchpaged.hf.models import (  # noqa: F401
     bart,
     bert,
     bloom,
@@ -19,19 +19,3 @@ from torchpaged.hf.models import (
     m2m_100,
     recurrent_gemma,
 )
-
-__all__ = [
-    "bart",
-    "bert",
-    "bloom",
-    "ctrl",
-    "experts",
-    "facts",
-    "falcon",
-    "gemma",
-    "gptj",
-    "indexed",
-    "latent",
-    "m2m_100",
-    "recurrent_gemma",
-]

@@ -120,7 +120,7 @@ register_family(
         own_attention=True,
         pages_cross_attention=True,
         attention={"LEDDecoderAttention": _led, "MvpAttention": _ATTENTION},
-        helpers={
+        modules={
             "LEDLearnedPositionalEmbedding": _places_from,
             "MvpLearnedPositionalEmbedding": positions_from_length,
         },
@@ -131,7 +131,7 @@ register_family(
         ("trocr", "xglm"),
         own_attention=True,
         attention={"TrOCRAttention": _ATTENTION, "XGLMAttention": _ATTENTION},
-        helpers={
+        modules={
             "TrOCRLearnedPositionalEmbedding": positions_from_length,
             "XGLMSinusoidalPositionalEmbedding": _sinusoids,
         },

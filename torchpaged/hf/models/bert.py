@@ -93,7 +93,7 @@ register_family(
         may_lack_causal_mask=True,
         require_expressible=_refuse_block_sparse,
         attention={"BigBirdSelfAttention": _ATTENTION},
-        helpers={"BigBirdModel": _causal},
+        modules={"BigBirdModel": _causal},
     )
 )
 register_family(
@@ -106,7 +106,7 @@ register_family(
             "RemBertSelfAttention": _ATTENTION,
             "RoFormerSelfAttention": _ROTATED,
         },
-        helpers={
+        modules={
             "MegatronBertModel": _causal,
             "RemBertModel": _causal,
             "RoFormerModel": _causal,

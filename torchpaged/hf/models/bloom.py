@@ -36,12 +36,15 @@ def _bloom_end(module: Any, out: Tensor, given: dict[str, Any]) -> Tensor:
 
 def _masks_of_bloom(model: Any) -> Function:
     """Bloom gives generate() a 2-D mask as long as its cache, zeros behind the last token, to build biases
-    from, which the pools don't need."""
+    from, which the pools don't need. A prompt gets the user's mask, and asks for its own in the forward."""
     name = "create_masks_for_generate"
     plain = plain_of(model, name) if hasattr(model, name) else None  # transformers 5.17 has none
 
     def create_masks(self: Any, *args: Any, **given: Any) -> Any:
-        if plain is None or paged_cache_of(given.get("past_key_values"), 0) is not None:
+        is_paged = paged_cache_of(given.get("past_key_values"), 0) is not None
+        if is_paged and given["inputs_embeds"].shape[1] > 1:
+            return given["attention_mask"]
+        if is_paged or plain is None:
             return create_masks_for_generate(*args, **given)
         return plain(self, *args, **given)
 
@@ -59,12 +62,13 @@ register_family(
     Family(
         ("bloom",),
         own_attention=True,
+        asks_again=True,
         attention={
             "BloomAttention": in_forward(
                 Inline(_bloom, root("head_dim"), _bloom_end, cache="layer_past", alibi=True)
             )
         },
-        helpers={"BloomForCausalLM": _masks_of_bloom},
+        modules={"BloomForCausalLM": _masks_of_bloom},
     )
 )
 register_family(

@@ -67,4 +67,4 @@ def _ctrl(module: Any) -> Function:
     return "forward", forward
 
 
-register_family(Family(traceable={"CTRLModel": _ctrl}))
+register_family(Family(modules={"CTRLModel": _ctrl}))

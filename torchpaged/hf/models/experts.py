@@ -100,4 +100,4 @@ def _longcat_experts(module: Any) -> Function:
     return "forward", forward
 
 
-register_family(Family(traceable={"DbrxExperts": _dbrx_experts, "LongcatFlashExperts": _longcat_experts}))
+register_family(Family(modules={"DbrxExperts": _dbrx_experts, "LongcatFlashExperts": _longcat_experts}))

@@ -52,6 +52,7 @@ register_family(
         ("falcon",),
         own_attention=True,
         require_expressible=_refuse_alibi,
+        class_tables=("falcon.modeling_falcon.FALCON_ATTENTION_CLASSES",),
         attention={
             "FalconAttention": in_forward(Inline(_falcon, root("head_dim"), _end, cache="layer_past"))
         },

@@ -58,7 +58,7 @@ register_family(
     Family(
         _GEMMA4,
         loses_masks_made_ahead=_lacks_types,
-        traceable=dict.fromkeys(("Gemma4TextAttention", "Gemma4UnifiedTextAttention"), _shared_keys),
+        modules=dict.fromkeys(("Gemma4TextAttention", "Gemma4UnifiedTextAttention"), _shared_keys),
     )
 )
-register_family(Family(traceable={"Gemma3nTextAttention": _shared_keys}))
+register_family(Family(modules={"Gemma3nTextAttention": _shared_keys}))

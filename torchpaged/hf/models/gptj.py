@@ -18,6 +18,10 @@ register_family(
     Family(
         ("codegen", "gpt_neo", "gpt_neox_japanese", "gptj"),
         own_attention=True,
+        class_tables=(
+            "gpt_neo.modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES",
+            "gptj.modeling_gptj.GPTJ_ATTENTION_CLASSES",
+        ),
         attention={
             "CodeGenAttention": in_attn(root("head_dim")),
             "GPTJAttention": in_attn(root("head_dim")),

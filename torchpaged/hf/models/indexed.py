@@ -16,7 +16,8 @@ from transformers.cache_utils import StaticIndexedLayer
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.layer import SET_UP, PagedLayer, PagedOwner
+from torchpaged.hf.layer import SET_UP, PagedLayer
+from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.template import window_and_chunk
 
 
@@ -29,7 +30,8 @@ class IndexedLayer(PagedLayer):
 
     @torch.compiler.disable(reason=SET_UP)
     def _make_index_pool(self, states: Tensor) -> None:
-        shape = (self.owner.num_blocks_of(self), self.owner.block_size, 1, states.shape[-1])
+        assert self.keys is not None
+        shape = (*self.keys.shape[:2], 1, states.shape[-1])
         with torch.inference_mode(False):
             self.index_pool = torch.zeros(shape, dtype=states.dtype, device=states.device)
         torch._dynamo.mark_static_address(self.index_pool, guard=False)
@@ -44,7 +46,7 @@ class IndexedLayer(PagedLayer):
         batch, query_len, width = indexer_key_states.shape
         rows: Any = self.owner.rows
         # Padding has slot -1: it goes into the null block, which nothing reads.
-        slots = rows.slots(batch, query_len).clamp_min(0)
+        slots = rows.step(batch, query_len, writes=True).slot_mapping.clamp_min(0)
         pool.view(-1, width).index_put_((slots,), indexer_key_states.reshape(-1, width))
         gathered: Tensor = rows.gather(pool, batch)[:, 0]
         return gathered

@@ -23,12 +23,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticIndexedLayer, StaticLayer
 
 from torchpaged.backends import AttentionSpec, attention_spec
-from torchpaged.cache import LatentLayerSpec, LayerLatentCache
+from torchpaged.cache import LatentLayerSpec
+from torchpaged.cache.latent import LayerLatentCache
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.hf.attached import was_given_functions
-from torchpaged.hf.chosen_backend import LayerCall
+from torchpaged.hf.call import LayerCall, by_token, in_autocast
 from torchpaged.hf.families import Family, Function, register_family
-from torchpaged.hf.layer import PagedLayer, PagedOwner, by_token, in_autocast, layer_of, scale_of
+from torchpaged.hf.layer import PagedLayer, layer_of
+from torchpaged.hf.owner import PagedOwner
 from torchpaged.profiling.ranges import is_on as is_profiling
 from torchpaged.profiling.ranges import ranged_attention
 
@@ -71,9 +74,7 @@ class LatentLayer(PagedLayer):
             latent=True,
         )
 
-    def store(
-        self, key_states: Tensor, value_states: Tensor, slots: Tensor, are_query_tokens: bool | None = None
-    ) -> None:
+    def store(self, key_states: Tensor, value_states: Tensor, slots: Tensor, are_query_tokens: bool) -> None:
         """See `PagedLayer`; by the op ``write_latent``."""
         assert self.keys is not None
         self.owner.backend.ops.write_latent(
@@ -92,44 +93,42 @@ class LatentLayer(PagedLayer):
         """
         batch, num_heads, query_len, _ = call.query.shape
         metadata = self.owner.metadata_of(self, batch, query_len)
-        further = {
+        options = {
             "sliding_window": call.window,
             "softcap": call.softcap,
             "sinks": call.sinks,
             "alibi_slopes": call.alibi_slopes,
-            "tree_mask": metadata.tree_mask,
         }
-        for name, given in further.items():
-            if given is not None:
-                raise UnsupportedModelError(
-                    f"{type(call.module).__name__} attends over latents by {name}, which mla_attention does "
-                    "not take; use PagedCache(..., dense=True)"
-                )
+        given = [name for name, value in options.items() if value is not None]
+        if given := [*given, *metadata.features]:
+            raise UnsupportedModelError(
+                f"{type(call.module).__name__} attends over latents by {given[0]}, which mla_attention does "
+                "not take; use PagedCache(..., dense=True)"
+            )
         up_keys, up_values = up_projections(call.module, call.query)
         nope, rope = call.query.split([up_keys.shape[1], self.stored.qk_rope_head_dim], dim=-1)
         absorbed = torch.cat((nope @ up_keys, rope), dim=-1)  # [batch, num_heads, query_len, rank + rope]
-        scale, pool, rank = scale_of(call), call.key, self.stored.kv_lora_rank
-        backend, traced = self.owner.backend, torch.compiler.is_compiling()
-        value = pool if traced else pool[..., :rank]
-        self.hold(call._replace(query=absorbed, value=value, scaling=scale))
         q = by_token(absorbed)
-        out = q.new_empty(batch * query_len, num_heads, rank)
-        attend = backend.ops.mla_attention
-        if not traced and is_profiling():
-            attend = ranged_attention(attend, self.index)
-        attend(
+        made = LatentCall(
             q,
-            pool,
+            call.key,
             metadata.block_table,
             metadata.seq_lens,
             metadata.query_start_loc,
-            out,
+            q.new_empty(*q.shape[:2], self.stored.kv_lora_rank),
             None,
-            max_query_len=metadata.max_query_len,
-            scale=scale,
-            causal=call.causal,
+            metadata.max_query_len,
+            call.scale,
+            call.causal,
         )
-        values = torch.einsum("thr,hvr->thv", out, up_values)
+        traced = torch.compiler.is_compiling()
+        if not traced or self.asked is None:  # else a trace would have a view of the pool
+            self.hold(made.as_attention())
+        attend = self.owner.backend.ops.mla_attention
+        if not traced and is_profiling():
+            attend = ranged_attention(attend, self.index)
+        attend(*made[:7], max_query_len=made.max_query_len, scale=made.scale, causal=made.causal)
+        values = torch.einsum("thr,hvr->thv", made.out, up_values)
         return values.view(batch, query_len, num_heads, -1)
 
     def _require_attended(self) -> None:

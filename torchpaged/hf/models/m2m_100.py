@@ -38,4 +38,4 @@ def _places_of_ids(module: Any) -> Function:
     return "forward", forward
 
 
-register_family(Family(traceable={"M2M100SinusoidalPositionalEmbedding": _places_of_ids}))
+register_family(Family(modules={"M2M100SinusoidalPositionalEmbedding": _places_of_ids}))

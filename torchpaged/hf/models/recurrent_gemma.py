@@ -78,7 +78,8 @@ def _recurrent_gemma(module: Any) -> Function | None:
 
 def _kept(place: Tensor | None, state: Tensor | None) -> Tensor | None:
     """``state`` in the place that it has for good: captured graphs read and write it there. The first one of
-    its shape gets its place outside of compiled code."""
+    its shape gets its place outside of compiled code. A place is marked: the module's own code puts other
+    tensors into the same field."""
     if state is None:
         return None
     known = place is not None and getattr(place, "_torchpaged_kept", False)
@@ -110,7 +111,7 @@ def _recurrent_block(module: Any) -> Function:
 
 register_family(
     Family(
-        traceable={
+        modules={
             "RecurrentGemmaModel": _recurrent_gemma,
             "RecurrentGemmaRecurrentBlock": _recurrent_block,
         }

@@ -1,7 +1,7 @@
 """Kernels per layer: which module of a model launches which kernels, also when a CUDA graph launches them.
 
     report = kernels_per_layer(lambda: runner.launch_eager(8), model, replay=lambda: runner.replay(8))
-    report.to_dict()
+    report.to_dict()  # of a KernelReport
     rich.print(report_table(report))
 
 The eager step runs with a range per module; each kernel belongs to the innermost module around its launch. A
@@ -15,20 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from torchpaged.profiling.kernel_report.attribute import kernels_per_layer
-from torchpaged.profiling.kernel_report.data import Between
-from torchpaged.profiling.kernel_report.layers import layer_groups
-from torchpaged.profiling.kernel_report.report import KernelReport
+from torchpaged.profiling.kernel_report.report import KernelReport, layer_groups
 
 if TYPE_CHECKING:
     from torchpaged.profiling.kernel_report.table import report_table
 
-__all__ = [
-    "Between",
-    "KernelReport",
-    "kernels_per_layer",
-    "layer_groups",
-    "report_table",
-]
+__all__ = ["KernelReport", "kernels_per_layer", "layer_groups", "report_table"]
 
 
 def __getattr__(name: str) -> Any:

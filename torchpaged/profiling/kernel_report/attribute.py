@@ -9,15 +9,8 @@ from typing import Any
 from torch import nn
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.profiling.kernel_report.data import (
-    COMPILED,
-    Between,
-    KernelTime,
-    ModuleKernels,
-    UnmatchedKernels,
-)
 from torchpaged.profiling.kernel_report.match import match_kernels
-from torchpaged.profiling.kernel_report.report import KernelReport
+from torchpaged.profiling.kernel_report.report import COMPILED, Between, KernelReport, Place, Rows, Runs
 from torchpaged.profiling.kernel_report.trace import Activity, Trace, module_ranges, profiled
 
 #: The eager run's activities for a graph launch, given the ranges around that launch.
@@ -45,11 +38,11 @@ def kernels_per_layer(
     """
     eager = _run(step, model, warmup_iters)
     if replay is None:
-        return _report(eager.activities, _kind(eager))
+        return _report(eager, eager.activities)
     # with the ranges: an eager capture runs the modules again, and needs no matching
     again = _run(replay, model, warmup_iters)
     without_modules = all(activity.module is None for activity in again.activities)
-    return _report(again.activities, _kind(again), 1, lambda _: eager.activities, one_launch=without_modules)
+    return _report(again, again.activities, 1, lambda _: eager.activities, one_launch=without_modules)
 
 
 def kernels_of_generation(
@@ -86,8 +79,9 @@ def kernels_of_generation(
 
     phases: dict[str, list[Activity]] = {}
     for activity in trace.activities:
-        phase = _phase(activity.ranges)
-        if phase is not None:
+        words = {name.split(" ", 1)[0] for name in activity.ranges}
+        if "capture" not in words:
+            phase = next((phase for phase in ("prefill", "decode") if phase in words), "other")
             phases.setdefault(phase, []).append(activity)
     first_words = [name.split(" ", 1)[0] for name in trace.ranges]
     steps = {
@@ -95,17 +89,10 @@ def kernels_of_generation(
         "decode": first_words.count("replay") or first_words.count("decode"),
     }
     return {
-        phase: _report(phases[phase], _kind(trace), steps.get(phase) or 1, reference)
+        phase: _report(trace, phases[phase], steps.get(phase) or 1, reference)
         for phase in ("prefill", "decode", "other")
         if phase in phases
     }
-
-
-def _phase(ranges: tuple[str, ...]) -> str | None:
-    words = {name.split(" ", 1)[0] for name in ranges}
-    if "capture" in words:
-        return None
-    return next((phase for phase in ("prefill", "decode") if phase in words), "other")
 
 
 def _run(step: Callable[[], Any], model: nn.Module, warmup_iters: int) -> Trace:
@@ -118,85 +105,52 @@ def _run(step: Callable[[], Any], model: nn.Module, warmup_iters: int) -> Trace:
     return trace
 
 
-def _kind(trace: Trace) -> str:
-    return "kernel" if trace.on_device else "op"
-
-
 def _report(
+    trace: Trace,
     activities: Iterable[Activity],
-    kind: str,
     steps: int = 1,
-    reference: Reference | None = None,
+    reference: Reference = lambda ranges: (),
     one_launch: bool = False,
 ) -> KernelReport:
-    """Activities by module; those of one graph launch are matched together. ``one_launch``: all are of
-    one launch."""
-    totals = _Totals(KernelReport(kind, steps))
+    """Activities of the trace by module; those of one graph launch are matched together. ``one_launch``: all
+    are of one launch."""
+    report = KernelReport("kernel" if trace.on_device else "op", steps)
     launches: dict[int | None, list[Activity]] = {}
     for activity in activities:
         if one_launch or activity.graph is not None:
             launches.setdefault(None if one_launch else activity.graph, []).append(activity)
         elif activity.is_compiled:
-            totals.add_unmatched(activity, Between(COMPILED, activity.module))
-        elif activity.recorded:
-            totals.add(activity, activity.module)
+            _count(report.rows, Between(COMPILED, activity.module), activity)
         else:
-            totals.add_unmatched(activity, Between("", ""))
-    known: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[Sequence[int | None], Sequence[Activity]]] = {}
+            _count(report.rows, activity.module if activity.recorded else Between("", ""), activity)
+    known: dict[tuple[tuple[str, ...], tuple[str, ...]], list[Place]] = {}
     for launch in launches.values():
         names, ranges = tuple(activity.name for activity in launch), launch[0].ranges
         if (ranges, names) not in known:
-            eager = reference(ranges) if reference is not None else ()
-            known[ranges, names] = match_kernels([activity.name for activity in eager], names), eager
-            totals.add_missing(*known[ranges, names])
-        totals.add_launch(launch, *known[ranges, names])
-    return totals.report
+            eager = reference(ranges)
+            partners = match_kernels([activity.name for activity in eager], names)
+            known[ranges, names] = _places(partners, eager)
+            for index in sorted({*range(len(eager))} - {*partners}):
+                _count(report.missing, eager[index].module, eager[index])
+        for place, activity in zip(known[ranges, names], launch, strict=True):
+            _count(report.rows, place, activity)
+    return report
 
 
-class _Totals:
-    """Fills a report."""
+def _places(partners: Sequence[int | None], eager: Sequence[Activity]) -> list[Place]:
+    """Of each kernel of a launch: its partner's module, or those of the matched kernels around it."""
+    places: list[Place] = [None if at is None else eager[at].module for at in partners]
+    before: list[str | None] = [""]  # module of the next matched kernel, from the last one on
+    for at in reversed(partners):
+        before.append(before[-1] if at is None else eager[at].module)
+    after: str | None = ""
+    for index, at in enumerate(partners):
+        if at is None:
+            places[index] = Between(after, before[len(partners) - index])
+        else:
+            after = eager[at].module
+    return places
 
-    def __init__(self, report: KernelReport) -> None:
-        self.report = report
-        self._rows: dict[tuple[int, Any], Any] = {}
-        self._kernels: dict[tuple[int, Any, str], KernelTime] = {}
 
-    def add(self, activity: Activity, module: str | None) -> None:
-        self._count(self.report.modules, ModuleKernels, module, activity)
-
-    def add_unmatched(self, activity: Activity, between: Between) -> None:
-        self._count(self.report.unmatched, UnmatchedKernels, between, activity)
-
-    def add_launch(
-        self, launch: Sequence[Activity], partners: Sequence[int | None], eager: Sequence[Activity]
-    ) -> None:
-        modules = ["" if partner is None else eager[partner].module for partner in partners]
-        before = [""] * len(launch)  # module of the next matched kernel
-        following: Any = ""
-        for index in reversed(range(len(launch))):
-            before[index] = following
-            following = following if partners[index] is None else modules[index]
-        after: str | None = ""
-        for index, activity in enumerate(launch):
-            if partners[index] is None:
-                self.add_unmatched(activity, Between(after, before[index]))
-            else:
-                after = modules[index]
-                self.add(activity, after)
-
-    def add_missing(self, partners: Sequence[int | None], eager: Sequence[Activity]) -> None:
-        found = set(partners)
-        for index, activity in enumerate(eager):
-            if index not in found:
-                self._count(self.report.missing, ModuleKernels, activity.module, activity)
-
-    def _count(self, rows: list[Any], kind: type, key: Any, activity: Activity) -> None:
-        if (id(rows), key) not in self._rows:
-            self._rows[id(rows), key] = kind(key)
-            rows.append(self._rows[id(rows), key])
-        place = (id(rows), key, activity.name)
-        if place not in self._kernels:
-            self._kernels[place] = KernelTime(activity.name)
-            self._rows[id(rows), key].kernels.append(self._kernels[place])
-        self._kernels[place].count += 1
-        self._kernels[place].total_us += activity.us
+def _count(rows: Rows, place: Place, activity: Activity) -> None:
+    rows.at(place).add({activity.name: Runs(1, activity.us)})

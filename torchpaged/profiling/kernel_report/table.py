@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable
 
 from rich.markup import escape
 from rich.table import Table
 
-from torchpaged.profiling.kernel_report.data import COMPILED, KernelTime, UnmatchedKernels
-from torchpaged.profiling.kernel_report.layers import ITSELF, layer_groups, unmatched_groups
-from torchpaged.profiling.kernel_report.report import KernelReport
+from torchpaged.profiling.kernel_report.report import (
+    COMPILED,
+    ITSELF,
+    Between,
+    KernelReport,
+    Row,
+    Runs,
+    layer_groups,
+    unmatched_outside_layers,
+)
 
 
 def report_table(report: KernelReport, title: str = "") -> Table:
     """Columns: module, kernels, count, total us, share. Long kernel names are shortened; ``report.to_dict()``
     has them whole."""
-    total = report.total_us
+    total = report.rows.total
     head = (
-        f"{title}{': ' if title else ''}{_number(report.count / report.steps)} {report.kind}s, "
-        f"{total / report.steps:.1f} us"
+        f"{title}{': ' if title else ''}{_number(total.count / report.steps)} {report.kind}s, "
+        f"{total.total_us / report.steps:.1f} us"
     )
     head += f" a step, {report.steps} steps" if report.steps > 1 else ""
     table = Table(title=escape(head), title_justify="left")
@@ -29,56 +35,33 @@ def report_table(report: KernelReport, title: str = "") -> Table:
     for name in ("count", "total us", "share"):
         table.add_column(name, justify="right")
 
-    def row(name: str, kernels: str, count: int, total_us: float, style: str | None = None) -> None:
-        share = f"{total_us / total:.1%}" if total else "-"
-        table.add_row(escape(name), escape(kernels), str(count), f"{total_us:.1f}", share, style=style)
+    def line(name: str, kernels: str, runs: Runs, style: str | None = None) -> None:
+        share = f"{runs.total_us / total.total_us:.1%}" if total.total_us else "-"
+        table.add_row(
+            escape(name), escape(kernels), str(runs.count), f"{runs.total_us:.1f}", share, style=style
+        )
+
+    def unmatched(rows: dict[Between, Row], indent: str = "") -> None:
+        for between, row in rows.items():
+            line(f"{indent}unmatched, {_between(between)}", _names(row), row.total, "yellow")
 
     for group in layer_groups(report):
         if not group.indices:
-            row(
-                group.name,
-                _names(kernel for entry in group.modules for kernel in entry.kernels),
-                group.count,
-                group.total_us,
-            )
+            line(group.name, _names(name for row in group.rows.values() for name in row), group.rows.total)
             continue
-        row(
-            group.name,
-            f"{_number(group.kernels_each)} {report.kind}s each",
-            group.count,
-            group.total_us,
-            "bold",
-        )
-        for entry in group.modules:
-            row(
-                f"  {entry.module}" if entry.module == ITSELF else f"  .{entry.module}",
-                _names(entry.kernels),
-                entry.count,
-                entry.total_us,
-            )
-        for unplaced in group.unmatched:
-            row(
-                f"  unmatched, {_between(unplaced)}",
-                _names(unplaced.kernels),
-                unplaced.count,
-                unplaced.total_us,
-                "yellow",
-            )
-    for unplaced in unmatched_groups(report):
-        row(
-            f"unmatched, {_between(unplaced)}",
-            _names(unplaced.kernels),
-            unplaced.count,
-            unplaced.total_us,
-            "yellow",
-        )
+        each = f"{_number(group.kernels_each)} {report.kind}s each"
+        line(group.name, each, group.rows.total, "bold")
+        for module, row in group.rows.modules.items():
+            line(f"  {'' if module == ITSELF else '.'}{module}", _names(row), row.total)
+        unmatched(group.rows.unmatched, "  ")
+    unmatched(unmatched_outside_layers(report))
     if report.missing:
-        missing = Counter({kernel.name: 0 for entry in report.missing for kernel in entry.kernels})
-        for entry in report.missing:
-            missing.update({kernel.name: kernel.count for kernel in entry.kernels})
-        names = _names(KernelTime(name, count) for name, count in missing.items())
+        missing = Row()
+        for row in report.missing.values():
+            missing.add(row)
         table.caption = escape(
-            f"not in the replay, though in the eager step: {sum(missing.values())} {report.kind}s: {names}"
+            f"not in the replay, though in the eager step: {missing.total.count} {report.kind}s: "
+            f"{_names(missing)}"
         )
     return table
 
@@ -90,14 +73,14 @@ def short_name(kernel: str) -> str:
     return cut[0].strip() if cut else name
 
 
-def _names(kernels: Iterable[KernelTime]) -> str:
-    return ", ".join(dict.fromkeys(short_name(kernel.name) for kernel in kernels))
+def _names(kernels: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(map(short_name, kernels)))
 
 
-def _between(row: UnmatchedKernels) -> str:
-    if row.between.after == COMPILED:
-        return "in compiled code" + (f" called by {row.between.before}" if row.between.before else "")
-    after, before = ("(outside the model)" if name is None else name for name in row.between)
+def _between(between: Between) -> str:
+    if between.after == COMPILED:
+        return "in compiled code" + (f" called by {between.before}" if between.before else "")
+    after, before = ("(outside the model)" if name is None else name for name in between)
     parts = [f"after {after}" if after else "", f"before {before}" if before else ""]
     return " and ".join(part for part in parts if part) or "place unknown"
 

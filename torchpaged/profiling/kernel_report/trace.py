@@ -13,7 +13,6 @@ one thread.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import gzip
 import json
@@ -115,16 +114,44 @@ def parse(events: Sequence[dict[str, Any]]) -> Trace:
     timed = sorted(
         (e for e in events if e.get("ph") == "X" and "ts" in e), key=lambda e: (e["ts"], -e["dur"])
     )
-    host: dict[Any, list[dict[str, Any]]] = {}
+    # of each thread, the ranges that are open; what another thread launches is inside those of the only one
+    stacks: dict[Any, list[dict[str, Any]]] = {e["tid"]: [] for e in timed if _is_range(e)}
+    alone = next(iter(stacks.values())) if len(stacks) == 1 else []
+    launches: dict[Any, tuple[str, tuple[str, ...]]] = {}  # by correlation: the call, and its ranges
+    ops: list[Activity] = []
+    ends: dict[Any, float] = {}  # by thread: end of the outermost op so far
     for event in timed:
-        if event.get("cat") == "user_annotation" or (
-            event.get("cat") == "cpu_op" and event["name"].startswith(_COMPILED_PREFIX)
-        ):
-            host.setdefault(event["tid"], []).append(event)
-    nests = {thread: _Nest(ranges) for thread, ranges in host.items()}
+        name, thread, stack = event["name"], event["tid"], stacks.get(event["tid"], alone)
+        while stack and stack[-1]["ts"] + stack[-1]["dur"] < event["ts"]:
+            stack.pop()
+        if _is_range(event):
+            stack.append(event)
+        elif event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {}):
+            launches[event["args"]["correlation"]] = name, tuple(r["name"] for r in stack)
+        elif _is_op(event) and event["ts"] >= ends.get(thread, float("-inf")):
+            ends[thread] = event["ts"] + event["dur"]
+            ops.append(Activity(name, event["dur"], tuple(r["name"] for r in stack)))
+    kernels = [_kernel(event, launches) for event in timed if event.get("cat") in _ON_DEVICE]
     names = tuple(e["name"] for e in timed if e.get("cat") == "user_annotation")
-    on_device = any(e.get("cat") in _ON_DEVICE for e in timed)
-    return Trace(tuple(_kernels(timed, nests) if on_device else _ops(timed, nests)), names, on_device)
+    return Trace(tuple(kernels or ops), names, bool(kernels))
+
+
+def _is_range(event: dict[str, Any]) -> bool:
+    compiled = event.get("cat") == "cpu_op" and event["name"].startswith(_COMPILED_PREFIX)
+    return compiled or event.get("cat") == "user_annotation"
+
+
+def _is_op(event: dict[str, Any]) -> bool:
+    name = event["name"]
+    return event.get("cat") == "cpu_op" and "::" in name and not name.startswith("profiler::")
+
+
+def _kernel(event: dict[str, Any], launches: dict[Any, tuple[str, tuple[str, ...]]]) -> Activity:
+    correlation = event.get("args", {}).get("correlation")
+    if correlation not in launches:
+        return Activity(event["name"], event["dur"], recorded=False)
+    call, ranges = launches[correlation]
+    return Activity(event["name"], event["dur"], ranges, correlation if "GraphLaunch" in call else None)
 
 
 @contextlib.contextmanager
@@ -158,67 +185,3 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-class _Nest:
-    """Nested ranges of one thread, to ask which are open at a time."""
-
-    def __init__(self, ranges: Sequence[dict[str, Any]]) -> None:
-        self._starts = [r["ts"] for r in ranges]
-        self._ends = [r["ts"] + r["dur"] for r in ranges]
-        self._parents: list[int] = []
-        self._paths: list[tuple[str, ...]] = []
-        for index, event in enumerate(ranges):
-            parent = self._open_at(index - 1, event["ts"])
-            self._parents.append(parent)
-            self._paths.append(((*self._paths[parent],) if parent >= 0 else ()) + (event["name"],))
-
-    def _open_at(self, index: int, time: float) -> int:
-        while index >= 0 and self._ends[index] < time:
-            index = self._parents[index]
-        return index
-
-    def path(self, time: float) -> tuple[str, ...]:
-        index = self._open_at(bisect.bisect_right(self._starts, time) - 1, time)
-        return self._paths[index] if index >= 0 else ()
-
-
-def _path(nests: dict[Any, _Nest], event: dict[str, Any]) -> tuple[str, ...]:
-    nest = nests.get(event["tid"]) or (next(iter(nests.values())) if len(nests) == 1 else None)
-    return nest.path(event["ts"]) if nest is not None else ()
-
-
-def _kernels(timed: Sequence[dict[str, Any]], nests: dict[Any, _Nest]) -> Iterator[Activity]:
-    launches = {
-        e["args"]["correlation"]: e
-        for e in timed
-        if e.get("cat") in _LAUNCHES and "correlation" in e.get("args", {})
-    }
-    for event in timed:
-        if event.get("cat") not in _ON_DEVICE:
-            continue
-        correlation = event.get("args", {}).get("correlation")
-        launch = launches.get(correlation)
-        if launch is None:
-            yield Activity(event["name"], event["dur"], recorded=False)
-        else:
-            yield Activity(
-                event["name"],
-                event["dur"],
-                _path(nests, launch),
-                correlation if "GraphLaunch" in launch["name"] else None,
-            )
-
-
-def _ops(timed: Sequence[dict[str, Any]], nests: dict[Any, _Nest]) -> Iterator[Activity]:
-    ends: dict[Any, float] = {}  # by thread: end of the outermost op so far
-    for event in timed:
-        if (
-            event.get("cat") != "cpu_op"
-            or "::" not in event["name"]
-            or event["name"].startswith("profiler::")
-        ):
-            continue
-        if event["ts"] >= ends.get(event["tid"], float("-inf")):
-            ends[event["tid"]] = event["ts"] + event["dur"]
-            yield Activity(event["name"], event["dur"], _path(nests, event))

@@ -6,11 +6,21 @@ inline constexpr int DIM = 128;                // width of a query and of a key
 inline constexpr int DIM_V = 128;              // width of a value
 inline constexpr int GROUP = 4;                // query heads of a kv head
 inline constexpr int NUM_KV_HEADS = 8;         // of a layer
+inline constexpr int BLOCK_SIZE = 16;          // tokens of a block of the cache
+inline constexpr bool E5M2 = false;            // fp8 is e5m2, else e4m3
+inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
+inline constexpr int WINDOW_LEFT = -1;         // keys before a query's own position that it sees; -1: all
+inline constexpr int WINDOW_RIGHT = -1;        // keys behind it; -1: all
+inline constexpr int CHUNK = 0;                // positions of a chunk, whose keys alone a query sees; 0: none
+// of its request's query tokens a row sees those of its word (tree mask)
+inline constexpr bool TREE = false;
+inline constexpr bool SOFT_CAP = false;        // scores are bent by soft_cap * tanh(score / soft_cap)
+inline constexpr bool ALIBI = false;           // scores fall by a head's slope times the distance
+inline constexpr bool SINKS = false;           // a head's sink has a share in the softmax
+inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr int PAIR_HEADS = 1;           // kv heads of a pair, 1 or 2
 inline constexpr int QUERY_LEN = 1;            // most query tokens of a request, a power of two
-inline constexpr int BLOCK_SIZE = 16;          // tokens of a block of the cache
 inline constexpr int KV_BYTES = 2;             // of a cached number; 1: fp8
-inline constexpr bool E5M2 = false;            // fp8 is e5m2, else e4m3
 inline constexpr bool Q_HALF = false;          // q and out are float16, else bfloat16
 // tensor cores multiply float16 (fp8 caches: always), else bfloat16
 inline constexpr bool HALF = false;
@@ -20,18 +30,8 @@ inline constexpr long long K_HEAD = 128;       // k_cache, kv head
 inline constexpr long long V_BLOCK = 16384;    // v_cache, block
 inline constexpr long long V_SLOT = 1024;      // v_cache, slot of a block
 inline constexpr long long V_HEAD = 128;       // v_cache, kv head
-inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
-inline constexpr int WINDOW_LEFT = -1;         // keys before a query's own position that it sees; -1: all
-inline constexpr int WINDOW_RIGHT = -1;        // keys behind it; -1: all
-inline constexpr int CHUNK = 0;                // positions of a chunk, whose keys alone a query sees; 0: none
-// of its request's query tokens a row sees those of its word (tree mask)
-inline constexpr bool TREE = false;
 inline constexpr bool SAME_MASK = true;        // all query rows of a request see the same keys
-inline constexpr bool SOFT_CAP = false;        // scores are bent by soft_cap * tanh(score / soft_cap)
-inline constexpr bool ALIBI = false;           // scores fall by a head's slope times the distance
-inline constexpr bool SINKS = false;           // a head's sink has a share in the softmax
 inline constexpr bool SCALES = false;          // keys and values have scales
-inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr bool PDL = true;              // launched early: programmatic dependent launch
 // with more query tokens: the prefill launch's; 0: no such launch
 inline constexpr int DECODE_LEN = 0;

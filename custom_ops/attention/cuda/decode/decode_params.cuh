@@ -41,7 +41,7 @@ static_assert(!TREE || (CAUSAL && QUERY_LEN > 1 && QUERY_LEN < 32 && WARP_KEYS <
 static_assert(DIM % 16 == 0 && DIM_V % 16 == 0 && WARP_KEYS % 16 == 0 && STAGES >= 2,
               "sizes in multiples of 16, two stages");
 
-struct Params {  // packed by custom_ops/attention/cuda/paged_attention.py, in this order
+struct Params {  // packed by custom_ops/attention/cuda/decode.py, in this order
   const char *q, *k, *v;
   const int *table, *seq_lens, *starts;
   char *out;
@@ -56,7 +56,7 @@ struct Params {  // packed by custom_ops/attention/cuda/paged_attention.py, in t
   int num_reqs, num_tokens, ks_head, vs_head;
   const i64 *tree;  // with TREE, a word for each token row
 };
-static_assert(sizeof(Params) == 208, "as custom_ops/attention/cuda/paged_attention.py packs it");
+static_assert(sizeof(Params) == 208, "as custom_ops/attention/cuda/decode.py packs it");
 
 // Query rows of a pair: heads of the group within query tokens within kv heads.
 __device__ __forceinline__ int query_of(int row) { return row / GROUP % QUERY_LEN; }

@@ -173,7 +173,7 @@ __device__ __forceinline__ int shift(int tile, int num_tiles) {
 }
 
 // The run of this CTA. All barriers rely on the warps agreeing, and the counts of splits on the CTAs
-// agreeing: what they read, lengths and query starts, comes from L2, and nobody writes it while this kernel
+// agreeing: what they read, lengths and query starts, comes from L2, and is not written while this kernel
 // runs. `numbers`: Requests::NUMBERS of shared memory.
 __device__ __forceinline__ Run schedule(const Params &p, int lane, int *numbers) {
   const Requests requests(p, lane, numbers);

@@ -7,8 +7,8 @@
 // order K K V K V ... V, each block of the cache in one box; the producer runs on over the borders of tiles.
 //
 // A warpgroup asks for the scores of the next step before the softmax of this one is applied to the values,
-// so that its exponentials run beside its own products; the warpgroups issue products in turns, so that one's
-// exponentials run beside the others'. The accumulator is rescaled only if a row maximum of the warp rose,
+// so that its exponentials overlap its own products; the warpgroups issue products in turns, so that one's
+// exponentials overlap the others'. The accumulator is rescaled only if a row maximum of the warp rose,
 // which is exact.
 //
 // Why nothing here waits for ever. (1) Stages are filled and used in one order by all warpgroups; the
@@ -18,10 +18,10 @@
 // it. (2) A warpgroup that waits for its turn holds no stage. Those before it in the round have all that they
 // need or get it by (1), issue their products and pass the turn on. (3) All warpgroups take the same turns:
 // steps - 1 of every tile. (4) A tile of queries is waited for in the order in which the producer sends them,
-// and released by its last scores, for which (1) holds. Every wait names its arrival beside it. With fp8
-// queries (fp8_step) turns are one for every step; whoever has the turn waits for its own products alone; and
-// who waits for it, or for keys, may hold the values of the step before. Those keys are loaded in front of
-// the values that would go into that stage, so that (1) holds with two stages of values or more.
+// and released by its last scores, for which (1) holds. Every wait names its arrival in a comment. With fp8
+// queries (fp8_step) turns are one for every step; the warpgroup that has the turn waits for its own products
+// alone; one that waits for it, or for keys, may hold the values of the step before. Those keys are loaded in
+// front of the values that would go into that stage, so that (1) holds with two stages of values or more.
 //
 // Compiled by NVRTC for sm_90a; its constants: prefill_config.cuh. Sources: FlashAttention-3
 // (arXiv:2407.08608, 3.1 and 3.2).
@@ -29,25 +29,12 @@
 #include "prefill_load.cuh"
 #include "prefill_mainloop.cuh"
 
-#if PAIRED
-#define CLUSTERED __cluster_dims__(2, 1, 1)
-#else
-#define CLUSTERED
-#endif
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
-    paged_prefill(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) paged_prefill(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char shared[];
   __shared__ __align__(8) u64 barriers[BARRIERS];
   __shared__ __align__(16) QueryTile query_tiles[Q_STAGES];
   __shared__ int kinds[FP8 ? RAW_STAGES : 1];
   const SharedLayout smem(shared, barriers);
-  [[maybe_unused]] Mail mail = {};
-#if PAIRED
-  __shared__ __align__(8) u64 mails[5];
-  mail = {shared_address(mails), shared_address(mails) + 16, shared_address(mails) + 32};
-  if (threadIdx.x == 0)
-    for (int i = 0; i < 4; ++i) mbarrier_init(mail.full + i * 8, 1);
-#endif
   let_merge_or_decode_begin();
 #if DEBUG_CLOCKS
   const i64 begin = clock64();
@@ -70,7 +57,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
         mbarrier_init(full[kind] + i * 8,
                       FP8 && (kind == 1 || (kind == 0 && !Q_FP8)) ? CONVERTERS * ARRIVING : 1);
         mbarrier_init(empty[kind] + i * 8,
-                      (kind == 3 ? CONVERTERS : CONSUMER_WARPS * (kind < 2 ? SHARERS : 1)) * ARRIVING);
+                      (kind == 3 ? CONVERTERS : CONSUMER_WARPS) * ARRIVING);
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");  // the copy engine sees them
     prefetch_tensormap(&p.q);
@@ -78,19 +65,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     prefetch_tensormap(&p.v);
   }
   __syncthreads();
-#if PAIRED
-  // Nobody tells the other CTA's barriers, or copies into its memory, before they are made.
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  cluster_arrive();
-  cluster_wait();
-#endif
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
     // known to be the same in all lanes: otherwise the producer spills
     const int warp = uniform(threadIdx.x / 32);
     if (warp == 0) {
       Producer producer{p, smem, kinds, {}, {}, {}, (int)threadIdx.x};
-      producer.run(opened, query_tiles, mail);
+      producer.run(opened, query_tiles);
     } else if constexpr (FP8) {
       wait_for_kernels_ahead();
       Converter{smem, {}, {}, {}, (int)threadIdx.x - 32}.run(kinds);
@@ -113,10 +94,4 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     }
 #endif
   }
-#if PAIRED
-  // A CTA stays until the other one sends and tells it nothing more.
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
-#endif
 }

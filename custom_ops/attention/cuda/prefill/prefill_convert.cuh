@@ -1,6 +1,6 @@
-// Keys and values of an fp8 cache on their way to the tensor cores: warps beside the producer's make 16-bit
-// numbers of them, swizzled as the copy engine would have left them. Every number of either fp8 format is one
-// of bf16 and of fp16, so that nothing is rounded; NaN and inf stay what they are.
+// Keys and values of an fp8 cache on their way to the tensor cores: the other warps of the producer's
+// warpgroup make 16-bit numbers of them, swizzled as the copy engine would have left them. Every number of
+// either fp8 format is one of bf16 and of fp16, so that nothing is rounded; NaN and inf stay what they are.
 #pragma once
 
 #include "prefill_fp8.cuh"

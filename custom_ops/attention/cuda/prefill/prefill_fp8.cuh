@@ -1,10 +1,10 @@
 // Prefill with fp8 queries: products of e4m3 numbers, and what has to be done to values for that.
 //
 // These products take their second operand with contiguous k alone: a column's keys side by side. Values come
-// with a token's columns side by side, so that the warps beside the producer's turn those of every step
+// with a token's columns side by side, so that the producer's other warps turn those of every step
 // (prefill_layout.cuh).
 //
-// Sources: FlashAttention-3 (arXiv:2407.08608, 3.3) for turning values beside the products, in an order that
+// Sources: FlashAttention-3 (arXiv:2407.08608, 3.3) for turning values while products run, in an order that
 // suits the weights; PTX ISA, "asynchronous warpgroup level matrix", register fragments of 8-bit types.
 #pragma once
 

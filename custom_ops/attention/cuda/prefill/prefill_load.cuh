@@ -6,8 +6,8 @@
 #include "prefill_launch_order.cuh"
 
 // The producer's waits. With DEBUG_PATIENCE it gives up after so many tries and ends the kernel with an
-// error: for tests. Whoever waits for ever, the producer soon waits too; in the consumer warps the way out
-// would cost registers.
+// error: for tests. Whichever warp waits for ever, the producer soon waits too; in the consumer warps the way
+// out would cost registers.
 __device__ __forceinline__ void wait_or_give_up(u32 at, int parity) {
   if constexpr (DEBUG_PATIENCE > 0)
     asm volatile(
@@ -29,15 +29,11 @@ struct Producer {
   PipelineState<RAW_STAGES> raw;
   int lane;
 
-  // PAIRED: the first block of a step that this CTA brings both.
-  static constexpr int MY_BLOCKS = TILE_BLOCKS / SHARERS;
-  __device__ __forceinline__ int first_block() const { return PAIRED ? blockIdx.x % 2 * MY_BLOCKS : 0; }
-
   // The lane's block of a step. Blocks past the request's last key, and those before the first that the tile
   // sees, are no block at all: the copy engine fills them with zeros.
   __device__ __forceinline__ int block_of(const WorkTile &tile, int first_seen, int step) const {
-    const int index = step * TILE_BLOCKS + first_block() + lane;
-    const bool seen = lane < MY_BLOCKS && index * BLOCK_SIZE < tile.r.seq_len &&
+    const int index = step * TILE_BLOCKS + lane;
+    const bool seen = lane < TILE_BLOCKS && index * BLOCK_SIZE < tile.r.seq_len &&
                       (!HIDES_FIRST_KEYS || (index + 1) * BLOCK_SIZE > first_seen);
     return seen ? p.table[tile.request * p.table_row + index] : p.num_blocks;
   }
@@ -47,24 +43,17 @@ struct Producer {
   __device__ __forceinline__ void load(Ring &ring, u32 stages, u32 full, u32 empty, const Map *map,
                                        const Where &at, int head, int block, [[maybe_unused]] int kind) {
     const u32 to = stages + ring.slot * STAGE, filled = full + ring.slot * 8;
-    // arrive: release_stage() of every consumer warp, of both CTAs if PAIRED, or Converter::convert of every
-    // converter, a round ago
+    // arrive: Consumer::release of every consumer warp, or Converter::convert of every converter, a round
+    // ago
     wait_or_give_up(empty + ring.slot * 8, ring.phase ^ 1);
     if (lane == 0) {
       if constexpr (RAW) kinds[ring.slot] = kind;
       mbarrier_arrive_expect_tx(filled, COUNT);
     }
     __syncwarp();  // expected before anything can arrive
-    if constexpr (PAIRED) {
-      // The other CTA's stage is empty too: its consumer warps are among those waited for. Its barrier may be
-      // told before it expects anything; its phase does not end before that.
-      if (lane < MY_BLOCKS)
-        tma_load_4d_shared(to + (first_block() + lane) * (COUNT / TILE_BLOCKS), map, 0, 0,
-                           head * at.head_square, head * at.head_group + block * at.block_group, filled, 3);
-    } else if (lane < TILE_BLOCKS) {
+    if (lane < TILE_BLOCKS)
       tma_load_4d(to + lane * (COUNT / TILE_BLOCKS), map, 0, 0, head * at.head_square,
                   head * at.head_group + block * at.block_group, filled);
-    }
     ring.advance();
   }
   __device__ __forceinline__ void load_keys(int head, int block) {
@@ -122,45 +111,25 @@ struct Producer {
   // CASCADE: the CTA's next split, and its tile; `total` if there is none.
   __device__ __forceinline__ int take(const CascadeScheduler &cascade, int turn, int total,
                                       CascadeSplit &split) const {
-    split = total > 0 ? cascade.split(blockIdx.x / SHARERS, turn) : CascadeSplit{-1, 0, 0, 1};
+    split = total > 0 ? cascade.split(blockIdx.x, turn) : CascadeSplit{-1, 0, 0, 1};
     return split.tile < 0 ? total : split.tile;
   }
 
-  // PAIRED: the first CTA of a cluster draws tickets for both and tells the other one, through one of two
-  // places in its memory. `turn`: messages before.
-  __device__ __forceinline__ int tell(const Mail &mail, int ticket, int turn) {
-    const int slot = turn % 2, phase = turn / 2 & 1;
-    if (blockIdx.x % 2 == 0) {
-      if (lane == 0) {
-        wait_or_give_up(mail.empty + slot * 8, phase ^ 1);  // arrive: below, two messages ago
-        st_async(mapa(mail.place + slot * 4, 1), ticket, mapa(mail.full + slot * 8, 1));
-      }
-      __syncwarp();
-      return ticket;
-    }
-    if (lane == 0) mbarrier_arrive_expect_tx(mail.full + slot * 8, 4);
-    wait_or_give_up(mail.full + slot * 8, phase);  // arrive: the line above, and the 4 bytes from above it
-    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(ticket) : "r"(mail.place + slot * 4) : "memory");
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive_cluster(mapa(mail.empty + slot * 8, 0));
-    return ticket;
-  }
-
-  __device__ __forceinline__ void run(TileScheduler scheduler, QueryTile *query_tiles,
-                                      [[maybe_unused]] const Mail &mail) {
+  __device__ __forceinline__ void run(TileScheduler scheduler, QueryTile *query_tiles) {
     [[maybe_unused]] CascadeScheduler cascade;
     [[maybe_unused]] CascadeSplit split = {};
     if constexpr (CASCADE)
-      cascade.schedule(scheduler.live_total(), p.ctas / SHARERS, scheduler.shortest, scheduler.top);
+      cascade.schedule(scheduler.live_total(), p.ctas, scheduler.shortest, scheduler.top);
     const int total = CASCADE ? scheduler.live_total() : scheduler.total();
-    // Beside a decode launch: a counter of a request that has tiles here, which that launch does not touch.
+    // With a decode launch behind: a counter of a request that has tiles here, which that launch does not
+    // touch.
     const Tickets tickets = {(u32 *)p.tickets + (DECODE_LEN > 0 ? scheduler.owner * p.ticket_row : 0), total,
-                             (p.ctas - p.late) / SHARERS, p.late};
+                             p.ctas - p.late, p.late};
     int ticket = 0;
     if constexpr (CASCADE) {
       ticket = take(cascade, 0, total, split);
     } else {
-      if (lane == 0) ticket = tickets.begin(blockIdx.x / SHARERS, DECODE_LEN > 0 && p.is_late);
+      if (lane == 0) ticket = tickets.begin(blockIdx.x, DECODE_LEN > 0 && p.is_late);
       ticket = __shfl_sync(ALL, ticket, 0);
     }
     WorkTile tile = {};
@@ -176,7 +145,7 @@ struct Producer {
     if constexpr (SPLIT) {
       split_tiles = split_tiles_of(p);
       if (blockIdx.x == 0 && lane == 0 && !p.is_late) {
-        split_tiles->tiles = scheduler.live * NUM_KV_HEADS * SHARERS;
+        split_tiles->tiles = scheduler.live * NUM_KV_HEADS;
         split_tiles->splits = scheduler.splits;
         if constexpr (CASCADE) split_tiles->cascade = cascade;
       }
@@ -197,23 +166,17 @@ struct Producer {
       }
       int next = 0;  // comes while this tile is loaded
       if constexpr (!CASCADE)
-        if (lane == 0 && (!PAIRED || blockIdx.x % 2 == 0)) next = tickets.draw();
+        if (lane == 0) next = tickets.draw();
       const Steps reach = steps_of(scheduler, tile, ticket, split);
       const int steps = reach.count(), first = reach.first, last = reach.last, first_seen = reach.first_seen;
       const bool whole = reach.whole;
       if (lane == 0) {
-        const QueryTile query_tile = {steps,
-                         last,
-                         PAIRED ? tile.index * 2 + (int)(blockIdx.x % 2) : tile.index,
-                         tile.r.start,
-                         tile.r.query_len,
-                         tile.r.seq_len,
-                         tile.head,
-                         CASCADE ? turn * p.ctas + (int)blockIdx.x : whole ? -1 : ticket};
+        const int partial = CASCADE ? turn * p.ctas + (int)blockIdx.x : whole ? -1 : ticket;
+        const QueryTile query_tile = {steps,            last,           tile.index, tile.r.start,
+                                      tile.r.query_len, tile.r.seq_len, tile.head,  partial};
         query_tiles[buffer] = query_tile;
         if constexpr (CASCADE) {
-          if (split.to == split.of)
-            split_tiles->query_tiles[ticket * SHARERS + blockIdx.x % SHARERS] = query_tile;
+          if (split.to == split.of) split_tiles->query_tiles[ticket] = query_tile;
         } else if constexpr (SPLIT) {
           if (!whole && tile.split == 0) split_tiles->query_tiles[ticket / scheduler.splits] = query_tile;
         }
@@ -230,9 +193,7 @@ struct Producer {
       }
       __syncwarp();
       if constexpr (CASCADE)
-        if (steps > 0)
-          gather_queries(p, tile, tile.index * SHARERS + blockIdx.x % SHARERS, smem.q + buffer * Q_TILE_BYTES,
-                         q_full, lane);
+        if (steps > 0) gather_queries(p, tile, smem.q + buffer * Q_TILE_BYTES, q_full, lane);
       int block_ahead = 0;
       if (steps > 0) {
         load_keys(tile.head, block);
@@ -243,7 +204,6 @@ struct Producer {
       // The next tile is sought while the stages are full, so that nothing waits for it at the border.
       if constexpr (CASCADE) ticket = take(cascade, turn + 1, total, split);
       else ticket = __shfl_sync(ALL, next, 0);
-      if constexpr (PAIRED && !CASCADE) ticket = tell(mail, ticket, turn);
       WorkTile coming = {};
       int coming_block = 0, coming_before = 0;
       if (ticket < total) {

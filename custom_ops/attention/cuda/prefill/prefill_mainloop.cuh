@@ -19,7 +19,7 @@ __device__ __forceinline__ void meet(int warpgroup) {
 }
 
 // A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the
-// exponentials behind the wait for the products that they should run beside: nothing else holds them in front
+// exponentials behind the wait for the products that they should overlap: nothing else holds them in front
 // of it.
 __device__ __forceinline__ void barrier_wait_after(u32 at, int parity, float x) {
   mbarrier_wait(at, parity ^ (DEBUG_BESIDE && x < -1.f));
@@ -63,15 +63,6 @@ struct Consumer {
   __device__ __forceinline__ void release(u32 barrier) {
     if (DEBUG_EVERY_LANE || lane == 0) mbarrier_arrive(barrier);
   }
-  // A stage. PAIRED: the other CTA fills half of it, too.
-  __device__ __forceinline__ void release_stage(u32 barrier) {
-    if constexpr (PAIRED) {
-      if (lane < 2) mbarrier_arrive_cluster(mapa(barrier, (blockIdx.x ^ lane) % 2));
-    } else {
-      release(barrier);
-    }
-  }
-
   __device__ __forceinline__ void issue_scores(Softmax &x, u32 queries, int slot) {
     const u64 a = matrix<K_LINE>(queries + warpgroup * 64 * K_LINE, 16, K_SQUARE);
     const u64 b = matrix<K_LINE>(smem.k + slot * K_STAGE_BYTES, 16, K_SQUARES * K_SQUARE);
@@ -103,7 +94,7 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // A value that nobody sees may be NaN, and 0 * NaN is NaN: zeros for `count` slots from `first` on. All
+  // A masked value may be NaN, and 0 * NaN is NaN: zeros for `count` slots from `first` on. All
   // warpgroups write them, each before its own products.
   __device__ __forceinline__ void clear_values(int slot, int first, int count) {
     const u32 values = smem.v + slot * V_STAGE_BYTES;
@@ -164,7 +155,7 @@ struct Consumer {
     issue_values(x, values);
     give_turn(warpgroup);
     wgmma_wait<1>();  // the scores are here
-    release_stage(k_empty);
+    release(k_empty);
     if (key == begin) release(q_empty);
     finish_scores<MASKED>(x, rows, key);
     x.raise(scale, shrink);
@@ -173,15 +164,15 @@ struct Consumer {
     barrier_wait_after(key > begin ? smem.k_full + k.slot * 8 : smem.v_full + v.slot * 8,
                        key > begin ? k.phase : v.phase, x.total[0] + x.total[1]);
     wgmma_wait<0>();
-    release_stage(v_empty);
+    release(v_empty);
     x.convert();
     x.rescale(shrink);
   }
 
   // A step with fp8 queries, whose products take half as long: the scores of `key`, behind the products with
-  // the values before, which nobody has waited for; then the weights; then the products with the values are
-  // asked for and left to run. The turn is kept until both products are done, so that they stand beside the
-  // other warpgroup's exponentials and not beside its products.
+  // the values before, which were not waited for; then the weights; then the products with the values are
+  // asked for and left to run. The turn is kept until both products are done, so that they overlap the
+  // other warpgroup's exponentials and not its products.
   template <bool MASKED>
   __device__ __forceinline__ void fp8_step(Softmax &x, const Rows &rows, int key, int begin, float scale,
                                              u32 queries, u32 q_empty, const QueryTile &tile) {
@@ -195,7 +186,7 @@ struct Consumer {
     issue_scores(x, queries, k.slot);
     wgmma_wait<0>();
     give_turn(warpgroup);
-    release_stage(smem.k_empty + k.slot * 8);
+    release(smem.k_empty + k.slot * 8);
     if (!is_first) release_values();
     k.advance();
     if (key == begin) release(q_empty);
@@ -214,7 +205,7 @@ struct Consumer {
   }
   // The stage whose products were asked for last.
   __device__ __forceinline__ void release_values() {
-    release_stage(smem.v_empty + (v.slot == 0 ? V_STAGES - 1 : v.slot - 1) * 8);
+    release(smem.v_empty + (v.slot == 0 ? V_STAGES - 1 : v.slot - 1) * 8);
   }
   // The tile's first block holds keys that none of its rows sees; blocks before it came as zeros.
   __device__ __forceinline__ void clear_unseen_values(const QueryTile &tile, int begin) {
@@ -277,7 +268,7 @@ struct Consumer {
     wgmma_fence();
     issue_scores(x, queries, k.slot);
     wgmma_wait<0>();
-    release_stage(smem.k_empty + k.slot * 8);
+    release(smem.k_empty + k.slot * 8);
     k.advance();
     if (tile.steps == 1) release(q_empty);
     if (key + TILE_KV > all_end || (HIDES_FIRST_KEYS && key < all_low)) finish_scores<true>(x, rows, key);
@@ -303,14 +294,13 @@ struct Consumer {
     wgmma_fence();
     issue_values(x, v.slot);
     wgmma_wait<0>();
-    release_stage(smem.v_empty + v.slot * 8);
+    release(smem.v_empty + v.slot * 8);
     v.advance();
   }
 
-  // Whether no row of the warpgroup stands for a query: a short chunk fills some of a tile's warpgroups, a
-  // pair's second tile may be empty.
+  // Whether no row of the warpgroup stands for a query: a short chunk fills some of a tile's warpgroups.
   __device__ __forceinline__ bool is_idle(const QueryTile &tile) const {
-    return (SPLIT || PAIRED) && tile.index * TILE_TOKENS + warpgroup * 64 / GROUP >= tile.query_len;
+    return SPLIT && tile.index * TILE_TOKENS + warpgroup * 64 / GROUP >= tile.query_len;
   }
 
   // A tile without rows for this warpgroup: the waits, turns and releases of `mainloop` in its order, without
@@ -322,18 +312,18 @@ struct Consumer {
         mbarrier_wait(smem.k_full + k.slot * 8, k.phase);
         await_turn(warpgroup);  // arrive: as there
         give_turn(warpgroup);
-        release_stage(smem.k_empty + k.slot * 8);
+        release(smem.k_empty + k.slot * 8);
         k.advance();
         if (left == 1) release(q_empty);
         mbarrier_wait(smem.v_full + v.slot * 8, v.phase);
-        release_stage(smem.v_empty + v.slot * 8);
+        release(smem.v_empty + v.slot * 8);
         v.advance();
       }
       return;
     }
     // arrive, here and below: Producer::load's expect and the bytes of its copies
     mbarrier_wait(smem.k_full + k.slot * 8, k.phase);
-    release_stage(smem.k_empty + k.slot * 8);
+    release(smem.k_empty + k.slot * 8);
     k.advance();
     if (steps == 1) release(q_empty);
 #pragma unroll 1
@@ -345,12 +335,12 @@ struct Consumer {
       give_turn(warpgroup);
       k.advance();
       v.advance();
-      release_stage(k_empty);
+      release(k_empty);
       if (left == 1) release(q_empty);
-      release_stage(v_empty);
+      release(v_empty);
     }
     mbarrier_wait(smem.v_full + v.slot * 8, v.phase);
-    release_stage(smem.v_empty + v.slot * 8);
+    release(smem.v_empty + v.slot * 8);
     v.advance();
   }
 

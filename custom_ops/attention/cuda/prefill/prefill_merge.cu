@@ -52,15 +52,14 @@ extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __gr
     // no row of the warpgroup stands for a query: it left nothing (Consumer::is_idle)
     if (tile.index * TILE_TOKENS + warpgroup * 64 / GROUP >= tile.query_len) continue;
     const int thread = warpgroup * 128 + threadIdx.x, lane = thread % 32;
-    const int splits = CASCADE ? cascade.num_splits(index / SHARERS) : alike;
+    const int splits = CASCADE ? cascade.num_splits(index) : alike;
     float top[2] = {FLOOR, FLOOR}, total[2] = {}, acc[SLICE * 4] = {};
     for (int begin = 0; begin < splits; begin += AHEAD) {
       float4 state[AHEAD], x[AHEAD][SLICE];
 #pragma unroll
       for (int j = 0; j < AHEAD; ++j) {
         if (begin + j >= splits) break;
-        const int partial = CASCADE ? cascade.partial(index / SHARERS, begin + j) * SHARERS + index % SHARERS
-                                 : index * splits + begin + j;
+        const int partial = CASCADE ? cascade.partial(index, begin + j) : index * splits + begin + j;
         const float4 *at = partial_of(p, partial) + thread;
         state[j] = load_l2(at + DIM_V / 8 * CONSUMER_THREADS);
 #pragma unroll

@@ -7,8 +7,8 @@
 #include "prefill_scheduler.cuh"
 
 constexpr int THREADS = (WARPGROUPS + 1) * 128;     // warpgroup 0 loads
-constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : PAIRED ? 56 : 40;
-constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : PAIRED ? 224 : 232;
+constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = WARPGROUPS == 3 ? 160 : 232;
 constexpr int CONSUMER_WARPS = WARPGROUPS * 4, CONSUMER_THREADS = WARPGROUPS * 128;
 constexpr int TILE_BLOCKS = TILE_KV / BLOCK_SIZE;        // blocks of a step
 // bytes of a step's keys, and of its values
@@ -18,7 +18,7 @@ constexpr int Q_LOAD_BYTES = TILE_TOKENS * GROUP * DIM * BYTES;  // what the cop
 constexpr bool FP8 = KV_BYTES == 1;
 // fp8: bytes of a step's keys, or of its values, as they come; with fp8 queries keys come as they are read
 constexpr int RAW_STAGE_BYTES = TILE_KV * (DIM > DIM_V && !Q_FP8 ? DIM : DIM_V);
-// fp8: warps that convert them, those beside the producer's
+// fp8: warps that convert them, the others of the producer's warpgroup
 constexpr int CONVERTERS = 3;
 // lanes of a warp that arrive at a barrier: one, behind what all have read or written; compute-sanitizer's
 // racecheck follows each lane for itself
@@ -30,10 +30,6 @@ static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && TILE_KV
               "squares, boxes, one a lane");
 static_assert(K_STAGE_BYTES % 1024 == 0 && V_STAGE_BYTES % 1024 == 0 && Q_TILE_BYTES % 1024 == 0,
               "swizzles repeat");
-static_assert(!PAIRED || (TILE_BLOCKS % 2 == 0 && WARPGROUPS == 2 && !HIDES_FIRST_KEYS && !FP8 && !TREE &&
-                          SPLIT == CASCADE && DECODE_LEN == 0),
-              "each CTA brings half of the blocks; registers; what was thought through");
-static_assert(!PAIRED || !DEBUG_EVERY_LANE, "counts");
 static_assert(!CASCADE || (SPLIT && !CAUSAL && !HIDES_FIRST_KEYS && WINDOW_RIGHT < 0 && !TREE && !ALIBI &&
                            !SINKS && DECODE_LEN == 0 && !Q_FP8),
               "all rows of a group see the same keys; sinks count once");
@@ -131,12 +127,6 @@ constexpr int PARTIAL_VECTORS = DIM_V / 8 + 1, PARTIAL_FLOATS = PARTIAL_VECTORS 
 __device__ __forceinline__ float4 *partial_of(const Params &p, int partial) {
   return (float4 *)p.partials + (i64)partial * PARTIAL_VECTORS * CONSUMER_THREADS;
 }
-
-// PAIRED, addresses in the memory of a cluster's second CTA, but for `empty`, which the first one's is: two
-// places for tickets, and two barriers each that say of them whether they are full or empty.
-struct Mail {
-  u32 full, empty, place;
-};
 
 struct SplitTiles {  // the tiles in splits, of which tickets tile * splits ... are the splits
   int tiles, splits, unused[2];

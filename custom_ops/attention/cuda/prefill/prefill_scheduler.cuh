@@ -9,10 +9,9 @@
 //
 // SPLIT: where tiles with keys are few, each is cut into `splits` of about as many steps, a ticket each, so
 // that all CTAs have work. Every CTA works out the same number of splits. There are no more of these tickets
-// than CTAs. PAIRED: a ticket stands for two tiles, side by side, of the two CTAs of a cluster; here they are
-// one tile. DECODE_LEN > 0: requests of up to DECODE_LEN query tokens, and the rows behind the last request,
-// are another launch's: they have no tiles here. CASCADE: tiles are dealt out by cascade_scheduler.cuh, and
-// are whole in the schedule.
+// than CTAs. DECODE_LEN > 0: requests of up to DECODE_LEN query tokens, and the rows behind the last
+// request, are the decode launch's: they have no tiles here. CASCADE: tiles are dealt out by
+// cascade_scheduler.cuh, and are whole in the schedule.
 #pragma once
 
 #include "prefill_config.cuh"
@@ -23,8 +22,6 @@
 constexpr int TILE_Q = WARPGROUPS * 64;
 // query tokens of a tile; rows behind TILE_TOKENS * GROUP are idle
 constexpr int TILE_TOKENS = TILE_Q / GROUP;
-constexpr int SHARERS = PAIRED ? 2 : 1;        // CTAs that take a ticket together, a tile each
-constexpr int WORK_TILE_TOKENS = TILE_TOKENS * SHARERS;  // query tokens of a ticket
 constexpr int HEAD_BYTES = (DIM + DIM_V) * KV_BYTES;  // a token's keys and values in one kv head
 constexpr int L2_KEYS = 32 << 20;  // bytes of keys and values of a section that one request may have
 // steps of a tile that is worth cutting, and of its splits at least
@@ -35,14 +32,14 @@ constexpr int SPLIT_WORTH_STEPS = 8, MIN_SPLIT_STEPS = 3;
 struct Request {
   int start, query_len, seq_len;
 
-  BOTH int tiles() const { return (query_len + WORK_TILE_TOKENS - 1) / WORK_TILE_TOKENS; }
+  BOTH int tiles() const { return (query_len + TILE_TOKENS - 1) / TILE_TOKENS; }
   BOTH int position(int token) const { return seq_len - query_len + token; }
 
   // The first key that a token of the tile sees, and one past the last.
   // TREE: any token of a tree may stand right behind the context.
-  BOTH int first_seen(int tile) const { return first_key(position(TREE ? 0 : tile * WORK_TILE_TOKENS)); }
+  BOTH int first_seen(int tile) const { return first_key(position(TREE ? 0 : tile * TILE_TOKENS)); }
   BOTH int end(int tile) const {
-    return end_key(position(min((tile + 1) * WORK_TILE_TOKENS, query_len) - 1), seq_len);
+    return end_key(position(min((tile + 1) * TILE_TOKENS, query_len) - 1), seq_len);
   }
 
   // Key tiles up to the last one seen.
@@ -54,7 +51,7 @@ struct Request {
     const int before = (level - 1) * TILE_KV;  // keys that a tile must see more than
     if (query_len <= 0 || seq_len <= before) return tiles();
     const int hidden = first_to_see(before) - position(0);
-    return hidden <= 0 ? 0 : min(hidden / WORK_TILE_TOKENS, tiles() - 1);
+    return hidden <= 0 ? 0 : min(hidden / TILE_TOKENS, tiles() - 1);
   }
 };
 
@@ -112,8 +109,8 @@ struct TileScheduler {
   BOTH int most_steps() const {
     int keys = top * TILE_KV;
     if (WINDOW_LEFT >= 0 && (CAUSAL || WINDOW_RIGHT >= 0))
-      keys = min(keys, WINDOW_LEFT + max(WINDOW_RIGHT, 0) + WORK_TILE_TOKENS + 2 * TILE_KV);
-    if (CHUNK > 0) keys = min(keys, CHUNK + WORK_TILE_TOKENS + 2 * TILE_KV);
+      keys = min(keys, WINDOW_LEFT + max(WINDOW_RIGHT, 0) + TILE_TOKENS + 2 * TILE_KV);
+    if (CHUNK > 0) keys = min(keys, CHUNK + TILE_TOKENS + 2 * TILE_KV);
     return keys / TILE_KV;
   }
 

@@ -1,0 +1,79 @@
+"""From a call's record to the constants and parameters of the CUDA C++ kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.cuda.config import Constant
+from torchpaged.custom_ops.pools import head_stride
+
+#: Constants that decode and prefill are both compiled with.
+CALL_CONSTANTS = (
+    Constant("DIM", "int", "width of a query and of a key"),
+    Constant("DIM_V", "int", "width of a value"),
+    Constant("GROUP", "int", "query heads of a kv head"),
+    Constant("NUM_KV_HEADS", "int", "of a layer"),
+    Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
+    Constant("E5M2", "bool", "fp8 is e5m2, else e4m3"),
+    Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
+    Constant("WINDOW_LEFT", "int", "keys before a query's own position that it sees; -1: all"),
+    Constant("WINDOW_RIGHT", "int", "keys behind it; -1: all"),
+    Constant("CHUNK", "int", "positions of a chunk, whose keys alone a query sees; 0: none"),
+    Constant("TREE", "bool", "of its request's query tokens a row sees those of its word (tree mask)"),
+    Constant("SOFT_CAP", "bool", "scores are bent by soft_cap * tanh(score / soft_cap)"),
+    Constant("ALIBI", "bool", "scores fall by a head's slope times the distance"),
+    Constant("SINKS", "bool", "a head's sink has a share in the softmax"),
+    Constant("LSE", "bool", "log-sum-exp is stored"),
+)
+
+
+def call_constants(spec: Specialisation) -> dict[str, int]:
+    """The values of `CALL_CONSTANTS`."""
+    return {
+        "DIM": spec.dim,
+        "DIM_V": spec.dim_v,
+        "GROUP": spec.group,
+        "NUM_KV_HEADS": spec.num_kv_heads,
+        "BLOCK_SIZE": spec.block_size,
+        "E5M2": spec.kv_dtype == torch.float8_e5m2,
+        "CAUSAL": spec.causal,
+        "WINDOW_LEFT": spec.window_left,
+        "WINDOW_RIGHT": spec.window_right,
+        "CHUNK": spec.chunk_size,
+        "TREE": spec.tree,
+        "SOFT_CAP": spec.soft_cap,
+        "ALIBI": spec.alibi,
+        "SINKS": spec.sinks,
+        "LSE": spec.lse,
+    }
+
+
+def call_params(call: AttentionCall) -> dict[str, Any]:
+    """The fields that ``struct Params`` of decode and of prefill have in common: addresses, strides in
+    numbers, and what the call says; without those of tensors that it has not, which stay 0."""
+    out, table, lse = call.out, call.block_table, call.lse
+    o_token, o_head, _ = out.stride()
+    fields = {
+        "out": out.data_ptr(),
+        "table": table.data_ptr(),
+        "seq_lens": call.seq_lens.data_ptr(),
+        "starts": call.query_start_loc.data_ptr(),
+        "o_token": o_token,
+        "o_head": o_head,
+        "table_row": table.stride(0),
+        "scale": call.scale,
+        "soft_cap": call.logits_soft_cap,
+        "num_reqs": table.shape[0],
+        "num_tokens": call.q.shape[0],
+    }
+    if lse is not None:
+        fields["lse"] = lse.data_ptr()
+        fields["l_token"], fields["l_head"] = lse.stride()
+    for name, tensor in zip(("slopes", "sinks", "k_scale", "v_scale", "tree"), call.optional, strict=True):
+        if tensor is not None:
+            fields[name] = tensor.data_ptr()
+    fields["ks_head"], fields["vs_head"] = head_stride(call.k_scale), head_stride(call.v_scale)
+    return fields

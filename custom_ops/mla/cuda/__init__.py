@@ -1,0 +1,1 @@
+"""Latent attention in CUDA C++, for Hopper."""

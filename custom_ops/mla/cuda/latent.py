@@ -1,0 +1,94 @@
+"""Launches of ``latent.cu`` and, behind it, of ``latent_merge.cu``."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda.pool_map import pool_map
+from torchpaged.custom_ops.mla.cuda.shape import (
+    LatentSpec,
+    latent_config,
+    shared_bytes,
+    slot_floats,
+    threads_of,
+)
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+MERGE_THREADS = 512
+
+
+class LatentParams(ctypes.Structure):
+    """``struct Params`` of latent_params.cuh."""
+
+    _fields_ = [
+        ("kv", Map),
+        *((name, _POINTER) for name in ("q", "out", "lse", "table", "seq_lens", "starts", "parts")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "o_token", "o_head", "l_token", "l_head")),
+        ("table_row", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+        *((name, _INT) for name in ("num_reqs", "num_tokens", "num_blocks", "block_group", "row_tiles")),
+        ("groups", _INT),
+        ("_padding", _INT * 13),  # to a multiple of 64 bytes, as tensor maps are aligned
+    ]
+
+
+def attend(call: LatentCall, spec: LatentSpec) -> None:
+    """Launch a checked call that `shape.why_not` lets pass."""
+    q, pool, out, lse = call.q, call.kv_cache, call.out, call.lse
+    index, num_reqs = q.device.index or 0, call.block_table.shape[0]
+    kernel, merge, config = _specialised(index, spec)
+    ctas, early = gpu.num_sms(index), gpu.launches_early(index)
+    row_tiles = -(-call.max_query_len * spec.num_heads // config["ROWS"])
+    groups = ctas // row_tiles
+    parts = torch.empty(
+        groups * row_tiles * 2 * slot_floats(config) if groups > 1 else 0,
+        dtype=torch.float32,
+        device=q.device,
+    )
+    keys, block_group = pool_map(pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride())
+    l_token, l_head = (0, 0) if lse is None else lse.stride()
+    params = LatentParams(
+        kv=keys,
+        q=q.data_ptr(),
+        out=out.data_ptr(),
+        lse=address(lse),
+        table=call.block_table.data_ptr(),
+        seq_lens=call.seq_lens.data_ptr(),
+        starts=call.query_start_loc.data_ptr(),
+        parts=parts.data_ptr(),
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        o_token=out.stride(0),
+        o_head=out.stride(1),
+        l_token=l_token,
+        l_head=l_head,
+        table_row=call.block_table.stride(0),
+        scale=call.scale * 1.4426950408889634,  # scores are in base 2
+        num_reqs=num_reqs,
+        num_tokens=q.shape[0],
+        num_blocks=pool.shape[0],
+        block_group=block_group,
+        row_tiles=row_tiles,
+        groups=groups,
+    )
+    kernel.launch(groups * row_tiles, threads_of(config), params, early=early)
+    if groups > 1:
+        merge.launch((groups - 1) * row_tiles * config["MERGE_SHARE"], MERGE_THREADS, params, early=early)
+
+
+@functools.cache
+def _specialised(index: int, spec: LatentSpec) -> tuple[jit.Kernel, jit.Kernel, Config]:
+    """The kernel, its merge, and what they are compiled for."""
+    config = latent_config(spec)
+    jit.compile_ahead("latent_merge.cu", config, gpu.capability(index))
+    device = torch.device("cuda", index)
+    kernel = jit.kernel("latent.cu", "latent_decode", config, device, shared_bytes=shared_bytes(config))
+    merge = jit.kernel("latent_merge.cu", "latent_merge", config, device, shared_bytes=0)
+    return kernel, merge, config

@@ -1,0 +1,44 @@
+"""mla_attention of the ``cuda`` backend: short queries by the Hopper kernel, everything that it can't take by
+the Triton kernel."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.check import check_mla_attention
+from torchpaged.custom_ops.mla.cuda import latent, shape
+
+
+def mla_attention(call: LatentCall) -> None:
+    """Launch; arguments as in ``custom_ops/mla/schema.py``. Every choice here depends on shapes, never on
+    lengths."""
+    if call.q.device.type != "cuda":
+        raise BackendUnavailableError(
+            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.q.device.type}"
+        )
+    if route(call) is not None:
+        _triton()(call)
+        return
+    check_mla_attention(call)
+    latent.attend(call, shape.LatentSpec.of(call, gpu.num_sms(call.q.device.index or 0)))
+
+
+def route(call: LatentCall) -> str | None:
+    """Why a call goes to Triton, or None: from shapes, dtypes, strides and addresses alone."""
+    if call.q.dim() != 3 or call.kv_cache.dim() != 4 or call.out.dim() != 3:
+        return "shapes that the check refuses"
+    if not call.q.shape[0] or not call.block_table.shape[0]:
+        return "no requests or no tokens"
+    return shape.why_not(call, gpu.capability(call.q.device.index or 0))
+
+
+@functools.cache
+def _triton() -> Callable[[LatentCall], None]:
+    """Triton's launches, imported when they are needed."""
+    from torchpaged.custom_ops.mla.triton.mla_attention import mla_attention
+
+    return mla_attention

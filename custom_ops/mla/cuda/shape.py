@@ -1,0 +1,121 @@
+"""Which calls of ``mla_attention`` the Hopper kernel takes, and how its work is cut: by shapes and dtypes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda.constants import LATENT
+from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
+
+#: Most rows (query tokens x heads) of a request, two tiles of 64, and the widths: as far as it was timed
+#: against the Triton kernel, in bfloat16, with blocks of 64 and one query token (docs/log/latent_cuda.md).
+#: float16, smaller blocks and several query tokens were compared with the oracle only.
+MAX_ROWS = 128
+WIDTHS = ((512, 64),)
+_SHARED = 227 * 1024
+_DTYPES = (torch.bfloat16, torch.float16)
+_TILE_KV, _MAX_STAGES = 64, 4
+_MAX_COORDINATE = 2**31 - 1
+
+
+class LatentSpec(NamedTuple):
+    """What a kernel is compiled for; the constants of the same names."""
+
+    rank: int
+    rope: int
+    num_heads: int
+    block_size: int
+    half: bool
+    causal: bool
+    lse: bool
+    rows: int
+    max_groups: int
+
+    @classmethod
+    def of(cls, call: LatentCall, num_sms: int) -> LatentSpec:
+        """Of a call that `why_not` lets pass."""
+        num_heads = call.q.shape[1]
+        return cls(
+            rank=call.rank,
+            rope=call.q.shape[2] - call.rank,
+            num_heads=num_heads,
+            block_size=call.kv_cache.shape[1],
+            half=call.q.dtype == torch.float16,
+            causal=call.causal,
+            lse=call.lse is not None,
+            rows=rows_of(num_heads * call.max_query_len),
+            max_groups=num_sms,
+        )
+
+
+def rows_of(most: int) -> int:
+    """Rows of a tile, for requests of at most so many (query tokens x heads)."""
+    return next((rows for rows in (8, 16, 32) if most <= rows), 64)
+
+
+def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
+    """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
+    q, pool, out, rank = call.q, call.kv_cache, call.out, call.rank
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if q.dtype not in _DTYPES:
+        return f"{q.dtype}, not bfloat16 or float16"
+    if (rank, q.shape[2] - rank) not in WIDTHS:
+        return f"{rank} + {q.shape[2] - rank} columns"
+    if pool.shape[1] not in (16, 32, 64):
+        return f"blocks of {pool.shape[1]} tokens, not 16, 32 or 64"
+    if call.max_query_len * q.shape[1] > MAX_ROWS:
+        return f"queries of up to {call.max_query_len} tokens x {q.shape[1]} heads, not {MAX_ROWS} rows"
+    for name, tensor, count in (("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3)):
+        strides = tensor.stride()[:count]
+        if tensor.data_ptr() % 16 or any(stride * 2 % 16 for stride in strides) or tensor.stride(-1) != 1:
+            return f"{name} with strides {tuple(tensor.stride())}: rows that begin at multiples of 16 bytes"
+    box = pool_box(tuple(pool.shape), pool.stride())
+    if box is None:
+        return f"kv_cache with strides {tuple(pool.stride())}: tokens one behind the other"
+    if max(box.sizes) > _MAX_COORDINATE or pool.shape[0] * box.block_group > _MAX_COORDINATE:
+        return f"kv_cache with {pool.shape[0]} blocks"
+    return None
+
+
+def latent_config(spec: LatentSpec) -> Config:
+    """The constants."""
+    stages = _MAX_STAGES
+    while _count(spec.rank + spec.rope, spec.rows, stages) > _SHARED:
+        stages -= 1
+    values = {name.upper(): int(value) for name, value in spec._asdict().items()}
+    return LATENT.config(
+        {
+            **values,
+            "WARPGROUPS": 2 if spec.rows == 64 else 1,
+            "STAGES": stages,
+            "MIN_TILES": 2,
+            "MERGE_SHARE": max(1, spec.rows // 16),
+        },
+        exact=True,
+    )
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of ``latent_decode``, as latent_params.cuh counts it."""
+    width, rows = config["RANK"] + config["ROPE"], config["ROWS"]
+    return _count(width, rows, config["STAGES"])
+
+
+def _count(width: int, rows: int, stages: int) -> int:
+    tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 128
+    return tiles + 4 * rows * 4 + rows * 4 + rows * 8 + stages * 16 + 72
+
+
+def slot_floats(config: Config) -> int:
+    """Numbers of a partial result, ``SLOT_FLOATS``."""
+    return config["ROWS"] * (config["RANK"] + 2)
+
+
+def threads_of(config: Config) -> int:
+    """Threads of a CTA of ``latent_decode``, ``THREADS``."""
+    return 160 if config["WARPGROUPS"] == 1 else 384

@@ -1,0 +1,71 @@
+"""What launchers hand to the Triton kernels of attention and of cache writes: records of pointers, strides
+and numbers. A record is one argument of a kernel, so that its fields have their names on both sides. No
+import of Triton.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchpaged.custom_ops.pools import head_stride
+
+
+class Batch(NamedTuple):
+    """Pointers to the batch's metadata, and its sizes; ``table_row``: stride. What a kernel is not
+    specialised on is an argument by itself, None in the record that is launched, and put in by the kernel."""
+
+    table: Any
+    seq_lens: Any
+    starts: Any
+    num_reqs: Any = None
+    num_tokens: Any = None
+    table_row: Any = None
+
+
+class Results(NamedTuple):
+    """Pointers to ``out`` and ``lse`` (or None), and their strides of a token and a head."""
+
+    out: Any
+    lse: Any
+    o_token: Any
+    o_head: Any
+    l_token: Any
+    l_head: Any
+
+    @classmethod
+    def of(cls, out: Tensor, lse: Tensor | None) -> Results:
+        """Those of a call."""
+        return cls(out, lse, *out.stride()[:2], *(lse.stride() if lse is not None else (0, 0)))
+
+
+class Tokens(NamedTuple):
+    """A pointer to heads of tokens, ``[num_tokens, num_heads, width]``, and its strides."""
+
+    ptr: Any
+    token: Any
+    head: Any
+
+    @classmethod
+    def of(cls, x: Tensor) -> Tokens:
+        """Those of a tensor."""
+        return cls(x, *x.stride()[:2])
+
+
+class Pool(NamedTuple):
+    """A pointer to a pool, ``[num_blocks, block_size, num_kv_heads, width]``, and its strides; with the scale
+    of what it holds, or None."""
+
+    ptr: Any
+    block: Any
+    slot: Any
+    head: Any
+    scale: Any
+    scale_head: Any
+
+    @classmethod
+    def of(cls, cache: Tensor, scale: Tensor | None) -> Pool:
+        """That of a tensor."""
+        block, slot, head, _ = cache.stride()
+        return cls(cache, block, slot, head, scale, head_stride(scale))

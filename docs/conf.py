@@ -1,0 +1,69 @@
+"""The site: ``sphinx-build -W docs build/site``. Needs ``pip install ".[docs]"`` and the package's own
+extras; no network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchpaged
+
+project = "torchpaged"
+release = version = torchpaged.__version__
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence"]
+napoleon_use_ivar = True
+default_role = "py:obj"  # `name` in docstrings
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+html_theme = "furo"
+html_title = f"torchpaged {release}"
+templates_path = ["templates"]
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/versions.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+# Links to folders of the checkout, which MyST can't copy as it does files; words that are attributes of
+# several classes, such as `session`.
+suppress_warnings = ["myst.xref_missing", "ref.python"]
+
+
+def to_restructured_text(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings are written for a terminal: code stands indented behind an empty line, without a mark.
+
+    A table in a module has no docstring of its own; ``dict``'s would stand in its place.
+    """
+    if what == "data" and type(value).__module__ == "builtins":
+        lines[:] = [f"A {type(value).__name__}."]
+    marked: list[str] = []
+    for line in lines:
+        before = marked[-2:]
+        if (
+            line.startswith("    ")
+            and before[-1:] == [""]
+            and len(before) == 2
+            and before[0][:1].strip()
+            and before[0][-2:] != "::"
+        ):
+            marked += ["::", ""]
+        marked.append(line)
+    lines[:] = marked
+
+
+def setup(app: Any) -> None:
+    """What Sphinx calls."""
+    app.connect("autodoc-process-docstring", to_restructured_text, priority=100)  # ahead of napoleon

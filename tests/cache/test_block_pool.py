@@ -1,0 +1,90 @@
+"""BlockPool: allocation, reference counts, exhaustion, and that a failed call changes nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from torchpaged import ArgumentError, BlockPool, BlockPoolExhaustedError
+
+
+def state(pool: BlockPool) -> tuple[int, list[int]]:
+    return pool.num_free, [pool.ref_count(b) for b in range(1, pool.num_blocks)]
+
+
+def test_the_null_block_is_never_handed_out() -> None:
+    pool = BlockPool(5)
+    assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
+    assert pool.num_free == 0
+
+
+def test_exhaustion_is_typed_and_changes_nothing() -> None:
+    pool = BlockPool(4)
+    pool.allocate(2)
+    before = state(pool)
+    with pytest.raises(
+        BlockPoolExhaustedError, match="2 requested, 1 free of 3 usable.*num_blocks=5 or more"
+    ) as caught:
+        pool.allocate(2)
+    assert (caught.value.requested, caught.value.available, caught.value.total) == (2, 1, 3)
+    assert state(pool) == before
+
+
+def test_fork_keeps_blocks_until_the_last_holder_leaves() -> None:
+    pool = BlockPool(4)
+    parent = pool.allocate(2)
+    child = pool.fork(parent)
+    pool.free(parent)
+    assert pool.num_free == 1
+    assert [pool.ref_count(b) for b in child] == [1, 1]
+    pool.free(child)
+    assert pool.num_free == 3
+
+
+@pytest.mark.parametrize("wrong", [[0], [9], [-1], [1, 1], [2]])
+def test_bad_frees_are_refused_whole(wrong: list[int]) -> None:
+    pool = BlockPool(4)
+    assert pool.allocate(1) == [1]
+    before = state(pool)
+    with pytest.raises(ArgumentError, match="blocks"):
+        pool.free([1, *wrong] if wrong != [1, 1] else wrong)
+    assert state(pool) == before
+
+
+def test_random_traffic_against_a_model() -> None:
+    rng, pool = random.Random(0), BlockPool(40)
+    held: list[list[int]] = []
+    for _ in range(3000):
+        action = rng.random()
+        if action < 0.4:
+            count = rng.randrange(6)
+            if count > pool.num_free:
+                with pytest.raises(BlockPoolExhaustedError):
+                    pool.allocate(count)
+            else:
+                held.append(pool.allocate(count))
+        elif action < 0.6 and held:
+            held.append(pool.fork(rng.choice(held)))
+        elif held:
+            pool.free(held.pop(rng.randrange(len(held))))
+        counts = {b: sum(b in blocks for blocks in held) for b in range(1, 40)}
+        assert all(pool.ref_count(b) == n for b, n in counts.items())
+        assert pool.num_used == sum(n > 0 for n in counts.values()) <= pool.peak_used
+
+
+def test_sizes() -> None:
+    for size in (1, 2.5, 3.0, "4", None, True):
+        with pytest.raises(ArgumentError, match="num_blocks: expected an int of at least 2"):
+            BlockPool(size)  # type: ignore[arg-type]
+    pool = BlockPool(3)
+    for count in (-1, 1.5, 1.0, "1", None, True):
+        with pytest.raises(ArgumentError, match="count: expected an int of at least 0"):
+            pool.allocate(count)  # type: ignore[arg-type]
+    pool.allocate(1)
+    for block in (1.0, "1", None, True):
+        for call in (pool.free, pool.fork):
+            with pytest.raises(ArgumentError, match="blocks: expected block ids in"):
+                call([block])  # type: ignore[list-item, operator]
+    assert pool.ref_count(1) == 1
+    assert pool.num_free == 1

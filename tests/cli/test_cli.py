@@ -1,0 +1,741 @@
+"""The command line as a user meets it: JSON, several prompts, one-line errors, explanations."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+for _package in ("typer", "rich", "transformers", "gguf"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
+ROOT = Path(__file__).parents[2]
+
+
+class Done(NamedTuple):
+    """What a command left behind."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, seconds of imports long."""
+    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, "-m", "torchpaged", *arguments],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def run(*arguments: str, **environment: str) -> Done:
+    """The entry point in this process, with what Python would print of an exception that leaves it."""
+    from torchpaged.cli import main
+
+    out, errors, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
+        patch.setattr(sys, "argv", ["torchpaged", *arguments])
+        for name, value in {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment}.items():
+            patch.setenv(name, value)
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        except Exception:
+            traceback.print_exc()
+            code = 1
+    return Done(code, out.getvalue(), errors.getvalue())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny llama with a tokenizer of one token per letter."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    vocabulary = {c: i for i, c in enumerate("?abcdefghijklmnopqrstuvwxyz ")}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    path = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=28,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(path)
+    return str(path)
+
+
+def test_json_has_everything_and_nothing_else(folder: str) -> None:
+    arguments = ("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5", "--json")
+    done = run_process(*arguments)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert [len(o["token_ids"]) for o in document["outputs"]] == [5, 5]
+    assert document["outputs"][0]["finish_reason"] == "length"
+    assert document["backend"] in ("cpu", "reference", "triton")
+    assert document["stats"]["new_tokens"] == 10
+    assert document["graph_reason"] == "eager capture on a CPU"
+    assert document["compile_reason"] == "automatic: eager on a CPU"
+    assert [report["bucket"] for report in document["buckets"]] == [1, 2]
+    assert document["fusion"] is None
+    assert document["prefill_buckets"] == []
+    assert document["prefill_graph_reason"].startswith("automatic: on a CPU")
+
+
+def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
+    prompts = (
+        "generate",
+        "hello",
+        "a longer prompt",
+        "bye",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "9",
+        "--json",
+        "--device",
+        "cpu",
+    )
+    plain = json.loads(run(*prompts).stdout)
+    done = run(*prompts, "--fuse", "--steps-per-launch", "4", "--buckets", "1,2", "--prefill-buckets", "8,32")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert [o["token_ids"] for o in document["outputs"]] == [o["token_ids"] for o in plain["outputs"]]
+    assert [report["bucket"] for report in document["buckets"]] == [1, 2]  # the third prompt waited
+    assert (
+        0
+        < sum(report["hits"] for report in document["buckets"])
+        < sum(report["hits"] for report in plain["buckets"])
+    )
+    assert [report["bucket"] for report in document["prefill_buckets"]] == [8, 32]
+    assert plain["prefill_buckets"] == []
+    assert sum(report["hits"] for report in document["prefill_buckets"]) == 2
+    assert "[8, 32] was given" in document["prefill_graph_reason"]
+    assert document["fusion"]["complete"]
+    assert document["fusion"]["replaced"]["qkv"] == [
+        "layers.0",
+        "layers.1",
+    ]
+
+
+def test_verbose_explains_on_stderr(folder: str) -> None:
+    arguments = (
+        "generate",
+        "hello",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "4",
+        "--device",
+        "cpu",
+        "--fuse",
+        "--buckets",
+        "1,4",
+    )
+    quiet, verbose = run(*arguments), run(*arguments, "--prefill-buckets", "none", "--verbose")
+    assert verbose.returncode == 0, verbose.stderr
+    for words in (
+        "graphs: eager capture on a CPU",
+        "prefill graphs: switched off by prefill_buckets=[]",
+        "compile: automatic: eager on a CPU",
+        "fused: LlamaForCausalLM, 2 layers",
+        "padded rows",
+    ):
+        assert words in verbose.stderr, words
+        assert words not in verbose.stdout, words
+        assert words not in quiet.stderr, words
+    table = verbose.stderr[verbose.stderr.index("bucket ") :].splitlines()
+    assert [line.split()[0] for line in table[1:3]] == ["1", "4"], "bucket 4 was never needed"
+    assert table[2].split()[1] == "-", "bucket 4 was never needed"
+
+
+def test_text_and_summary(folder: str) -> None:
+    done = run("generate", "hello", "--model", folder, "--max-new-tokens", "4", "--backend", "reference")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("hello"), done.stderr
+    assert "5 prompt tokens, 4 new tokens" in done.stdout
+    assert "backend reference: backend='reference' was given" in done.stdout
+
+
+def test_one_bad_prompt_among_good_ones(folder: str) -> None:
+    done = run("generate", "hello", "x" * 70, "", "bye", "--model", folder, "--max-new-tokens", "3", "--json")
+    outputs = json.loads(done.stdout)["outputs"]
+    assert done.returncode == 2
+    assert ["error" in o for o in outputs] == [False, True, True, False]
+    assert "prompt 2: prompt: expected at most 63 tokens" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--backend", "nope"), "expected one of auto, cuda, triton, cpu, torch_sdpa, flex, reference"),
+        (("--max-new-tokens", "0"), "max_new_tokens: expected an integer of at least 1, got 0"),
+        (("--max-seq-len", "100"), "max_seq_len: expected 2 to 64"),
+        (("--chat",), "chat template"),
+        (("--dtype", "int8"), "expected one of fp32"),
+        (("--dtype", "fp8_e4m3"), "got 'fp8_e4m3'"),
+        (("--steps-per-launch", "0"), "steps_per_launch: expected at least 1"),
+        (("--buckets", "1,,2"), "expected numbers of at least 1 such as 1,2,4, got '1,,2'"),
+        (("--buckets", "0"), "expected numbers of at least 1"),
+        (("--prefill-buckets", "some"), "expected numbers of at least 1 such as 1,2,4, got 'some'"),
+        (("--prefill-buckets", "64,600"), "prefill_buckets: expected numbers of tokens from 1 to 512"),
+    ],
+)
+def test_errors_are_one_line(folder: str, arguments: tuple[str, ...], words: str) -> None:
+    done = run("generate", "hello", "--model", folder, *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_model_and_an_empty_prompt(folder: str) -> None:
+    done = run("generate", "hello", "--model", "./no/such/folder")
+    assert done.returncode == 2
+    assert "does not exist" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert run("generate", "", "--model", folder).returncode == 2
+    assert "Traceback" in run("generate", "hello", "--model", "./no/such/folder", TORCHPAGED_DEBUG="1").stderr
+
+
+def test_backends_explains() -> None:
+    report = json.loads(run("backends", "--dtype", "fp8_e4m3", "--json").stdout)
+    assert report["chosen"] == ""
+    assert all("dtype float8_e4m3fn is not one of" in " ".join(r) for r in report["rejected"].values())
+    assert report["declared"]["flash_attn"]["planning"] == "EVERY_STEP"
+    assert report["declared"]["flash_attn"]["other_names"] == ["FLASH_ATTN"]
+    text = run("backends", "--dtype", "fp32").stdout
+    assert "chosen:" in text
+    assert "reference" in text
+
+
+def test_env_report() -> None:
+    report = json.loads(run("env", "--json").stdout)
+    assert report["packages"]["torch"]
+    assert "native_kernels" in report["cpu"]
+    assert "TORCHPAGED_CACHE" in report["environment"]
+    assert "TORCHPAGED_CHECK" in run("env").stdout
+
+
+def test_nonsense_in_the_environment_raises() -> None:
+    done = run("generate", "hello", "--model", "./no/such/folder", TORCHPAGED_DEBUG="maybe")
+    assert done.returncode
+    assert "TORCHPAGED_DEBUG: expected 0 or 1, got 'maybe'" in done.stderr
+
+
+@pytest.mark.slow
+def test_compile_cache_is_written_then_read(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "code.tpc"
+    arguments = [
+        "generate",
+        "hello",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "3",
+        "--compile-cache",
+        str(path),
+    ]
+    first, second = run_process(*arguments), run_process(*arguments)
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert "MiB written" in first.stderr
+    assert "MiB read in" in second.stderr
+    assert path.stat().st_size > 0
+    path.write_bytes(b"damaged")
+    refused = run(*arguments)
+    assert refused.returncode == 2
+    assert "expected a file of save_compile_cache()" in refused.stderr
+    assert refused.stdout == ""
+    nowhere = run(*arguments[:-1], str(tmp_path / "no" / "code.tpc"))
+    assert nowhere.returncode == 2
+    assert "--compile-cache: expected a file in a folder that exists" in nowhere.stderr
+
+
+def test_profile_writes_a_trace_and_counts_kernels(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run(
+        "generate",
+        "hello",
+        "a longer prompt",
+        "--model",
+        folder,
+        "--max-new-tokens",
+        "5",
+        "--json",
+        "--profile",
+        str(path),
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    names = [
+        event["name"]
+        for event in json.loads(path.read_text())["traceEvents"]
+        if event.get("cat") == "user_annotation"
+    ]
+    assert {
+        "step",
+        "prefill batch=2 tokens=20",
+        "attention layer=1",
+        "replay batch=2 padded=2",
+        "module model.layers.0.mlp",
+    } <= set(names)
+    kernels = document["profile"]["kernels"]
+    assert document["profile"]["trace"] == str(path)
+    assert {"prefill", "decode"} <= set(kernels)
+    decode = {row["module"]: row["kernels"] for row in kernels["decode"]["modules"]}
+    assert kernels["decode"]["steps"] == names.count("replay batch=2 padded=2")
+    assert [(k["name"], k["count"]) for k in decode["model.layers.1.self_attn.q_proj"]] == [
+        ("aten::linear", kernels["decode"]["steps"])
+    ]
+    assert [row["layers"] for row in kernels["decode"]["layers"]] == ["model.layers.0-1"]
+
+
+def test_profile_prints_a_table(folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = run("generate", "hello", "--model", folder, "--max-new-tokens", "3", "--profile", str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("hello"), done.stderr
+    assert "lm_head" not in done.stdout, done.stderr
+    assert f"trace: {path}" in done.stderr
+    assert "model.layers.0-1" in done.stderr
+    assert "lm_head" in done.stderr
+
+
+def test_profile_is_written_when_generation_fails(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchpaged.engine.stepper import Stepper
+
+    step = Stepper.step
+
+    def failing(self: Stepper) -> Any:
+        if self.stats.steps == 2:
+            raise ValueError("midway")
+        return step(self)
+
+    monkeypatch.setattr(Stepper, "step", failing)
+    path = tmp_path / "out.json"
+    done = run("generate", "hello", "--model", folder, "--profile", str(path))
+    assert done.returncode == 2
+    assert "error: midway" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "prefill batch=1 tokens=5" in path.read_text()
+    refused = run("generate", "hello", "--model", folder, "--profile", str(tmp_path / "no" / "out.json"))
+    assert refused.returncode == 2
+    assert "--profile: expected a file in a folder that exists" in refused.stderr
+    assert refused.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "hello"), ("backends",), ("bench", "attention", "--suite", "smoke")],
+    ids=lambda c: c[0],
+)
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("cuda", "--device: expected a device of this machine, got 'cuda'; "),
+        ("cuda:3", "--device: expected a device of this machine, got 'cuda:3'; "),
+        ("tpu", "--device: expected auto, cpu, cuda or cuda:1, got 'tpu'\n"),
+        ("cuda:x", "--device: expected auto, cpu, cuda or cuda:1, got 'cuda:x'\n"),
+        ("cuda:", "--device: expected auto, cpu, cuda or cuda:1, got 'cuda:'\n"),
+        ("", "--device: expected auto, cpu, cuda or cuda:1, got ''\n"),
+        ("meta", "--device: expected auto, cpu, cuda or cuda:1, got 'meta'\n"),
+    ],
+)
+def test_a_device_that_is_not_there_is_one_line(
+    command: tuple[str, ...],
+    device: str,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = run(*command, "--device", device)
+    assert said.returncode == 2
+    assert not said.stdout
+    assert said.stderr.startswith(f"error: {words}")
+    assert said.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("float16", "float16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("bf16", "bfloat16"),
+    ],
+)
+def test_dtypes_by_their_long_names(folder: str, name: str, dtype: str) -> None:
+    arguments = (
+        "generate",
+        "hello",
+        "--model",
+        folder,
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "2",
+        "--json",
+        "--dtype",
+        name,
+    )
+    assert json.loads(run(*arguments).stdout)["dtype"] == dtype
+
+
+def test_a_request_that_fails_is_said_and_the_others_go_on(folder: str, tmp_path: Path) -> None:
+    """NaN in the embedding of one letter."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    model, tokenizer = LlamaForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer("z")["input_ids"][0]] = float("nan")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    arguments = (
+        "generate",
+        "aza",
+        "bab",
+        "--model",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "2",
+        "--json",
+    )
+    said = run(*arguments)
+    assert said.returncode == 2
+    bad, good = json.loads(said.stdout)["outputs"]
+    assert bad["finish_reason"] == "error"
+    assert "NaN" in bad["error"]
+    assert good["finish_reason"] == "length"
+    assert "error: prompt 1: its output token 0 could not be drawn" in said.stderr
+
+
+def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a backend can declare away, an option asks for; without it nothing is asked."""
+    import dataclasses
+
+    from typer.testing import CliRunner
+
+    from torchpaged.backends import Backend, get_backend, register_backend
+    from torchpaged.backends.choose import names as names_module
+    from torchpaged.backends.spec import FEATURES
+    from torchpaged.cli.app import app
+    from torchpaged.custom_ops import BACKEND_OPS
+
+    options = {
+        "window": "--window",
+        "logits_soft_cap": "--soft-cap",
+        "alibi": "--alibi",
+        "sinks": "--sinks",
+        "chunked": "--chunked",
+        "bidirectional": "--bidirectional",
+        "lse": "--lse",
+        "different_head_dim_v": "--head-dim-v=64",
+        "deterministic": "--deterministic",
+        "tree_mask": "--tree",
+        "batch_invariant": "--batch-invariant",
+        "fp8_queries": "--fp8-queries",
+    }
+    able = get_backend("reference").capabilities
+    switches = {field.name for field in dataclasses.fields(able) if getattr(able, field.name) is True}
+    assert {*options, "latent"} == switches | {*FEATURES}
+    monkeypatch.setattr(names_module, "REGISTERED", {})
+    nothing = dataclasses.replace(able, features=frozenset(), **dict.fromkeys(switches, False))
+    register_backend(Backend("mine", nothing, BACKEND_OPS["reference"], lambda: None))
+
+    def rejected(*given: str) -> list[str]:
+        done = CliRunner().invoke(app, ["backends", "--dtype", "fp32", "--device", "cpu", "--json", *given])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)["rejected"].get("mine", [])
+
+    assert rejected() == []
+    for option in options.values():
+        assert len(rejected(option)) == 1, option
+    assert len(rejected(*options.values())) == len(options)
+    assert any("latent" in reason for reason in rejected("--latent"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--head-dim", "0"), "--head-dim"),
+        (("--block-size", "-1"), "--block-size"),
+        (("--num-heads", "7", "--num-kv-heads", "3"), "expected a divisor of --num-heads (7), got 3"),
+    ],
+)
+def test_backends_refuses_an_attention_that_cannot_be(arguments: tuple[str, ...], words: str) -> None:
+    from typer.testing import CliRunner
+
+    from torchpaged.cli.app import app
+
+    done = CliRunner().invoke(app, ["backends", *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 2, done.output
+    assert words in done.output, done.output
+
+
+def test_damaged_weights_are_one_line(folder: str, tmp_path: Path) -> None:
+    copied = shutil.copytree(folder, tmp_path / "cut")
+    weights = copied / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    done = run("generate", "hello", "--model", str(copied))
+    assert done.returncode == 2
+    assert "--model: expected a config and weights that transformers can read" in done.stderr
+    assert "SafetensorError" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def write(name: str, text: str | bytes) -> Callable[[Path], None]:
+    """Puts a file into a model's folder."""
+    return lambda path: (
+        path.joinpath(name).write_bytes(text.encode() if isinstance(text, str) else text) and None
+    )
+
+
+def drop(pattern: str) -> Callable[[Path], None]:
+    """Takes files out of it."""
+    return lambda path: [file.unlink() for file in path.glob(pattern)] and None
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        held = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**held, **changes}))
+
+    return change
+
+
+def pickled(path: Path) -> None:
+    """Weights that would run a command when they are read."""
+
+    class Command:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {path}/ran",)
+
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(pickle.dumps(Command()))
+
+
+def other_weights(path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.zeros(1)}, str(path / "model.safetensors"), metadata={"format": "pt"})
+
+
+SIZES = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 100}
+TEMPLATE = "a chat template that transformers can read"
+#: What is done to a good folder -> how the line goes on, and, at last, arguments.
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
+    "no tokenizer": (drop("tokenizer*"), "a tokenizer that transformers can read", ()),
+    "empty": (drop("*"), "a HuggingFace folder or hub id, got .*without config.json", ()),
+    "weights alone": (lambda path: [drop("*")(path), write("a.gguf", b"GGUF")(path)], "GGUF; convert it", ()),
+    "no weights": (drop("*.safetensors"), "a config and weights that transformers can read", ()),
+    "others' weights": (other_weights, "weights of every parameter.* lacks .* random numbers", ()),
+    "pickled weights": (pickled, "a config and weights that transformers can read", ()),
+    "config cut": (
+        write("config.json", '{"model_type": "llama",'),
+        "a config that transformers can read",
+        (),
+    ),
+    "config list": (write("config.json", "[1, 2]"), "a config that transformers can read", ()),
+    "config of bytes": (write("config.json", b"\xff\xfe"), "a config that transformers can read", ()),
+    "config type": (config(model_type="nonesuch"), "a config that transformers can read", ()),
+    "config heads": (config(num_attention_heads=0), "a config.* that transformers can read", ()),
+    "config text": (config(hidden_size="32"), "a config.* that transformers can read", ()),
+    "config activation": (config(hidden_act="nope"), "a config.* that transformers can read", ()),
+    "encoder-decoder": (
+        write("config.json", '{"model_type": "t5"}'),
+        "t5, an encoder-decoder; run it by",
+        (),
+    ),
+    "a vision model": (
+        write("config.json", '{"model_type": "vit"}'),
+        "a causal language model, got .*vit",
+        (),
+    ),
+    "sizes": (config(**SIZES), "one that fits into the .* M parameters, .* GiB in fp32", ()),
+    "tokenizer cut": (write("tokenizer.json", '{"version": '), "a tokenizer that transformers can read", ()),
+    "tokenizer list": (write("tokenizer.json", "[]"), "a tokenizer that transformers can read", ()),
+    "end as text": (
+        write("generation_config.json", '{"eos_token_id": "x"}'),
+        "eos_token_id: expected token",
+        (),
+    ),
+    "end too large": (
+        write("generation_config.json", f'{{"eos_token_id": {2**70}}}'),
+        "eos_token_id: expected",
+        (),
+    ),
+    "template raises": (write("chat_template.jinja", "{{ raise_exception('no') }}"), TEMPLATE, ("--chat",)),
+    "template spies": (write("chat_template.jinja", "{{ ''.__class__.x }}"), TEMPLATE, ("--chat",)),
+    "template empty": (write("chat_template.jinja", "{# #}"), "a template that make tokens", ("--chat",)),
+    "template divides": (write("chat_template.jinja", "{{ 1 / 0 }}"), TEMPLATE, ("--chat",)),
+    "template cut": (write("chat_template.jinja", "{% for %}"), TEMPLATE, ("--chat",)),
+}
+
+
+@pytest.mark.parametrize("what", BAD_FOLDERS)
+def test_a_bad_folder_is_one_line(what: str, folder: str, tmp_path: Path) -> None:
+    change, words, options = BAD_FOLDERS[what]
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    change(model)
+    done = run("generate", "hello", "--model", str(model), "--device", "cpu", *options)
+    errors = [line for line in done.stderr.splitlines() if line and not line.startswith("model: ")]
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == "", done.stderr
+    assert len(errors) == 1, done.stderr
+    assert re.search(f"^error: .*{words}", errors[0]), errors
+    assert not (model / "ran").exists()
+
+
+def test_an_adapter_over_a_model(folder: str, tmp_path: Path) -> None:
+    """Its folder holds no config: the one of its base counts."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import AutoModelForCausalLM
+
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)
+    adapted.save_pretrained(tmp_path / "adapter")
+    for file in Path(folder).glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "adapter")
+    done = run("generate", "hello", "--model", str(tmp_path / "adapter"), "--max-new-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("hello"), done.stderr
+
+
+def test_a_file_of_gguf_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    done = run("generate", "hello", "--model", str(tmp_path / "model.gguf"))
+    assert done.returncode == 2
+    assert "model.gguf', a file of GGUF; convert it" in done.stderr
+
+
+def test_a_backend_is_looked_up_before_the_model() -> None:
+    for options, variables in ((("--backend", "nope"), {}), ((), {"TORCHPAGED_BACKEND": "nope"})):
+        done = run("generate", "hello", "--model", "./no/such/folder", *options, **variables)
+        assert done.returncode == 2, done.stderr
+        assert "backend: expected one of auto, cuda" in done.stderr, done.stderr
+
+
+def test_bad_options_are_refused_before_a_model_is_fetched(tmp_path: Path) -> None:
+    """With no --model the demo's would come over the network, 89 MiB, or be converted for 10 s."""
+    for options, words in (
+        (("--backend", "nope"), "backend: expected one of auto, cuda"),
+        (("--max-new-tokens", "0"), "max_new_tokens: expected"),
+        (("--profile", str(tmp_path / "no" / "trace.json")), "--profile: "),
+    ):
+        done = run("generate", "hello", "--offline", *options, TORCHPAGED_CACHE=str(tmp_path))
+        assert done.returncode == 2, done.stderr
+        assert words in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_backends_that_was_asked_for_one_by_name() -> None:
+    for options in (("--backend", "nope"), ("--backend", "cpu", "--dtype", "fp8_e4m3")):
+        assert run("backends", *options).returncode == run("backends", *options, "--json").returncode == 2
+    assert run("backends", TORCHPAGED_BACKEND="nope").returncode == 2
+    assert run("backends", "--backend", "cpu", "--dtype", "fp32").returncode == 0
+
+
+def test_a_chat_begins_the_answer_on_a_line_of_its_own(folder: str, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(folder, tmp_path / "model"))
+    write("chat_template.jinja", "{% for m in messages %}{{ m.content }}{% endfor %}")(model)
+    arguments = ("generate", "hello", "--model", str(model), "--max-new-tokens", "4")
+    plain, chat = run(*arguments), run(*arguments, "--chat")
+    answer = plain.stdout.splitlines()[0].removeprefix("hello")
+    assert chat.stdout.splitlines()[:2] == ["hello", answer], chat.stdout
+
+
+def test_a_prompt_that_is_no_utf8_leaves_the_others(folder: str) -> None:
+    arguments = ("generate", "hello", os.fsdecode(b"\xff\xfe"), "bye", "--model", folder)
+    done = run(*arguments, "--max-new-tokens", "3", "--json")
+    assert done.returncode == 2
+    assert "error: prompt 2: prompt: expected text in UTF-8" in done.stderr
+    assert ["error" in output for output in json.loads(done.stdout)["outputs"]] == [False, True, False]
+    done = run("generate", "hello", "--model", folder, "--stop", os.fsdecode(b"\xff"))
+    assert done.returncode == 2
+    assert "--stop: expected text in UTF-8" in done.stderr
+
+
+def test_blocks_that_no_memory_holds(folder: str) -> None:
+    done = run("generate", "hello", "--model", folder, "--num-blocks", str(10**12))
+    assert done.returncode == 2, done.stderr
+    assert "num_blocks: expected pools that fit into" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "env", "backends"])
+def test_variables_are_read_before_anything_else(command: str, folder: str) -> None:
+    arguments = ("generate", "hello", "--model", folder) if command == "generate" else (command,)
+    for name, text, expected in (
+        ("TORCHPAGED_DEBUG", "2", "0 or 1"),
+        ("TORCHPAGED_NATIVE", "off", "0 or 1"),
+        ("TORCHPAGED_CHECK", "", "0 or 1"),
+        ("TORCHPAGED_CACHE", "~nouser/x", "a folder"),
+    ):
+        done = run(*arguments, **{name: text})
+        assert done.returncode == 2, done.stdout
+        assert done.stdout == "", done.stdout
+        assert done.stderr.startswith(f"error: {name}: expected {expected}, got {text!r}")
+
+
+def test_a_process_that_begins_with_a_bad_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an import's traceback."""
+    monkeypatch.setenv("TORCHPAGED_NATIVE", "off")
+    done = run_process("env")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: TORCHPAGED_NATIVE: expected 0 or 1, got 'off'\n"
+
+
+def test_an_interrupt_before_anything_is_imported(tmp_path: Path) -> None:
+    """No traceback out of torch's imports; what can be caught is one line (`main`)."""
+    begun = subprocess.Popen(
+        [sys.executable, "-v", "-m", "torchpaged", "env"],  # -v: says on stderr what it imports
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert begun.stderr is not None
+    for line in begun.stderr:
+        if line.startswith("import 'torch._C"):
+            break
+    begun.send_signal(signal.SIGINT)
+    out, errors = begun.communicate(timeout=60)
+    assert begun.returncode == -signal.SIGINT
+    assert out == ""
+    assert "Traceback" not in errors

@@ -1,0 +1,136 @@
+"""The CUDA C++ kernel of latent attention without a GPU: which calls it takes; nvcc compiles its
+specialisations, without serialised products."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_sources import compiled, needs_nvcc, registers
+
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda import latent, shape
+from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config, rows_of, shared_bytes
+
+HEADS = {8: 8, 16: 16, 32: 32, 64: 128}  # rows -> heads
+
+
+def spec(rows: int, **changed: Any) -> LatentSpec:
+    return LatentSpec(512, 64, HEADS[rows], 64, False, True, True, rows, 132)._replace(**changed)
+
+
+SPECS = {
+    **{f"{rows} rows": spec(rows) for rows in HEADS},
+    "fp16, blocks of 16": spec(16, half=True, block_size=16),
+    "256 + 64": spec(32, rank=256, block_size=32),
+    "5 heads x 8, without lse": spec(64, num_heads=5, lse=False),
+    "not causal": spec(16, causal=False),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize("name", SPECS)
+def test_no_spills_in_the_loop_and_no_serialised_products(tmp_path: Path, name: str) -> None:
+    """With 64 rows a few numbers of the epilogue are kept in memory from before the loop on."""
+    config = latent_config(SPECS[name])
+    for file in config.table.kernels:
+        folder = tmp_path / file
+        folder.mkdir()
+        _, report = compiled(folder, file, config)
+        assert not re.findall(r"C75\d\d|serialized", report), report
+        (spilled,) = map(int, re.findall(r"(\d+) bytes spill stores", report))
+        assert spilled <= (100 if config["ROWS"] == 64 and file == "latent.cu" else 0), report
+        assert registers(report) <= (168 if config["WARPGROUPS"] == 2 else 255)
+
+
+@needs_nvcc
+def test_shared_memory_and_threads_are_what_the_source_says(tmp_path: Path) -> None:
+    for number, config in enumerate(map(latent_config, SPECS.values())):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        source = jit.write_sources(folder, "latent_merge.cu", config)
+        said = {
+            "SHARED_BYTES": shared_bytes(config),
+            "THREADS": shape.threads_of(config),
+            "SLOT_FLOATS": shape.slot_floats(config),
+            "MERGE_THREADS": latent.MERGE_THREADS,
+        }
+        with source.open("a") as file:
+            file.writelines(f'static_assert({name} == {value}, "{name}");\n' for name, value in said.items())
+        command = ["nvcc", "-ptx", "-o", str(folder / "ptx"), *jit.options(config, (9, 0)), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+
+def call(**changed: Any) -> LatentCall:
+    heads, width, rank, tokens = (
+        changed.pop(name, n) for name, n in (("heads", 16), ("width", 576), ("rank", 512), ("tokens", 2))
+    )
+    make: dict[str, Any] = {"dtype": changed.pop("dtype", torch.bfloat16), "device": "meta"}
+    pool = changed.pop("kv_cache", torch.empty(5, changed.pop("block_size", 64), 1, width, **make))
+    ints = {"dtype": torch.int32, "device": "meta"}
+    return LatentCall(
+        q=changed.pop("q", torch.empty(tokens, heads, width, **make)),
+        kv_cache=pool,
+        block_table=torch.empty(2, 3, **ints),
+        seq_lens=torch.empty(2, **ints),
+        query_start_loc=torch.empty(3, **ints),
+        out=torch.empty(tokens, heads, rank, **make),
+        lse=None,
+        max_query_len=changed.pop("max_query_len", 1),
+        scale=1.0,
+        **changed,
+    )
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "float32": ({"dtype": torch.float32}, "torch.float32, not bfloat16 or float16"),
+    "another rank": ({"width": 320, "rank": 256}, "256 + 64 columns"),
+    "odd blocks": ({"block_size": 48}, "blocks of 48 tokens"),
+    "large blocks": ({"block_size": 128}, "blocks of 128 tokens"),
+    "many rows": ({"heads": 128, "max_query_len": 2}, "queries of up to 2 tokens x 128 heads, not 128 rows"),
+    "q apart": (
+        {"q": torch.empty(2, 16, 580, dtype=torch.bfloat16, device="meta")[..., :576]},
+        "q with strides (9280, 580, 1)",
+    ),
+    "pool apart": (
+        {"kv_cache": torch.empty(5, 65, 1, 576, dtype=torch.bfloat16, device="meta")[:, :64]},
+        "kv_cache with strides (37440, 576, 576, 1)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_leaves_to_triton(name: str) -> None:
+    changed, said = REFUSED[name]
+    reason = shape.why_not(call(**changed), (9, 0))
+    assert reason is not None and reason.startswith(said)
+
+
+def test_what_it_takes() -> None:
+    for changed in ({}, {"block_size": 16}, {"heads": 128}, {"dtype": torch.float16, "max_query_len": 8}):
+        assert shape.why_not(call(**changed), (9, 0)) is None
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        assert (
+            shape.why_not(call(), capability)
+            == f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+        )
+
+
+def test_rows_are_padded_to_eights_and_not_to_64() -> None:
+    assert [rows_of(most) for most in (1, 8, 9, 16, 17, 32, 33, 64, 128)] == [
+        8,
+        8,
+        16,
+        16,
+        32,
+        32,
+        64,
+        64,
+        64,
+    ]

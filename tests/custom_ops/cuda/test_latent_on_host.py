@@ -1,0 +1,152 @@
+"""The CUDA C++ kernel of latent attention on the host (hopper_on_host.h): its own sources, launched by its
+own launcher, against the oracle."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_sources import needs_gxx
+from op_inputs.latent import assert_latent_close, make_latent_batch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.loaded_kernel import Map
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda import latent
+from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
+from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
+from torchpaged.testing import BatchSpec
+
+pytestmark = needs_gxx
+HOST = Path(__file__).with_name("hopper_on_host.h")
+REPLACED = ("machine.cuh", "bulk.cuh", "wgmma.cuh", "latent_instructions.cuh")
+CTAS = 6  # of the device: few, so that requests are cut and CTAs go from one to the next
+
+
+class HostMap(ctypes.Structure):
+    """``struct Map`` of hopper_on_host.h."""
+
+    _fields_ = [
+        ("begin", ctypes.c_void_p),
+        ("sizes", ctypes.c_int * 4),
+        ("strides", ctypes.c_int * 3),
+        ("box", ctypes.c_int * 4),
+        ("_padding", ctypes.c_ubyte * 76),
+    ]
+
+
+@dataclass
+class HostKernel:
+    """Stands for a loaded kernel."""
+
+    library: ctypes.CDLL
+    seed: int
+
+    def launch(self, grid: int, threads: int, arguments: ctypes.Structure, *, early: bool) -> None:
+        assert self.library.run(ctypes.byref(arguments), grid, threads, self.seed) == 0, (
+            "a wait without an end"
+        )
+
+
+def compiled(folder: Path, file: str, name: str, config: Config) -> ctypes.CDLL:
+    folder.mkdir()
+    source = jit.write_sources(folder, file, config)
+    (folder / "machine.cuh").write_text(HOST.read_text())
+    for header in REPLACED[1:]:
+        (folder / header).write_text('#pragma once\n#include "machine.cuh"\n')
+    for path in folder.iterdir():
+        text = re.sub(r"extern __shared__[^;]*;", "", path.read_text()).replace("__shared__", "static")
+        path.write_text(re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+r\"\(\w+\)\);", "", text))
+    with source.open("a") as end:
+        end.write(
+            'extern "C" int run(const Params *p, int ctas, int threads, int seed) {\n'
+            f"  return launch(ctas, threads, seed, [&] {{ {name}(*p); }});\n}}\n"
+        )
+    library = folder / "kernel.so"
+    options = ["-x", "c++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC"]
+    command = ["g++", *options, "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(library))
+
+
+def pool_map(address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    box = pool_box(sizes, strides)
+    assert box is not None
+    made = HostMap(
+        address,
+        (ctypes.c_int * 4)(*box.sizes),
+        (ctypes.c_int * 3)(*box.strides),
+        (ctypes.c_int * 4)(*box.box),
+    )
+    return Map.from_buffer_copy(ctypes.string_at(ctypes.addressof(made), 128)), box.block_group
+
+
+CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
+    "8 rows": ({"num_heads": 5}, BatchSpec("a", (1, 64, 65, 700, 0, 130), (1,) * 6, padded_tokens=2)),
+    "16 rows": (
+        {"num_heads": 16, "block_size": 16},
+        BatchSpec("b", (3000, 3, 200), (1, 1, 1), padded_reqs=1),
+    ),
+    "32 rows, fp16": (
+        {"num_heads": 10, "dtype": torch.float16, "block_size": 32},
+        BatchSpec("c", (300, 2, 5, 129), (3, 3, 2, 1)),
+    ),
+    "64 rows": ({"num_heads": 64}, BatchSpec("d", (500, 0, 90), (1, 1, 1))),
+    "128 rows": ({"num_heads": 128}, BatchSpec("e", (200, 330), (1, 1), padded_tokens=1)),
+    "drafts": ({"num_heads": 20, "block_size": 16}, BatchSpec("f", (400, 7, -2, 64), (4, 4, 3, 1))),
+    "not causal": ({"num_heads": 4, "causal": False}, BatchSpec("g", (100, 30), (4, 4))),
+    "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("h", (300,), (1,))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, in other orders of the threads: the same bits."""
+    options, batch_spec = CASES[name]
+    options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64, "causal": True} | options
+    causal = options.pop("causal")
+    batch = make_latent_batch(batch_spec, **options)
+    shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []
+    libraries: dict[str, ctypes.CDLL] = {}
+    seeds = []
+
+    def specialised(_: int, spec: LatentSpec) -> tuple[HostKernel, HostKernel, Config]:
+        config = latent_config(spec)
+        for file, entry in (("latent.cu", "latent_decode"), ("latent_merge.cu", "latent_merge")):
+            if file not in libraries:
+                libraries[file] = compiled(tmp_path / file, file, entry, config)
+        kernel, merge = (HostKernel(libraries[file], seeds[-1]) for file in ("latent.cu", "latent_merge.cu"))
+        return kernel, merge, config
+
+    monkeypatch.setattr(latent, "_specialised", specialised)
+    monkeypatch.setattr(latent, "pool_map", pool_map)
+    monkeypatch.setattr(gpu, "num_sms", lambda _: CTAS)
+    monkeypatch.setattr(gpu, "launches_early", lambda _: True)
+    for seed in (1, 2):
+        seeds.append(seed)
+        out = torch.full(shapes, float("nan"), dtype=batch.q.dtype)
+        lse = torch.full(shapes[:2], float("nan"))
+        call = LatentCall(
+            batch.q,
+            batch.k_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            out,
+            lse,
+            batch.max_query_len,
+            batch.scale,
+            causal,
+        )
+        latent.attend(call, LatentSpec.of(call, CTAS))
+        assert_latent_close(out, lse, batch, causal=causal)
+        results.append((out, lse))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -1,0 +1,256 @@
+"""The line of prefill tiles (prefill_scheduler.cuh), compiled for the host: every tile once, longest first,
+against a model that lists them all."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from cuda_sources import HostProgram, needs_gxx
+from specialisations import specialisation
+
+from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
+from torchpaged.custom_ops.attention.mask import visible_keys
+
+KEYS = 128
+pytestmark = needs_gxx
+
+PROGRAM = """
+#include <cstdio>
+#include <cstdlib>
+#include "prefill_scheduler.cuh"
+// arguments: requests, token rows, then query starts (requests + 1), then lengths
+int main(int argc, char **argv) {
+  const int requests = atoi(argv[1]), tokens = atoi(argv[2]), stride = 1;
+  int starts[4096], lengths[4096];
+  for (int i = 0; i <= requests; ++i) starts[i] = atoi(argv[3 + i]);
+  for (int i = 0; i < requests; ++i) lengths[i] = atoi(argv[4 + requests + i]);
+  TileScheduler scheduler;
+  scheduler.open(starts, lengths, requests, tokens, 132);
+  printf("%d %d %d %d %d\\n", scheduler.total(), scheduler.heads, scheduler.owner, scheduler.live, scheduler.splits);
+  for (int ticket = 0; ticket < scheduler.total(); ticket += stride) {
+    const WorkTile t = scheduler.find(ticket);
+    const int level = t.r.level(t.index);
+    printf("%d %d %d %d %d %d %d %d %d\\n", t.request, t.head, t.index, t.split, t.r.start, t.r.query_len, t.r.seq_len, level,
+           level ? t.r.first_seen(t.index) / TILE_KV : 0);
+  }
+}
+"""  # noqa: E501
+
+
+def build(
+    folder: Path,
+    tokens: int,
+    heads: int,
+    causal: bool,
+    left: int = -1,
+    right: int = -1,
+    chunk: int = 0,
+    short: int = 0,
+    split: bool = False,
+    text: str = PROGRAM,
+) -> HostProgram:
+    config = prefill.prefill_config(
+        specialisation(
+            group=128 // tokens,
+            num_kv_heads=heads,
+            causal=causal,
+            window_left=left,
+            window_right=right,
+            chunk_size=chunk,
+        ),
+        prefill.Mode(short=short, split=split),
+    )
+    assert (config["TILE_KV"], config["WARPGROUPS"]) == (KEYS, 2), "128 query rows in a tile"
+    return HostProgram(folder, text, "prefill.cu", config)
+
+
+def ranges(
+    query_len: int, seq_len: int, tokens: int, causal: bool, left: int, right: int, chunk: int
+) -> list[tuple[int, int]]:
+    """Per tile the key tiles up to the last key that any of its tokens sees, and the first key tile with a
+    visible key (0 if there is none)."""
+    found = []
+    for first in range(0, query_len, tokens):
+        positions = torch.arange(
+            seq_len - query_len + first, seq_len - query_len + min(first + tokens, query_len)
+        )
+        keys = (
+            visible_keys(positions, max(seq_len, 0), causal, left, right, chunk)
+            .any(0)
+            .nonzero()
+            .flatten()
+            .tolist()
+        )
+        found.append((keys[-1] // KEYS + 1, keys[0] // KEYS) if keys else (0, 0))
+    return found
+
+
+BATCHES = {
+    "one": ([300], [300], 0),
+    "context": ([5, 700], [900, 1000], 0),
+    "ragged": ([1, 300, 16, 77, 128, 513, 5], [1, 300, 16, 77, 128, 513, 5], 3),
+    "empty": ([5, 0, 17, 40, 0], [0, 30, 17, 23, 0], 50),
+    "nothing": ([], [], 7),
+    "left padding": ([300, 40, 20], [100, 1, -3], 0),
+    "long": ([4000, 100], [40000, 20000], 0),
+    "many": ([1 + 37 * i % 211 for i in range(70)], [5 + 53 * i % 401 for i in range(70)], 11),
+}
+
+
+MASKS = {
+    "causal": (True, -1, -1, 0),
+    "open": (False, -1, -1, 0),
+    "window": (True, 200, -1, 0),
+    "both": (False, 30, 170, 0),
+    "right": (False, -1, 70, 0),
+    "chunks": (True, -1, -1, 300),
+    "chunks, open": (False, -1, -1, 130),
+    "all": (True, 1000, 3, 777),
+}
+
+
+@pytest.mark.slow_cases(
+    but=(
+        "32-8-0-False-*",
+        "128-1-0-False-causal",
+        "18-6-0-False-window",
+        "32-8-5-False-chunks",
+        "18-6-1-False-all",
+        "128-1-0-True-all",
+        "32-8-5-True-all",
+    )
+)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "short", "split"),
+    [
+        (32, 8, 0, False),
+        (128, 1, 0, False),
+        (18, 6, 0, False),
+        (32, 8, 5, False),
+        (18, 6, 1, False),
+        (128, 1, 0, True),
+        (32, 8, 5, True),
+    ],
+)
+def test_every_tile_once_and_the_longest_first(
+    tmp_path: Path, tokens: int, heads: int, short: int, split: bool, mask: str
+) -> None:
+    """``short``: requests of up to so many query tokens, and the rows of padding, belong to another launch.
+    ``split``: tiles are cut where few see keys."""
+    program = build(tmp_path, tokens, heads, *MASKS[mask], short, split)
+    for name, (query_lens, seq_lens, padding) in BATCHES.items():
+        starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
+        numbers = [len(seq_lens), starts[-1] + padding, *starts, *seq_lens]
+        text = program(*numbers)
+        (total, section, owner, live, parts), *tiles = [
+            tuple(map(int, line.split())) for line in text.splitlines()
+        ]
+        expected = {}
+        for request, (query_len, seq_len) in enumerate(
+            zip([*query_lens, padding], [*seq_lens, 0], strict=True)
+        ):
+            start = [*starts, 0][request] if request < len(query_lens) else starts[-1]
+            if short and (request == len(query_lens) or query_len <= short):
+                continue
+            for index, (level, first) in enumerate(ranges(query_len, seq_len, tokens, *MASKS[mask])):
+                for head in range(heads):
+                    for part in range(parts if level else 1):
+                        expected[request, head, index, part] = (start, query_len, seq_len, level, first)
+        assert total == len(tiles) == len(expected), name
+        assert {tile[:4]: tile[4:] for tile in tiles} == expected, name
+        if expected:
+            assert owner == min(request for request, *_ in expected), name
+        seeing = [tile for tile in tiles if tile[7]]
+        assert tiles[: len(seeing)] == seeing, name
+        assert len(seeing) == live * heads * parts, name
+        assert parts == 1 or (split and len(seeing) <= 132), "all parts are taken at once"
+        per_section = len(seeing) // (heads // section)
+        for begin in range(0, len(seeing), per_section or 1):
+            order = [tile[7] for tile in seeing[begin : begin + per_section]]
+            assert order == sorted(order, reverse=True), name
+            assert len({tile[1] for tile in seeing[begin : begin + per_section]}) == section, name
+        by_tile = [tile[3] for tile in seeing]
+        assert by_tile == [i % parts for i in range(len(seeing))], (
+            "the parts of a tile are neighbours: the merge counts on it"
+        )
+
+
+@pytest.mark.parametrize(
+    ("heads", "query_lens", "seq_lens", "mask", "parts"),
+    [
+        (8, [64], [32768], "causal", 8),
+        (8, [32], [32768], "causal", 16),
+        (1, [1], [200000], "causal", 132),
+        (8, [512], [33000], "causal", 1),
+        (8, [64], [500], "causal", 1),
+        (8, [64], [3000], "causal", 8),
+        (8, [64], [1100], "causal", 3),
+        (8, [64], [32768], "window", 1),
+        (8, [64] * 8, [8000] * 8, "causal", 1),
+        (8, [64] * 4, [8000] * 4, "causal", 2),
+        (8, [64, 64, 64], [8000, 0, -3], "causal", 8),
+    ],
+)
+def test_how_often_a_tile_is_cut(
+    tmp_path: Path, heads: int, query_lens: list[int], seq_lens: list[int], mask: str, parts: int
+) -> None:
+    """Into as many parts as let all run at once on 132 multiprocessors, none of them too short; rows that see
+    nothing do not count."""
+    program = build(tmp_path, 32, heads, *MASKS[mask], split=True)
+    starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
+    numbers = [len(seq_lens), starts[-1] + 100, *starts, *seq_lens]
+    text = program(*numbers)
+    assert int(text.split()[4]) == parts
+
+
+TICKETS = """
+#include <cstdio>
+#include <cstdlib>
+#include "prefill_scheduler.cuh"
+// arguments: tickets, early CTAs, late CTAs, seed; in random order each CTA begins, then draws with a tile
+int main(int, char **argv) {
+  const int total = atoi(argv[1]), early = atoi(argv[2]), late = atoi(argv[3]);
+  srand(atoi(argv[4]));
+  unsigned counter = 0;
+  const Tickets tickets = {&counter, total, early, late};
+  static int has[512];
+  for (int &x : has) x = -1;  // not begun
+  for (int ended = 0; ended < early + late;) {
+    const int cta = rand() % (early + late);
+    if (has[cta] == -2) continue;
+    if (has[cta] == -1) {
+      has[cta] = tickets.begin(cta, cta >= early);
+    } else if (has[cta] < total) {
+      printf("%d\\n", has[cta]);
+      has[cta] = tickets.draw();
+    } else {
+      has[cta] = -2;
+      ++ended;
+    }
+  }
+  printf("%u\\n", counter);
+}
+"""
+
+
+def test_every_ticket_is_given_once_and_the_counter_returns_to_zero(tmp_path: Path) -> None:
+    """In any order of arrival; with CTAs of a second launch and without, more or fewer of them than tiles."""
+    program = build(tmp_path, 32, 8, causal=True, text=TICKETS)
+    cases = itertools.product((0, 1, 9, 66, 67, 131, 132, 133, 500), (1, 66, 132), (0, 3, 66))
+    for seed, (total, early, late) in enumerate(cases):
+        *given, counter = map(int, program(total, early, late, seed).split())
+        assert sorted(given) == list(range(total)), (total, early, late)
+        assert counter == 0, (total, early, late)
+
+
+def test_a_section_of_heads_fits_l2(tmp_path: Path) -> None:
+    program = build(tmp_path, 32, 8, causal=True)
+    for length, heads in ((100, 8), (8192, 8), (16384, 4), (32768, 2), (65536, 1), (200000, 1)):
+        assert int(program(1, 32, 0, 32, length).split()[1]) == heads, length
+    program = build(tmp_path, 32, 8, causal=True, short=1)
+    found = int(program(2, 33, 0, 1, 33, 200000, 8192).split()[1])
+    assert found == 8, "a request of another launch does not count"

@@ -1,0 +1,229 @@
+"""The native CPU kernels against the float64 oracle, over every batch spec, dtype, mask and layout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.opcheck import opcheck_cases
+
+import torchpaged
+from torchpaged import ArgumentError
+from torchpaged.custom_ops import BACKEND_OPS, native_status
+from torchpaged.testing import (
+    ATTENTION_VARIANTS,
+    BATCH_SPECS,
+    BatchSpec,
+    assert_attention_close,
+    make_batch,
+    run_paged_attention,
+)
+
+pytestmark = pytest.mark.usefixtures("native")
+CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
+@pytest.mark.parametrize("spec", BATCH_SPECS)
+def test_attention_matches_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> None:
+    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, num_heads=6, num_kv_heads=2)
+    out, lse = run_paged_attention(CPU, batch, **ATTENTION_VARIANTS[variant])
+    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "block_1": {"block_size": 1},
+    "block_64": {"block_size": 64},
+    "block_17": {"block_size": 17},
+    "heads_first": {"heads_first": True},
+    "mha": {"num_heads": 3, "num_kv_heads": 3},
+    "mqa_7": {"num_heads": 7, "num_kv_heads": 1},
+    "group_64": {"num_heads": 64, "num_kv_heads": 1, "head_dim": 32},
+    "group_65": {"num_heads": 65, "num_kv_heads": 1, "head_dim": 16, "alibi": True},
+    "groups_of_150": {"num_heads": 300, "num_kv_heads": 2, "head_dim": 16, "sinks": True},
+    "dim_80": {"head_dim": 80},
+    "dim_36": {"head_dim": 36},
+    "dim_5": {"head_dim": 5},
+    "dim_256": {"head_dim": 256},
+    "value_wider": {"head_dim": 24, "head_dim_v": 72},
+    "value_narrower": {"head_dim": 96, "head_dim_v": 20},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi": True},
+    "sinks_alibi": {"sinks": True, "alibi": True, "num_heads": 8},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("spec", ["decode_edges", "mixed_padded", "left_padded", "chunked"])
+def test_attention_shapes_and_layouts(spec: str, shape: str, dtype: torch.dtype) -> None:
+    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, **SHAPES[shape])
+    out, lse = run_paged_attention(CPU, batch)
+    assert_attention_close(out, lse, batch)
+
+
+def test_every_option_at_once() -> None:
+    options = {"window_left": 20, "logits_soft_cap": 4.0, "chunk_size": 30}
+    batch = make_batch(BATCH_SPECS["mixed_padded"], sinks=True, alibi=True)
+    out, lse = run_paged_attention(CPU, batch, **options)
+    assert_attention_close(out, lse, batch, **options)
+
+
+def test_a_dominant_sink_takes_the_weight() -> None:
+    batch = make_batch(BATCH_SPECS["decode_edges"])
+    batch.extras["sinks"] = torch.full((4,), 300.0)
+    out, lse = run_paged_attention(CPU, batch)
+    assert torch.all(out.abs() < 1e-30)
+    assert torch.allclose(lse, torch.tensor(300.0))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [BatchSpec("long_decode", (3000, 5), (1, 1)), BatchSpec("long_prefill", (700,), (700,))],
+    ids=lambda s: s.name,
+)
+def test_threads_do_not_change_the_answer(spec: BatchSpec) -> None:
+    """More threads split the keys; the result stays within rounding, and within the oracle's budget."""
+    # a decode's groups are cut in two, beside its keys
+    heads = {"num_heads": 96, "num_kv_heads": 1} if spec.name == "long_decode" else {}
+    batch = make_batch(spec, sinks=True, **heads)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        single, _ = run_paged_attention(CPU, batch)
+        torch.set_num_threads(4)
+        out, lse = run_paged_attention(CPU, batch)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(out, single, rtol=1e-5, atol=1e-6)
+    assert_attention_close(out, lse, batch)
+
+
+def test_strided_queries_and_outputs() -> None:
+    """Slices of a fused qkv projection go in as they are."""
+    batch = make_batch(BATCH_SPECS["mixed_small"])
+    fused = torch.full((batch.q.shape[0], 12, 64), float("nan"))
+    fused[:, 2:6] = batch.q
+    batch.q = fused[:, 2:6]
+    out, lse = run_paged_attention(CPU, batch)
+    assert_attention_close(out, lse, batch)
+
+
+@pytest.mark.parametrize("overload", ["cpu", "default"])
+@pytest.mark.parametrize("case", opcheck_cases())
+def test_opcheck(case: str, overload: str) -> None:
+    op, args, kwargs = opcheck_cases()[case]
+    torch.library.opcheck(getattr(BACKEND_OPS[overload], op), args, kwargs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ["write", "merge", "copy", "advance"])
+def test_other_ops_match_the_reference(case: str, dtype: torch.dtype) -> None:
+    results = []
+    for ops in (CPU, REFERENCE):
+        torch.manual_seed(1)
+        op, args, kwargs = opcheck_cases(dtype=dtype)[case]
+        getattr(ops, op)(*args, **kwargs)
+        results.append(args)
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
+
+
+def test_a_pool_of_strides_is_written_in_place() -> None:
+    """Pools that are views of one larger tensor (heads first, keys beside values)."""
+    big = torch.full((2, 9, 2, 16, 8), float("nan"))
+    k_cache, v_cache = big[0].transpose(1, 2), big[1].transpose(1, 2)
+    k, v = torch.randn(3, 2, 8), torch.randn(3, 2, 8)
+    CPU.write_kv(k, v, k_cache, v_cache, torch.tensor([17, -1, 143]))
+    assert torch.equal(k_cache[1, 1], k[0])
+    assert torch.equal(v_cache[8, 15], v[2])
+    assert int(big.isfinite().sum()) == 2 * 2 * 16
+
+
+BAD: dict[str, tuple[str, Any]] = {
+    "slot_mapping": ("slot_mapping", lambda a: {"slot_mapping": a["slot_mapping"] + 10**6}),
+    "slot_below": ("slot_mapping", lambda a: {"slot_mapping": a["slot_mapping"] - 100}),
+    "heads": ("k:", lambda a: {"k": a["k"][:, :1]}),
+    "tokens": ("v:", lambda a: {"v": a["v"][:2]}),
+    "slots_dtype": ("slot_mapping", lambda a: {"slot_mapping": a["slot_mapping"].int()}),
+    "dtype": ("k, v", lambda a: {"v": a["v"].half()}),
+    "stride": ("k:", lambda a: {"k": a["k"].transpose(1, 2).contiguous().transpose(1, 2)}),
+    "pools": ("v_cache", lambda a: {"v_cache": a["v_cache"][:3]}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_writes_are_refused_before_anything_is_written(name: str) -> None:
+    _, args, _ = opcheck_cases()["write"]
+    named = dict(zip(("k", "v", "k_cache", "v_cache", "slot_mapping"), args, strict=True))
+    before = named["k_cache"].clone(), named["v_cache"].clone()
+    argument, change = BAD[name]
+    with pytest.raises(RuntimeError, match=argument):
+        CPU.write_kv(*(named | change(named)).values())
+    assert torch.equal(named["k_cache"], before[0])
+    assert torch.equal(named["v_cache"], before[1])
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("block_table", {"block_table": torch.full((6, 8), 99, dtype=torch.int32)}),
+        ("seq_lens", {"seq_lens": torch.full((6,), 10_000, dtype=torch.int32)}),
+        ("query_start_loc", {"query_start_loc": torch.tensor([0, 9, 3, 3, 3, 3, 3], dtype=torch.int32)}),
+        ("max_query_len", {"max_query_len": 2}),
+        ("q:", {"q": torch.zeros(28, 3, 64)}),
+    ],
+)
+def test_bad_batches_are_refused_before_anything_is_written(argument: str, change: dict[str, Any]) -> None:
+    batch = make_batch(BATCH_SPECS["mixed_padded"])
+    for key, value in change.items():
+        setattr(batch, key, value)
+    out = torch.full((*batch.q.shape[:2], 64), 7.0)
+    with pytest.raises(RuntimeError, match=argument):
+        CPU.paged_attention(
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            out,
+            max_query_len=batch.max_query_len,
+            scale=1.0,
+        )
+    assert torch.all(out == 7.0)
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+@pytest.mark.parametrize("kind", ["strided", "expanded"])
+def test_numbers_per_head_must_be_contiguous(name: str, kind: str) -> None:
+    """The kernels read them with stride 1; any other stride would be another head's number."""
+    batch = make_batch(BATCH_SPECS["decode_edges"])
+    values = torch.arange(8.0)[::2] if kind == "strided" else torch.ones(1).expand(4)
+    with pytest.raises(ArgumentError, match=name):
+        torchpaged.paged_attention(
+            batch.q,
+            batch.k_cache,
+            batch.v_cache,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            max_query_len=1,
+            **{name: values},
+        )
+
+
+def test_no_path_of_the_machine_that_built_it() -> None:
+    """Errors name the source file that raised them, and not where it lay."""
+    paths = re.findall(rb"(?<![\w./-])/[\w./+-]+\.(?:cpp|cc|h|hpp)\b", Path(native_status()[1]).read_bytes())
+    assert not paths, paths
+    with pytest.raises(RuntimeError, match="expected shape") as raised:
+        q = torch.zeros(1, 2, 8)
+        CPU.merge_attn_states(q, torch.zeros(3, 2), q.clone(), torch.zeros(1, 2), q.clone())
+    assert "custom_ops/cpu/" in str(raised.value)
+    assert "/custom_ops" not in str(raised.value)

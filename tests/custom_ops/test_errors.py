@@ -1,0 +1,42 @@
+"""Errors of several parts: shown whole by a trace, by copies and by pickles."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+
+from torchpaged import ArgumentError
+from torchpaged.custom_ops.errors import BlockPoolExhaustedError, RequestError, TorchpagedError
+
+ERRORS = (
+    ArgumentError("query", "3 dimensions", "2", "unflatten it"),
+    ArgumentError("query", "3 dimensions", "2"),
+    BlockPoolExhaustedError(4, 1, 8),
+    BlockPoolExhaustedError(4, 1, 8, "leave rows out"),
+    RequestError(7, "no blocks"),
+)
+
+
+def test_messages_have_all_parts() -> None:
+    assert [str(error) for error in ERRORS] == [
+        "query: expected 3 dimensions, got 2; unflatten it",
+        "query: expected 3 dimensions, got 2",
+        "num_blocks: 4 requested, 1 free of 8 usable; free finished requests, or build the cache with "
+        "num_blocks=12 or more",
+        "num_blocks: 4 requested, 1 free of 8 usable; leave rows out",
+        "request 7: no blocks",
+    ]
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_copies_and_pickles_are_the_same_error(
+    error: TorchpagedError, way: Callable[[TorchpagedError], TorchpagedError]
+) -> None:
+    again = way(error)
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.args == error.args

@@ -1,0 +1,372 @@
+"""The table of stream order says what sources and PTX do: waits, triggers, fences, early launches, and the
+one rule that follows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchpaged.custom_ops.registry import SCHEMAS
+from torchpaged.custom_ops.stream_order import (
+    CONTEXT,
+    STREAM_ORDER,
+    TRIGGERS,
+    WAITS,
+    Launch,
+    early_readers,
+    writers,
+)
+
+ROOT = Path(__file__).parents[2]
+LAUNCHES = [(op, launch) for op, launches in STREAM_ORDER.items() for launch in launches]
+KERNELS = sorted({launch.kernel for _, launch in LAUNCHES})
+SIGNALS = {"gdc_wait": "wait", "gdc_launch_dependents": "trigger", "fence": "fence"}
+
+
+def source_of(kernel: str) -> Path:
+    name = kernel.split(":")[0]
+    found = [
+        path
+        for path in (ROOT / "custom_ops").rglob(name)
+        if defines(path.read_text(), kernel.split(":")[1], path.suffix)
+    ]
+    assert len(found) == 1, (kernel, found)
+    return found[0]
+
+
+def defines(text: str, function: str, suffix: str) -> bool:
+    return bool(
+        re.search(
+            rf"^def {function}\(" if suffix == ".py" else rf"__global__ void [^;{{]*\b{function}\(",
+            text,
+            re.M,
+        )
+    )
+
+
+def functions_of_the_package() -> dict[str, ast.FunctionDef]:
+    """Every function of the Triton kernels' files by name, also those that a kernel calls."""
+    files = [path for path in (ROOT / "custom_ops").rglob("*.py") if "triton.jit" in path.read_text()]
+    nodes = [node for path in files for node in ast.parse(path.read_text()).body]
+    return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+
+
+def signals(name: str, functions: dict[str, ast.FunctionDef], seen: tuple[str, ...] = ()) -> set[str]:
+    """What a Triton kernel may issue, by itself or in the functions that it calls."""
+    if name not in functions or name in seen:
+        return set()
+    found: set[str] = set()
+    for call in (node for node in ast.walk(functions[name]) if isinstance(node, ast.Call)):
+        called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        found |= {SIGNALS[called]} if called in SIGNALS else signals(called, functions, (*seen, name))
+    return found
+
+
+def said(kernel: str) -> set[str]:
+    """What the table says that a kernel issues, in one case or another."""
+    rows = [launch for _, launch in LAUNCHES if launch.kernel == kernel]
+    words = {"wait" for row in rows if row.waits != "launch"} | {
+        "trigger" for row in rows if row.triggers != "never"
+    }
+    return words | {"fence" for row in rows if row.fence}
+
+
+def test_every_op_is_there_and_nothing_else() -> None:
+    assert list(STREAM_ORDER)
+    assert set(STREAM_ORDER) == set(SCHEMAS)
+    for op, launch in LAUNCHES:
+        assert launch.waits in WAITS, (op, launch)
+        assert launch.triggers in TRIGGERS, (op, launch)
+        assert launch.early == (launch.waits != "launch"), (
+            f"{op}: who begins early waits, who does not need not: {launch}"
+        )
+        assert launch.early or not launch.reads_early, (op, launch)
+        arguments = re.findall(r"\bTensor(?:\([a-z]!\))?\??\s+(\w+)", SCHEMAS[op])
+        for tensor in (*launch.writes, *launch.reads_early):
+            assert " " in tensor or tensor in (*arguments, "everything", "scratch"), (
+                f"{op} has no argument {tensor}"
+            )
+
+
+def test_it_is_data() -> None:
+    """A script loads it by its path, without torch."""
+    code = (
+        "import runpy, sys; assert "
+        f"runpy.run_path({str(ROOT / 'custom_ops/stream_order.py')!r})['STREAM_ORDER']; assert 'torch' not "
+        "in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_is_read_early_is_written_by_kernels_that_hold_back() -> None:
+    """The rule that all of this rests on: a trigger before the stores would let a reader begin before they
+    are there."""
+    read = {tensor for _, launch in LAUNCHES for tensor in launch.reads_early} - {"everything"}
+    assert {"seq_lens", "block_table", CONTEXT, "weight"} <= read
+    checked = 0
+    for tensor in read:
+        for op, launch in writers(tensor):
+            assert launch.triggers == "never", (
+                f"{op} writes {tensor}, which {early_readers(tensor)} read early, and lets dependents "
+                f"start: {launch}"
+            )
+            checked += 1
+    assert checked > 10
+    assert not writers("weight"), "constants of a step"
+    assert not writers("norm_weight"), "constants of a step"
+    assert not writers("block_table"), "constants of a step"
+    assert all(launch.fence for _, launch in writers(CONTEXT)), (
+        "what is copied before a wait must be visible when its writer ends"
+    )
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.split(":")[0].endswith(".py")])
+def test_triton_sources(kernel: str) -> None:
+    source_of(kernel)
+    assert signals(kernel.split(":")[1], functions_of_the_package()) == said(kernel)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.split(":")[0].endswith(".cu")])
+def test_cuda_sources(kernel: str) -> None:
+    code = code_of(source_of(kernel))
+    found = {
+        word
+        for word, text in (("wait", "griddepcontrol.wait"), ("trigger", "griddepcontrol.launch_dependents"))
+        if text in code
+    }
+    assert found == said(kernel)
+
+
+def code_of(path: Path) -> str:
+    """A CUDA source and all that it includes, comments left out."""
+    found, new = dict[str, str](), {path.name: path.read_text()}
+    while new:
+        found |= new
+        names = set(re.findall(r'#include "(?:[^"/]*/)*([^"/]+)"', "\n".join(new.values()))) - set(found)
+        new = {name: next((ROOT / "custom_ops").rglob(name)).read_text() for name in names}
+    return re.sub(r"//[^\n]*", "", "\n".join(found.values()))
+
+
+def test_every_kernel_that_is_launched_early_is_there() -> None:
+    """By the launching code: who passes Triton's early launch options, or PDL to a CUDA kernel."""
+    functions = functions_of_the_package()
+    waiting = {name for name in functions if name.endswith("_kernel") and "wait" in signals(name, functions)}
+    assert waiting == {
+        launch.kernel.split(":")[1] for _, launch in LAUNCHES if launch.early and ".py:" in launch.kernel
+    }
+    code = {path.name: code_of(path) for path in (ROOT / "custom_ops").rglob("*.cu")}
+    rows = [launch for _, launch in LAUNCHES if ".cu:" in launch.kernel]
+    assert {name for name in code if "griddepcontrol.wait" in code[name]} == {
+        row.kernel.split(":")[0] for row in rows if row.early
+    }
+    assert {name for name in code if "griddepcontrol" in code[name]} <= {
+        row.kernel.split(":")[0] for row in rows
+    }
+
+
+def test_launch_options_are_given_to_kernels_that_wait_alone() -> None:
+    """A kernel that is launched early and does not wait would read and write ahead of everything."""
+    asking = {
+        path.name
+        for path in (ROOT / "custom_ops").rglob("*.py")
+        if re.search(r"\b(early_launch|decode_options)\(", path.read_text())
+    }
+    early = {launch.kernel.split(":")[0] for _, launch in LAUNCHES if launch.early}
+    assert (
+        {"write_kv.py", "embedding.py"}
+        <= asking
+        <= early | {"config.py", "launching.py", "paged_attention.py"}
+    )
+    ordinary = {
+        path.name
+        for path in (ROOT / "custom_ops").rglob("*.py")
+        if re.search(r"\bearly=False", path.read_text())
+    }
+    kernels = {
+        launch.kernel.split(":")[0].removesuffix(".cu")
+        for _, launch in LAUNCHES
+        if ".cu:" in launch.kernel and not launch.early
+    }
+    assert ordinary == {f"{name}.py" for name in kernels}
+
+
+# -------------------------------------------------------------------------------------------------------- PTX
+def order(ptx: str) -> list[str]:
+    """What orders a kernel and its neighbours, in the order of the code: wait, trigger, fence, first load,
+    first store."""
+    names = {
+        "griddepcontrol.wait": "wait",
+        "griddepcontrol.launch_dependents": "trigger",
+        "fence.acq_rel.gpu": "fence",
+    }
+    found = re.findall(
+        r"griddepcontrol\.\w+|fence\.acq_rel\.gpu|"
+        r"\bld\.(?:\w+\.)*global|\bst\.(?:\w+\.)*global|cp\.async\.c[ag]",
+        ptx,
+    )
+    steps = [names.get(step, "store" if step.startswith("st") else "load") for step in found]
+    return [step for i, step in enumerate(steps) if i == 0 or step != steps[i - 1]]
+
+
+def complaints(launch: Launch, steps: list[str]) -> list[str]:
+    """Where the code does not do what the table says."""
+    wait = steps.index("wait") if "wait" in steps else None
+    found = []
+    if (wait is not None) != (launch.waits != "launch"):
+        return [f"waits: {launch.waits}, but {steps}"]
+    if ("trigger" in steps) != (launch.triggers != "never"):
+        found.append(f"triggers: {launch.triggers}, but {steps}")
+    if ("fence" in steps) != launch.fence:
+        found.append(f"fence: {launch.fence}, but {steps}")
+    if launch.waits == "first" and wait is not None:
+        if "store" in steps[:wait]:
+            found.append(f"stores before it waits: {steps}")
+        if ("load" in steps[:wait]) != bool(launch.reads_early):
+            found.append(f"reads early {launch.reads_early}, but {steps}")
+        if (launch.triggers == "start" and "trigger" in steps[wait:]) or (
+            launch.triggers == "wait" and steps[wait + 1] != "trigger"
+        ):
+            found.append(f"triggers: {launch.triggers}, but {steps}")
+    if "fence" in steps and launch.waits != "last" and "store" in steps[steps.index("fence") :]:
+        found.append(f"stores behind its fence: {steps}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "launch", "words"),
+    [
+        (["load", "wait", "store"], Launch("a", True, ()), "reads early"),
+        (["store", "wait"], Launch("a", True, ()), "stores before"),
+        (["wait", "trigger", "store"], Launch("a", True, ()), "triggers: never"),
+        (["wait", "trigger", "store"], Launch("a", True, (), "start"), "triggers: start"),
+        (["wait", "load", "trigger"], Launch("a", True, (), "wait"), "triggers: wait"),
+        (["wait", "store"], Launch("a", True, (), fence=True), "fence: True"),
+        (["wait", "fence", "store"], Launch("a", True, (), fence=True), "behind its fence"),
+        (["load", "store"], Launch("a", True, ()), "waits: first"),
+        (["wait", "store"], Launch("a", False, (), waits="launch"), "waits: launch"),
+    ],
+)
+def test_a_false_row_is_found(steps: list[str], launch: Launch, words: str) -> None:
+    assert [text for text in complaints(launch, steps) if words in text]
+
+
+def row(op: str, kernel: str, case: str = "") -> Launch:
+    found = [
+        launch
+        for launch in STREAM_ORDER[op]
+        if launch.kernel.endswith(f":{kernel}") and launch.case.endswith(case)
+    ]
+    assert len(found) == 1, (op, kernel, case)
+    return found[0]
+
+
+def case_of(op: str, arguments: dict[str, Any]) -> str:
+    if op in ("write_kv", "rope_write_kv"):
+        return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
+    if op == "paged_attention" and hasattr(arguments["TILING"], "longest"):
+        return "decode half" if arguments["TILING"].longest else "triton, decode"
+    if op == "mla_attention" and "SIZES" in arguments:
+        return "parts of the context" if arguments["SIZES"].split else "one part per request"
+    return ""
+
+
+@pytest.fixture(scope="module")
+def triton_launches() -> list[tuple[str, Any]]:
+    """``(op, recorded launch)`` of every Triton kernel, in each of its cases."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    import launched
+    import torch
+    from hanging_batches import SEEN, Case, make_hanging_batch
+    from op_inputs.latent import make_latent_batch, run_mla_attention
+    from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
+    from op_inputs.opcheck import opcheck_cases
+    from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
+
+    from torchpaged.custom_ops import BACKEND_OPS
+    from torchpaged.testing import BATCH_SPECS, run_paged_attention
+
+    ops = BACKEND_OPS["triton"]
+    found: list[tuple[str, Any]] = []
+
+    def record(op: str, *args: Any, **kwargs: Any) -> None:
+        with launched.recorded() as launches:
+            getattr(ops, op)(*args, **kwargs)
+        found.extend((op, launch) for launch in launches)
+
+    cases = opcheck_cases(dtype=torch.bfloat16).values()
+    for op in ("write_kv", "rope_write_kv", "merge_attn_states", "copy_blocks", "advance_step"):
+        _, args, kwargs = next(case for case in cases if case[0] == op)
+        for flags in [{"are_query_tokens": value} for value in (False, True)] if "write_kv" in op else [{}]:
+            record(op, *args, **{**kwargs, **flags})
+    sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
+    record("embedding", **make_embedding_inputs(width=576, dtype=torch.bfloat16))
+    record("rms_norm", **make_norm_inputs(dtype=torch.bfloat16))
+    record("act_and_mul", **make_gate_inputs(dtype=torch.bfloat16))
+    record("accept_tokens", **make_accept_inputs())
+    record("sample_tokens", **make_sampling_inputs([sampled, {}], vocab_size=600))
+    record("finish_step", **make_finish_inputs([sampled, {}], vocab_size=600))
+    for columns in (5, 64):  # few keys in one part, many in several
+        latents = make_latent_batch(BATCH_SPECS["decode_one"], dtype=torch.bfloat16, columns=columns)
+        with launched.recorded() as launches:
+            run_mla_attention(ops, latents)
+        found.extend(("mla_attention", launch) for launch in launches)
+    kv_c, k_pe = latents.q[0].split((32, 16), dim=-1)
+    record("write_latent", kv_c, k_pe, latents.k_cache, torch.arange(16, 20))
+    decode = Case(8, 2, 64, (1000, 33), (1, 1))
+    for case in (decode, Case(8, 2, 64, (300, 400, 33), (120, 1, 1)), next(iter(SEEN.values()))):
+        with launched.recorded() as launches:
+            run_paged_attention(ops, make_hanging_batch(case), **case.options)
+        found.extend(("paged_attention", launch) for launch in launches)
+    return found
+
+
+def test_triton_ptx(triton_launches: list[tuple[str, Any]]) -> None:
+    """The order in the code that the compiler made, kernel by kernel, as launched for a Hopper GPU."""
+    import launched
+
+    wrong, seen = [], set()
+    for op, launch in triton_launches:
+        expected = row(op, launch.name, case_of(op, launch.arguments))
+        if (op, expected) in seen:
+            continue
+        seen.add((op, expected))
+        steps = order(launched.compile_launch(launch).asm["ptx"])
+        wrong += [f"{op}, {launch.name}, {expected.case}: {text}" for text in complaints(expected, steps)]
+    assert not wrong, "\n".join(wrong)
+    missed = [
+        (op, launch.kernel, launch.case)
+        for op, launch in LAUNCHES
+        if ".py:" in launch.kernel and (op, launch) not in seen
+    ]
+    assert not missed, missed
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("tokens", [8, 16, 64])
+def test_linear_ptx(tmp_path: Path, tokens: int) -> None:
+    import torch
+
+    from torchpaged.custom_ops.cuda import jit
+    from torchpaged.custom_ops.layers.cuda.linear_shape import LinearSpec, linear_config, linear_shape
+
+    shape = linear_shape(tokens, 4096, 4096, 132, True, True, 228 << 10, 227 << 10)
+    spec = LinearSpec(torch.bfloat16, tokens, 4096, 4096, 4096, "none", False, False, True, True)
+    config = linear_config(spec, shape, early=True)
+    name = "linear_wide" if shape.wide else "linear"
+    expected = row("linear", name, {8: "1 to 8 tokens", 16: "no wgmma", 64: "on Hopper"}[tokens])
+    target = tmp_path / "linear.ptx"
+    source = jit.write_sources(tmp_path, source_of(expected.kernel).name, config)
+    subprocess.run(
+        ["nvcc", "-ptx", "-o", str(target), *jit.options(config, (9, 0)), str(source)],
+        check=True,
+        timeout=300,
+    )
+    steps = order(target.read_text().replace("cp.async.bulk.tensor.2d.shared::cluster.global", "ld.global"))
+    assert not complaints(expected, steps)

@@ -1,0 +1,398 @@
+"""The Triton kernels in Triton's interpreter against the float64 oracle. Runs with TRITON_INTERPRET=1 only:
+see test_run_interpreter.py."""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.opcheck import opcheck_cases
+from op_inputs.rope import ROPE_CASES, assert_rope_close, make_rope_inputs
+from op_inputs.trees import TREE_SPECS, make_tree_batch
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.testing import (
+    ATTENTION_VARIANTS,
+    BATCH_SPECS,
+    BatchSpec,
+    assert_attention_close,
+    make_batch,
+    run_paged_attention,
+)
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+#: Every mask over one batch of each kind; of the others the plain mask and one more, in turn. The fuzz mixes
+#: them all.
+VARIANTS = list(ATTENTION_VARIANTS)
+CASES = [
+    (spec, variant)
+    for i, spec in enumerate(BATCH_SPECS)
+    for variant in VARIANTS
+    if spec in ("decode_edges", "mixed_padded", "prefill_small")
+    or variant in (VARIANTS[0], VARIANTS[1 + i % (len(VARIANTS) - 1)])
+]
+
+
+@pytest.mark.slow_cases(
+    "prefill_long-*",
+    "chunked-*",
+    "prefill_small-*",
+    "decode_skewed-*",
+    but=(
+        "chunked-causal",
+        "prefill_small-causal",
+        "decode_skewed-causal",
+    ),
+)
+@pytest.mark.parametrize(("spec", "variant"), CASES)
+def test_attention_matches_the_oracle(spec: str, variant: str) -> None:
+    batch = make_batch(BATCH_SPECS[spec], head_dim=32, sinks=variant == "window", alibi=variant == "soft_cap")
+    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
+    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+
+
+@pytest.mark.slow_cases("tree_full-window-torch.float32", "tree_uneven-chunked_local-torch.float32")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("spec", "variant"),
+    [
+        ("tree_small", "window"),
+        ("tree_mixed", "causal"),
+        ("tree_uneven", "chunked_local"),
+        ("tree_chain", "soft_cap"),
+        ("tree_full", "window"),
+    ],
+)
+def test_trees_match_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> None:
+    """By the decode kernel, in slices and not, by the prefill kernel, and by both."""
+    alibi = variant in ("window", "soft_cap")
+    batch = make_tree_batch(TREE_SPECS[spec], head_dim=16, sinks=alibi, alibi=alibi, dtype=dtype)
+    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
+    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "block_1": {"block_size": 1},
+    "block_8": {"block_size": 8},
+    "block_64": {"block_size": 64},
+    "heads_first": {"heads_first": True},
+    "group_7": {"num_heads": 7, "num_kv_heads": 1},
+    "group_1": {"num_heads": 3, "num_kv_heads": 3},
+    "group_16": {"num_heads": 16, "num_kv_heads": 1},
+    "dim_80": {"head_dim": 80},
+    "dim_12": {"head_dim": 12},
+    "value_wider": {"head_dim": 24, "head_dim_v": 40},
+    "sinks_alibi": {"sinks": True, "alibi": True},
+}
+
+
+@pytest.mark.slow_cases(
+    but=(
+        "mixed_padded-dim_80-*",
+        "mixed_padded-block_1-torch.float32",
+        "mixed_padded-block_64-torch.float32",
+        "mixed_padded-heads_first-torch.float32",
+        "mixed_padded-group_7-torch.float32",
+        "mixed_padded-group_1-torch.float32",
+        "mixed_padded-dim_12-torch.float32",
+        "mixed_padded-value_wider-torch.float32",
+        "mixed_padded-sinks_alibi-torch.float32",
+    )
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("spec", ["decode_edges", "mixed_padded"])
+def test_attention_shapes_and_dtypes(spec: str, shape: str, dtype: torch.dtype) -> None:
+    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, **{"head_dim": 32, **SHAPES[shape]})
+    out, lse = run_paged_attention(TRITON, batch)
+    assert_attention_close(out, lse, batch)
+
+
+@pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"logits_soft_cap": 3.0}], ids=str)
+def test_split_kv(options: dict[str, Any]) -> None:
+    """More tiles than programs: runs end inside requests, parts are merged, and the semaphores are
+    zero again."""
+    batch = make_batch(
+        BatchSpec("split", (1500, 1, 0, 257), (1, 1, 1, 1)),
+        head_dim=16,
+        num_heads=4,
+        num_kv_heads=1,
+        sinks=True,
+    )
+    batch.extras["semaphore"] = torch.zeros(4, dtype=torch.int32)
+    out, lse = run_paged_attention(TRITON, batch, **options)
+    assert not batch.extras["semaphore"].any()
+    assert_attention_close(out, lse, batch, **options)
+
+
+@pytest.mark.slow_cases(but=("mixed_padded-*",))
+@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
+@pytest.mark.parametrize(
+    "spec", ["prefill_small", "prefill_long", "chunked", "mixed_padded", "left_padded", "left_padded_chunk"]
+)
+def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tiles per request; decodes too go to the prefill kernel. One spec has blocks larger than tiles."""
+    from torchpaged.custom_ops.attention.triton import config, paged_attention
+
+    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
+    monkeypatch.setattr(paged_attention, "MAX_DECODE_QUERY_LEN", 0)
+    batch = make_batch(
+        BATCH_SPECS[spec], head_dim=24, block_size=32 if spec == "chunked" else 8, sinks=variant == "causal"
+    )
+    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
+    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+
+
+@pytest.mark.parametrize("skip", [1, 4])
+@pytest.mark.parametrize("spec", ["mixed_padded", "mixed_small", "chunked", "left_padded"])
+def test_prefill_leaves_decodes_alone(spec: str, skip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mixed batch split in two launches, the prefill kernel attends longer queries and touches no row of
+    the others."""
+    from torchpaged.custom_ops.attention.triton import config, paged_attention
+
+    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
+    monkeypatch.setattr(paged_attention, "MAX_DECODE_QUERY_LEN", 0)
+    monkeypatch.setattr(config, "decode_len_in_mixed", lambda *_: skip)
+    monkeypatch.setattr(paged_attention, "_decode", lambda *_: lambda: None)
+    batch = make_batch(BATCH_SPECS[spec], head_dim=16)
+    (out, lse), (want, want_lse) = (run_paged_attention(ops, batch) for ops in (TRITON, REFERENCE))
+    start = 0
+    for query_len in batch.spec.query_lens:
+        rows = slice(start, start + query_len)
+        if query_len <= skip:
+            want[rows] = want_lse[rows] = float("nan")  # as the outputs began
+        start += query_len
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_decodes_of_a_mixed_batch_launch_right_behind_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode launch does not wait for the prefill launch before it: buffers, and kernels that fill them,
+    come ahead of both."""
+    from torchpaged.custom_ops.attention.triton import config, paged_attention
+
+    events: list[str] = []
+
+    def decode(*_: Any) -> Any:
+        events.append("buffers")
+        return lambda: events.append("decode")
+
+    monkeypatch.setattr(paged_attention, "MAX_DECODE_QUERY_LEN", 0)
+    monkeypatch.setattr(config, "decode_len_in_mixed", lambda *_: 1)
+    monkeypatch.setattr(paged_attention, "Launch", lambda *_: lambda: events.append("prefill"))
+    monkeypatch.setattr(paged_attention, "compile_together", lambda *_: events.append("compilers"))
+    monkeypatch.setattr(paged_attention, "_decode", decode)
+    run_paged_attention(TRITON, make_batch(BATCH_SPECS["mixed_small"], head_dim=16))
+    assert events == ["buffers", "compilers", "prefill", "decode"]
+
+
+def test_which_queries_of_mixed_batches_decode() -> None:
+    from torchpaged.custom_ops.attention.triton.config import decode_len_in_mixed
+
+    assert [decode_len_in_mixed(group, 9, 520, 512) for group in (1, 3, 4, 8, 16, 64)] == [8, 2, 2, 1, 1, 1]
+    assert decode_len_in_mixed(4, 1, 512, 512) == 0, "one request: nothing is mixed"
+    assert decode_len_in_mixed(4, 8, 4096, 512) == 0, "all are as long as the longest"
+
+
+def test_tiles_of_longer_queries_fit_the_grid() -> None:
+    """Whatever the lengths are: short queries, padding and empty requests take tokens or requests,
+    never tiles."""
+    from torchpaged.custom_ops.attention.triton.config import most_tiles_of_longer
+
+    generator = random.Random(0)
+    for _ in range(3000):
+        skip, tokens, num_reqs = (
+            generator.choice((1, 2, 4, 8)),
+            generator.choice((2, 16, 32)),
+            generator.randint(1, 12),
+        )
+        lens = [
+            generator.choice((0, 1, skip, skip + 1, tokens, tokens + 1, 5 * tokens, generator.randint(0, 99)))
+            for _ in range(num_reqs)
+        ]
+        num_tokens = sum(lens) + generator.choice((0, 7))
+        tiles = sum(-(-n // tokens) for n in lens if n > skip)
+        assert tiles <= most_tiles_of_longer(num_reqs, num_tokens, skip, tokens), (lens, skip, tokens)
+    assert most_tiles_of_longer(3, 2, 2, 32) == 1, (
+        "an empty grid is no launch, and the decode launch would wait for nothing"
+    )
+
+
+@pytest.mark.slow
+def test_many_short_queries_share_programs() -> None:
+    """More tiles than programs of one tile, and more than twice the programs that share out the others."""
+    from torchpaged.custom_ops.attention.triton.config import programs_for_longer
+
+    lens = (1, 20, *[3] * 30, 1)
+    single, shared = programs_for_longer(len(lens), sum(lens), 2, 32)
+    assert shared
+    assert len(lens) - 2 > single + 2 * shared
+    assert programs_for_longer(4, 2051, 2, 32) == (67, 0), (
+        "few requests: a program for each tile there can be"
+    )
+    batch = make_batch(
+        BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1
+    )
+    for options in ({}, {"window_left": 8}, {"window_left": 8, "logits_soft_cap": 3.0}):
+        out, lse = run_paged_attention(TRITON, batch, **options)
+        assert_attention_close(out, lse, batch, **options)
+
+
+@pytest.mark.slow_cases(
+    but=(
+        "300-0-5.0-16",
+        "-1-256-5.0-1",
+    )
+)
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("window_left", "chunk_size", "soft_cap"), [(300, 0, 5.0), (-1, 256, 5.0), (60, 0, 0.0)]
+)
+def test_prefill_jumps_over_the_keys_that_every_row_sees(
+    window_left: int, chunk_size: int, soft_cap: float, block_size: int
+) -> None:
+    """With a cap or slopes both masked ends of an interval are one loop: keys of several whole tiles between
+    them, of one, and none."""
+    batch = make_batch(
+        BatchSpec("ends", (420, 330), (70, 140)),
+        head_dim=16,
+        num_heads=2,
+        num_kv_heads=1,
+        block_size=block_size,
+        alibi=not soft_cap,
+        sinks=True,
+    )
+    options = {"window_left": window_left, "chunk_size": chunk_size, "logits_soft_cap": soft_cap}
+    out, lse = run_paged_attention(TRITON, batch, **options)
+    assert_attention_close(out, lse, batch, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"window_left": 7}, {"chunk_size": 20}, {"window_left": 7, "logits_soft_cap": 3.0}], ids=str
+)
+def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in front of every row's window may be gone: their values are NaN here."""
+    from torchpaged.custom_ops.attention.triton import config
+
+    monkeypatch.setattr(config, "prefill_tiles", lambda *_: config.Tiles(16, 16, 4, 1))
+    batch = make_batch(BatchSpec("one", (60,), (17,)), head_dim=16)
+    want, _ = run_paged_attention(REFERENCE, batch, **options)
+    for position in range(36 if "window_left" in options else 40):
+        at = int(batch.block_table[0, position // 16]), position % 16
+        batch.k_cache[at] = batch.v_cache[at] = float("nan")
+    got, _ = run_paged_attention(TRITON, batch, **options)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow_cases("attention_lse", "attention_tree", "attention_semaphore")
+@pytest.mark.parametrize("case", opcheck_cases())
+def test_opcheck(case: str) -> None:
+    """What the kernels write is what the schema says and has the shapes of the fakes; how a trace carries the
+    op does not depend on its kernel, and tests/custom_ops shows it."""
+    op, args, kwargs = opcheck_cases()[case]
+    utils = ("test_schema", "test_faketensor")
+    torch.library.opcheck(getattr(TRITON, op), args, kwargs, test_utils=utils)
+
+
+@pytest.mark.parametrize("case", ["write", "rope", "rope_norm", "merge", "copy", "advance"])
+def test_other_ops_match_the_reference(case: str) -> None:
+    results = []
+    for ops in (TRITON, REFERENCE):
+        torch.manual_seed(1)
+        op, args, kwargs = opcheck_cases()[case]
+        getattr(ops, op)(*args, **kwargs)
+        results.append(args)
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_caches(dtype: torch.dtype, heads: int) -> None:
+    """Decode over fp8 pools equals attention over their dequantised values; scales per tensor and
+    per head."""
+    batch = make_batch(BATCH_SPECS["decode_edges"], head_dim=32)
+    batch.k_cache, batch.v_cache = (
+        cache.nan_to_num(0.0).to(dtype) for cache in (batch.k_cache, batch.v_cache)
+    )
+    scales = {"k_scale": torch.rand(heads) + 0.5, "v_scale": torch.rand(heads) + 0.5}
+    got, want = (run_paged_attention(ops, batch, **scales) for ops in (TRITON, REFERENCE))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_fp8_writes_saturate() -> None:
+    k = torch.tensor([[[1000.0, -1000.0, 0.5, 3.0]]])
+    for ops in (TRITON, REFERENCE):
+        cache = torch.zeros(2, 4, 1, 4, dtype=torch.float8_e4m3fn)
+        ops.write_kv(k, k, cache, cache.clone(), torch.tensor([5]), torch.full((1,), 2.0), torch.ones(1))
+        assert cache[1, 1, 0].float().tolist() == [448.0, -448.0, 0.25, 1.5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ROPE_CASES)
+def test_rope_write_kv(case: str, dtype: torch.dtype) -> None:
+    inputs = make_rope_inputs(**ROPE_CASES[case], dtype=dtype)
+    assert_rope_close(TRITON, inputs)
+    kept = inputs["slot_mapping"] >= 0
+    block_size = inputs["v_cache"].shape[1]
+    where = inputs["slot_mapping"][kept] // block_size, inputs["slot_mapping"][kept] % block_size
+    assert torch.equal(inputs["v_cache"][where], inputs["v"][kept]), "values are copied as they are"
+
+
+@pytest.mark.slow_cases("1-1")
+@pytest.mark.parametrize(("heads", "num_warps"), [(1, 1), (2, 1), (16, 4)])
+def test_rope_write_kv_with_other_tiles(heads: int, num_warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of heads per program depends on the batch size; every choice gives the same."""
+    from torchpaged.custom_ops.cache_write.triton import rope_write_kv
+
+    monkeypatch.setattr(rope_write_kv, "head_tiles", lambda *_: (heads, num_warps))
+    for case in ("smollm2", "glm4", "heads_first"):
+        assert_rope_close(TRITON, make_rope_inputs(**ROPE_CASES[case], dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("scales", [None, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_rope_write_kv_into_fp8_pools(dtype: torch.dtype, scales: int | None) -> None:
+    """The bytes of the reference, saturated and scaled, where Triton's interpreter can tell.
+
+    It loses the carry where a number is rounded up to a power of two (1.99 becomes 1) and truncates
+    subnormals; GPUs do not.
+    """
+    results = []
+    for ops in (TRITON, REFERENCE):
+        inputs = make_rope_inputs(cache_dtype=dtype, norms=("k_norm",))
+        inputs["v"].mul_(1e5)
+        if scales:
+            inputs |= {
+                "k_scale": torch.linspace(0.5, 2.0, scales),
+                "v_scale": torch.linspace(2.0, 0.25, scales),
+            }
+        ops.rope_write_kv(**inputs)
+        results.append(inputs)
+    mantissa = 7 if dtype == torch.float8_e4m3fn else 3
+    for name in ("k_cache", "v_cache"):
+        got, want = (inputs[name].view(torch.uint8) for inputs in results)
+        # the last: NaN, never written
+        compared = ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)
+        assert int(compared.sum()) > 150, name
+        assert torch.equal(got[compared], want[compared]), name
+    assert float(results[0]["v_cache"].float().nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max
+
+
+@pytest.mark.slow_cases("chunked")
+@pytest.mark.parametrize("spec", ["decode_edges", "chunked"])
+def test_huge_windows_are_open(spec: str) -> None:
+    """A position plus 2**31 - 1 does not fit 32 bits; such a window hides nothing."""
+    batch = make_batch(BATCH_SPECS[spec], head_dim=16)
+    options = {"causal": False, "window_left": 2**31 - 1, "window_right": 2**31 - 1, "chunk_size": 2**31 - 1}
+    out, lse = run_paged_attention(TRITON, batch, **options)
+    assert_attention_close(out, lse, batch, causal=False)

@@ -1,0 +1,74 @@
+"""Latent attention's Triton kernels compile at DeepSeek's sizes for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import aot
+import launched
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.mla.triton import config
+
+#: Bytes per thread that Hopper's may keep in local memory: its sums take half of 255 registers.
+HOPPERS_SPILLS = 512
+
+
+def latent_launches(
+    target: str, dtype: torch.dtype, heads: int, split: bool, rope: int = 64
+) -> list[launched.Launch]:
+    """Of ``mla_attention`` for one token; ``split``: its context is long enough for parts."""
+    columns = 64 if split else 1
+    with launched.recorded(target) as launches:
+        BACKEND_OPS["triton"].mla_attention(
+            torch.zeros(1, heads, 512 + rope, dtype=dtype),
+            torch.zeros(columns + 1, 16, 1, 512 + rope, dtype=dtype),
+            torch.arange(1, columns + 1, dtype=torch.int32)[None],
+            torch.tensor([9], dtype=torch.int32),
+            torch.tensor([0, 1], dtype=torch.int32),
+            torch.zeros(1, heads, 512, dtype=dtype),
+            max_query_len=1,
+            scale=0.1,
+        )
+    assert [launch.name for launch in launches] == ["mla_kernel", "merge_kernel"][: 1 + split]
+    return launches
+
+
+@pytest.mark.slow_cases(but=("sm_90-bf16-128",))
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [(torch.bfloat16, 128), (torch.bfloat16, 16), (torch.float32, 128)],
+    ids=("bf16-128", "bf16-16", "fp32-128"),
+)
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_attend_compiles(target: str, dtype: torch.dtype, heads: int) -> None:
+    for split in (True, False):
+        launch = latent_launches(target, dtype, heads, split)[0]
+        found = aot.resources(launched.compile_launch(launch, target))
+        assert found["shared"] <= aot.SHARED_LIMIT[target], found
+        assert found["spilled"] <= (HOPPERS_SPILLS if target == "sm_90" and dtype != torch.float32 else 0), (
+            found
+        )
+
+
+@pytest.mark.slow
+def test_the_widest_rotated_keys_fit() -> None:
+    launch = latent_launches("sm_90", torch.bfloat16, 128, True, rope=config.MAX_ROPE)[0]
+    found = aot.resources(launched.compile_launch(launch))
+    assert found["shared"] <= aot.SHARED_LIMIT["sm_90"], found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_merge_compiles(target: str) -> None:
+    launch = latent_launches(target, torch.bfloat16, 128, True)[1]
+    found = aot.resources(launched.compile_launch(launch, target))
+    assert found["spilled"] == 0, found
+    assert found["shared"] <= aot.SHARED_LIMIT[target], found

@@ -1,0 +1,100 @@
+"""Latent attention's Triton kernels in Triton's interpreter. Runs with TRITON_INTERPRET=1 only: see
+test_run_interpreter.py."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.testing import BATCH_SPECS, BatchSpec
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is not installed")
+from torchpaged.custom_ops.mla.triton import config
+
+TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
+
+
+@pytest.mark.slow_cases(
+    but=(
+        "mixed_*-causal",
+        "decode_*-causal",
+    )
+)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("spec", BATCH_SPECS)
+def test_matches_the_oracle(spec: str, causal: bool) -> None:
+    batch = make_latent_batch(BATCH_SPECS[spec], num_heads=3, rank=16, rope=8, block_size=4)
+    out, lse = run_mla_attention(TRITON, batch, causal=causal)
+    assert_latent_close(out, lse, batch, causal=causal)
+
+
+@pytest.mark.slow_cases(but=("torch.bfloat16-40-*",))
+@pytest.mark.parametrize(
+    ("rank", "rope", "num_heads", "block_size"), [(40, 6, 1, 1), (32, 16, 20, 64), (128, 32, 33, 16)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_shapes_and_dtypes(dtype: torch.dtype, rank: int, rope: int, num_heads: int, block_size: int) -> None:
+    sizes = {"num_heads": num_heads, "rank": rank, "rope": rope, "block_size": block_size}
+    batch = make_latent_batch(BATCH_SPECS["mixed_padded"], dtype=dtype, **sizes)
+    assert_latent_close(*run_mla_attention(TRITON, batch), batch)
+
+
+@pytest.mark.slow_cases("mixed")
+@pytest.mark.parametrize("query_lens", [(1, 1, 1, 1), (3, 0, 2, 9)], ids=["decode", "mixed"])
+def test_parts_of_a_context_are_merged(query_lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of unlike lengths, some of which leave parts without keys, or all of them."""
+    monkeypatch.setattr(config, "num_parts", lambda *_: 8)
+    batch = make_latent_batch(
+        BatchSpec("split", (200, 1, 0, 37), query_lens, padded_tokens=2), num_heads=4, rank=16, rope=8
+    )
+    assert_latent_close(*run_mla_attention(TRITON, batch), batch)
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_nan_and_inf_are_those_of_softmax(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of NaN, one whose scores are +inf, one whose scores are all -inf; the others stay."""
+    monkeypatch.setattr(config, "num_parts", lambda *_: parts)
+    batch = make_latent_batch(BatchSpec("decode", (20,) * 3, (1,) * 3), num_heads=2, rank=16, rope=8)
+    first = batch.q.abs()
+    batch.k_cache.abs_()
+    batch.q.copy_(first)
+    batch.q[0, 0, 3] = float("nan")
+    batch.q[1, 1] = float("inf")
+    batch.q[2, 0] = -float("inf")
+    out, lse = run_mla_attention(TRITON, batch)
+    want, want_lse = run_mla_attention(REFERENCE, batch)
+    assert torch.equal(out.isnan(), want.isnan())
+    assert torch.equal(lse.isnan(), want_lse.isnan())
+    assert out[0, 0].isnan().all()
+    assert out[1, 1].isnan().all()
+    assert out[2, 0].isnan().all()
+    assert torch.equal(lse == -float("inf"), want_lse == -float("inf"))
+    assert lse[2, 0] == -float("inf")
+    torch.testing.assert_close(out, want, equal_nan=True)
+
+
+def test_requests_are_found_wherever_they_begin() -> None:
+    """One long prompt among many short ones and empty ones: too many tiles per request to lay all out."""
+    query_lens = (1, 0, 0, 40, 1, 1, 0, 5, 1)
+    batch = make_latent_batch(
+        BatchSpec("search", tuple(n + 3 if n else 0 for n in query_lens), query_lens, padded_tokens=1),
+        num_heads=5,
+        rank=16,
+        rope=8,
+    )
+    assert_latent_close(*run_mla_attention(TRITON, batch), batch)
+
+
+def test_write_latent() -> None:
+    pool, want = (torch.zeros(5, 4, 1, 24) for _ in range(2))
+    kv_c, k_pe, slots = torch.randn(4, 16), torch.randn(4, 8), torch.tensor([7, -1, 19, 4])
+    TRITON.write_latent(kv_c, k_pe, pool, slots)
+    REFERENCE.write_latent(kv_c, k_pe, want, slots)
+    assert torch.equal(pool, want)
+    assert torch.equal(pool[4, 3, 0], torch.cat((kv_c[2], k_pe[2])))

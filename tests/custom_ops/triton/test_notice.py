@@ -1,0 +1,115 @@
+"""The screen says which of our kernels Triton compiled: once, not when it came from the disk, and
+no others."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import aot
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from torchpaged.custom_ops.step_end.triton.advance_step import advance_step_kernel
+from torchpaged.custom_ops.triton import launching, notice
+
+
+@triton.jit
+def foreign_kernel(out_ptr, num):
+    """Not of torchpaged."""
+    tl.store(out_ptr, num)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """A terminal, an empty disk cache, and a listener of another package that was there first."""
+    heard: list[tuple[str, bool]] = []
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    machine = SimpleNamespace(stderr=Terminal())  # pytest puts its own stderr in place after this
+    monkeypatch.setattr(notice, "sys", machine)
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda *, src, cache_hit, **_: heard.append((src.name, cache_hit))
+    )
+    notice.install.cache_clear()
+    launching.require_launchable(torch.zeros(1, device="meta"))  # what every launch asks first
+    yield machine, heard
+    notice.install.cache_clear()
+
+
+def compile_ours(target: str = "sm_90") -> None:
+    pointers = {
+        "sampled_ptr": "i64",
+        "table_ptr": "i32",
+        "ids_ptr": "i64",
+        "positions_ptr": "i64",
+        "lens_ptr": "i32",
+        "slots_ptr": "i64",
+    }
+    aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}, num_warps=4)
+
+
+def test_a_kernel_of_ours_is_said_once(screen: Any) -> None:
+    machine, heard = screen
+    for _ in range(2):
+        compile_ours()
+    compile_ours("gfx942")
+    lines = machine.stderr.getvalue().splitlines()
+    assert len(lines) == 2, lines
+    assert all(
+        re.fullmatch(r"torchpaged: compiled advance_step_kernel for \w+ in \d+\.\d s", line) for line in lines
+    ), lines
+    assert "sm_90" in lines[0]
+    assert "gfx942" in lines[1]
+    assert [hit for _, hit in heard] == [False, True, False], (
+        "another package's listener was there first and still hears"
+    )
+
+
+def test_nobody_elses_and_nothing_where_there_is_no_screen(
+    screen: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, heard = screen
+    aot.compile_kernel(foreign_kernel, "sm_90", {"out_ptr": "i32"}, {}, num_warps=1)
+    screened = machine.stderr
+    monkeypatch.setattr(screened, "isatty", lambda: False)
+    compile_ours()
+    machine.stderr = None
+    compile_ours("sm_80")
+    assert screened.getvalue() == ""
+    assert len(heard) == 3
+
+
+def test_a_process_that_needs_no_triton_does_not_import_it_for_the_notice() -> None:
+    """Stored kernels are launched without Triton: its import would be most of their first call. When
+    it is imported to compile, its compiles are reported."""
+    code = (
+        "import sys, torch\n"
+        "from torchpaged.custom_ops.attention.triton import paged_attention\n"
+        "from torchpaged.custom_ops.triton import launching\n"
+        "launching.require_launchable(torch.zeros(1, device='meta'))\n"
+        "print('triton' in sys.modules)\n"
+        "paged_attention._DECODE.load()\n"
+        "from triton import knobs\n"
+        "print(getattr(knobs.compilation.listener, '__module__', None))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["False", notice.__name__], done.stdout + done.stderr[-2000:]

@@ -1,0 +1,94 @@
+"""The table of a batch's fields, and the slot arithmetic: every place that builds a batch agrees
+with both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged import ArgumentError, AttentionMetadata, PagedAttention
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.engine.device import DecodeRows
+from torchpaged.graphs import PackedBuffers
+from torchpaged.graphs.buffers import DecodeBuffers
+from torchpaged.metadata.fields import (
+    FIELDS,
+    METADATA_FIELDS,
+    BatchSizes,
+    make_batch_tensors,
+    pad_batch_tensors,
+)
+from torchpaged.metadata.slots import slot_of, slots_at, slots_between
+
+BLOCK = 4
+BUILDERS: dict[str, tuple[Callable[[], AttentionMetadata], BatchSizes]] = {
+    "lists": (
+        lambda: AttentionMetadata.from_lists([2, 1], [5, 1], [[3, 7], [2]], block_size=BLOCK),
+        BatchSizes(2, 3, 2),
+    ),
+    "decode": (lambda: DecodeBuffers(4, 3, BLOCK, "cpu").view(2)[1], BatchSizes(2, 2, 3)),
+    "packed": (lambda: PackedBuffers([8, 16], 2, 3, BLOCK, "cpu").view(8)[1], BatchSizes(2, 8, 3)),
+    "rows": (
+        lambda: DecodeRows(4, 3, BLOCK, 50, "cpu", BACKEND_OPS["reference"]).view(2)[1],
+        BatchSizes(2, 2, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_every_builder_keeps_to_the_table(name: str) -> None:
+    build, sizes = BUILDERS[name]
+    metadata = build()
+    for field in METADATA_FIELDS:
+        tensor = getattr(metadata, field)
+        assert (tensor.dtype, tuple(tensor.shape)) == (FIELDS[field].dtype, FIELDS[field].shape(sizes)), field
+        assert not tensor.is_inference()
+
+
+def test_padding_is_what_the_table_says() -> None:
+    sizes = BatchSizes(3, 5, 2)
+    tensors = make_batch_tensors(FIELDS, sizes, "cpu")
+    fresh = {name: tensor.clone() for name, tensor in tensors.items()}
+    assert {name: int(tensor.flatten()[0]) for name, tensor in tensors.items()} == {
+        name: -1 if name == "slot_mapping" else 0 for name in FIELDS
+    }
+    for tensor in tensors.values():
+        tensor.fill_(9)
+    part = BatchSizes(2, 4, 2)
+    pad_batch_tensors(tensors, part)
+    for name, tensor in tensors.items():
+        view = FIELDS[name].view(tensor, part)
+        assert torch.equal(view, FIELDS[name].view(fresh[name], part)), name
+        assert int((tensor == 9).sum()) == tensor.numel() - view.numel(), name
+    assert FIELDS["query_start_loc"].pad([0, 2, 5], 5) == [0, 2, 5, 5, 5]
+    assert FIELDS["slot_mapping"].pad([7], 3) == [7, -1, -1]
+
+
+@pytest.mark.parametrize(
+    "start, end", [(0, 0), (0, 1), (3, 4), (3, 9), (4, 8), (5, 6), (-3, 2), (-2, 0), (0, 12)]
+)
+def test_slots_are_the_same_on_the_host_and_on_the_device(start: int, end: int) -> None:
+    blocks = [6, 2, 9]
+    want = [blocks[p // BLOCK] * BLOCK + p % BLOCK if p >= 0 else -1 for p in range(start, end)]
+    assert slots_between(start, end, blocks, BLOCK) == want
+    assert [slot_of(p, blocks, BLOCK) for p in range(max(start, 0), end)] == want[max(-start, 0) :]
+    table, positions = torch.tensor([blocks, blocks], dtype=torch.int32), torch.arange(start, end)
+    assert slots_at(positions.expand(2, -1), table, BLOCK).tolist() == [want, want]
+
+
+def test_a_batch_without_slots_writes_nothing_silently() -> None:
+    full = AttentionMetadata.from_lists([1], [1], [[1]], block_size=BLOCK)
+    bare = AttentionMetadata(full.block_table, full.seq_lens, full.query_start_loc, None, None, 1)
+    assert bare.num_reqs == 1
+    assert bare.to("cpu").positions is None
+    with pytest.raises(ValueError, match="slot_mapping: expected"):
+        bare.num_tokens
+    x, pools = torch.ones(1, 2, 8), tuple(torch.zeros(2, BLOCK, 2, 8) for _ in range(2))
+    attention: Any = PagedAttention(2, 8, backend="reference")
+    with pytest.raises(ArgumentError, match="metadata: expected a slot_mapping"):
+        attention(x, x, x, pools, bare)
+    assert not pools[0].any()
+    assert torch.equal(attention(x, None, None, pools, bare), torch.zeros(1, 2, 8))

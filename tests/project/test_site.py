@@ -1,0 +1,67 @@
+"""The documentation site: every public name has a page, every page has a place, messages that the
+troubleshooting page quotes exist, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+MODULES = sorted((DOCS / "reference").glob("torchpaged*.rst"))
+
+
+def listed(page: Path) -> set[str]:
+    """The names of a reference page: those with a page of their own, and those that have it elsewhere."""
+    text = page.read_text()
+    return {*re.findall(r"^   (\w+)$", text, re.M), *re.findall(r":py:obj:`(\w+) <", text)}
+
+
+@pytest.mark.parametrize("page", MODULES, ids=lambda page: page.stem)
+def test_every_public_name_has_a_page(page: Path) -> None:
+    if page.stem == "torchpaged.hf":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    assert listed(page) == set(importlib.import_module(page.stem).__all__)
+
+
+def test_every_public_module_has_a_page() -> None:
+    inits = [path for path in (ROOT / "torchpaged").glob("*/__init__.py") if "__all__" in path.read_text()]
+    modules = {f"torchpaged.{path.parent.name}" for path in inits} | {"torchpaged"}
+    modules -= {"torchpaged.functional"}  # all of it is in torchpaged
+    assert modules == {page.stem for page in MODULES}
+
+
+def test_every_page_has_a_place() -> None:
+    index = (DOCS / "index.md").read_text()
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")} - {"index"}
+    hidden = {page for page in pages if page.startswith("log/")}  # listed by log/README
+    assert pages - hidden <= set(re.findall(r"^([\w/.-]+)$", index, re.M))
+
+
+def test_quoted_messages_exist() -> None:
+    page = (DOCS / "howto/troubleshooting.md").read_text()
+    quoted = re.findall(r"^## `(.+)`$", page, re.M)
+    rooms = [ROOT / "custom_ops", ROOT / "graphs", ROOT / "torchpaged"]
+    source = "".join(path.read_text() for room in rooms for path in room.rglob("*.py"))
+    assert len(quoted) >= 8
+    for message in quoted:
+        assert message in re.sub(r'"\s+f?"', "", source), message
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("furo", reason="pip install 'torchpaged[docs]'")
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert (tmp_path / "reference/api/torchpaged.PagedAttention.html").exists()

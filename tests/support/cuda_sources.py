@@ -1,0 +1,81 @@
+"""CUDA sources compiled without a GPU: by nvcc for a GPU, by g++ for the host."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda.config import Config
+
+NVCC, GXX = shutil.which("nvcc"), shutil.which("g++")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+needs_gxx = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
+
+
+def compiled(
+    folder: Path, file: str, config: Config, kind: str = "cubin", capability: tuple[int, int] = (9, 0)
+) -> tuple[str, str]:
+    """``(PTX or "", ptxas report)`` of one of `jit.files`; warnings are errors. A cubin is left as
+    ``out.cubin``."""
+    target, source = folder / f"out.{kind}", jit.write_sources(folder, file, config)
+    command = [
+        *("nvcc", f"-{kind}", "-Xptxas", "-v", "-Werror", "all-warnings"),
+        *("-o", str(target), *jit.options(config, capability), str(source)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return target.read_text() if kind == "ptx" else "", done.stderr
+
+
+def registers(report: str) -> int:
+    """Of the first kernel in a ptxas report."""
+    found = re.search(r"Used (\d+) registers", report)
+    assert found, report
+    return int(found[1])
+
+
+def check_no_spills(report: str) -> None:
+    """Of the only kernel in a ptxas report."""
+    assert re.findall(r"(\d+) bytes spill stores", report) == ["0"], report
+
+
+class HostProgram:
+    """A C++ program built against the headers of a kernel.
+
+    Args:
+        folder: empty; of the program.
+        text: its source.
+        file, config: the kernel, and the constants that the headers are compiled with.
+        headers: texts that stand in for headers of the kernel, by name.
+        options: of g++.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        text: str,
+        file: str = "",
+        config: Config | None = None,
+        headers: dict[str, str] | None = None,
+        options: tuple[str, ...] = ("-Wall", "-Werror"),
+    ) -> None:
+        if config is not None:
+            jit.write_sources(folder, file, config)
+        for name, header in (headers or {}).items():
+            (folder / name).write_text(header)
+        (folder / "main.cpp").write_text(text)
+        command = ["g++", "-std=c++17", "-O1", *options, "main.cpp", "-o", "main"]
+        subprocess.run(command, cwd=folder, check=True, timeout=120)
+        self._path = folder / "main"
+
+    def __call__(self, *arguments: int, given: str = "") -> str:
+        """What it prints of these arguments and this input; it ends with 0."""
+        command = [str(self._path), *map(str, arguments)]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout

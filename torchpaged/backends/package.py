@@ -1,0 +1,65 @@
+"""The package behind a backend: whether it is here, and its load.
+
+PACKAGE = Package("flash_attn", "flash_attn_interface", "pip install ...", missing=_missing, lacks=_lacks)
+PACKAGE.unavailable()   # a sentence, or None; loads no kernels
+PACKAGE.load()          # the module, or BackendUnavailableError with the sentence
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.errors import BackendUnavailableError
+
+
+class Package(NamedTuple):
+    """What a backend imports where it is used.
+
+    Attributes:
+        backend: the backend's name.
+        module: what is imported.
+        install: how to get it.
+        missing: says what keeps the package from being used, or None, without loading its kernels.
+        lacks: says what a module that was loaded lacks, or None.
+    """
+
+    backend: str
+    module: str
+    install: str
+    missing: Callable[[], str | None]
+    lacks: Callable[[Any], str | None] = lambda library: None
+
+    def unavailable(self) -> str | None:
+        """Why the backend can't run here, or None. Does not load the package's kernels."""
+        return self.missing() or (None if torch.cuda.is_available() else "no CUDA device is visible")
+
+    def load(self) -> Any:
+        """The module, whose kernels this loads.
+
+        Raises:
+            BackendUnavailableError: it is not here, or not of the interface that is needed; with the reason.
+        """
+        why = self.missing()
+        if why is None:
+            try:
+                library = importlib.import_module(self.module)
+            except Exception as error:  # a library of another CUDA or torch version fails in ways of its own
+                raise self._unusable(f"{self.module} does not load: {error}; {self.install}") from error
+            why = self.lacks(library)
+        if why is not None:
+            raise self._unusable(why)
+        return library
+
+    def _unusable(self, why: str) -> BackendUnavailableError:
+        return BackendUnavailableError(f"backend {self.backend!r} is not usable here: {why}")
+
+
+def parameters_lacking(function: Any, needed: Sequence[str]) -> str:
+    """Those of ``needed`` that a library's function does not take, for a message; all where there is none."""
+    known = inspect.signature(function).parameters if function is not None else ()
+    return ", ".join(name for name in needed if name not in known)

@@ -1,0 +1,40 @@
+"""Commands of typer out of dataclasses: an option for each field, declared by `torchpaged.names.option`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+Record = TypeVar("Record")
+
+
+def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[..., None]:
+    """``run`` as a command, which is given ``record`` made of the options; a field without a default is an
+    argument, one without help none of the command's."""
+    hints = get_type_hints(record)
+
+    def command(**given: Any) -> None:
+        run(record(**given))
+
+    parameters = []
+    for field in dataclasses.fields(record):  # type: ignore[arg-type]
+        if not field.metadata:
+            continue
+        words, flags, limits = (field.metadata[key] for key in ("help", "flags", "limits"))
+        required = field.default is dataclasses.MISSING
+        asked = typer.Argument(help=words) if required else typer.Option(*flags, help=words, **limits)
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if required else field.default,
+                annotation=Annotated[hints[field.name], asked],
+            )
+        )
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__name__, command.__doc__ = run.__name__, run.__doc__
+    return command

@@ -1,0 +1,214 @@
+"""What the options of a Generator come to with its model: whether steps are captured and compiled, and
+whether requests share blocks. Each decision comes with its reason, which the Generator's attributes say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from torchpaged.backends import Choice, GraphSupport
+from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.numbers import shown
+from torchpaged.engine.options import GeneratorOptions
+from torchpaged.graphs.buckets import default_prefill_buckets
+
+if TYPE_CHECKING:
+    from torchpaged.fuse import FusionReport
+
+_LOOKAHEAD = 128  # tokens
+
+
+class Decisions(NamedTuple):
+    """What an engine does.
+
+    Attributes:
+        graphs, graph_reason: whether decode steps are captured, and why.
+        compile, compile_reason: whether they are compiled.
+        buckets: batch sizes to capture; None: the default ones.
+        prefill_buckets, prefill_reason: numbers of tokens for which prefills are captured, none = no such
+            graphs.
+        ahead: whether all is captured at once.
+        shares: whether requests share blocks.
+        lookahead: tokens ahead of need that decoding requests get blocks for.
+    """
+
+    graphs: bool
+    graph_reason: str
+    compile: bool
+    compile_reason: str
+    buckets: Sequence[int] | None
+    prefill_buckets: list[int]
+    prefill_reason: str
+    ahead: bool
+    shares: bool
+    lookahead: int
+
+
+def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: int) -> Decisions:
+    """All of it, for a model that is paged.
+
+    Raises:
+        ArgumentError, BackendUnavailableError: an option asks for what can't be had.
+    """
+    on_gpu = torch.device(model.device).type == "cuda"
+    graphs, reason = decide_graphs(options.graphs, model.choice, on_gpu)
+    fusion: FusionReport | None = getattr(model, "fusion_report", None)
+    compile, compile_reason = decide_compile(options.compile, on_gpu, graphs, reason, fusion)
+    if not graphs:
+        _require_no_graphs(options, reason)
+    if options.steps_per_launch != 1 and model.session.plans_every_decode:
+        raise ArgumentError(
+            "steps_per_launch",
+            f"1 with backend {model.choice.name!r}, which plans every step on the host",
+            str(options.steps_per_launch),
+        )
+    support = model.choice.backend.capabilities.graph_support
+    chunk = options.prefill_chunk_size
+    prefills, why = decide_prefill_buckets(options.prefill_buckets, chunk, on_gpu, graphs, reason, support)
+    buckets = options.buckets
+    if options.batch_invariant:
+        _require_invariant(options, model, max_seq_len, None if graphs else reason)
+        buckets = [options.max_batch_size]
+    elif buckets is None and not on_gpu:
+        buckets = range(1, options.max_batch_size + 1)
+    ahead = on_gpu if options.capture_ahead == "auto" else options.capture_ahead is True
+    shares = decide_sharing(options, rolls=getattr(model, "rings", None) is not None)
+    lookahead = options.lookahead
+    if lookahead is None:
+        lookahead = _LOOKAHEAD if on_gpu and graphs else 0
+    compiled = compile, compile_reason
+    return Decisions(graphs, reason, *compiled, buckets, prefills, why, ahead, shares, lookahead)
+
+
+def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:
+    """Whether decode goes through the runner, and why."""
+    if graphs is False:
+        return False, "switched off by graphs=False"
+    if not on_gpu:
+        return True, "eager capture on a CPU"
+    support = choice.backend.capabilities.graph_support
+    reason = f"backend {choice.name!r} declares graph support {support.name}"
+    if support == GraphSupport.NEVER and graphs is True:
+        raise BackendUnavailableError(f"graphs=True: {reason}; choose another backend or graphs='auto'")
+    return support != GraphSupport.NEVER, reason
+
+
+def _require_no_graphs(options: GeneratorOptions, reason: str) -> None:
+    """Refuse what only graphs could do; ``reason``: why there are none."""
+    capture: Any = options.capture
+    for name, is_off, off in (
+        ("steps_per_launch", options.steps_per_launch == 1, "1"),
+        ("buckets", options.buckets is None, "None"),
+        ("capture", isinstance(capture, str), "'auto'"),
+        ("capture_ahead", options.capture_ahead is not True, "'auto' or False"),
+    ):
+        if not is_off:
+            raise ArgumentError(
+                name, f"{off} without graphs", shown(getattr(options, name)), f"graphs: {reason}"
+            )
+
+
+def decide_prefill_buckets(
+    prefill_buckets: Sequence[int] | str | None,
+    prefill_chunk_size: int,
+    on_gpu: bool,
+    use_graphs: bool,
+    graph_reason: str,
+    support: GraphSupport = GraphSupport.ALWAYS,
+) -> tuple[list[int], str]:
+    """Numbers of tokens for which prefills are captured, none = no such graphs, and why.
+
+    ``support``: the backend's. On a GPU anything below ALWAYS rules prefills out: their query lengths differ
+    from replay to replay.
+    """
+    without, why_not = "", ""
+    if not use_graphs:
+        without, why_not = "without graphs", f"graphs: {graph_reason}"
+    elif on_gpu and support < GraphSupport.ALWAYS:
+        without = "with this backend"
+        why_not = f"the backend declares graph support {support.name}, prefills need ALWAYS"
+    if prefill_buckets == "auto":
+        if why_not:
+            return [], f"automatic: {why_not}"
+        if not on_gpu:
+            return [], "automatic: on a CPU a step does not wait for launches"
+        return default_prefill_buckets(prefill_chunk_size), "automatic: on a GPU with graphs"
+    if not prefill_buckets:
+        return [], f"switched off by prefill_buckets={prefill_buckets}"
+    if why_not:
+        raise ArgumentError(
+            "prefill_buckets", f"None or 'auto' {without}", str(list(prefill_buckets)), why_not
+        )
+    sizes = sorted({int(size) for size in prefill_buckets})
+    return sizes, f"prefill_buckets={sizes} was given"
+
+
+def decide_compile(
+    compile: bool | str, on_gpu: bool, use_graphs: bool, graph_reason: str, fusion: FusionReport | None
+) -> tuple[bool, str]:
+    """Whether the decode step goes through torch.compile, and why."""
+    if not use_graphs:
+        if compile is True:
+            raise ArgumentError(
+                "compile", "False or 'auto' without graphs", "True", f"graphs: {graph_reason}"
+            )
+        return False, "steps without graphs run eagerly"
+    if compile != "auto":
+        return compile is True, f"compile={compile} was given"
+    if not on_gpu:
+        return False, "automatic: eager on a CPU"
+    if fusion is not None and fusion.complete:
+        return False, "automatic: the model is fully fused, which leaves nothing to compile"
+    parts = "" if fusion is None else ", and fuse() left parts of the model alone"
+    return True, f"automatic: on a GPU{parts}"
+
+
+def decide_sharing(options: GeneratorOptions, rolls: bool) -> bool:
+    """Whether requests share blocks; ``rolls``: layers of the model keep rings.
+
+    Raises:
+        ArgumentError: they shall, and the keys of one are gone by then.
+    """
+    if options.share_prefixes is True and rolls:
+        raise ArgumentError(
+            "share_prefixes",
+            "'auto' or False with a model whose layers keep rings of blocks",
+            "True",
+            "make the PagedModel without sliding_step to share",
+        )
+    if options.share_prefixes == "auto":
+        return not (options.batch_invariant or rolls)
+    return options.share_prefixes is True
+
+
+def _require_invariant(
+    options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: int, no_graphs: str | None
+) -> None:
+    """Refuse what would let a request's bits depend on the others of an engine.
+
+    Raises:
+        ArgumentError: no graphs (``no_graphs`` says why), whose decode steps are of one size; buckets of
+            several; shared prefixes, which others compute; so few blocks that a request may be put back and
+            computed otherwise; or scales of fp8 pools that the first prompt would give all others.
+    """
+    wants, most, cache = "with batch_invariant=True", options.max_batch_size, model.kv_cache
+    if no_graphs is not None:
+        raise ArgumentError("batch_invariant", "graphs: decode steps of one size", f"none ({no_graphs})")
+    if options.buckets is not None and list(options.buckets) != [most]:
+        raise ArgumentError("buckets", f"None or [{most}] {wants}", str(list(options.buckets)))
+    if options.share_prefixes is True:
+        raise ArgumentError("share_prefixes", f"'auto' or False {wants}", "True")
+    need = most * -(-max_seq_len // cache.block_size) + 1
+    if cache.num_blocks < need:
+        raise ArgumentError(
+            "num_blocks",
+            f"at least {need} {wants}: {most} requests of {max_seq_len} tokens and the null block, "
+            "so that none is put back and computed again in other steps",
+            str(cache.num_blocks),
+        )
+    if getattr(model, "needs_scales", False):
+        raise ArgumentError("kv_scales", f"scales {wants}: those found are of the first prompt", "none")

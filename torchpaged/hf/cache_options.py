@@ -1,0 +1,89 @@
+"""What the options of a `PagedCache` must be, and what its config decides about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from torchpaged.custom_ops.checks import is_int, switch
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.attached import was_given_functions
+from torchpaged.hf.families import family_of
+from torchpaged.hf.kv_scales import Scales
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.template import HybridPagedLayer
+
+
+def check_options(
+    num_blocks: int | None,
+    dense: bool | None,
+    batch_invariant: bool,
+    kv_dtype: str | torch.dtype | None,
+    kv_scales: str | Scales,
+) -> None:
+    """Refuse options that can't be, or not together; raises `ArgumentError`."""
+    if num_blocks is not None and (not is_int(num_blocks) or num_blocks < 2):
+        raise ArgumentError(
+            "num_blocks", "None or an int of at least 2 (block 0 is the null block)", repr(num_blocks)
+        )
+    switch("dense", dense, None)
+    switch("batch_invariant", batch_invariant)
+    if batch_invariant and kv_dtype is not None and isinstance(kv_scales, str):
+        raise ArgumentError(
+            "kv_scales",
+            "scales, with batch_invariant=True and fp8 pools: those found are of the first batch",
+            repr(kv_scales),
+            "give those that another cache of this model found: its kv_scales",
+        )
+
+
+def why_dense(config: Any, dense: bool | None, batch_invariant: bool) -> str:
+    """Why keys of a model of this text config are gathered that were not asked to be; empty: they are not,
+    or were.
+
+    Raises:
+        UnsupportedModelError: they can't be for this model, or not with ``batch_invariant``.
+    """
+    name = str(config.model_type)
+    family = family_of(name)
+    reason = family.needs_dense if dense is None and not was_given_functions(config) else ""
+    if (dense or reason) and batch_invariant:
+        raise UnsupportedModelError(
+            f"{name}: batch_invariant is not held where keys are gathered "
+            f"({reason or 'dense=True'}): SDPA promises nothing of the kind"
+        )
+    if (dense or reason) and family.own_attention:
+        raise UnsupportedModelError(
+            f"{name} masks by the lengths of its own keys, which dense=True makes max_seq_len; "
+            "leave dense out, and call torchpaged.hf.attach(model)"
+        )
+    return reason
+
+
+def keeps_kv(layer: PagedLayer) -> bool:
+    """Whether a layer keeps keys and values, and nothing else per token."""
+    return type(layer) in (PagedLayer, HybridPagedLayer)
+
+
+def not_of_fp8(layers: Iterable[PagedLayer], dense: bool, dense_reason: str) -> set[str]:
+    """Why a cache can't have fp8 pools; empty: it can."""
+    own = {f"layer {layer.index} is a {type(layer).__name__}" for layer in layers if not keeps_kv(layer)}
+    return own | ({f"its keys are gathered ({dense_reason or 'dense=True'})"} if dense else set())
+
+
+def require_use_cache(config: Any) -> None:
+    """Refuse a text config by whose default generate() runs its model without a cache.
+
+    Raises:
+        ArgumentError: it has ``use_cache=False``.
+    """
+    if config.use_cache is False:
+        raise ArgumentError(
+            "use_cache",
+            f"True for {config.model_type} with a PagedCache",
+            "False, its config's default, with which generate() runs all tokens again in every step",
+            "set model.config.use_cache = model.generation_config.use_cache = True, or give use_cache="
+            "True to PagedCache.for_inputs(model, **call) and to generate() alike",
+        )

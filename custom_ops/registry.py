@@ -59,6 +59,9 @@ from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
 from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
+from torchpaged.custom_ops.state.call import ConvCall, LinearAttentionCall
+from torchpaged.custom_ops.state.fake import FAKES as STATE_FAKES
+from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
 from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
 from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
 from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
@@ -77,6 +80,7 @@ _SCHEMAS = {
     "step_end": STEP_END,
     "layers": LAYERS,
     "mla": MLA,
+    "state": STATE,
 }
 #: The family that an op belongs to: its folder.
 _FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
@@ -95,6 +99,8 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     "finish_step": FinishCall.of,
     "rms_norm": NormCall,
     "linear": LinearCall,
+    "causal_conv": ConvCall,
+    "linear_attention": LinearAttentionCall,
 }
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
@@ -124,6 +130,8 @@ class BackendOps(NamedTuple):
     mla_attention: Any
     write_latent: Any
     cascade_attention: Any
+    causal_conv: Any
+    linear_attention: Any
 
 
 # -------------------------------------------------------------------------------------------- implementations
@@ -188,11 +196,9 @@ def _nothing(*_: Any, **__: Any) -> None:
     """The fake kernel of an op without facts to state."""
 
 
+_FAMILY_FAKES = (ATTENTION_FAKES, CACHE_WRITE_FAKES, STEP_END_FAKES, LAYERS_FAKES, MLA_FAKES, STATE_FAKES)
 #: Of each op that has facts to state, what a trace runs in its place, with flat arguments.
-FAKES = {
-    op: _recorded(op, fake)
-    for op, fake in (ATTENTION_FAKES | CACHE_WRITE_FAKES | STEP_END_FAKES | LAYERS_FAKES | MLA_FAKES).items()
-}
+FAKES = {op: _recorded(op, fake) for fakes in _FAMILY_FAKES for op, fake in fakes.items()}
 
 
 def _register() -> None:

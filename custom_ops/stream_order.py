@@ -224,6 +224,12 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
     ),
     "write_latent": (Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),),
+    "causal_conv": (
+        Launch("causal_conv.py:causal_conv_kernel", False, ("conv_state", "out"), waits="launch"),
+    ),
+    "linear_attention": (
+        Launch("linear_attention.py:recurrent_kernel", False, ("state", "out"), waits="launch"),
+    ),
     "merge_attn_states": (
         Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),
     ),

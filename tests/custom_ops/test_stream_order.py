@@ -301,7 +301,8 @@ def triton_launches() -> list[tuple[str, Any]]:
         found.extend((op, launch) for launch in launches)
 
     cases = opcheck_cases(dtype=torch.bfloat16).values()
-    for op in ("write_kv", "rope_write_kv", "merge_attn_states", "copy_blocks", "advance_step"):
+    alone = ("merge_attn_states", "copy_blocks", "advance_step", "causal_conv", "linear_attention")
+    for op in ("write_kv", "rope_write_kv", *alone):
         _, args, kwargs = next(case for case in cases if case[0] == op)
         for flags in [{"are_query_tokens": value} for value in (False, True)] if "write_kv" in op else [{}]:
             record(op, *args, **{**kwargs, **flags})

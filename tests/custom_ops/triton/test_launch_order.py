@@ -31,6 +31,9 @@ from torchpaged.custom_ops.layers.call import NormCall
 from torchpaged.custom_ops.layers.triton.act_and_mul import act_and_mul
 from torchpaged.custom_ops.layers.triton.embedding import embedding
 from torchpaged.custom_ops.layers.triton.rms_norm import rms_norm
+from torchpaged.custom_ops.state.call import ConvCall, LinearAttentionCall
+from torchpaged.custom_ops.state.triton.causal_conv import causal_conv
+from torchpaged.custom_ops.state.triton.linear_attention import linear_attention
 from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
 from torchpaged.custom_ops.step_end.triton.accept_tokens import accept_tokens
 from torchpaged.custom_ops.step_end.triton.advance_step import advance_step
@@ -251,6 +254,47 @@ def activated() -> Case:
     return lambda: act_and_mul(gate_up, out), [("act_and_mul_kernel", expected)]
 
 
+def state_batch() -> tuple[tuple[Tensor, ...], Expected]:
+    """Slots, lengths and starts of three rows, and what a kernel calls them."""
+    batch = ints(5, 2, 7), ints(9, 19, 29), ints(0, 1, 2, 3)
+    return batch, dict(zip(("slots_ptr", "lens_ptr", "starts_ptr"), batch, strict=True)) | {"num_reqs": 3}
+
+
+def convolved() -> Case:
+    x, weight, state, out, bias = floats(4, 64), floats(64, 5), floats(9, 4, 64), floats(4, 64), floats(64)
+    batch, expected = state_batch()
+    expected |= {
+        "num_tokens": 4,
+        "x_ptr": x,
+        "weight_ptr": weight,
+        "state_ptr": state,
+        "out_ptr": out,
+        "bias_ptr": bias,
+        "x_token": x.stride(0),
+        "weight_channel": weight.stride(0),
+        **strides(state, "state_slot", "state_row"),
+        "out_token": out.stride(0),
+    }
+    return (
+        lambda: causal_conv(ConvCall(x, weight, state, *batch, out, bias)),
+        [("causal_conv_kernel", expected)],
+    )
+
+
+def attended_linearly() -> Case:
+    q, k, v, out = floats(4, 2, 64), floats(4, 2, 64), floats(4, 6, 32), floats(4, 6, 32)
+    g, beta, state = floats(4, 6, dtype=torch.float32), floats(4, 6), floats(9, 6, 64, 32)
+    batch, expected = state_batch()
+    tensors = {"q": q, "k": k, "v": v, "g": g, "state": state, "out": out, "beta": beta}
+    expected |= {f"{name}_ptr": tensor for name, tensor in tensors.items()}
+    for name in ("q", "k", "v", "out"):
+        expected |= strides(tensors[name], f"{name}_token", f"{name}_head")
+    expected |= {"num_tokens": 4, "scale": 0.25, "g_token": g.stride(0), "beta_token": beta.stride(0)}
+    expected |= strides(state, "state_slot", "state_head", "state_row")
+    call = LinearAttentionCall(q, k, v, g, state, *batch, out, beta, scale=0.25)
+    return lambda: linear_attention(call), [("recurrent_kernel", expected)]
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "advance_step": advance,
     "accept_tokens": accepted,
@@ -259,6 +303,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "rms_norm": norms,
     "embedding": embedded,
     "act_and_mul": activated,
+    "causal_conv": convolved,
+    "linear_attention": attended_linearly,
 }
 
 

@@ -28,11 +28,12 @@ PARTS = {
             "tests/custom_ops/triton/test_sampling_interpreter.py",
             "tests/custom_ops/triton/test_layers_interpreter.py",
             "tests/custom_ops/triton/test_mla_interpreter.py",
+            "tests/custom_ops/triton/test_state_interpreter.py",
             "tests/custom_ops/test_nonfinite.py",
             "tests/custom_ops/test_fuzz.py",
             "tests/custom_ops/test_fp8_writes.py",
         ],
-        105,
+        175,
         10,
     ),
 }

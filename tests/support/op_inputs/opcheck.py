@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from op_inputs.rope import ROPE_CASES, make_rope_inputs
+from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs
 from op_inputs.trees import TREE_SPECS, make_tree_batch
 from torchpaged.testing.batches import BATCH_SPECS, make_batch
 from torchpaged.testing.pools import on_host
@@ -68,6 +69,14 @@ def opcheck_cases(
     semaphore = torch.zeros(
         batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device
     )
+    conv, delta, ssd = (
+        {name: x.to(device).nan_to_num_() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        for given in (
+            make_conv_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
+            make_linear_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
+            make_linear_inputs(STATE_BATCHES["decode_padded"], delta=False, dtype=dtype),
+        )
+    )
     no_groups = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1, 2), (1,), (2,)))
     rows_in_order = torch.arange(batch.q.shape[0], device=device)
     cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
@@ -102,6 +111,9 @@ def opcheck_cases(
             (kv[:, 0, :16].contiguous(), kv[:, 0, :8].contiguous(), rows, slots),
             {},
         ),
+        "conv": ("causal_conv", (), conv),
+        "delta": ("linear_attention", (), delta),
+        "ssd": ("linear_attention", (), ssd),
         "merge": (
             "merge_attn_states",
             (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)),

@@ -1,0 +1,1 @@
+"""Layers that keep one state per request, however long it is: causal convolutions and linear attention."""

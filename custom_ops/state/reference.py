@@ -1,0 +1,82 @@
+"""The specification of the state ops in plain torch: token by token, all rows at once; nothing is read on the
+host. In float32, or in float64 over tensors of it.
+
+Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464), equation 10, and Dao, Gu,
+"Transformers are SSMs" (arXiv:2405.21060), section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.state.call import NORM_EPS, ConvCall, LinearAttentionCall, Rows
+from torchpaged.custom_ops.state.check import check_causal_conv, check_linear_attention
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def causal_conv(call: ConvCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_causal_conv(call)
+    rows, exact = Rows.of(call), _exact(call.x)
+    num_tokens, width = call.x.shape[0], call.weight.shape[1]
+    call.out.zero_()
+    if not num_tokens or not rows.slots.shape[0]:
+        return
+    kept = call.conv_state[rows.slots]
+    window = torch.where(rows.begins[:, None, None], 0, kept)
+    weight = call.weight.to(exact).T  # [width, channels]
+    out = call.out.new_zeros(num_tokens + 1, call.out.shape[1])
+    for i in range(call.max_query_len):
+        on = (rows.slots > 0) & (i >= rows.first) & (i < rows.lens)
+        token = (rows.starts + i).clamp_max(num_tokens - 1)
+        seen = torch.cat((window, call.x[token][:, None]), dim=1)
+        y = (seen.to(exact) * weight).sum(1)
+        if call.bias is not None:
+            y = y + call.bias
+        if call.activation == "silu":
+            y = torch.nn.functional.silu(y)
+        out[torch.where(on, token, num_tokens)] = y.to(out.dtype)
+        window = torch.where(on[:, None, None], seen[:, 1 - width :], window)
+    call.out.copy_(out[:-1])
+    call.conv_state[rows.slots] = torch.where((rows.slots > 0)[:, None, None], window, kept)
+
+
+def _heads(x: Tensor, num_heads: int, normalize: bool) -> Tensor:
+    """Keys or queries ``[B, num_key_heads, key_dim]``, one for each of ``num_heads``."""
+    if normalize:
+        x = x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
+    return x.repeat_interleave(num_heads // x.shape[1], 1)
+
+
+def linear_attention(call: LinearAttentionCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_linear_attention(call)
+    rows, exact = Rows.of(call), _exact(call.v)
+    num_tokens, num_heads, _ = call.v.shape
+    call.out.zero_()
+    if not num_tokens or not rows.slots.shape[0]:
+        return
+    kept = call.state[rows.slots]
+    state = torch.where(rows.begins[:, None, None, None], 0, kept.to(exact))
+    out = call.out.new_zeros(num_tokens + 1, *call.out.shape[1:])
+    for i in range(call.max_query_len):
+        on = (rows.slots > 0) & (i >= rows.first) & (i < rows.lens)
+        token = (rows.starts + i).clamp_max(num_tokens - 1)
+        q, k = (_heads(x[token].to(exact), num_heads, call.normalize) for x in (call.q, call.k))
+        u = call.v[token].to(exact)
+        new = state * call.g[token].exp()[..., None, None]
+        if call.delta_rule:
+            u = u - (new * k[..., None]).sum(-2)
+        if call.beta is not None:
+            u = u * call.beta[token].to(exact)[..., None]
+        new = new + k[..., None] * u[..., None, :]
+        y = (new * q[..., None]).sum(-2) * call.scale
+        out[torch.where(on, token, num_tokens)] = y.to(out.dtype)
+        state = torch.where(on[:, None, None, None], new, state)
+    call.out.copy_(out[:-1])
+    writes = (rows.slots > 0)[:, None, None, None]
+    call.state[rows.slots] = torch.where(writes, state.to(kept.dtype), kept)

@@ -1,0 +1,29 @@
+"""Schemas of ``causal_conv`` and ``linear_attention``. The rules that every op keeps: registry.py.
+
+Both take a packed batch, prefill, decode or mixed, and pools with a slot per request. ``state_slots [B]``
+int32: the slots, 0 for a row that has none: such a row writes nothing and gives zeros. ``seq_lens [B]`` and
+``query_start_loc [B + 1]`` int32 as in paged_attention: a request that begins (``seq_len <= query_len``)
+begins from zeros, whatever its slot holds; a token at a position below 0 (left padding) gives zeros and
+leaves no trace. Rows that write have slots of their own.
+"""
+
+from __future__ import annotations
+
+_BATCH = "Tensor state_slots, Tensor seq_lens, Tensor query_start_loc"
+
+SCHEMAS = {
+    # A depthwise causal convolution over tokens, out[t] = act(bias + sum_w weight[:, w] x[t - W + 1 + w]).
+    # x, out [T, channels]; weight [channels, W], W from 2 to 8; bias [channels]; conv_state [num_slots,
+    # W - 1, channels], a request's last inputs, the newest last; activation: "none" or "silu".
+    "causal_conv": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, {_BATCH}, Tensor(b!) out,
+        Tensor? bias=None, *, SymInt max_query_len, str activation="none") -> ()""",
+    # Per head, over a matrix S [key_dim, value_dim]: S = exp(g) S; u = beta (v - S^T k) with delta_rule and
+    # beta v without; S = S + k u^T; out = scale S^T q. q, k [T, num_key_heads, key_dim], each of
+    # num_heads / num_key_heads value heads that stand together; v, out [T, num_heads, value_dim], out in
+    # float32 or v's dtype; g [T, num_heads] float32, the logarithm of the decay; beta [T, num_heads], 1 if
+    # None; state [num_slots, num_heads, key_dim, value_dim], rounded to its dtype at the end of a call
+    # alone; normalize: q and k are divided by their norms first, x / sqrt(sum(x x) + 1e-6).
+    "linear_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor g, Tensor(a!) state, {_BATCH},
+        Tensor(b!) out, Tensor? beta=None, *, SymInt max_query_len, float scale, bool delta_rule=False,
+        bool normalize=False) -> ()""",
+}

@@ -1,0 +1,171 @@
+"""linear_attention: a program per row, head and tile of value columns, whose part of the state stays in
+registers while it goes through the row's tokens one by one."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.check import check_linear_attention
+from torchpaged.custom_ops.state.triton.causal_conv import row_of
+from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+
+#: Numbers of a state that a program holds, and a warp: 64 registers of each thread.
+_TILE, _WARP = 8192, 2048
+MAX_KEY_DIM = 512
+
+
+class Tiles(NamedTuple):
+    """Value columns of a program, and its warps."""
+
+    value: int
+    num_warps: int
+
+
+def tiles(key_dim: int, value_dim: int) -> Tiles:
+    """By the sizes of a head alone."""
+    keys = next_power_of_2(key_dim)
+    value = min(next_power_of_2(value_dim), max(_TILE // keys, 8))
+    return Tiles(value, max(keys * value // _WARP, 1))
+
+
+@triton.jit
+def load_key(ptr, here, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
+    """A key or query in float32."""
+    x = tl.load(ptr, mask=here, other=0.0).to(tl.float32)
+    if NORMALIZE:
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) + EPS)
+    return x
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+def recurrent_kernel(
+    num_reqs,
+    num_tokens,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    g_ptr,
+    state_ptr,
+    slots_ptr,
+    lens_ptr,
+    starts_ptr,
+    out_ptr,
+    beta_ptr,
+    scale,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    g_token,
+    beta_token,
+    state_slot,
+    state_head,
+    state_row,
+    out_token,
+    out_head,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    TILE_VALUE: tl.constexpr,
+    DELTA: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; GROUP: heads per key head."""
+    VALUE_TILES: tl.constexpr = (VALUE_DIM + TILE_VALUE - 1) // TILE_VALUE
+    pid = tl.program_id(0)
+    head = pid // VALUE_TILES % NUM_HEADS
+    req = pid // (VALUE_TILES * NUM_HEADS)
+    begin, count, first, slot, seq_len = row_of(req, slots_ptr, lens_ptr, starts_ptr)
+    n = tl.arange(0, KEY_PAD)
+    d = pid % VALUE_TILES * TILE_VALUE + tl.arange(0, TILE_VALUE)
+    of_key, of_value = n < KEY_DIM, d < VALUE_DIM
+    place = state_ptr + slot * state_slot + head * state_head + n[:, None] * state_row + d[None, :]
+    inside = of_key[:, None] & of_value[None, :]
+    kept = (slot > 0) & (seq_len > count)
+    state = tl.load(place, mask=inside & kept, other=0.0).to(tl.float32)
+    out_ptr += head * out_head + d
+    nothing = tl.zeros((TILE_VALUE,), out_ptr.dtype.element_ty)
+    begin = begin.to(tl.int64)
+    for i in range(first):
+        tl.store(out_ptr + (begin + i) * out_token, nothing, mask=of_value)
+    for i in range(first, count):
+        token = begin + i
+        q_place = q_ptr + token * q_token + head // GROUP * q_head + n
+        k_place = k_ptr + token * k_token + head // GROUP * k_head + n
+        q = load_key(q_place, of_key, NORMALIZE, EPS) * scale
+        k = load_key(k_place, of_key, NORMALIZE, EPS)
+        u = tl.load(v_ptr + token * v_token + head * v_head + d, mask=of_value, other=0.0).to(tl.float32)
+        state *= tl.exp(tl.load(g_ptr + token * g_token + head))
+        if DELTA:
+            u -= tl.sum(state * k[:, None], axis=0)
+        if beta_ptr is not None:
+            u *= tl.load(beta_ptr + token * beta_token + head).to(tl.float32)
+        state += k[:, None] * u[None, :]
+        y = tl.sum(state * q[:, None], axis=0)
+        tl.store(out_ptr + token * out_token, y.to(out_ptr.dtype.element_ty), mask=of_value)
+    if slot > 0:
+        tl.store(place, state.to(state_ptr.dtype.element_ty), mask=inside)
+    # The last row's programs have the tokens behind it, too.
+    if req == num_reqs - 1:
+        for rest in range(count, num_tokens - begin):
+            tl.store(out_ptr + (begin + rest) * out_token, nothing, mask=of_value)
+
+
+def linear_attention(call: LinearAttentionCall) -> None:
+    """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16."""
+    require_launchable(call.v)
+    check_dtype("v", call.v, torch.bfloat16, torch.float16, torch.float32)
+    check_linear_attention(call)
+    q, k, v, g, state, out, beta = call.q, call.k, call.v, call.g, call.state, call.out, call.beta
+    num_tokens, num_heads, value_dim = v.shape
+    num_reqs, key_dim = call.state_slots.shape[0], q.shape[2]
+    if key_dim > MAX_KEY_DIM:
+        raise ArgumentError("q", f"keys of at most {MAX_KEY_DIM} for the triton backend", f"{key_dim}")
+    if not num_reqs:
+        out.zero_()
+        return
+    tile = tiles(key_dim, value_dim)
+    recurrent_kernel[(num_reqs * num_heads * triton.cdiv(value_dim, tile.value),)](
+        num_reqs,
+        num_tokens,
+        q,
+        k,
+        v,
+        g,
+        state,
+        call.state_slots,
+        call.seq_lens,
+        call.query_start_loc,
+        out,
+        beta,
+        call.scale,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        g.stride(0),
+        0 if beta is None else beta.stride(0),
+        *state.stride()[:3],
+        *out.stride()[:2],
+        NUM_HEADS=num_heads,
+        GROUP=num_heads // q.shape[1],
+        KEY_DIM=key_dim,
+        KEY_PAD=next_power_of_2(key_dim),
+        VALUE_DIM=value_dim,
+        TILE_VALUE=tile.value,
+        DELTA=call.delta_rule,
+        NORMALIZE=call.normalize,
+        EPS=NORM_EPS,
+        num_warps=tile.num_warps,
+    )

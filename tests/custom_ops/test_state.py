@@ -1,0 +1,192 @@
+"""The state ops on a CPU: the oracle, chunk borders, slots used again, what is refused, the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.state import (
+    STATE_BATCHES,
+    Rows,
+    assert_state_close,
+    clone,
+    exact_conv,
+    exact_linear,
+    make_conv_inputs,
+    make_linear_inputs,
+)
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from torchpaged import ArgumentError
+from torchpaged.custom_ops import BACKEND_OPS
+
+REFERENCE = BACKEND_OPS["reference"]
+BACKENDS = ("cpu", "reference", "default")
+#: Gated delta net, Mamba 2, and linear attention with a decay alone.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "delta": {},
+    "ssd": {"delta": False, "key_heads": 1},
+    "decay": {"delta": False, "beta": False, "key_heads": 4},
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("batch", STATE_BATCHES)
+def test_convolution_matches_the_oracle(batch: str, width: int, backend: str) -> None:
+    bias, activation = (True, "silu") if width == 4 else (False, "none")
+    inputs = make_conv_inputs(STATE_BATCHES[batch], width=width, bias=bias, activation=activation)
+    assert_state_close(BACKEND_OPS[backend], REFERENCE, "causal_conv", inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", STATE_BATCHES)
+def test_linear_attention_matches_the_oracle(batch: str, family: str, backend: str) -> None:
+    inputs = make_linear_inputs(STATE_BATCHES[batch], **FAMILIES[family])
+    assert_state_close(BACKEND_OPS[backend], REFERENCE, "linear_attention", inputs)
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own", "float32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
+    if dtype == torch.float64 and state_dtype is not None:
+        pytest.skip("float64 is kept in float64")
+    batch = STATE_BATCHES["chunks"]
+    assert_state_close(REFERENCE, REFERENCE, "causal_conv", make_conv_inputs(batch, dtype=dtype))
+    inputs = make_linear_inputs(batch, dtype=dtype, state_dtype=state_dtype or dtype, out_dtype=state_dtype)
+    assert_state_close(REFERENCE, REFERENCE, "linear_attention", inputs)
+
+
+def split(inputs: dict[str, Any], chunk: slice, context: int) -> dict[str, Any]:
+    """The call of some tokens of a single request."""
+    count = chunk.stop - chunk.start
+    part = {
+        name: x[chunk] if name in ("x", "q", "k", "v", "g", "beta", "out") and x is not None else x
+        for name, x in inputs.items()
+    }
+    return part | {
+        "seq_lens": torch.tensor([context + count], dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, count], dtype=torch.int32),
+        "max_query_len": count,
+    }
+
+
+@pytest.mark.parametrize("lens", [(20,), (1,) * 20, (7, 1, 8, 4), (2, 1, 16, 1), (19, 1)], ids=str)
+@pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
+def test_chunks_make_no_difference(op: str, lens: tuple[int, ...]) -> None:
+    make = make_conv_inputs if op == "causal_conv" else make_linear_inputs
+    inputs = make(Rows(((0, 20),)), dtype=torch.float64)
+    if op == "linear_attention":
+        inputs["state"] = inputs["state"].double()
+    exact, pool = (exact_conv if op == "causal_conv" else exact_linear)(inputs)
+    done = 0
+    for count in lens:
+        getattr(REFERENCE, op)(**split(inputs, slice(done, done + count), done))
+        done += count
+    torch.testing.assert_close(inputs["out"], exact, rtol=0, atol=1e-12)
+    left = inputs["conv_state" if op == "causal_conv" else "state"]
+    torch.testing.assert_close(left, pool, rtol=0, atol=1e-12, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
+def test_a_slot_is_used_again(op: str) -> None:
+    """By a request that begins: what the one before left in it, NaN too, has no part in anything."""
+    make = make_conv_inputs if op == "causal_conv" else make_linear_inputs
+    inputs = make(STATE_BATCHES["prompts"])
+    pool = "conv_state" if op == "causal_conv" else "state"
+    again = clone(inputs)
+    again[pool] = torch.rand_like(again[pool])
+    for given in (inputs, again):
+        getattr(REFERENCE, op)(**given)
+    assert torch.equal(inputs["out"], again["out"])
+    slots = inputs["state_slots"].long()
+    assert torch.equal(inputs[pool][slots], again[pool][slots])
+
+
+@pytest.mark.parametrize("batch", ["no_tokens", "all_void"])
+def test_nothing_is_written_for_rows_without_tokens_or_slots(batch: str) -> None:
+    for op, pool, make in (
+        ("causal_conv", "conv_state", make_conv_inputs),
+        ("linear_attention", "state", make_linear_inputs),
+    ):
+        inputs = make(STATE_BATCHES[batch])
+        before = inputs[pool].clone()
+        for backend in BACKENDS:
+            getattr(BACKEND_OPS[backend], op)(**inputs)
+            torch.testing.assert_close(inputs[pool], before, rtol=0, atol=0, equal_nan=True)
+            assert not inputs["out"].any()
+
+
+BAD: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "two_rows_on_a_slot": ("state_slots", lambda a: {"state_slots": torch.full_like(a["state_slots"], 3)}),
+    "a_slot_that_is_none": ("state_slots", lambda a: {"state_slots": a["state_slots"] + 90}),
+    "a_slot_below": ("state_slots", lambda a: {"state_slots": a["state_slots"] - 90}),
+    "slots_of_int64": ("state_slots", lambda a: {"state_slots": a["state_slots"].long()}),
+    "lengths_of_fewer_rows": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"][:1]}),
+    "starts_that_fall": ("query_start_loc", lambda a: {"query_start_loc": a["query_start_loc"].flip(0)}),
+    "too_small_a_maximum": ("max_query_len", lambda a: {"max_query_len": 2}),
+}
+BAD_CONV: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "x_of_another_dtype": ("weight", lambda a: {"x": a["x"].half()}),
+    "too_wide": ("weight", lambda a: {"weight": torch.zeros(40, 9)}),
+    "weights_of_another_width": ("conv_state", lambda a: {"weight": torch.zeros(40, 3)}),
+    "an_unknown_activation": ("activation", lambda a: {"activation": "gelu"}),
+    "out_on_x": ("x", lambda a: {"out": a["x"]}),
+    "a_short_bias": ("bias", lambda a: {"bias": torch.zeros(4)}),
+}
+BAD_LINEAR: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "heads_that_do_not_divide": ("q", lambda a: {"q": torch.zeros(41, 3, 16)}),
+    "keys_of_another_width": ("k", lambda a: {"k": torch.zeros(41, 2, 15)}),
+    "decays_of_another_dtype": ("g", lambda a: {"g": a["g"].half()}),
+    "decays_of_fewer_heads": ("g", lambda a: {"g": a["g"][:, :3].contiguous()}),
+    "a_pool_of_another_width": ("state", lambda a: {"state": torch.zeros(9, 4, 16, 23)}),
+    "a_pool_of_another_dtype": ("state", lambda a: {"state": torch.zeros(9, 4, 16, 24).bfloat16()}),
+    "out_on_v": ("v", lambda a: {"v": a["out"]}),
+    "no_scale": ("scale", lambda a: {"scale": 0.0}),
+    "beta_of_fewer_heads": ("beta", lambda a: {"beta": torch.zeros(41, 1)}),
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "case"),
+    [("causal_conv", case) for case in (*BAD, *BAD_CONV)]
+    + [("linear_attention", case) for case in (*BAD, *BAD_LINEAR)],
+)
+def test_what_is_refused(op: str, case: str) -> None:
+    is_conv = op == "causal_conv"
+    given = (make_conv_inputs if is_conv else make_linear_inputs)(STATE_BATCHES["chunks"])
+    name, change = (BAD | (BAD_CONV if is_conv else BAD_LINEAR))[case]
+    given |= change(given)
+    before = clone(given)
+    with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+        getattr(REFERENCE, op)(**given)
+    for pool in ("conv_state", "state", "out"):
+        if pool in given:
+            torch.testing.assert_close(given[pool], before[pool], rtol=0, atol=0, equal_nan=True)
+
+
+def test_one_graph_for_all_batches() -> None:
+    """Compiled with dynamic sizes once, and no pool is copied around."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(conv: dict[str, Any], linear: dict[str, Any]) -> None:
+        REFERENCE.causal_conv(**conv)
+        REFERENCE.linear_attention(**linear)
+
+    for batch in ("chunks", "mixed_empty"):
+        conv, linear = make_conv_inputs(STATE_BATCHES[batch]), make_linear_inputs(STATE_BATCHES[batch])
+        exact = exact_conv(conv)[0], exact_linear(linear)[0]
+        conv["max_query_len"] = linear["max_query_len"] = 32
+        for name in ("x", "q", "k", "v", "g", "beta", "out", "state_slots", "seq_lens", "query_start_loc"):
+            for given in (conv, linear):
+                if name in given:
+                    torch._dynamo.decorators.mark_unbacked(given[name], 0)
+        step(conv, linear)
+        torch.testing.assert_close(conv["out"].double(), exact[0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(linear["out"].double(), exact[1], rtol=1e-4, atol=1e-5)
+    assert counter.frame_count == 1

@@ -1,0 +1,199 @@
+"""Batches, runs and the oracle of ``causal_conv`` and ``linear_attention``."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import BackendOps
+from torchpaged.testing.oracle import assert_within_budget
+from torchpaged.testing.pools import on_host
+
+NAN = float("nan")
+
+
+class Rows(NamedTuple):
+    """A batch: ``(context, query_len)`` of each row, tokens behind the last row, tokens of left padding of
+    each row, and rows without a slot."""
+
+    rows: tuple[tuple[int, int], ...]
+    padded_tokens: int = 0
+    left: tuple[int, ...] = ()
+    void: tuple[int, ...] = ()
+
+
+#: Named batches. In ``void`` rows the slot is 0, as in padded rows of a graph.
+STATE_BATCHES = {
+    "decode": Rows(((5, 1), (1, 1), (300, 1))),
+    "decode_begins": Rows(((0, 1), (2, 1), (0, 1))),
+    "decode_padded": Rows(((5, 1), (0, 1), (7, 1), (0, 1)), padded_tokens=2, left=(0, 1, 0, 1), void=(1, 3)),
+    "verify": Rows(((5, 8), (0, 8), (1, 3), (9, 2))),
+    "prompts": Rows(((0, 33), (0, 1), (0, 17))),
+    "chunks": Rows(((16, 16), (1, 18), (2, 2), (40, 5))),
+    "mixed_empty": Rows(((4, 0), (0, 21), (9, 1), (0, 0), (3, 1)), padded_tokens=3, void=(3,)),
+    "left_padding": Rows(((0, 6), (0, 6), (0, 6), (0, 6)), left=(0, 2, 5, 6)),
+    "no_tokens": Rows(((4, 0), (0, 0))),
+    "all_void": Rows(((0, 2), (5, 1)), padded_tokens=1, void=(0, 1)),
+}
+
+
+def batch_tensors(batch: Rows, num_slots: int) -> dict[str, Any]:
+    """``state_slots`` (shuffled, 0 in void rows), ``seq_lens``, ``query_start_loc``, ``max_query_len``."""
+    lens = [count for _, count in batch.rows]
+    left = batch.left or (0,) * len(lens)
+    seq_lens = [context + count - pad for (context, count), pad in zip(batch.rows, left, strict=True)]
+    slots = (torch.randperm(num_slots - 1)[: len(lens)] + 1).tolist()
+    return {
+        "state_slots": torch.tensor(
+            [0 if row in batch.void else slot for row, slot in enumerate(slots)], dtype=torch.int32
+        ),
+        "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32),
+        "max_query_len": max(*lens, 1),
+    }
+
+
+def _poisoned(pool: Tensor, batch: Rows, slots: Tensor) -> Tensor:
+    """NaN wherever no row goes on from: in slot 0, in free slots, and where a request begins."""
+    kept = pool.clone()
+    pool.fill_(NAN)
+    for (context, _), slot in zip(batch.rows, slots.tolist(), strict=True):
+        if context and slot:
+            pool[slot] = kept[slot]
+    return pool
+
+
+def make_conv_inputs(
+    batch: Rows,
+    *,
+    channels: int = 40,
+    width: int = 4,
+    bias: bool = True,
+    activation: str = "silu",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    num_slots: int = 9,
+) -> dict[str, Any]:
+    """Arguments of ``causal_conv``; ``out`` holds NaN."""
+    torch.manual_seed(seed)
+    given = batch_tensors(batch, num_slots)
+    num_tokens = int(given["query_start_loc"][-1]) + batch.padded_tokens
+    pool = torch.randn(num_slots, width - 1, channels, dtype=dtype)
+    return {
+        "x": torch.randn(num_tokens, channels + 8, dtype=dtype)[:, :channels],
+        "weight": torch.randn(channels, width, dtype=dtype) / width,
+        "conv_state": _poisoned(pool, batch, given["state_slots"]),
+        **{name: given[name] for name in ("state_slots", "seq_lens", "query_start_loc")},
+        "out": torch.full((num_tokens, channels), NAN, dtype=dtype),
+        "bias": torch.randn(channels, dtype=dtype) if bias else None,
+        "max_query_len": given["max_query_len"],
+        "activation": activation,
+    }
+
+
+def make_linear_inputs(
+    batch: Rows,
+    *,
+    key_heads: int = 2,
+    heads: int = 4,
+    key_dim: int = 16,
+    value_dim: int = 24,
+    delta: bool = True,
+    beta: bool = True,
+    dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = None,
+    seed: int = 0,
+    num_slots: int = 9,
+) -> dict[str, Any]:
+    """Arguments of ``linear_attention``; ``out`` holds NaN. With the delta rule keys are normalised, as
+    gated delta nets do; without, as Mamba 2 has it, not."""
+    torch.manual_seed(seed)
+    given = batch_tensors(batch, num_slots)
+    num_tokens = int(given["query_start_loc"][-1]) + batch.padded_tokens
+    pool = torch.randn(num_slots, heads, key_dim, value_dim, dtype=state_dtype)
+    packed = torch.randn(num_tokens, 2 * key_heads * key_dim + heads * value_dim, dtype=dtype)
+    q, k, v = packed.split([key_heads * key_dim, key_heads * key_dim, heads * value_dim], dim=-1)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        "q": q.unflatten(-1, (key_heads, key_dim)),
+        "k": k.unflatten(-1, (key_heads, key_dim)),
+        "v": v.unflatten(-1, (heads, value_dim)),
+        "g": -torch.rand(num_tokens, heads, dtype=wide) * 2,
+        "state": _poisoned(pool, batch, given["state_slots"]),
+        **{name: given[name] for name in ("state_slots", "seq_lens", "query_start_loc")},
+        "out": torch.full((num_tokens, heads, value_dim), NAN, dtype=out_dtype or dtype),
+        "beta": torch.rand(num_tokens, heads, dtype=dtype) if beta else None,
+        "max_query_len": given["max_query_len"],
+        "scale": key_dim**-0.5,
+        "delta_rule": delta,
+        "normalize": delta,
+    }
+
+
+def _tokens(inputs: dict[str, Any]) -> list[tuple[int, bool, range]]:
+    """Of each row its slot, whether it begins, and its tokens that are no padding."""
+    starts, found = inputs["query_start_loc"].tolist(), []
+    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+        seq_len, slot = int(inputs["seq_lens"][row]), int(inputs["state_slots"][row])
+        first = begin + max(end - begin - seq_len, 0)
+        found.append((slot, seq_len <= end - begin, range(first, end) if slot else range(0)))
+    return found
+
+
+def exact_conv(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The oracle: ``out`` and ``conv_state`` in float64, a request at a time."""
+    x, weight, state = (inputs[name].double() for name in ("x", "weight", "conv_state"))
+    out, width = torch.zeros_like(x), weight.shape[1]
+    for slot, begins, tokens in _tokens(inputs):
+        if tokens:
+            past = torch.zeros_like(state[slot]) if begins else state[slot]
+            line = torch.cat((past, x[tokens.start : tokens.stop]))
+            y = (line.unfold(0, width, 1) * weight).sum(-1)
+            y = y if inputs["bias"] is None else y + inputs["bias"]
+            out[tokens.start : tokens.stop] = y * y.sigmoid() if inputs["activation"] == "silu" else y
+            state[slot] = line[1 - width :]
+    return out, state
+
+
+def exact_linear(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The oracle: ``out`` and ``state`` in float64, a request and a head at a time."""
+    q, k, v, g, state = (inputs[name].double() for name in ("q", "k", "v", "g", "state"))
+    beta = torch.ones_like(g) if inputs["beta"] is None else inputs["beta"].double()
+    if inputs["normalize"]:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    out, group = torch.zeros_like(v), v.shape[1] // q.shape[1]
+    for slot, begins, tokens in _tokens(inputs):
+        for h in range(v.shape[1]) if tokens else ():
+            matrix = torch.zeros_like(state[slot, h]) if begins else state[slot, h].clone()
+            for t in tokens:
+                key = k[t, h // group]
+                matrix *= g[t, h].exp()
+                seen = key @ matrix if inputs["delta_rule"] else 0.0
+                matrix += torch.outer(key, beta[t, h] * (v[t, h] - seen))
+                out[t, h] = inputs["scale"] * (q[t, h // group] @ matrix)
+            state[slot, h] = matrix
+    return out, state
+
+
+def clone(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments in memory of their own."""
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+@on_host
+def assert_state_close(ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any]) -> None:
+    """Run one backend's op: ``out`` and the pool it leaves against the oracle, within the error budget of
+    their dtypes; NaN where no row wrote."""
+    pool = "conv_state" if op == "causal_conv" else "state"
+    exact = exact_conv(inputs) if op == "causal_conv" else exact_linear(inputs)
+    host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in clone(inputs).items()}
+    getattr(reference, op)(**host)
+    getattr(ops, op)(**inputs)
+    for name, want in zip(("out", pool), exact, strict=True):
+        dtype = inputs[name].dtype
+        factor = 6.0 if dtype == torch.float32 else 2.0  # in float32 nothing hides the order of sums
+        assert_within_budget(f"{op} {name}", inputs[name], host[name], want, dtype, factor)

@@ -47,6 +47,23 @@ def check_is_dtype(**dtypes: object) -> None:
             raise ArgumentError(name, "a torch.dtype, such as torch.bfloat16", repr(dtype))
 
 
+def device_here(device: Any) -> torch.device:
+    """``device`` as a `torch.device` that this torch can allocate on."""
+    try:
+        made = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError("device", "a torch.device or its name, such as 'cuda'", repr(device)) from None
+    if made.type == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device", "a device of this machine", repr(str(made)), no_cuda())
+    return made
+
+
+def no_cuda() -> str:
+    """Why there is no GPU here."""
+    built = torch.version.cuda is not None or torch.version.hip is not None
+    return "torch finds no driver or no GPU" if built else "this torch is built without CUDA"
+
+
 def switch(name: str, value: object, *others: str | None) -> None:
     """``value`` is True, False or one of ``others``. 1, 0 and NumPy's booleans are none of them: code that
     asks with ``is`` would take them for neither."""

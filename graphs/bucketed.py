@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_callable, checks_device_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError, NotCopied
+from torchpaged.custom_ops.words import shortened
 from torchpaged.graphs.addresses import CapturedAddresses, Watch
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, HostCapture
@@ -227,6 +228,13 @@ class BucketedGraphs(NotCopied):
         self._addresses.note(bucket)
         self._graphs[bucket] = graph
         self._first._dirty = False
+
+    def __repr__(self) -> str:
+        captured = [bucket for bucket in self.buckets if bucket in self._graphs]
+        return (
+            f"{type(self).__name__}(buckets={shortened(self.buckets)}, captured={shortened(captured)}, "
+            f"device={str(self.device)!r})"
+        )
 
     # ------------------------------------------------------------------------------------------------ steps
     def view(self, num_rows: int) -> tuple[Any, ...]:

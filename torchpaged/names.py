@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchpaged.custom_ops.checks import no_cuda
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: torch's names of dtypes -> ours.
@@ -48,13 +49,11 @@ def device_named(name: str, option: str = "--device") -> torch.device:
     ):
         raise ArgumentError(option, "auto, cpu, cuda or cuda:1", repr(name))
     if kind == "cuda" and not torch.cuda.is_available():
-        built = torch.version.cuda is not None or torch.version.hip is not None
-        reason = "torch finds no driver or no GPU" if built else "this torch is built without CUDA"
         raise ArgumentError(
             option,
             "a device of this machine",
             repr(name),
-            f"{reason}; --device cpu runs anywhere, `torchpaged env` shows more",
+            f"{no_cuda()}; --device cpu runs anywhere, `torchpaged env` shows more",
         )
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
         raise ArgumentError(option, f"a GPU below cuda:{torch.cuda.device_count()}", repr(name))

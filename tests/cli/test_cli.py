@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -11,85 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from command import ROOT, run, run_process
 
 for _package in ("typer", "rich", "transformers", "gguf"):
     pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
-ROOT = Path(__file__).parents[2]
-
-
-class Done(NamedTuple):
-    """What a command left behind."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, seconds of imports long."""
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "torchpaged", *arguments],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
-def run(*arguments: str, **environment: str) -> Done:
-    """The entry point in this process, with what Python would print of an exception that leaves it."""
-    from torchpaged.cli import main
-
-    out, errors, code = io.StringIO(), io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
-        patch.setattr(sys, "argv", ["torchpaged", *arguments])
-        for name, value in {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment}.items():
-            patch.setenv(name, value)
-        try:
-            main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        except Exception:
-            traceback.print_exc()
-            code = 1
-    return Done(code, out.getvalue(), errors.getvalue())
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny llama with a tokenizer of one token per letter."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
-    vocabulary = {c: i for i, c in enumerate("?abcdefghijklmnopqrstuvwxyz ")}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=28,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(path)
-    return str(path)
 
 
 def test_json_has_everything_and_nothing_else(folder: str) -> None:
@@ -538,6 +467,11 @@ def config(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def weights_alone(path: Path) -> None:
+    drop("*")(path)
+    write("a.gguf", b"GGUF")(path)
+
+
 def pickled(path: Path) -> None:
     """Weights that would run a command when they are read."""
 
@@ -561,8 +495,12 @@ TEMPLATE = "a chat template that transformers can read"
 #: What is done to a good folder -> how the line goes on, and, at last, arguments.
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
     "no tokenizer": (drop("tokenizer*"), "a tokenizer that transformers can read", ()),
-    "empty": (drop("*"), "a HuggingFace folder or hub id, got .*without config.json", ()),
-    "weights alone": (lambda path: [drop("*")(path), write("a.gguf", b"GGUF")(path)], "GGUF; convert it", ()),
+    "empty": (drop("*"), "a HuggingFace folder, hub id or .gguf file, got .*without config.json", ()),
+    "weights alone": (
+        lambda path: [drop("*")(path), write("a.gguf", b"GGUF")(path)],
+        "give the file: --model .*a.gguf",
+        (),
+    ),
     "no weights": (drop("*.safetensors"), "a config and weights that transformers can read", ()),
     "others' weights": (other_weights, "weights of every parameter.* lacks .* random numbers", ()),
     "pickled weights": (pickled, "a config and weights that transformers can read", ()),
@@ -637,11 +575,13 @@ def test_an_adapter_over_a_model(folder: str, tmp_path: Path) -> None:
     assert done.stdout.startswith("hello"), done.stderr
 
 
-def test_a_file_of_gguf_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    done = run("generate", "hello", "--model", str(tmp_path / "model.gguf"))
-    assert done.returncode == 2
-    assert "model.gguf', a file of GGUF; convert it" in done.stderr
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    for name, words in (("model.gguf", "a config that transformers can read"), ("model.bin", "another file")):
+        (tmp_path / name).write_bytes(b"GGUF")
+        done = run("generate", "hello", "--model", str(tmp_path / name))
+        assert done.returncode == 2
+        assert words in done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_a_backend_is_looked_up_before_the_model() -> None:
@@ -649,6 +589,29 @@ def test_a_backend_is_looked_up_before_the_model() -> None:
         done = run("generate", "hello", "--model", "./no/such/folder", *options, **variables)
         assert done.returncode == 2, done.stderr
         assert "backend: expected one of auto, cuda" in done.stderr, done.stderr
+
+
+def test_a_backend_of_another_device_is_refused_before_the_model() -> None:
+    done = run("generate", "hello", "--model", "./no/such/folder", "--device", "cpu", "--backend", "cuda")
+    assert done.returncode == 2
+    assert "backend 'cuda' (backend='cuda' was given) cannot run this: " in done.stderr
+    assert "device cpu is not one of cuda" in done.stderr
+
+
+def test_version_and_help() -> None:
+    from torchpaged import __version__
+
+    assert run("--version").stdout == f"torchpaged {__version__}\n"
+    for arguments in (("-h",), ("generate", "-h"), ("bench", "attention", "-h")):
+        assert run(*arguments).stdout.startswith("Usage: torchpaged"), arguments
+
+
+@pytest.mark.parametrize("command", [("-h",), ("generate", "-h"), ("backends",), ("env",)], ids=" ".join)
+def test_nothing_is_cut_on_a_narrow_screen(command: tuple[str, ...]) -> None:
+    """But for the list of commands, which has 80 columns at least."""
+    done = run(*command, COLUMNS="80" if command == ("-h",) else "60")
+    assert done.returncode == 0
+    assert not re.search(r"…|\w\.\.\.(?! <)", done.stdout), done.stdout
 
 
 def test_bad_options_are_refused_before_a_model_is_fetched(tmp_path: Path) -> None:

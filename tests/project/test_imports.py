@@ -73,7 +73,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 #: look for them.
 LAZY = {("torchpaged.hf", "torchpaged.fuse"), ("torchpaged.hf", "torchpaged.engine")}
 #: Of custom_ops, what graphs may know.
-OF_GRAPHS = (f"{OPS}.errors", f"{OPS}.checks")
+OF_GRAPHS = (f"{OPS}.errors", f"{OPS}.checks", f"{OPS}.words")
 #: Who outside custom_ops names a kernel's or a reference's module: the compiler's own users, tests
 #: and benchmarks.
 NAMES_KERNELS = (

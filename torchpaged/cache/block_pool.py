@@ -16,6 +16,7 @@ from typing import Any
 
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
+from torchpaged.custom_ops.words import counted
 
 #: Padding rows of a graph point here: always valid memory, never a request's tokens.
 NULL_BLOCK = 0
@@ -67,6 +68,9 @@ class BlockPool:
     def num_used(self) -> int:
         """Blocks held now."""
         return self.num_usable - len(self._free)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.num_free} of {counted(self.num_usable, 'block')} free)"
 
     def ref_count(self, block: int) -> int:
         """How many holders ``block`` has."""

@@ -30,6 +30,11 @@ class LayerKVCache(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
 
+    def __repr__(self) -> str:
+        """Without the values, of which there are millions."""
+        shapes = ", ".join(f"{n}={list(x.shape)}" for n, x in self._asdict().items() if x is not None)
+        return f"{type(self).__name__}({shapes}, {self.k_cache.dtype}, device={str(self.k_cache.device)!r})"
+
 
 def layer_pools(kv_cache: LayerKVCache | Sequence[Tensor]) -> LayerKVCache:
     """What was given as the pools of one layer: a `LayerKVCache`, or a pair, with scales behind it or not.

@@ -2,7 +2,7 @@
 
     cache = PagedKVCache.uniform(num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, num_blocks=512,
                                  dtype=torch.bfloat16)
-    print(cache.describe())          # 512 blocks of 16 tokens = 8176 tokens, 0.18 GiB (23040 bytes per token)
+    print(cache.describe())          # 512 blocks of 16 tokens = 8176 tokens in 30 layers, 180.00 MiB ...
     k_cache, v_cache = cache[0][:2]  # [num_blocks, block_size, num_kv_heads, head_dim]
 
 What a layer stores is its spec's business (`torchpaged.cache.kinds`); `KVLayerSpec`, keys and values in two
@@ -13,7 +13,7 @@ under plain ``no_grad``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of
 from torchpaged.cache.kv import KVLayerSpec
 from torchpaged.cache.memory import memory_of
 from torchpaged.cache.requests import CacheRequests
-from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, is_int, switch
+from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, device_here, is_int, switch
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import counted, of_bytes
 
 
 class PagedKVCache:
@@ -83,7 +84,7 @@ class PagedKVCache:
             tuple(layers),
             block_size,
             dtype,
-            torch.device(device),
+            device_here(device),
         )
         self.per_request = [layer for layer, spec in enumerate(self.layers) if spec.per_request]
         if self.per_request:
@@ -266,7 +267,19 @@ class PagedKVCache:
     def describe(self) -> str:
         """The memory arithmetic in one line."""
         return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens = {self.num_tokens} tokens in "
-            f"{len(self)} layers, {self.num_bytes / 2**30:.3f} GiB ({self.bytes_per_token} bytes per token, "
-            f"{str(self.dtype).removeprefix('torch.')})"
+            f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = {self.num_tokens} tokens in "
+            f"{counted(len(self), 'layer')}, {of_bytes(self.num_bytes)} ({self.bytes_per_token} bytes per "
+            f"token, {str(self.dtype).removeprefix('torch.')})"
         )
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.describe()}, on {self.device})"
+
+    if not TYPE_CHECKING:  # type checkers know the attributes by their names
+
+        def __getattr__(self, name: str) -> Any:
+            """What transformers asks of a cache first is answered by where its caches are."""
+            fix = ""
+            if name in ("is_compileable", "get_seq_length", "get_mask_sizes", "update"):
+                fix = "; models of transformers take a torchpaged.hf.PagedCache(model.config, ...)"
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{fix}")

@@ -12,7 +12,7 @@ Host data only, but for the metadata that it makes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from torchpaged.cache.block_pool import BlockPool
 from torchpaged.custom_ops.checks import check_sizes, is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
+from torchpaged.custom_ops.words import counted, shortened
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.encoder import CrossMetadata
 
@@ -81,6 +82,13 @@ class CacheRequests:
     def __len__(self) -> int:
         return len(self.seq_lens)
 
+    def __repr__(self) -> str:
+        held = [len(blocks) for blocks in self.block_tables]
+        return (
+            f"{type(self).__name__}(seq_lens={shortened(self.seq_lens)}, num_blocks={shortened(held)}, "
+            f"block_size={self.block_size}, max_seq_len={self.max_seq_len})"
+        )
+
     @property
     def max_blocks_per_req(self) -> int | None:
         """Width of the block tables; None: the longest request's."""
@@ -98,9 +106,11 @@ class CacheRequests:
     def _lens(self, name: str, lens: Sequence[int]) -> list[int]:
         """``lens`` as ints, one for each request; first of all that a step or a change asks."""
         self._require_cache()
-        numbers = list(lens)
+        numbers = list(lens) if isinstance(lens, Iterable) else [lens]
         if len(numbers) != len(self) or not all(is_int(n) and n >= 0 for n in numbers):
-            raise ArgumentError(name, f"an int of at least 0 for each of {len(self)} requests", str(numbers))
+            raise ArgumentError(
+                name, f"an int of at least 0 for each of {counted(len(self), 'request')}", str(lens)
+            )
         return [int(n) for n in numbers]
 
     def append(self, query_lens: Sequence[int]) -> AttentionMetadata:

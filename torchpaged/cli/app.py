@@ -12,10 +12,8 @@ import sys
 from typing import Annotated, Any
 
 try:
+    import rich  # noqa: F401 - of the commands
     import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 except ImportError as _error:  # pragma: no cover - depends on the installation
     raise SystemExit(
         f"torchpaged's command line needs {_error.name}; pip install 'torchpaged[demo]'"
@@ -27,18 +25,36 @@ from torchpaged.cli.commands import command_of
 from torchpaged.cli.settings import Settings
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.version import __version__
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Paged-KV attention: text out of a model, what runs here and why, and benchmarks.",
+    rich_markup_mode=None,  # its tables cut long names of options
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Paged-KV attention: text of a model, what runs here and why, benchmarks.",
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"torchpaged {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _group(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
+
 def generate(settings: Settings) -> None:
-    """Generate text, streamed as it comes, with a summary line at the end."""
+    """Generate text, streamed as it comes; a summary at its end."""
     settings.check()
     if settings.offline:
         os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -60,20 +76,18 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
     if as_json:
         print(json.dumps(report))
         return
-    console = Console()
     for section, content in report.items():
         if not isinstance(content, dict):
-            console.print(f"[bold]{section}[/bold]: {content}")
+            print(f"{section}: {content}")
             continue
-        table = Table(title=section, title_justify="left", show_header=False)
+        print(f"{section}:")
         for key, value in content.items():
             shown = (
                 f"{value['value'] or value['default']}  ({value['meaning']})"
                 if isinstance(value, dict) and "meaning" in value
                 else value
             )
-            table.add_row(key, escape(str(shown)))
-        console.print(table)
+            print(f"  {key}: {shown}")
 
 
 def main() -> Any:

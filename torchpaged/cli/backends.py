@@ -8,7 +8,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from torchpaged.backends import (
@@ -100,7 +99,7 @@ _FEATURES: dict[str, tuple[str, Any]] = {
 
 
 def backends(asked: Asked) -> None:
-    """Which backends can run an attention here, and every reason why the others can't."""
+    """What can run an attention here, and why the others can't."""
     spec = asked.spec()
     if asked.table or asked.platforms:
         print(capability_tables() if asked.table else platform_table(), end="")
@@ -124,11 +123,13 @@ def backends(asked: Asked) -> None:
         }
         print(json.dumps(report))
         raise typer.Exit(status)
-    shown = Table("backend", "usable", "graphs", "why not")
+    shown = Table("backend", "usable", "graphs")
     for name, rejected in reasons.items():
         support = get_backend(name).capabilities.graph_support.name
-        shown.add_row(name, "no" if rejected else "yes", support, escape("\n".join(rejected)))
-    console = Console()
-    console.print(shown)
-    console.print(f"chosen: {chosen or 'none'} ({why})", markup=False)
+        shown.add_row(name, "no" if rejected else "yes", support)
+    Console().print(shown)
+    for name, rejected in reasons.items():
+        if rejected:  # not in the table, whose width would break what is to be copied
+            print(f"{name}: {'; '.join(rejected)}")
+    print(f"chosen: {chosen or 'none'} ({why})")
     raise typer.Exit(status)

@@ -11,7 +11,8 @@ from torchpaged.cli.commands import command_of
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Benchmarks; the last line of stdout is one JSON document, all else goes to stderr.",
+    rich_markup_mode=None,
+    help="Benchmarks; JSON in the last line of stdout, all else on stderr.",
 )
 
 

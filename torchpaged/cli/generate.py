@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from torchpaged import profiling
-from torchpaged.backends import get_backend
-from torchpaged.backends.choose.names import requested
+from torchpaged.backends.choose.names import requested_name
 from torchpaged.cli.demo import ensure_smollm2
-from torchpaged.cli.model import load, read_config, reading
+from torchpaged.cli.model import load, read_config, reading, source
 from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, RequestError
+from torchpaged.custom_ops.words import counted
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
 from torchpaged.graphs import bucket_table
 from torchpaged.profiling.kernel_report import KernelReport, report_table
@@ -36,17 +36,15 @@ def check_options(settings: Settings) -> SamplingParams:
     """Refuse what no model is needed for to refuse, before one is fetched or loaded.
 
     Raises:
-        TorchpagedError, OSError: the trace can't be written there, a number of the sampling or the backend's
-            name is no such thing.
+        TorchpagedError, OSError: the trace can't be written there, a number of the sampling is none, or the
+            backend is none, or none of this device.
     """
     if settings.profile:
         check_writable(settings.profile, "--profile")
     sampling = SamplingParams(**settings.sampling)
     for text in sampling.stop:
         _require_text("--stop", text)
-    name, _ = requested(settings.backend)
-    if name != "auto":
-        get_backend(name)
+    requested_name(settings.place.type, settings.backend)
     return sampling
 
 
@@ -66,7 +64,7 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
 
     config = read_config(settings.model)
     with reading(settings.model, "a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(settings.model)
+        tokenizer = AutoTokenizer.from_pretrained(**source(settings.model))
     refused: dict[int, str] = {}
     prompts: dict[int, list[int]] = {}
     for index, prompt in enumerate(settings.prompts):
@@ -269,10 +267,10 @@ def _rate(tokens: int, seconds: float) -> str:
 def _summary(generator: Generator) -> str:
     s = generator.stats
     return (
-        f"\n{s.prompt_tokens} prompt tokens, {s.new_tokens} new tokens | prefill "
+        f"\n{counted(s.prompt_tokens, 'prompt token')}, {counted(s.new_tokens, 'new token')} | prefill "
         f"{_rate(s.prefill_tokens, s.prefill_seconds)}, "
-        f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of {s.num_blocks} "
-        "blocks | "
+        f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of "
+        f"{counted(s.num_blocks, 'block')} | "
         f"backend {generator.choice.name}: {generator.choice.reason}"
     )
 

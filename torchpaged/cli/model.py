@@ -16,6 +16,8 @@ from torchpaged.cli.settings import Settings
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 from torchpaged.names import short_dtype
 
+CONFIGS = ("config.json", "adapter_config.json")
+
 
 @contextlib.contextmanager
 def reading(model: str, what: str) -> Iterator[None]:
@@ -32,8 +34,17 @@ def reading(model: str, what: str) -> Iterator[None]:
         ) from error
 
 
+def source(model: str) -> dict[str, str]:
+    """Where transformers finds a model, as arguments of its ``from_pretrained``: a folder or hub id, or a
+    file of GGUF in a folder."""
+    path = Path(model)
+    if path.is_file() and path.suffix == ".gguf":
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": model}
+
+
 def read_config(model: str) -> Any:
-    """The config of a folder or hub id.
+    """The config of a folder, hub id or file of GGUF.
 
     Raises:
         ArgumentError, ValueError: there is no such folder, it holds no config that can be read, or one of no
@@ -41,21 +52,22 @@ def read_config(model: str) -> Any:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    expected, path = "a HuggingFace folder or hub id", Path(model)
+    expected, path = "a HuggingFace folder, hub id or .gguf file", Path(model)
     if not path.exists():
         if model.startswith((".", "/", "~")):
             raise ArgumentError("--model", expected, f"{model!r}, which does not exist")
-    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        files = "a file" if path.is_file() else "a folder without config.json"
-        gguf = path.suffix == ".gguf" or any(path.glob("*.gguf"))
-        fix = "convert it: save_pretrained() of from_pretrained(folder, gguf_file=...)" if gguf else ""
-        raise ArgumentError("--model", expected, f"{model!r}, {files}{' of GGUF' if gguf else ''}", fix)
+    elif path.is_file() and path.suffix != ".gguf":
+        raise ArgumentError("--model", expected, f"{model!r}, another file", "give the folder that it is in")
+    elif path.is_dir() and not any((path / name).is_file() for name in CONFIGS):
+        files = sorted(path.glob("*.gguf"))
+        fix = f"give the file: --model {files[0]}" if files else ""
+        raise ArgumentError("--model", expected, f"{model!r}, a folder without {CONFIGS[0]}", fix)
     with reading(model, "a config"):
-        if not (path / "config.json").is_file() and (path / "adapter_config.json").is_file():
-            base = json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"]
+        if not (path / CONFIGS[0]).is_file() and (path / CONFIGS[1]).is_file():
+            base = json.loads((path / CONFIGS[1]).read_text())["base_model_name_or_path"]
         else:
             base = model
-        config = AutoConfig.from_pretrained(base)
+        config = AutoConfig.from_pretrained(**source(base))
     remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if config.is_encoder_decoder or not (remote or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING):
         kind = "an encoder-decoder" if config.is_encoder_decoder else "no such model"
@@ -90,7 +102,7 @@ def load(settings: Settings, config: Any) -> Any:
         _require_memory(settings, count)
     with reading(settings.model, "a config and weights"):
         model, report = AutoModelForCausalLM.from_pretrained(
-            settings.model, dtype=settings.torch_dtype, output_loading_info=True
+            **source(settings.model), dtype=settings.torch_dtype, output_loading_info=True
         )
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])

@@ -59,7 +59,9 @@ class Settings:
     """As typed; `check` reads them."""
 
     prompts: list[str] = option("one or more prompts; they run in one continuous batch")
-    model: str = option("HuggingFace folder or hub id; default: SmolLM2-135M-Instruct, fetched once", "")
+    model: str = option(
+        "folder or hub id of HuggingFace, or a .gguf file; default: SmolLM2-135M-Instruct, fetched once", ""
+    )
     max_new_tokens: int = option("new tokens per prompt at most", 64)
     temperature: float = option("0 = greedy", 0.0)
     top_k: int = option("0 = all", 0)

@@ -25,6 +25,7 @@ import torch
 
 from torchpaged.cache import BlockPool
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
+from torchpaged.custom_ops.words import counted
 from torchpaged.engine.calls import Calls, HandOut
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
@@ -62,7 +63,7 @@ class Generator(NotCopied):
             transformers model; with a model that is paged already they are refused.
         num_blocks: blocks of the pool; default: enough for ``max_batch_size`` requests of ``max_seq_len``.
         kv_cache_memory: bytes for the pool instead.
-        backend: attention backend, or "auto".
+        backend: attention backend, a route, or None / "auto".
         kv_dtype, kv_scales: of the pool, as for `torchpaged.hf.PagedCache`: "fp8_e4m3" or "fp8_e5m2" for
             half the memory, with scales given, or found in the first prompt by a forward of its own
             (``generator.model.kv_scales`` has them). Refused, too, with a model that is paged already.
@@ -168,6 +169,14 @@ class Generator(NotCopied):
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
         self._calls = Calls(self._stepper)
+
+    def __repr__(self) -> str:
+        model = type(getattr(self.model, "model", self.model)).__name__
+        return (
+            f"{type(self).__name__}({model}, backend={self.choice.name!r}, "
+            f"max_batch_size={self.scheduler.max_batch_size}, max_seq_len={self.max_seq_len}, "
+            f"{counted(len(self._requests), 'request')}, pool={self.pool!r})"
+        )
 
     # ----------------------------------------------------------------------------------------------- requests
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:

@@ -10,6 +10,8 @@ from typing import Any, Concatenate, ParamSpec
 
 import torch
 
+from torchpaged.backends import Route
+from torchpaged.backends.choose.names import check_backend
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.numbers import as_integer, shown
@@ -37,7 +39,7 @@ class GeneratorOptions:
     block_size: int | None = None
     num_blocks: int | None = None
     kv_cache_memory: int | None = None
-    backend: str = "auto"
+    backend: str | Route | None = "auto"
     kv_dtype: str | torch.dtype | None = None
     kv_scales: Any = "head"
     rolling: bool | str = "auto"
@@ -68,8 +70,7 @@ class GeneratorOptions:
         check_capture(self.capture)
         check_progress(self.progress)
         check_cascade(self.cascade)
-        if self.backend is None:
-            raise ArgumentError("backend", 'a name, a Route or "auto"', "None")
+        check_backend(self.backend)
         self._check_memory()
         self._check_prefill_buckets()
         if self.rolling is True and self.share_prefixes is True:

@@ -19,12 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from torchpaged.backends import Limits
+from torchpaged.backends import Limits, Route
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     UnsupportedModelError,
 )
+from torchpaged.custom_ops.words import counted, of_bytes
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_options import check_options, keeps_kv, not_of_fp8, require_use_cache, why_dense
 from torchpaged.hf.cache_rows import CacheRows
@@ -62,7 +63,8 @@ class PagedCache(PagedOwner):
         num_blocks: blocks per layer, the null block included; default: enough for ``max_batch_size`` full
             rows. A row takes its ``ceil(max_seq_len / block_size)`` blocks when its batch arrives. Layers
             with a sliding window or chunks have fewer, see ``sliding_step``.
-        backend: a name or "auto"; chosen when the first keys arrive (device and dtype are known then).
+        backend: a name, a route, or None / "auto"; chosen when the first keys arrive (device and dtype are
+            known then).
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before
             attention. None: for those that are known to (`torchpaged.hf.families`), and for no others.
             Models of multi-head latent attention are not among them once they are attached
@@ -91,7 +93,8 @@ class PagedCache(PagedOwner):
         paged: the paged ones of its ``layers``.
 
     Raises:
-        ArgumentError: a size below 1, or another ``kv_dtype`` or form of ``kv_scales``.
+        ArgumentError, BackendUnavailableError: a size below 1, a ``backend`` of no such name, or another
+            ``kv_dtype`` or form of ``kv_scales``.
         UnsupportedModelError: the config's model ignores the attention interface.
     """
 
@@ -112,7 +115,7 @@ class PagedCache(PagedOwner):
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
-        backend: str = "auto",
+        backend: str | Route | None = "auto",
         dense: bool | None = None,
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
@@ -374,6 +377,11 @@ class PagedCache(PagedOwner):
         self.masks.expect_candidates()
         super().activate_past_recording()
 
+    def __repr__(self) -> str:
+        choice = getattr(self.backend, "choice", None)  # made with the first keys
+        name = "not chosen yet" if choice is None else repr(choice.name)
+        return f"{type(self).__name__}({self.describe()}; backend {name})"
+
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""
         num_bytes = sum(layer.num_bytes for layer in self.paged)
@@ -381,14 +389,16 @@ class PagedCache(PagedOwner):
         grows = [layer for layer in self.paged if not layer.rolls]
         per_token = sum(layer.num_bytes for layer in grows) // (self.num_blocks * self.block_size)
         rolling = self.rows.rolling
-        return (
-            f"{self.num_blocks} blocks of {self.block_size} tokens = {tokens} tokens in {len(grows)} "
-            f"paged layers, {num_bytes / 2**30:.3f} GiB ({per_token} bytes per token)"
-            + (
-                f"; {len(self.paged) - len(grows)} layers keep {rolling.blocks.blocks_per_ring} blocks per "
-                f"row for a window of {rolling.blocks.window}"
-                if rolling is not None
-                else ""
+        size = f"{of_bytes(num_bytes)} ({per_token} bytes per token)"
+        parts = [
+            f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = {tokens} tokens in "
+            f"{counted(len(grows), 'paged layer')}, {size if num_bytes else 'made with the first keys'}"
+        ]
+        if rolling is not None:
+            parts.append(
+                f"a row keeps {rolling.blocks.blocks_per_ring} blocks in "
+                f"{counted(len(self.paged) - len(grows), 'layer')} with a window of {rolling.blocks.window}"
             )
-            + (f"; gathered: {self.name} {self.dense_reason}" if self.dense_reason else "")
-        )
+        if self.dense_reason:
+            parts.append(f"gathered: {self.name} {self.dense_reason}")
+        return "; ".join(parts)

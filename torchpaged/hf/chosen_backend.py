@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Choice, Limits, Planning, Session, select_backend
+from torchpaged.backends import AttentionSpec, Choice, Limits, Planning, Route, Session, select_backend
 from torchpaged.backends.choose.kind import Kind
+from torchpaged.backends.choose.names import check_backend
 from torchpaged.backends.session import PlannedBatch
 from torchpaged.backends.spec import GIVEN, features_used
 from torchpaged.custom_ops import BackendOps
@@ -32,10 +33,13 @@ class ChosenBackend:
     """The backend of one cache: none until `choose` was called.
 
     Args:
-        asked: a name or "auto".
+        asked: a name, a route, or None / "auto".
         limits: the largest batches of the session.
         layers: the cache's `PagedLayer`s; each is given its ``workspace``.
         batch_invariant: ask for backends that give a request the same bits in every batch.
+
+    Raises:
+        ArgumentError, BackendUnavailableError: no backend has that name.
 
     Attributes:
         choice: which backend runs and why.
@@ -51,8 +55,9 @@ class ChosenBackend:
     plans: bool
 
     def __init__(
-        self, asked: str, limits: Limits, layers: Sequence[Any], batch_invariant: bool = False
+        self, asked: str | Route | None, limits: Limits, layers: Sequence[Any], batch_invariant: bool = False
     ) -> None:
+        check_backend(asked)
         self._asked, self.limits, self._layers = asked, limits, layers
         self.batch_invariant = batch_invariant
         self.specs: dict[AttentionSpec, None] = {}

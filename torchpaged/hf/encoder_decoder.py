@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import EncoderDecoderCache, PreTrainedModel
 
+from torchpaged.backends import Route
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.call_sizes import sizes_of_encoder_decoder_call
@@ -44,7 +45,7 @@ class CrossPagedCache(PagedCache):
         *,
         block_size: int = 16,
         num_blocks: int | None = None,
-        backend: str = "auto",
+        backend: str | Route | None = "auto",
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
     ) -> None:
@@ -116,7 +117,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         max_encoder_len: int | None = None,
         *,
         block_size: int = 16,
-        backend: str = "auto",
+        backend: str | Route | None = "auto",
         dense: bool | None = None,
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchpaged.backends import Limits
+from torchpaged.backends import Limits, Route
 from torchpaged.cache import KVLayerSpec, LayerSpec
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged, static
@@ -97,7 +97,7 @@ def run_once(
     config: Any,
     token_ids: Sequence[int],
     block_size: int,
-    backend: str,
+    backend: str | Route | None,
 ) -> tuple[StepCache, int]:
     """A forward over a prompt's first tokens, into pools of the keys' own dtype in blocks 1, 2 and so on.
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from torchpaged.backends import Choice, Limits, Planning, Session, select_backend
+from torchpaged.backends import Choice, Limits, Planning, Route, Session, select_backend
 from torchpaged.cache import PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.checks import is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
@@ -55,7 +55,7 @@ class PagedModel(NotCopied):
         num_blocks: blocks per layer, the null block included. Give this or ``memory_budget``.
         memory_budget: bytes for all pools together.
         block_size: tokens per block.
-        backend: a name or "auto".
+        backend: a name, a route, or None / "auto".
         limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``,
             ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
             blocks as there are.
@@ -94,7 +94,7 @@ class PagedModel(NotCopied):
         num_blocks: int | None = None,
         memory_budget: int | None = None,
         block_size: int = 16,
-        backend: str = "auto",
+        backend: str | Route | None = "auto",
         limits: Limits | None = None,
         kv_dtype: str | torch.dtype | None = None,
         kv_scales: str | Scales = "head",
@@ -183,6 +183,12 @@ class PagedModel(NotCopied):
         layers = [layer for layer in probed.layers if not layer.latent]
         most = _most_blocks(limits) if num_blocks is None else num_blocks
         return choose_rolling(self._config, layers, step, replace(limits, num_blocks=most))
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({type(self.model).__name__}, backend={self.choice.name!r}, "
+            f"kv_cache={self.kv_cache!r})"
+        )
 
     @property
     def session(self) -> Session:

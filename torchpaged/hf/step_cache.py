@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from torchpaged.backends import AttentionSpec, Limits
+from torchpaged.backends import AttentionSpec, Limits, Route
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.chosen_backend import ChosenBackend
@@ -68,7 +68,7 @@ class StepCache(PagedOwner):
         config: Any,
         limits: Limits,
         max_seq_len: int,
-        backend: str,
+        backend: str | Route | None,
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> None:

@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_sizes
+from torchpaged.custom_ops.checks import check_sizes, device_here
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import shortened
 from torchpaged.metadata.checks import check_batch
 from torchpaged.metadata.fields import ALL_METADATA_FIELDS, FIELDS, BatchSizes
 from torchpaged.metadata.host import host_block_table, host_numbers, to_device
 from torchpaged.metadata.parts import PartCounts, count_parts, first_prefill, known_query_lens
 
 
-@dataclass
+@dataclass(repr=False)
 class AttentionMetadata:
     """What one attention step needs to know about its batch; every layer shares it.
 
@@ -62,6 +63,18 @@ class AttentionMetadata:
     query_lens: tuple[int, ...] | None = None
     tree_mask: Tensor | None = None
     prefixes: Any = None
+
+    def __repr__(self) -> str:
+        """Sizes and what the host knows; no values of tensors, which would wait for the device."""
+        tokens = "" if self.slot_mapping is None else f", num_tokens={self.slot_mapping.shape[0]}"
+        lens = "" if self.query_lens is None else f", query_lens={shortened(self.query_lens)}"
+        more = [name for name in ("tree_mask", "prefixes") if getattr(self, name) is not None]
+        return (
+            f"{type(self).__name__}(num_reqs={self.num_reqs}{tokens}{lens}, "
+            f"max_query_len={self.max_query_len}, max_blocks_per_req={self.block_table.shape[1]}, "
+            f"block_size={self.block_size}, device={str(self.block_table.device)!r}"
+            f"{''.join(f', with {name}' for name in more)})"
+        )
 
     @property
     def num_reqs(self) -> int:
@@ -279,7 +292,8 @@ class AttentionMetadata:
                     "block_tables", f"at most {max_blocks_per_req} blocks per request", str(width)
                 )
             width = max_blocks_per_req
-        pin = torch.device(device).type == "cuda"  # a copy from other memory waits for everything before it
+        device = device_here(device)
+        pin = device.type == "cuda"  # a copy from other memory waits for everything before it
         fields: Any = {
             name: to_device(values, FIELDS[name].dtype, device) for name, values in numbers.items()
         }

@@ -124,17 +124,25 @@ def _own_route(route: str | Route) -> Route:
     return Route(_own_name(asked.decode), _own_name(asked.prefill))
 
 
-def requested_name(device_type: str) -> str:
+def check_backend(backend: str | Route | None) -> None:
+    """Refuse what was asked for if no backend has that name; whether it can run is asked with the
+    attention."""
+    name, _ = requested(backend)
+    if name != "auto":
+        get_backend(name)
+
+
+def requested_name(device_type: str, backend: str | Route | None = None) -> str:
     """The backend that was asked for by name, or "default".
 
     Raises:
         BackendUnavailableError: it is not usable here, or doesn't know the device; with all reasons.
     """
-    name, asker = requested(None)
+    name, asker = requested(backend)
     if name == "auto" or device_type == "meta":
         return "default"
-    backend = get_backend(name)
-    missing, known = backend.unavailable(), backend.capabilities.device_types
+    found = get_backend(name)
+    missing, known = found.unavailable(), found.capabilities.device_types
     reasons = [missing] if missing else []
     if device_type not in known:
         reasons.append(f"device {device_type} is not one of {', '.join(known)}")

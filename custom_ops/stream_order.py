@@ -215,6 +215,20 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "mla_attention": (
         Launch("attend.py:mla_kernel", False, ("out", "lse"), waits="launch", case="one part per request"),
         Launch("attend.py:mla_kernel", False, ("scratch",), waits="launch", case="parts of the context"),
+        Launch(
+            "attend_selected.py:selected_kernel",
+            False,
+            ("out", "lse"),
+            waits="launch",
+            case="indices, one part per token",
+        ),
+        Launch(
+            "attend_selected.py:selected_kernel",
+            False,
+            ("scratch",),
+            waits="launch",
+            case="indices, in parts",
+        ),
         Launch("merge.py:merge_kernel", False, ("out", "lse"), waits="launch", case="merge of the parts"),
         Launch(
             "latent.cu:latent_decode", True, ("out", "lse"), "start", case="cuda, short queries on Hopper"

@@ -22,6 +22,7 @@ class LatentCall(NamedTuple):
     max_query_len: int
     scale: float
     causal: bool = True
+    indices: Tensor | None = None
 
     @classmethod
     def of(cls, *tensors: Any, **options: Any) -> LatentCall:
@@ -36,6 +37,7 @@ class LatentCall(NamedTuple):
         return self.out.shape[2]
 
     def as_attention(self) -> AttentionCall:
-        """The same as a call of ``paged_attention``: values are the first columns of the keys."""
+        """The same as a call of ``paged_attention``: values are the first columns of the keys. Without
+        the indices, which that has not: selection.py."""
         values = self.kv_cache[..., : self.rank]
-        return AttentionCall(self.q, self.kv_cache, values, *self[2:])
+        return AttentionCall(self.q, self.kv_cache, values, *self[2:10])

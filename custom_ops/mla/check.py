@@ -14,6 +14,7 @@ from torchpaged.custom_ops.checks import (
     check_dtype,
     check_last_dim,
     check_softmax,
+    given,
     reads_values,
     shape_of,
 )
@@ -49,15 +50,26 @@ def check_mla_attention(call: LatentCall) -> None:
             f"rank columns, at least 1 and fewer than the pool's {kv_cache.shape[3]} (rank + rope)",
             f"{rank} columns",
         )
-    check_results(q, out, lse, kv_cache=kv_cache)
+    check_results(q, out, lse, kv_cache=kv_cache, **given(indices=call.indices))
     batch = check_batch(block_table, seq_lens, query_start_loc)
     check_last_dim(q=q, out=out)
     check_device(kv_cache.device, q=q, out=out, lse=lse, **batch)
+    if call.indices is not None:
+        _check_indices(call.indices, q)
     if call.max_query_len < 1:
         raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
     check_softmax(call.scale)
     if reads_values(q.device):
         check_batch_values(q.shape[0], kv_cache, block_table, seq_lens, query_start_loc, call.max_query_len)
+
+
+def _check_indices(indices: Tensor, q: Tensor) -> None:
+    check_dims("indices", indices, q.shape[0], None)
+    if not indices.shape[1]:
+        raise ArgumentError("indices", "at least one position per token", shape_of(indices))
+    check_dtype("indices", indices, torch.int32)
+    check_last_dim(indices=indices)
+    check_device(q.device, indices=indices)
 
 
 def check_write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

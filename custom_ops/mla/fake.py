@@ -32,6 +32,12 @@ def _mla_attention(call: LatentCall) -> None:
         lambda: f"out: expected at most the pool's width {kv_cache.shape[3]}, got {out.shape[2]}",
     )
     torch._check(q.shape[1] == out.shape[1], lambda: "out: expected as many heads as q")
+    if (indices := call.indices) is not None:
+        torch._check(
+            indices.dtype == torch.int32, lambda: f"indices: expected torch.int32, got {indices.dtype}"
+        )
+        torch._check(indices.dim() == 2, lambda: f"indices: expected 2 dimensions, got {indices.dim()}")
+        torch._check(indices.shape[0] == q.shape[0], lambda: "indices: expected as many tokens as q")
 
 
 def _write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -6,11 +6,13 @@ SCHEMAS = {
     # Attention whose heads share one key of rank + rope numbers per token, the first rank of which are its
     # value too: multi-head latent attention with the key's up-projection absorbed into the query, and the
     # value's left to the caller. q [T, num_heads, rank + rope], kv_cache [num_blocks, block_size, 1,
-    # rank + rope], out [T, num_heads, rank]; scale: of the scores, never guessed from a width. Everything
-    # else as in paged_attention.
+    # rank + rope], out [T, num_heads, rank]; scale: of the scores, never guessed from a width. indices
+    # [T, top_k] int32: the positions in its request that each query token attends to, in any order (sparse
+    # attention); a negative one is none, and so is one that the token would not see without them. One that
+    # stands there twice counts twice. Everything else as in paged_attention.
     "mla_attention": """(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens,
         Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
-        bool causal=True) -> ()""",
+        bool causal=True, Tensor? indices=None) -> ()""",
     # kv_c [T, rank], the normalised latents; k_pe [T, rope], the rotated keys that all heads share; they
     # stand behind each other in a row of kv_cache [num_blocks, block_size, 1, rank + rope]. slot_mapping [T]
     # int64 = block * block_size + offset, -1 = skip.

@@ -272,6 +272,8 @@ def case_of(op: str, arguments: dict[str, Any]) -> str:
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
     if op == "paged_attention" and hasattr(arguments["TILING"], "longest"):
         return "decode half" if arguments["TILING"].longest else "triton, decode"
+    if op == "mla_attention" and "top_k" in arguments:
+        return "indices, in parts" if arguments["SIZES"].split else "indices, one part per token"
     if op == "mla_attention" and "SIZES" in arguments:
         return "parts of the context" if arguments["SIZES"].split else "one part per request"
     return ""
@@ -315,9 +317,11 @@ def triton_launches() -> list[tuple[str, Any]]:
     record("finish_step", **make_finish_inputs([sampled, {}], vocab_size=600))
     for columns in (5, 64):  # few keys in one part, many in several
         latents = make_latent_batch(BATCH_SPECS["decode_one"], dtype=torch.bfloat16, columns=columns)
-        with launched.recorded() as launches:
-            run_mla_attention(ops, latents)
-        found.extend(("mla_attention", launch) for launch in launches)
+        positions = torch.zeros(len(latents.q), 16 * columns, dtype=torch.int32)
+        for options in ({}, {"indices": positions}):
+            with launched.recorded() as launches:
+                run_mla_attention(ops, latents, **options)
+            found.extend(("mla_attention", launch) for launch in launches)
     kv_c, k_pe = latents.q[0].split((32, 16), dim=-1)
     record("write_latent", kv_c, k_pe, latents.k_cache, torch.arange(16, 20))
     decode = Case(8, 2, 64, (1000, 33), (1, 1))

@@ -92,8 +92,9 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "call": (("call",), ()),  # a record of another family, too, that this one's is put in terms of
     "check": (("call",), ()),
     "fake": (("call",), ()),
-    "reference": (("call", "check", "mask"), ()),
-    "cpu": (("call", "check"), ()),
+    "selection": (("call",), ()),
+    "reference": (("call", "check", "mask", "selection"), ()),
+    "cpu": (("call", "check", "selection"), ()),
     "triton": (("call", "check", "limits", "mask", "triton"), ("triton",)),
     # what they can't take, Triton's kernels do
     "cuda": (("call", "check", "limits", "mask", "triton", "cuda"), ("triton", "cuda")),

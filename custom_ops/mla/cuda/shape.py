@@ -62,6 +62,8 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
     q, pool, out, rank = call.q, call.kv_cache, call.out, call.rank
     if capability != (9, 0):
         return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if call.indices is not None:
+        return "indices: each query token attends to keys of its own"
     if q.dtype not in _DTYPES:
         return f"{q.dtype}, not bfloat16 or float16"
     if (rank, q.shape[2] - rank) not in WIDTHS:

@@ -176,24 +176,33 @@ def attend(q, q_pe, end, first, last, table_ptr, inputs, SIZES: tl.constexpr):
             k_pe = tl.load(kv_at[None, :] + RANK + e[:, None])  # [E, N]
         else:
             k_pe = tl.load(kv_at[None, :] + RANK + e[:, None], mask=(e < SIZES.rope)[:, None], other=0.0)
-        kv, k_pe = as_numbers(kv), as_numbers(k_pe)
-        s = tl.dot(q, tl.trans(kv), input_precision="ieee")  # [M, N]
-        if q.dtype == tl.float32:
-            # FMAs round one long sum at every product: the rotated key's begins anew, and so do a tile's
-            # values below; `fma`, since the compiler turns a sum with a dot into one
-            s = tl.fma(tl.dot(q_pe, k_pe, input_precision="ieee"), score_scale, s * score_scale)
-        else:
-            s = tl.dot(q_pe, k_pe, acc=s, input_precision="ieee") * score_scale
-        s = tl.where(n[None, :] < end[:, None], s, float("-inf"))
-        top = tl.maximum(maximum, tl.max(s, 1))
-        p = tl.exp2(s - top[:, None])
-        shrink = tl.exp2(maximum - top)
-        total = total * shrink + tl.sum(p, 1)
-        weighted = tl.dot(p.to(kv.dtype), kv, input_precision="ieee")
-        if q.dtype == tl.float32:
-            acc = tl.fma(acc, shrink[:, None], weighted)
-        else:
-            acc = acc * shrink[:, None] + weighted
-        maximum = top
+        seen = n[None, :] < end[:, None]
+        state = maximum, total, acc
+        maximum, total, acc = add_keys(q, q_pe, as_numbers(kv), as_numbers(k_pe), seen, score_scale, state)
         block = next_block
     return maximum, total, acc
+
+
+@triton.jit
+def add_keys(q, q_pe, kv, k_pe, seen, score_scale, state):
+    """``(maximum, total, acc)`` of rows with a tile of keys ``kv [N, C]``, ``k_pe [E, N]`` taken in, those
+    that are ``seen``."""
+    maximum, total, acc = state
+    s = tl.dot(q, tl.trans(kv), input_precision="ieee")  # [M, N]
+    if q.dtype == tl.float32:
+        # FMAs round one long sum at every product: the rotated key's begins anew, and so do a tile's
+        # values below; `fma`, since the compiler turns a sum with a dot into one
+        s = tl.fma(tl.dot(q_pe, k_pe, input_precision="ieee"), score_scale, s * score_scale)
+    else:
+        s = tl.dot(q_pe, k_pe, acc=s, input_precision="ieee") * score_scale
+    s = tl.where(seen, s, float("-inf"))
+    top = tl.maximum(maximum, tl.max(s, 1))
+    p = tl.exp2(s - top[:, None])
+    shrink = tl.exp2(maximum - top)
+    total = total * shrink + tl.sum(p, 1)
+    weighted = tl.dot(p.to(kv.dtype), kv, input_precision="ieee")
+    if q.dtype == tl.float32:
+        acc = tl.fma(acc, shrink[:, None], weighted)
+    else:
+        acc = acc * shrink[:, None] + weighted
+    return top, total, acc

@@ -20,6 +20,11 @@ _ATTEND = KernelRef(
     "mla_kernel",
     unspecialised=("num_reqs", "num_tokens", "num_tiles", "tiles_per_req", "num_parts", "table_row"),
 )
+_SELECTED = KernelRef(
+    "mla.triton.attend_selected",
+    "selected_kernel",
+    unspecialised=("num_reqs", "num_parts", "table_row", "top_k", "indices_row"),
+)
 _MERGE = KernelRef("mla.triton.merge", "merge_kernel", unspecialised=("num_reqs", "num_parts"))
 
 
@@ -40,6 +45,15 @@ class Parts(NamedTuple):
 
     acc: Any
     state: Any
+
+    @classmethod
+    def of(cls, call: LatentCall, num_parts: int) -> Parts:
+        """Scratch memory for so many parts of each row; none for one."""
+        scratch = call.q.shape[0] * call.q.shape[1] * num_parts if num_parts > 1 else 0
+        return cls(
+            acc=torch.empty(scratch * call.rank, dtype=torch.float32, device=call.q.device),
+            state=torch.empty(scratch * 2, dtype=torch.float32, device=call.q.device),
+        )
 
 
 class Sizes(NamedTuple):
@@ -79,6 +93,21 @@ class AttendArguments(NamedTuple):
     parts: Parts
 
 
+class SelectedArguments(NamedTuple):
+    """Of `selected_kernel`."""
+
+    num_reqs: int
+    num_parts: int
+    table_row: int
+    top_k: int
+    indices_row: int
+    batch: Batch
+    inputs: Latents
+    indices_ptr: Any
+    results: Results
+    parts: Parts
+
+
 class MergeArguments(NamedTuple):
     """Of `merge_kernel`."""
 
@@ -87,6 +116,14 @@ class MergeArguments(NamedTuple):
     starts_ptr: Any
     results: Results
     parts: Parts
+
+    def launch(self, sizes: Sizes) -> None:
+        """Put the parts together, if there are several."""
+        if self.num_parts == 1:
+            return
+        constants = {"NUM_HEADS": sizes.num_heads, "RANK": sizes.rank, "RANK_PAD": sizes.rank_pad}
+        options = {**constants, "MAX_PARTS": config.MAX_PARTS, "num_warps": 4}
+        Launch(_MERGE, (self.results.out.shape[0] * sizes.num_heads,), self, options)()
 
 
 def mla_attention(call: LatentCall) -> None:
@@ -109,8 +146,12 @@ def mla_attention(call: LatentCall) -> None:
         )
     if not num_reqs:
         call.as_attention().empty()
-    elif q.shape[0]:
+    elif not q.shape[0]:
+        return
+    elif call.indices is None:
         _launch(call, rank, rope, num_reqs)
+    else:
+        _launch_selected(call, call.indices, rank, rope, num_reqs)
 
 
 def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
@@ -130,11 +171,7 @@ def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
         per_req = 0
     programs, capacity = num_tiles * head_tiles, call.block_table.shape[1] * block_size
     num_parts = config.num_parts(programs, capacity, device, chosen)
-    scratch = num_tokens * num_heads * num_parts if num_parts > 1 else 0
-    parts = Parts(
-        acc=torch.empty(scratch * rank, dtype=torch.float32, device=device),
-        state=torch.empty(scratch * 2, dtype=torch.float32, device=device),
-    )
+    parts = Parts.of(call, num_parts)
     results = Results.of(call.out, call.lse)
     arguments = AttendArguments(
         num_reqs=num_reqs,
@@ -163,11 +200,46 @@ def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
     )
     options = {"SIZES": sizes, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     Launch(_ATTEND, (programs * num_parts,), arguments, options)()
-    if num_parts > 1:
-        merged = MergeArguments(num_reqs, num_parts, call.query_start_loc, results, parts)
-        options = {"NUM_HEADS": num_heads, "RANK": rank, "RANK_PAD": rank_pad}
-        options |= {"MAX_PARTS": config.MAX_PARTS, "num_warps": 4}
-        Launch(_MERGE, (num_tokens * num_heads,), merged, options)()
+    MergeArguments(num_reqs, num_parts, call.query_start_loc, results, parts).launch(sizes)
+
+
+def _launch_selected(call: LatentCall, indices: torch.Tensor, rank: int, rope: int, num_reqs: int) -> None:
+    q, device = call.q, call.q.device
+    num_tokens, num_heads, _ = q.shape
+    rank_pad, rope_pad = (max(16, launching.next_power_of_2(size)) for size in (rank, rope))
+    rows = launching.next_power_of_2(num_heads)
+    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device))
+    programs = num_tokens * -(-num_heads // chosen.rows)
+    num_parts = config.num_parts(programs, indices.shape[1], device, chosen)
+    parts, results = Parts.of(call, num_parts), Results.of(call.out, call.lse)
+    arguments = SelectedArguments(
+        num_reqs=num_reqs,
+        num_parts=num_parts,
+        table_row=call.block_table.stride(0),
+        top_k=indices.shape[1],
+        indices_row=indices.stride(0),
+        batch=Batch(*call[2:5]),
+        inputs=Latents(q, call.kv_cache, call.scale, *q.stride()[:2], *call.kv_cache.stride()[:2]),
+        indices_ptr=indices,
+        results=results,
+        parts=parts,
+    )
+    sizes = Sizes(
+        num_heads=num_heads,
+        rank=rank,
+        rank_pad=rank_pad,
+        rope=rope,
+        rope_pad=rope_pad,
+        block_size=call.kv_cache.shape[1],
+        causal=call.causal,
+        split=num_parts > 1,
+        tile_m=chosen.rows,
+        tile_heads=chosen.rows,
+        tile_kv=chosen.keys,
+    )
+    options = {"SIZES": sizes, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    Launch(_SELECTED, (programs * num_parts,), arguments, options)()
+    MergeArguments(num_reqs, num_parts, call.query_start_loc, results, parts).launch(sizes)
 
 
 def _is_hopper(device: torch.device) -> bool:

@@ -247,7 +247,11 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         "max_query_len": 4,
         "scale": 0.11,
     }
-    return calls + [(op, (), inputs) for op, inputs in ({"mla_attention": latents} | layers).items()]
+    return (
+        calls
+        + [(op, (), inputs) for op, inputs in ({"mla_attention": latents} | layers).items()]
+        + [("mla_attention", (), {**latents, "indices": torch.zeros(6, 640, dtype=torch.int32)})]
+    )
 
 
 def kernel_sources() -> list[Path]:

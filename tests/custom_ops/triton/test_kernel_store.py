@@ -38,6 +38,7 @@ REFS: dict[str, tuple[KernelRef, Any]] = {
     "prefill_kernel": (paged_attention._PREFILL, paged_attention.PrefillArguments),
     "decode_kernel": (paged_attention._DECODE, paged_attention.DecodeArguments),
     "mla_kernel": (mla_attention._ATTEND, mla_attention.AttendArguments),
+    "selected_kernel": (mla_attention._SELECTED, mla_attention.SelectedArguments),
     "merge_kernel": (mla_attention._MERGE, mla_attention.MergeArguments),
 }
 EVERYTHING = {"window_left": 100, "chunk_size": 256, "logits_soft_cap": 6.0}
@@ -71,8 +72,8 @@ def mixed_launches(**changes: Any) -> list[launched.Launch]:
     return launches
 
 
-def latent_launches() -> list[launched.Launch]:
-    """The latent kernel over a context in parts, and their merge."""
+def latent_launches(indices: torch.Tensor | None = None) -> list[launched.Launch]:
+    """The latent kernel over a context in parts, or over what is selected of it, and their merge."""
     with launched.recorded() as launches:
         BACKEND_OPS["triton"].mla_attention(
             torch.zeros(3, 16, 576, dtype=torch.bfloat16),
@@ -83,8 +84,13 @@ def latent_launches() -> list[launched.Launch]:
             torch.zeros(3, 16, 512, dtype=torch.bfloat16),
             max_query_len=2,
             scale=0.1,
+            indices=indices,
         )
     return launches
+
+
+def sparse_launches() -> list[launched.Launch]:
+    return latent_launches(torch.zeros(3, 999, dtype=torch.int32))
 
 
 def records(launch: launched.Launch) -> tuple[Any, ...]:
@@ -101,13 +107,15 @@ def as_records(like: tuple[Any, ...], flat: Sequence[Any]) -> tuple[Any, ...]:
     )
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "latent"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "latent", "sparse"])
 def test_what_is_passed_is_what_the_machine_code_takes(kind: str) -> None:
     """Number, order and size of parameters of the real thing; another Triton that passes them otherwise
     fails here."""
     changes: dict[str, Any] = {"kv_dtype": torch.float8_e4m3fn, "scales": "per_head"} if kind == "fp8" else {}
-    launches = latent_launches() if kind == "latent" else mixed_launches(**changes)
-    names = ["mla_kernel", "merge_kernel"] if kind == "latent" else ["prefill_kernel", "decode_kernel"]
+    made = {"latent": latent_launches, "sparse": sparse_launches}
+    launches = made[kind]() if kind in made else mixed_launches(**changes)
+    attends = {"latent": "mla_kernel", "sparse": "selected_kernel"}
+    names = [attends[kind], "merge_kernel"] if kind in attends else ["prefill_kernel", "decode_kernel"]
     assert [launch.name for launch in launches] == names
     for launch in launches:
         compiled = launched.compile_launch(launch)
@@ -127,7 +135,9 @@ def test_what_is_passed_is_what_the_machine_code_takes(kind: str) -> None:
 def test_as_fine_as_tritons_own_specialisation(name: str) -> None:
     """What looks the same to us looks the same to Triton's JIT: or it would compile a kernel where we launch
     the other's."""
-    launches = latent_launches() if name in ("mla_kernel", "merge_kernel") else mixed_launches()
+    launches = sparse_launches() if name == "selected_kernel" else mixed_launches()
+    if name in ("mla_kernel", "merge_kernel"):
+        launches = latent_launches()
     ref, launch = REFS[name][0], next(launch for launch in launches if launch.name == name)
     jit_function = launch.kernel
     bind = create_function_from_signature(

@@ -22,10 +22,12 @@ HOPPERS_SPILLS = 512
 
 
 def latent_launches(
-    target: str, dtype: torch.dtype, heads: int, split: bool, rope: int = 64
+    target: str, dtype: torch.dtype, heads: int, split: bool, rope: int = 64, sparse: bool = False
 ) -> list[launched.Launch]:
-    """Of ``mla_attention`` for one token; ``split``: its context is long enough for parts."""
+    """Of ``mla_attention`` for one token; ``split``: its context is long enough for parts; ``sparse``: it
+    selects as many keys."""
     columns = 64 if split else 1
+    positions = torch.zeros(1, 16 * columns, dtype=torch.int32) if sparse else None
     with launched.recorded(target) as launches:
         BACKEND_OPS["triton"].mla_attention(
             torch.zeros(1, heads, 512 + rope, dtype=dtype),
@@ -36,21 +38,24 @@ def latent_launches(
             torch.zeros(1, heads, 512, dtype=dtype),
             max_query_len=1,
             scale=0.1,
+            indices=positions,
         )
-    assert [launch.name for launch in launches] == ["mla_kernel", "merge_kernel"][: 1 + split]
+    names = ["selected_kernel" if sparse else "mla_kernel", "merge_kernel"]
+    assert [launch.name for launch in launches] == names[: 1 + split]
     return launches
 
 
-@pytest.mark.slow_cases(but=("sm_90-bf16-128",))
+@pytest.mark.slow_cases(but=("*-sm_90-bf16-128",))
 @pytest.mark.parametrize(
     ("dtype", "heads"),
     [(torch.bfloat16, 128), (torch.bfloat16, 16), (torch.float32, 128)],
     ids=("bf16-128", "bf16-16", "fp32-128"),
 )
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_attend_compiles(target: str, dtype: torch.dtype, heads: int) -> None:
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_attend_compiles(sparse: bool, target: str, dtype: torch.dtype, heads: int) -> None:
     for split in (True, False):
-        launch = latent_launches(target, dtype, heads, split)[0]
+        launch = latent_launches(target, dtype, heads, split, sparse=sparse)[0]
         found = aot.resources(launched.compile_launch(launch, target))
         assert found["shared"] <= aot.SHARED_LIMIT[target], found
         assert found["spilled"] <= (HOPPERS_SPILLS if target == "sm_90" and dtype != torch.float32 else 0), (

@@ -4,10 +4,18 @@ test_run_interpreter.py."""
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
-from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
+from op_inputs.latent import (
+    SELECTIONS,
+    assert_latent_close,
+    assert_sparse_close,
+    make_latent_batch,
+    run_mla_attention,
+    selected,
+)
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import BATCH_SPECS, BatchSpec
@@ -89,6 +97,50 @@ def test_requests_are_found_wherever_they_begin() -> None:
         rope=8,
     )
     assert_latent_close(*run_mla_attention(TRITON, batch), batch)
+
+
+@pytest.mark.slow_cases(but=("*-mixed_padded-1-*", "some-decode_edges-4-*", "tails-left_padded-*"))
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("spec", ["decode_edges", "speculative", "chunked", "mixed_padded", "left_padded"])
+@pytest.mark.parametrize("kind", SELECTIONS)
+def test_selected_keys(kind: str, spec: str, parts: int, causal: bool, monkeypatch: Any) -> None:
+    """More positions than a tile, in parts that may see none of them, or all in one."""
+    monkeypatch.setattr(config, "num_parts", lambda *_: parts)
+    batch = make_latent_batch(BATCH_SPECS[spec], num_heads=3, rank=16, rope=8, block_size=4)
+    indices = selected(batch, kind, top_k=37)
+    out, lse = run_mla_attention(TRITON, batch, indices=indices, causal=causal)
+    assert_sparse_close(out, lse, batch, indices, causal)
+
+
+@pytest.mark.slow_cases(but=("torch.bfloat16-40-*",))
+@pytest.mark.parametrize(
+    ("rank", "rope", "num_heads", "block_size"), [(40, 6, 1, 1), (32, 16, 20, 64), (128, 32, 80, 16)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_selected_shapes_and_dtypes(
+    dtype: torch.dtype, rank: int, rope: int, num_heads: int, block_size: int
+) -> None:
+    """Positions in rows of a wider tensor."""
+    sizes = {"num_heads": num_heads, "rank": rank, "rope": rope, "block_size": block_size}
+    batch = make_latent_batch(BATCH_SPECS["mixed_padded"], dtype=dtype, **sizes)
+    indices = selected(batch, "some", top_k=50)[:, 1:40]
+    assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
+
+
+def test_nan_of_keys_that_are_not_selected() -> None:
+    batch = make_latent_batch(BatchSpec("decode", (20, 20), (1, 1)), num_heads=2, rank=16, rope=8)
+    indices = torch.tensor([[3, 7, 30], [3, 7, -1]], dtype=torch.int32)
+    want, _ = run_mla_attention(REFERENCE, batch, indices=indices)
+    for request in range(2):
+        for position in range(20):
+            if position not in (3, 7):
+                slot = batch.k_cache.shape[1]
+                batch.k_cache[batch.block_table[request, position // slot].long(), position % slot] = float(
+                    "nan"
+                )
+    got, _ = run_mla_attention(TRITON, batch, indices=indices)
+    torch.testing.assert_close(got, want)
 
 
 def test_write_latent() -> None:

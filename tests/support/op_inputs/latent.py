@@ -85,3 +85,63 @@ def assert_latent_close(out: Tensor, lse: Tensor | None, batch: Batch, **options
     if lse is not None:
         rounding = torch.float16 if batch.q.dtype != torch.float32 else torch.float32
         assert_within_budget(f"lse[{batch.spec.name}]", lse, exact_lse, exact_lse, rounding)
+
+
+#: Kinds of `selected` positions.
+SELECTIONS = ("some", "tails", "all", "twice", "beyond", "none")
+
+
+def selected(batch: Batch, kind: str, top_k: int = 11) -> Tensor:
+    """``[num_tokens, top_k]`` int32 for ``batch``, in random order, by ``kind``: "some" of what a token sees,
+    with -1 behind them where it sees fewer; "tails" of -1, as many as half; "all" that it sees, as far as
+    there is room, between entries of -1; "twice" the same ones; ones "beyond" what it sees among the others;
+    "none", all of them negative. Rows behind the last request are garbage."""
+    generator = torch.Generator().manual_seed(len(kind))
+    starts, lengths = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
+    indices = torch.randint(-9, 1 << 20, (batch.q.shape[0], top_k), generator=generator)
+    for request, length in enumerate(lengths):
+        for token in range(starts[request], starts[request + 1]):
+            end = max(length - starts[request + 1] + token + 1, 0)
+            order = torch.randperm(end, generator=generator)[: top_k // 2 if kind == "tails" else top_k]
+            row = torch.full((top_k,), -1)
+            row[: len(order)] = order
+            if kind == "all":
+                row = row[torch.randperm(top_k, generator=generator)]
+            elif kind == "twice" and end:
+                row = order[torch.randint(len(order), (top_k,), generator=generator)]
+            elif kind == "beyond":
+                row[1::2] = torch.randint(end, end + 70, (top_k // 2,), generator=generator)
+            elif kind == "none":
+                row = -1 - torch.arange(top_k)
+            indices[token] = row
+    return indices.to(torch.int32).to(batch.q.device)
+
+
+@on_host
+def assert_sparse_close(out: Tensor, lse: Tensor, batch: Batch, indices: Tensor, causal: bool = True) -> None:
+    """``out`` and ``lse`` of a kernel with ``indices`` against softmax in float64, one token after the other,
+    within the error budget of the batch's dtype."""
+    rank, indices = batch.v_cache.shape[-1], indices.cpu()
+    cpu = batch.to("cpu")
+    block_size, starts = cpu.k_cache.shape[1], cpu.query_start_loc.tolist()
+    exact = torch.zeros(*cpu.q.shape[:2], rank, dtype=torch.float64)
+    exact_lse = torch.full(cpu.q.shape[:2], float("-inf"), dtype=torch.float64)
+    for request, length in enumerate(cpu.seq_lens.tolist()):
+        for token in range(starts[request], starts[request + 1]):
+            position = length - starts[request + 1] + token
+            end = 0 if position < 0 else position + 1 if causal else length
+            keys = [n for n in indices[token].tolist() if 0 <= n < end]
+            if not keys:
+                continue
+            blocks = [int(cpu.block_table[request, n // block_size]) for n in keys]
+            rows = torch.stack(
+                [cpu.k_cache[b, n % block_size, 0] for b, n in zip(blocks, keys, strict=True)]
+            ).double()
+            scores = cpu.q[token].double() @ rows.T * batch.scale
+            exact[token] = scores.softmax(-1) @ rows[:, :rank]
+            exact_lse[token] = scores.logsumexp(-1)
+    same, _ = run_mla_attention(BACKEND_OPS["reference"], cpu, indices=indices, causal=causal)
+    factor = _FLOAT32_FACTOR if batch.q.dtype == torch.float32 else 2.0
+    assert_within_budget(f"out[{batch.spec.name}]", out, same, exact, batch.q.dtype, factor)
+    rounding = torch.float16 if batch.q.dtype != torch.float32 else torch.float32
+    assert_within_budget(f"lse[{batch.spec.name}]", lse, exact_lse, exact_lse, rounding)

@@ -59,6 +59,7 @@ def opcheck_cases(
     )
     rows = latents.k_cache.nan_to_num_(0.5)
     latent = (latents.q, rows, latents.block_table, latents.seq_lens, latents.query_start_loc)
+    positions = torch.arange(latents.q.shape[0] * 3, dtype=torch.int32, device=device).view(-1, 3) % 40 - 1
     ids = torch.arange(4, device=device)
     table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32, device=device)
     lens = torch.tensor([17, 4, 32, 0], dtype=torch.int32, device=device)
@@ -105,6 +106,11 @@ def opcheck_cases(
             "mla_attention",
             (*latent, torch.zeros_like(latents.q[..., :16])),
             {"max_query_len": latents.max_query_len, "scale": latents.scale},
+        ),
+        "latent_sparse": (
+            "mla_attention",
+            (*latent, torch.zeros_like(latents.q[..., :16])),
+            {"max_query_len": latents.max_query_len, "scale": latents.scale, "indices": positions},
         ),
         "write_latent": (
             "write_latent",

@@ -161,6 +161,12 @@ class ModelState:
             return f"{next(where for (where, _), now, before in trios if now != before)} lies elsewhere"
         return None
 
+    def num_writes(self) -> int:
+        """How often the weights were written in place so far, as far as torch counts it: not through
+        ``.data``, and not in tensors that were made in inference mode."""
+        # Not public; autograd relies on it (tests/engine/test_prefix_cache.py notices a change).
+        return sum(tensor._version for tensor in self._tensors if not tensor.is_inference())
+
     def require_unchanged(self, by: str, fix: str) -> None:
         """Refuse to go on with what the modules were.
 

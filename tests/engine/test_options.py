@@ -81,7 +81,9 @@ def test_a_fuse_switch_that_is_no_bool(model: Any, value: Any) -> None:
     assert model.config._attn_implementation != "torchpaged"
 
 
-@pytest.mark.parametrize("name", ["share_prefixes", "rolling", "graphs", "compile", "capture_ahead"])
+@pytest.mark.parametrize(
+    "name", ["share_prefixes", "prefix_cache", "rolling", "graphs", "compile", "capture_ahead"]
+)
 @pytest.mark.parametrize("value", [1, 0, numpy.True_, None], ids=repr)
 def test_switches_that_are_no_bool(model: Any, name: str, value: Any) -> None:
     """1 and 0 equal True and False, and are neither where code asks with ``is``."""
@@ -273,7 +275,7 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"lookahead": 1.5}, "lookahead: expected an integer of at least 0, got 1.5"
     for tokenizer in (3, "gpt2", len):
         yield {"tokenizer": tokenizer}, "tokenizer: expected a tokenizer, .*, got "
-    for name in ("compile", "graphs", "capture_ahead", "share_prefixes", "rolling"):
+    for name in ("compile", "graphs", "capture_ahead", "share_prefixes", "prefix_cache", "rolling"):
         for value in (1, 0, numpy.bool_(True), None, "yes"):
             yield {name: value}, f"{name}: expected True, False or 'auto', got "
     for value in (1, 0, numpy.bool_(True), None, "auto"):

@@ -3,19 +3,15 @@ and their tokens are those of each alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from torchpaged import ArgumentError, CaptureError
-from torchpaged.cache import BlockPool
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.outputs import TextStream
-from torchpaged.engine.scheduler import Scheduler
-from torchpaged.engine.sequence import Sequence
-from torchpaged.prefixes import CascadeCosts, PrefixTree
+from torchpaged.prefixes import CascadeCosts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
@@ -31,11 +27,9 @@ def alone(model: Any) -> list[list[int]]:
 
 
 def free_again(generator: Generator) -> bool:
-    books = generator.scheduler._tree
-    assert books is not None
-    assert not books._root.children
-    assert not books._paths
-    assert not books._waiting
+    cache = generator.prefix_cache
+    assert cache is not None
+    assert len(cache) == generator.pool.num_idle, "what is known has no holders"
     return generator.pool.num_free == generator.pool.num_usable
 
 
@@ -208,82 +202,6 @@ def test_a_broken_step_forgets_what_was_shared(model: Any, alone: list[list[int]
     assert {len(tokens[i]) for i in ids} <= {9, 10}
     assert all(want[-len(tokens[i]) :] == tokens[i] for i, want in zip(ids, alone, strict=True))
     assert free_again(generator)
-
-
-# -------------------------------------------------------------------------------------------------- the books
-def sequence(number: int, prompt: list[int]) -> Sequence:
-    return Sequence(number, prompt, TEN, 0, TextStream(None, ()), 64)
-
-
-@pytest.fixture
-def numbers() -> Iterator[int]:
-    return iter(range(100))
-
-
-def test_only_full_blocks_before_the_last_token(numbers: Iterator[int]) -> None:
-    shared, first = PrefixTree(4), sequence(next(numbers), list(range(12)))
-    assert shared.find(first) == []
-    shared.promise(first)
-    first.blocks, first.num_computed = [7, 8, 9], 7
-    shared.computed(first)
-    assert shared.find(sequence(next(numbers), list(range(8)))) == [7]
-    assert shared.find(sequence(next(numbers), [0, 1, 2, 3])) == []
-    assert shared.find(sequence(next(numbers), [0, 1, 2, 4, 4])) == []
-    waits = sequence(next(numbers), [*range(8), 50])
-    assert shared.find(waits) is None, "its second block is being computed"
-    assert shared.count(waits) == 2
-    assert shared.count(first) == 0
-    first.num_computed = 12
-    shared.computed(first)
-    assert shared.find(waits) == [7, 8]
-    assert not shared._waiting
-
-
-def test_no_request_waits_for_one_that_has_left(numbers: Iterator[int]) -> None:
-    shared, first = PrefixTree(4), sequence(next(numbers), list(range(12)))
-    shared.promise(first)
-    first.blocks, first.num_computed = [7, 8, 9], 4
-    shared.computed(first)
-    waits = sequence(next(numbers), list(range(10)))
-    assert shared.find(waits) is None
-    shared.forget(first)
-    assert shared.find(waits) == []
-    assert not shared._root.children
-
-
-def test_a_block_is_known_as_long_as_a_request_holds_it(numbers: Iterator[int]) -> None:
-    shared, first = PrefixTree(4), sequence(next(numbers), list(range(12)))
-    shared.promise(first)
-    first.blocks, first.num_computed = [7, 8, 9], 12
-    shared.computed(first)
-    second = sequence(next(numbers), [*range(4), 60, 61])
-    assert shared.find(second) == [7]
-    shared.promise(second)
-    shared.forget(first)
-    assert shared.find(sequence(next(numbers), list(range(12)))) == [7]
-    shared.forget(second)
-    assert not shared._root.children
-
-
-def test_a_scheduler_gives_shared_blocks_one_more_holder(numbers: Iterator[int]) -> None:
-    pool = BlockPool(20)
-    scheduler = Scheduler(pool, 4, 4, 64)
-    first, second = sequence(next(numbers), list(range(12))), sequence(next(numbers), list(range(11)))
-    scheduler.add(first)
-    scheduler.add(second)
-    step = scheduler.schedule()
-    assert step.chunks == [(first, 12)], "the second waits for the first"
-    assert not second.blocks, "the second waits for the first"
-    first.num_computed = 12
-    scheduler.computed(first)
-    step = scheduler.schedule()
-    assert step.chunks == [(second, 3)]
-    assert second.blocks[:2] == first.blocks[:2]
-    assert [pool.ref_count(block) for block in first.blocks] == [2, 2, 1]
-    scheduler.remove(first)
-    assert [pool.ref_count(block) for block in second.blocks] == [1, 1, 1]
-    scheduler.remove(second)
-    assert pool.num_free == pool.num_usable
 
 
 def test_nothing_is_captured_while_requests_run(

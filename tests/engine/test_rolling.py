@@ -298,5 +298,5 @@ def test_requests_that_share_blocks_keep_all_tokens() -> None:
         generator = Generator(make("Gemma2"), **options, share_prefixes=share)
         found.append([output.token_ids for output in generator.generate(prompts, sampling)])
         assert (generator.model.rings is None) is (share is True)
-        assert (generator.scheduler.shared_tokens == 36) is (share is True)
+        assert (generator.stats.shared_tokens == 36) is (share is True)
     assert found[0] == found[1]

@@ -1,14 +1,16 @@
 """Where keys and values live: `PagedKVCache` (the tensors), `BlockPool` (who owns which block), and the kinds
 of layers that there are.
 
-kinds.py       what a kind of layer cache is, and the registry
-kv.py          the usual kind, `KVLayerSpec`: keys and values; a layer's pools are a `LayerKVCache`
-latent.py      the latents of multi-head latent attention, `LatentLayerSpec`
-kv_cache.py    the pools of a model, of layers of any kind
-block_pool.py  free blocks and holders, host data only
-requests.py    requests that grow, and the metadata of their steps
-row_blocks.py  the blocks of a batch's rows, and what they share
-rolling.py     `RollingBlocks`: rings of blocks, for layers with a sliding window
+kinds.py         what a kind of layer cache is, and the registry
+kv.py            the usual kind, `KVLayerSpec`: keys and values; a layer's pools are a `LayerKVCache`
+latent.py        the latents of multi-head latent attention, `LatentLayerSpec`
+kv_cache.py      the pools of a model, of layers of any kind
+block_pool.py    free blocks and holders, host data only
+requests.py      requests that grow, and the metadata of their steps
+row_blocks.py    the blocks of a batch's rows, and what they share
+prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike; its counters are
+                 `PrefixCacheStats`
+rolling.py       `RollingBlocks`: rings of blocks, for layers with a sliding window
 """
 
 from torchpaged.cache.block_pool import BlockPool
@@ -16,6 +18,7 @@ from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.latent import LatentLayerSpec
+from torchpaged.cache.prefix_cache import PrefixCache, PrefixCacheStats
 from torchpaged.cache.rolling import RollingBlocks
 
 __all__ = [
@@ -26,6 +29,8 @@ __all__ = [
     "LayerKind",
     "LayerSpec",
     "PagedKVCache",
+    "PrefixCache",
+    "PrefixCacheStats",
     "RollingBlocks",
     "register_layer_kind",
 ]

@@ -7,11 +7,15 @@ no tensors.
     pool.free(blocks); pool.free(child)
 
 Allocating and freeing a block cost O(1). A call that fails changes nothing.
+
+What a block holds may outlive its holders (`PrefixCache`): such blocks are idle, count as free, and are
+handed out when no others are left, the one that was given back first before the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchpaged.custom_ops.checks import is_int
@@ -48,11 +52,18 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._ref_counts[NULL_BLOCK] = 1
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
+        self._kept: set[int] = set()  # what they hold outlives their holders
+        self._idle: OrderedDict[int, None] = OrderedDict()  # those of `_kept` without holders, oldest first
+        self._given_up: Callable[[int], None] | None = None
+        self._keeps_idle = True
         self.peak_used = 0
         self.is_alone = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"is_alone": True}
+        """Of a copy: who knows what the blocks hold is not copied with it."""
+        free = [*self._free, *reversed(self._idle)]
+        forgotten: dict[str, Any] = {"_free": free, "_kept": set(), "_idle": OrderedDict(), "_given_up": None}
+        return self.__dict__ | forgotten | {"is_alone": True}
 
     @property
     def num_usable(self) -> int:
@@ -61,13 +72,18 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks free now."""
-        return len(self._free)
+        """Blocks that can be handed out now: those without holders, idle ones among them."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks without holders that hold what may be wanted again."""
+        return len(self._idle)
 
     @property
     def num_used(self) -> int:
         """Blocks held now."""
-        return self.num_usable - len(self._free)
+        return self.num_usable - self.num_free
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_free} of {counted(self.num_usable, 'block')} free)"
@@ -85,10 +101,12 @@ class BlockPool:
         """
         if not is_int(count) or count < 0:
             raise ArgumentError("count", "an int of at least 0 blocks", repr(count))
-        if count > len(self._free):
-            raise BlockPoolExhaustedError(count, len(self._free), self.num_usable)
+        if count > self.num_free:
+            raise BlockPoolExhaustedError(count, self.num_free, self.num_usable)
         if not count:
             return []
+        while len(self._free) < count:
+            self._give_up(self._idle.popitem(last=False)[0])
         taken = self._free[-count:][::-1]
         del self._free[-count:]
         for block in taken:
@@ -100,19 +118,23 @@ class BlockPool:
         """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list.
 
         Raises:
-            ArgumentError: a block is unknown, free, the null block, or there twice: no sequence has a block
-                twice. Nothing is shared then.
+            ArgumentError: a block is unknown, free and not idle, the null block, or there twice: no sequence
+                has a block twice. Nothing is shared then.
         """
         for block in blocks:
             self._check(block)
         if len(set(blocks)) < len(blocks):
             raise ArgumentError("blocks", "every block once", str(list(blocks)))
         for block in blocks:
+            if not self._ref_counts[block]:
+                del self._idle[block]
             self._ref_counts[block] += 1
+        self.peak_used = max(self.peak_used, self.num_used)
         return list(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give up one hold on each of ``blocks``; a block without holders becomes free.
+        """Give up one hold on each of ``blocks``; a block without holders becomes free, the last of them
+        first.
 
         Raises:
             ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is
@@ -131,17 +153,63 @@ class BlockPool:
         for block in reversed(blocks):
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
-                self._free.append(block)
+                if block not in self._kept:
+                    self._free.append(block)
+                elif self._keeps_idle:
+                    self._idle[block] = None
+                else:
+                    self._give_up(block)
+
+    # ----------------------------------------------------------------------------- what outlives its holders
+    def watch(self, given_up: Callable[[int], None], keeps_idle: bool = True) -> None:
+        """Be told of blocks whose contents are lost.
+
+        Args:
+            given_up: called with each block of `keep` when what it holds is no longer kept.
+            keeps_idle: blocks of `keep` stay idle without holders until others need them; False: they are
+                given up with their last holder.
+
+        Raises:
+            ArgumentError: another watches.
+        """
+        if self._given_up is not None:
+            raise ArgumentError("pool", "a BlockPool of no other PrefixCache", "one that has one")
+        self._given_up, self._keeps_idle = given_up, keeps_idle
+
+    def keep(self, block: int) -> None:
+        """What ``block``, which has a holder, holds may outlive its holders."""
+        self._check(block)
+        self._kept.add(block)
+
+    def drop(self, block: int) -> None:
+        """What ``block`` holds is of no use any more; nothing if it was not kept."""
+        self._kept.discard(block)
+        if block in self._idle:
+            del self._idle[block]
+            self._free.append(block)
+
+    def drop_all(self) -> None:
+        """The same, of all blocks."""
+        self._free += reversed(self._idle)
+        self._kept, self._idle = set(), OrderedDict()
+
+    def _give_up(self, block: int) -> None:
+        self._kept.discard(block)
+        self._free.append(block)
+        if self._given_up is not None:
+            self._given_up(block)
 
     def reset(self) -> None:
-        """Forget all holders: every block is free. For an owner whose own books are lost."""
+        """Forget all holders, and what blocks hold: every block is free. For an owner whose own books are
+        lost."""
         self._ref_counts[NULL_BLOCK + 1 :] = [0] * self.num_usable
         self._free = list(range(self.num_blocks - 1, 0, -1))
+        self._kept, self._idle = set(), OrderedDict()
 
     def _check(self, block: int, held: bool = True) -> None:
         if not is_int(block) or not NULL_BLOCK < block < self.num_blocks:
             raise ArgumentError(
                 "blocks", f"block ids in [1, {self.num_blocks})", repr(block), "block 0 is the null block"
             )
-        if held and not self._ref_counts[block]:
+        if held and not self._ref_counts[block] and block not in self._idle:
             raise ArgumentError("blocks", "blocks that are held", f"block {block}, which is free")

@@ -34,8 +34,8 @@ class CacheOwner:
         owner = _OWNERS.get(self._cache)
         return None if owner is None else owner()
 
-    def require(self) -> None:
-        """Claim the cache for a new request or a step.
+    def require(self) -> bool:
+        """Claim the cache for a new request or a step; whether another engine had it since.
 
         Raises:
             TorchpagedError: another engine runs requests in it, or was made while this one did.
@@ -49,3 +49,4 @@ class CacheOwner:
                 "their blocks are the same; expected one Generator at a time, or a PagedModel for each"
             )
         _OWNERS[self._cache] = weakref.ref(self)
+        return owner is not self

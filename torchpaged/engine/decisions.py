@@ -33,6 +33,7 @@ class Decisions(NamedTuple):
             graphs.
         ahead: whether all is captured at once.
         shares: whether requests share blocks.
+        keeps, keep_reason: whether blocks are kept for requests to come, and why.
         lookahead: tokens ahead of need that decoding requests get blocks for.
     """
 
@@ -45,6 +46,8 @@ class Decisions(NamedTuple):
     prefill_reason: str
     ahead: bool
     shares: bool
+    keeps: bool
+    keep_reason: str
     lookahead: int
 
 
@@ -76,12 +79,13 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
     elif buckets is None and not on_gpu:
         buckets = range(1, options.max_batch_size + 1)
     ahead = on_gpu if options.capture_ahead == "auto" else options.capture_ahead is True
-    shares = decide_sharing(options, rolls=getattr(model, "rings", None) is not None)
+    shares, keeps, keep_reason = decide_sharing(options, rolls=getattr(model, "rings", None) is not None)
     lookahead = options.lookahead
     if lookahead is None:
         lookahead = _LOOKAHEAD if on_gpu and graphs else 0
     compiled = compile, compile_reason
-    return Decisions(graphs, reason, *compiled, buckets, prefills, why, ahead, shares, lookahead)
+    kept = keeps, keep_reason
+    return Decisions(graphs, reason, *compiled, buckets, prefills, why, ahead, shares, *kept, lookahead)
 
 
 def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:
@@ -167,22 +171,33 @@ def decide_compile(
     return True, f"automatic: on a GPU{parts}"
 
 
-def decide_sharing(options: GeneratorOptions, rolls: bool) -> bool:
-    """Whether requests share blocks; ``rolls``: layers of the model keep rings.
+def decide_sharing(options: GeneratorOptions, rolls: bool) -> tuple[bool, bool, str]:
+    """Whether requests share blocks, whether these are kept for those to come, and why; ``rolls``: layers of
+    the model keep rings.
 
     Raises:
         ArgumentError: they shall, and the keys of one are gone by then.
     """
-    if options.share_prefixes is True and rolls:
+    if options.shall_share is not None and rolls:
         raise ArgumentError(
-            "share_prefixes",
+            options.shall_share,
             "'auto' or False with a model whose layers keep rings of blocks",
             "True",
             "make the PagedModel without sliding_step to share",
         )
-    if options.share_prefixes == "auto":
-        return not (options.batch_invariant or rolls)
-    return options.share_prefixes is True
+    if options.share_prefixes is False:
+        return False, False, "switched off by share_prefixes=False"
+    if options.batch_invariant:
+        return False, False, "batch_invariant=True: a step's shapes would depend on what is known"
+    if rolls:
+        return (
+            False,
+            False,
+            ("layers with a window keep rings of blocks: what they saw of a prefix is gone; rolling=False"),
+        )
+    if options.prefix_cache is False:
+        return True, False, "switched off by prefix_cache=False"
+    return True, True, "until the pool needs the blocks, those left longest ago first"
 
 
 def _require_invariant(
@@ -200,8 +215,8 @@ def _require_invariant(
         raise ArgumentError("batch_invariant", "graphs: decode steps of one size", f"none ({no_graphs})")
     if options.buckets is not None and list(options.buckets) != [most]:
         raise ArgumentError("buckets", f"None or [{most}] {wants}", str(list(options.buckets)))
-    if options.share_prefixes is True:
-        raise ArgumentError("share_prefixes", f"'auto' or False {wants}", "True")
+    if options.shall_share is not None:
+        raise ArgumentError(options.shall_share, f"'auto' or False {wants}", "True")
     need = most * -(-max_seq_len // cache.block_size) + 1
     if cache.num_blocks < need:
         raise ArgumentError(

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchpaged.cache import BlockPool
+from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted
 from torchpaged.engine.calls import Calls, HandOut
@@ -71,7 +71,7 @@ class Generator(NotCopied):
             ``prefill_chunk_size`` more tokens, used over and over, however long a request is; where that
             takes fewer, and not over backends that plan on the host. Requests share no blocks then: what
             those layers saw of a prefix is gone. False: every token is kept; "auto": they roll, unless
-            ``share_prefixes`` is True.
+            ``share_prefixes`` or ``prefix_cache`` is True.
         prefill_chunk_size: prompt tokens per step.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
             is fused already is taken as it is; the model stays fused afterwards, until
@@ -99,6 +99,13 @@ class Generator(NotCopied):
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
             they share, unless ``batch_invariant``, or layers roll (``rolling``).
+        prefix_cache: such blocks, and those of outputs, stay when a request has ended, for those to come that
+            begin with the same tokens, until the pool needs them; those left longest ago go first
+            (`torchpaged.cache.PrefixCache`). False: they go with the last request that has them; "auto": they
+            stay where requests share; `prefix_cache_reason` says what was decided. They are forgotten when a
+            step breaks off, when another Generator over the same PagedModel has run, and when a weight, a
+            module or an adapter of the model is seen to have changed; after other changes call
+            `reset_prefix_cache`.
         cascade: decode steps read blocks that several requests share once, where that pays
             (`torchpaged.prefixes`): with graphs by a second graph of each bucket in which that can pay, which
             ``capture_ahead`` captures, too. True: by the device's own costs;
@@ -116,6 +123,7 @@ class Generator(NotCopied):
         loop: the decode loop over the device's rows; None without graphs.
         graph_reason, compile_reason: why there are graphs or not, and whether decode steps are compiled.
         cascade_reason: whether shared prefixes may be read once, and why.
+        prefix_cache: the `torchpaged.cache.PrefixCache` by which requests share; None: they do not.
         fusion_report: what `torchpaged.hf.fuse` did to the model; None if it is not fused.
         stats: counters.
 
@@ -140,7 +148,8 @@ class Generator(NotCopied):
         self.choice, self.device = self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         self._decided = decided = decide(options, self.model, self.max_seq_len)
-        self._state = ModelState.of(getattr(self.model, "model", self.model)) if decided.graphs else None
+        self._state = ModelState.of(getattr(self.model, "model", self.model))
+        self._num_writes = self._state.num_writes()
         cache = self.model.kv_cache
         columns = -(-self.max_seq_len // cache.block_size)
         sizes = {"max_blocks_per_req": columns, "block_size": cache.block_size}
@@ -148,6 +157,9 @@ class Generator(NotCopied):
             self.model.session, options.cascade, decided.shares, **sizes
         )
         self.pool = BlockPool(cache.num_blocks)
+        self.prefix_cache: PrefixCache | None = None
+        if decided.shares:
+            self.prefix_cache = PrefixCache(self.pool, cache.block_size, keep=decided.keeps)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if decided.graphs:
@@ -161,7 +173,7 @@ class Generator(NotCopied):
             options.prefill_chunk_size,
             options.steps_per_launch if decided.graphs else 0,
             decided.lookahead,
-            share_prefixes=decided.shares,
+            prefixes=self.prefix_cache,
             one_prompt_per_step=options.batch_invariant,
             rings=getattr(self.model, "rings", None),
         )
@@ -195,6 +207,7 @@ class Generator(NotCopied):
         try:
             with self._calls.entered():
                 self._require_unchanged()
+                self._forget_other_weights()
                 sequence = self._sequence(prompt, sampling, self._calls.inbox)
                 self._stepper.add(sequence)
             return sequence.request_id
@@ -260,6 +273,7 @@ class Generator(NotCopied):
         inbox = Inbox()
         with self._calls.entered():
             self._require_unchanged()
+            self._forget_other_weights()
             sequences = [
                 self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)
             ]
@@ -301,14 +315,31 @@ class Generator(NotCopied):
         """Whether a step would do anything."""
         return bool(self._requests or self._calls.inbox.waiting)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what is known of earlier requests; those that run keep their blocks. For changes of the
+        model that torch does not count, of ``parameter.data`` for instance."""
+        with self._calls.entered():
+            self._stepper.forget_prefixes("reset_prefix_cache()")
+
     def _require_unchanged(self) -> None:
         """Refuse to replay graphs over a model that changed."""
-        if self._state is not None:
+        if self.loop is not None:
             self._state.require_unchanged(
                 "its graphs were made with",
                 "make a new Generator (unaccelerate and accelerate again), or give graphs=False, which looks "
                 "at them at every step",
             )
+
+    def _forget_other_weights(self) -> None:
+        """Keys and values of weights or adapters that the model had before are of no use."""
+        if self.prefix_cache is None:
+            return
+        if self.loop is None and self._state.changed() is not None:  # with graphs that is refused
+            self._state, self._num_writes = ModelState.of(getattr(self.model, "model", self.model)), -1
+        num_writes = self._state.num_writes()
+        if num_writes != self._num_writes:
+            self._stepper.forget_prefixes("the model changed")
+            self._num_writes = num_writes
 
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""
@@ -369,6 +400,11 @@ class Generator(NotCopied):
     def compile_reason(self) -> str:
         """Whether decode steps are compiled, and why."""
         return self._decided.compile_reason
+
+    @property
+    def prefix_cache_reason(self) -> str:
+        """Whether blocks are kept for requests to come, and why."""
+        return self._decided.keep_reason
 
     @property
     def prefill_graph_reason(self) -> str:

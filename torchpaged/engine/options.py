@@ -54,6 +54,7 @@ class GeneratorOptions:
     lookahead: int | None = None
     capture: str | CaptureBackend = "auto"
     share_prefixes: bool | str = "auto"
+    prefix_cache: bool | str = "auto"
     cascade: bool | CascadeCosts = True
     batch_invariant: bool = False
     progress: Callable[[int, int, str], None] | None = None
@@ -63,7 +64,7 @@ class GeneratorOptions:
         for name in ("max_batch_size", "prefill_chunk_size", "block_size", "steps_per_launch"):
             self._check_size(name)
         self._check_size("lookahead", 0)
-        for name in ("compile", "graphs", "capture_ahead", "share_prefixes", "rolling"):
+        for name in ("compile", "graphs", "capture_ahead", "share_prefixes", "prefix_cache", "rolling"):
             switch(name, getattr(self, name), "auto")
         switch("fuse", self.fuse)
         switch("batch_invariant", self.batch_invariant)
@@ -73,9 +74,11 @@ class GeneratorOptions:
         check_backend(self.backend)
         self._check_memory()
         self._check_prefill_buckets()
-        if self.rolling is True and self.share_prefixes is True:
+        if self.prefix_cache is True and self.share_prefixes is False:
+            raise ArgumentError("prefix_cache", "'auto' or False with share_prefixes=False", "True")
+        if self.rolling is True and self.shall_share is not None:
             raise ArgumentError(
-                "share_prefixes",
+                self.shall_share,
                 "False or 'auto' with rolling=True",
                 "True",
                 "layers with a window keep nothing of a prefix that another request could take; give "
@@ -130,9 +133,14 @@ class GeneratorOptions:
             )
 
     @property
+    def shall_share(self) -> str | None:
+        """The option by which requests shall share blocks; None: they may or may not."""
+        return next((n for n in ("share_prefixes", "prefix_cache") if getattr(self, n) is True), None)
+
+    @property
     def rolls(self) -> bool:
         """Whether layers with a window may keep rings of blocks."""
-        return self.share_prefixes is not True if self.rolling == "auto" else self.rolling is True
+        return self.shall_share is None if self.rolling == "auto" else self.rolling is True
 
 
 def taking(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from torchpaged.cache import PrefixCacheStats
 from torchpaged.custom_ops.errors import RequestError
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -43,8 +44,7 @@ class RequestOutput:
 @dataclass
 class GeneratorStats:
     """Counters since construction. Seconds are of prefill and of decode; a mixed step is split by its
-    parts' time. ``shared_tokens``: tokens of prompts that were not prefilled, since another request had
-    them."""
+    parts' time. ``prefix_cache``: tokens that were looked up and found, and why others were not."""
 
     num_blocks: int
     peak_blocks_used: int = 0
@@ -55,8 +55,13 @@ class GeneratorStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     preemptions: int = 0
-    shared_tokens: int = 0
     steps: int = 0
+    prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens that were not prefilled, since a request that began alike had them."""
+        return self.prefix_cache.hit_tokens
 
     def add_step(self, seconds: float, decode_seconds: float | None, decoded: int, prefilled: int) -> None:
         """Count one step.

@@ -41,6 +41,8 @@ class SamplingParams:
         stop_token_ids: token ids that end it, besides the model's own end; within the model's vocabulary,
             which is checked at submission.
         ignore_eos: go on past the model's end token.
+        cache_salt: with the prefix cache: keys and values are shared with requests of the same salt alone,
+            of tenants that must not learn what others asked; None: with all that have none.
 
     Numbers of NumPy become Python's, lists become tuples. Nothing else is converted: True is no number, 2.0
     is no integer.
@@ -59,6 +61,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         self._integer("max_new_tokens", "an integer of at least 1", 1)
@@ -86,6 +89,8 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(stops))
         if not isinstance(self.ignore_eos, bool):
             raise ArgumentError("ignore_eos", "True or False", shown(self.ignore_eos))
+        if not isinstance(self.cache_salt, str | None):
+            raise ArgumentError("cache_salt", "None or a string", shown(self.cache_salt))
 
     def _integer(self, name: str, expected: str, low: int, high: int | None = None) -> None:
         value = as_integer(getattr(self, name))

@@ -5,7 +5,8 @@ prompts are prefilled in chunks within a token budget, and when the pool runs dr
 back and recomputed later. The oldest request is never put back, so that there is always progress.
 
 Requests that begin with the same tokens share the full blocks of these: the first one computes them, the
-others wait for that and take them (`PrefixTree`).
+others wait for that and take them. Those of requests that ended, or were put back, are there until the pool
+needs them (`PrefixCache`).
 
 Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from
 the tokens they may have, and before one of them is put back the caller reads what is in
@@ -19,9 +20,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torchpaged.cache import BlockPool
+from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.engine.sequence import Sequence
-from torchpaged.prefixes import PrefixTree
 
 
 class Rings(Protocol):
@@ -63,12 +64,9 @@ class Scheduler:
             slot of the step after them.
         lookahead: further tokens that every decoding request gets blocks for while the pool is mostly free
             and no request waits, so that block tables change rarely.
-        share_prefixes: let requests share blocks.
+        prefixes: by which requests share blocks, of the same pool; None: they do not.
         one_prompt_per_step: a step prefills one request at most, so that its chunks are those it has alone.
         rings: told of each request's first block; None: no layer keeps rings.
-
-    Attributes:
-        shared_tokens: tokens that requests did not compute, since others had.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class Scheduler:
         ahead: int = 0,
         lookahead: int = 0,
         *,
-        share_prefixes: bool = True,
+        prefixes: PrefixCache | None = None,
         one_prompt_per_step: bool = False,
         rings: Rings | None = None,
     ) -> None:
@@ -90,8 +88,8 @@ class Scheduler:
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.preemptions = self.shared_tokens = 0
-        self._tree = PrefixTree(block_size) if share_prefixes else None
+        self.preemptions = 0
+        self.prefixes = prefixes
         self._one_prompt_per_step = one_prompt_per_step
 
     @property
@@ -121,11 +119,15 @@ class Scheduler:
         self.pool.reset()
         if self._rings is not None and self._rings.num_resets == self._resets:
             self._reset_rings(self._rings)
-        if self._tree is not None:
-            self._tree.clear()
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
         for sequence in self.waiting:
             sequence.blocks, sequence.num_computed, sequence.blocks_on_device = [], 0, 0
+            sequence.cached = None
+
+    def forget_prefixes(self, reason: str) -> None:
+        """What blocks hold is of no use to requests that begin from now on."""
+        if self.prefixes is not None:
+            self.prefixes.clear(reason)
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
@@ -211,26 +213,33 @@ class Scheduler:
 
     def _need(self, sequence: Sequence) -> int:
         """Blocks that a request lacks for all its tokens and one more, those left out that others share."""
-        shared = 0 if self._tree is None else self._tree.count(sequence)
+        shared = 0 if self.prefixes is None else self._text(self.prefixes, sequence).num_shared()
         return self.blocks_for(len(sequence) + 1) - len(sequence.blocks) - shared
 
+    def _text(self, prefixes: PrefixCache, sequence: Sequence) -> CachedText:
+        if sequence.cached is None:
+            sequence.cached = prefixes.text(sequence.tokens, sequence.sampling.cache_salt)
+        return sequence.cached
+
     def _begin(self, sequence: Sequence) -> bool:
-        """Give a request that begins the blocks that it shares with others; False: one of them is computing
-        what they share, and that is waited for."""
-        if self._tree is None or sequence in self._tree:
+        """Give a request that begins the blocks of its first tokens that are there; False: another one is
+        computing what they share, and that is waited for."""
+        if self.prefixes is None:
             return True
-        found = self._tree.find(sequence)
+        text = self._text(self.prefixes, sequence)
+        if text.has_begun:
+            return True
+        found = text.take()
         if found is None:
             return False
-        self._tree.promise(sequence)
-        sequence.blocks, sequence.num_computed = self.pool.fork(found), len(found) * self.block_size
-        self.shared_tokens += sequence.num_computed
+        text.promise()
+        sequence.blocks, sequence.num_computed = found, len(found) * self.block_size
         return True
 
     def computed(self, sequence: Sequence) -> None:
         """More of its prompt is computed: others may share that."""
-        if self._tree is not None:
-            self._tree.computed(sequence)
+        if sequence.cached is not None:
+            sequence.cached.computed(sequence.num_computed, sequence.blocks)
 
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
@@ -271,10 +280,20 @@ class Scheduler:
         # Not those of another scheduler.
         if sequence.blocks and self._rings is not None and self._rings.num_resets == self._resets:
             self._rings.give(sequence.blocks[0])
-        if self._tree is not None:
-            self._tree.forget(sequence)
+        if sequence.cached is not None:
+            self._leave(sequence, sequence.cached)
         self.pool.free(sequence.blocks)
-        sequence.blocks = []
+        sequence.blocks, sequence.cached = [], None
+
+    def _leave(self, sequence: Sequence, text: CachedText) -> None:
+        """Publish what was computed since the prompt, all at once: while it ran nobody asked for it."""
+        if sequence.finish_reason == "error":  # what it took may be the reason
+            text.forget()
+        elif self.prefixes is not None and self.prefixes.keeps:
+            if sequence.num_computed > len(text):
+                text.extend(sequence.tokens[len(text) : sequence.num_computed])
+            text.computed(sequence.num_computed, sequence.blocks)
+        text.leave()
 
 
 def _decodes(sequence: Sequence) -> bool:

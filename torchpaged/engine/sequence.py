@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine.outputs import RequestOutput, TextStream, TokenEvent
 from torchpaged.engine.sampling import SamplingParams
@@ -53,6 +54,7 @@ class Sequence:
         step_count, steps_read: the loop's count, and where in it the host is with reading this
             sequence's tokens.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
+        cached: its text in the prefix cache; None: it has not asked yet, or there is no cache.
     """
 
     request_id: int
@@ -72,6 +74,7 @@ class Sequence:
     step_count: StepCount = field(default_factory=StepCount)
     steps_read: int = 0
     blocks_on_device: int = 0
+    cached: CachedText | None = None
     text: str = ""
     finish_reason: str | None = None
     error: RequestError | None = None

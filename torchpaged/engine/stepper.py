@@ -72,7 +72,9 @@ class Stepper:
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
         self._owner = CacheOwner(model.kv_cache, self.requests)
-        self.stats = GeneratorStats(num_blocks=scheduler.pool.num_usable)
+        self.stats = GeneratorStats(scheduler.pool.num_usable)
+        if scheduler.prefixes is not None:
+            self.stats.prefix_cache = scheduler.prefixes.stats
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new request; the first one's prompt gives fp8 pools the scales if none were given.
@@ -80,7 +82,7 @@ class Stepper:
         Raises:
             TorchpagedError: another engine runs requests in the model's cache.
         """
-        self._owner.require()
+        self._require_cache()
         if getattr(self._model, "needs_scales", False):
             self._model.find_scales(sequence.prompt)  # type: ignore[attr-defined]
         with self._at_work():
@@ -107,9 +109,18 @@ class Stepper:
             TorchpagedError: another engine has the model's cache.
         """
         if self.requests:
-            self._owner.require()
+            self._require_cache()
         with self._at_work(), profile_range("step", self.stats.steps), torch.inference_mode():
             self._step()
+
+    def _require_cache(self) -> None:
+        if self._owner.require():
+            self.forget_prefixes("another Generator had the pools")
+
+    def forget_prefixes(self, reason: str) -> None:
+        """What blocks hold is of no use to requests that begin from now on."""
+        with self._at_work():
+            self._scheduler.forget_prefixes(reason)
 
     # ------------------------------------------------------------------------------------------- breaking off
     @contextlib.contextmanager
@@ -137,6 +148,8 @@ class Stepper:
             if sequence.finish_reason is not None:
                 sequence.inbox.live.pop(sequence, None)
                 del self.requests[sequence.request_id]
+        # What the device says late of a step may concern what that step wrote.
+        self._scheduler.forget_prefixes("a step broke off")
         # In rings, steps whose tokens are lost have written over what the window of the last known one saw.
         if self._lost is Lost.BLOCKS or self._scheduler.has_rings:
             self._scheduler.reset(self.requests.values())
@@ -164,7 +177,6 @@ class Stepper:
             decode_seconds = None if self._launches_return_at_once else between - started
             self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)
             self.stats.preemptions = self._scheduler.preemptions
-            self.stats.shared_tokens = self._scheduler.shared_tokens
             self.stats.peak_blocks_used = self._scheduler.pool.peak_used
 
     def _launch(self, loop: DecodeLoop, plan: Schedule) -> float:
@@ -199,8 +211,8 @@ class Stepper:
             for token in tokens:
                 # What a row produced after a stop that only the host could see is dropped.
                 if sequence.finish_reason is None:
+                    sequence.num_computed = len(sequence)  # the step that drew it wrote the one before
                     self._accept(sequence, token)
-                    sequence.num_computed = len(sequence) - 1
 
     def _advance(self, plan: Schedule) -> float:
         """Decode, prefill, sample and read: a step without graphs; returns when decoding ended."""
@@ -216,7 +228,9 @@ class Stepper:
         if rows:
             tokens = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
         self._lost = Lost.BLOCKS
-        for sequence, count in [*((s, 1) for s in plan.decodes), *plan.chunks]:
+        for sequence in plan.decodes:
+            sequence.num_computed += 1
+        for sequence, count in plan.chunks:
             sequence.num_computed += count
             self._scheduler.computed(sequence)
         for sequence, token in zip(rows, tokens, strict=True):

@@ -9,8 +9,7 @@
 `AutomaticPrefixes` does the host's part where it pays (costs.py), for `torchpaged.graphs.DecodeGraphRunner`
 and the engine; `RowPrefixes` does it for a cache whose rows keep their places. Both, and `SharedPrefixes`,
 give a batch its prefixes by ``prepare(metadata)``; a group is a `PrefixGroup`; layers then call
-`attend_with_prefixes`. `PrefixTree` finds by their
-tokens the blocks that requests can share.
+`attend_with_prefixes`. Which blocks texts can share is found by `torchpaged.cache.PrefixCache`.
 
 Two passes of ``paged_attention``, the prefixes' without sinks, and ``merge_attn_states`` (arXiv:2402.05099).
 Every launch depends on sizes alone, so that one graph serves all lengths and all groups that fit the buffers.
@@ -21,13 +20,11 @@ from torchpaged.prefixes.automatic import AutomaticPrefixes
 from torchpaged.prefixes.buffers import SharedPrefixes
 from torchpaged.prefixes.costs import CascadeCosts
 from torchpaged.prefixes.groups import PrefixGroup, find_prefix_groups
-from torchpaged.prefixes.tree import PrefixTree
 
 __all__ = [
     "AutomaticPrefixes",
     "CascadeCosts",
     "PrefixGroup",
-    "PrefixTree",
     "SharedPrefixes",
     "cascade_attention",
     "find_prefix_groups",

@@ -35,7 +35,7 @@ from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.sequence import Sequence
-from torchpaged.engine.step_graphs import MAX_NUM_REQS, PrefillGraphs
+from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.graphs import bucket_table
 from torchpaged.graphs.buckets import default_prefill_buckets
 from torchpaged.hf import PagedModel, fuse
@@ -128,7 +128,7 @@ def measure_prefill(model: PagedModel, tokens: int, requests: int) -> dict[str, 
     device, chunks, reqs = (
         torch.device(model.device),
         chunks_of(model, tokens, requests),
-        max(MAX_NUM_REQS, requests),
+        max(8, requests),
     )
     graphs = PrefillGraphs(
         model,

@@ -86,7 +86,11 @@ class PackedBuffers(StepBuffers):
             self._bytes = torch.zeros(self._num_bytes(self.buckets[-1]), dtype=torch.uint8, device=device)
 
     def _sizes(self, bucket: int) -> BatchSizes:
-        return BatchSizes(self.max_num_reqs, bucket, self.max_blocks_per_req)
+        return BatchSizes(self.num_reqs(bucket), bucket, self.max_blocks_per_req)
+
+    def num_reqs(self, bucket: int) -> int:
+        """Requests of a bucket's batch: each has a token at least, so that small buckets need fewer."""
+        return min(self.max_num_reqs, bucket)
 
     def _fields(self, bucket: int) -> dict[str, Tensor]:
         return self._split(self._bytes, bucket)

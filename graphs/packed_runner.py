@@ -29,6 +29,7 @@ from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.checks import count
 
 PackedStep = Callable[[Tensor, AttentionMetadata, Tensor], Tensor]
+Fill = Callable[[Tensor, AttentionMetadata], None]
 
 
 class PackedGraphRunner(BucketedGraphs):
@@ -38,7 +39,7 @@ class PackedGraphRunner(BucketedGraphs):
         step: ``step(input_ids, metadata, logits_indices) -> [max_num_reqs, ...]``, with ``input_ids [n]`` and
             ``logits_indices [max_num_reqs]`` int64; must not read device values on the host.
         buckets: numbers of tokens to capture.
-        max_num_reqs: requests of a step at most.
+        max_num_reqs: requests of a step at most; a bucket of fewer tokens holds as many as it has tokens.
         max_blocks_per_req: columns of the block table.
         block_size: tokens per block.
         num_blocks: blocks in the pools, to check ids against; None skips that check.
@@ -100,6 +101,7 @@ class PackedGraphRunner(BucketedGraphs):
         block_tables: Sequence[Sequence[int]],
         logits_indices: Sequence[int],
         tree_parents: Trees | None = None,
+        fill: Fill | None = None,
     ) -> Tensor:
         """One step; its bucket is captured first if it is not.
 
@@ -111,6 +113,8 @@ class PackedGraphRunner(BucketedGraphs):
             logits_indices: the tokens whose logits are wanted.
             tree_parents: of each request the parents of its tokens, or None where each continues the one
                 before it; as `AttentionMetadata.from_lists` takes them.
+            fill: called as ``fill(input_ids, metadata)`` with the bucket's tensors once the step is in them,
+                right in front of the replay: puts over it what the device alone knows. Query lengths stay.
 
         Returns:
             ``[len(logits_indices), ...]``: a slice of the graph's own memory, valid until the next replay of
@@ -130,7 +134,9 @@ class PackedGraphRunner(BucketedGraphs):
         self.capture_for(num_tokens)
         with torch.inference_mode():
             self.buffers.put(batch, bucket)
-            host = self.host_lengths(query_lens, seq_lens, self.buffers.max_num_reqs)
+            if fill is not None:
+                fill(*self.view(bucket)[:2])
+            host = self.host_lengths(query_lens, seq_lens, self.buffers.num_reqs(bucket))
             return self.start(num_tokens, host=host).output[: len(logits_indices)]
 
     def launch_eager(self, bucket: int) -> Tensor:

@@ -34,7 +34,7 @@ def logits_of(model: Any, others: list[list[int]], late: list[list[int]], **opti
         step(logits, num_rows, index)
 
     def of_prefill(logits: Tensor, places: Any) -> Tensor:
-        if watched.row in places:
+        if watched.row in places and int(rows.seq_lens[watched.row]):
             seen.append(logits[list(places).index(watched.row)].clone())
         return prefill(logits, places)
 

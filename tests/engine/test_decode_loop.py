@@ -165,11 +165,11 @@ def test_a_prefill_that_fails_loses_no_blocks(
     packed = loop._stepper._packed
     prefill = packed.prefill
 
-    def every_second_fails(chunks: Any) -> Any:
+    def every_second_fails(*batch: Any) -> Any:
         failures[0] += 1
         if failures[0] % 2:
             raise MemoryError
-        return prefill(chunks)
+        return prefill(*batch)
 
     monkeypatch.setattr(packed, "prefill", every_second_fails)
     for prompt, sampling in zip(prompts(9), params, strict=True):

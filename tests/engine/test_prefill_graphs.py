@@ -24,7 +24,7 @@ def generator(model: Any, **options: Any) -> Generator:
         "max_batch_size": 4,
         "max_seq_len": 96,
         "prefill_chunk_size": 16,
-        "prefill_buckets": [3, 8, 16],
+        "prefill_buckets": [8, 12, 16],
     }
     return Generator(model, **{**sizes, "compile": False, **options})
 
@@ -55,13 +55,14 @@ def want(model: Any, requests: Any) -> list[list[int]]:
     "options",
     [
         {},
+        {"prefill_buckets": [3, 8, 16], "mixed_steps": False},
         {"prefill_buckets": [16], "steps_per_launch": 4},
         {"prefill_buckets": [5], "max_batch_size": 2},
         {"num_blocks": 20, "lookahead": 8},
         {"capture_ahead": True, "buckets": [4]},
         {"capture": TapeCapture(), "backend": "reference", "buckets": [2, 4]},
     ],
-    ids=["late", "one-bucket", "long-steps-from-python", "preempted", "ahead", "tape"],
+    ids=["late", "apart", "one-bucket", "long-steps-from-python", "preempted", "ahead", "tape"],
 )
 def test_tokens_equal_the_engine_without_graphs(
     model: Any, requests: Any, want: Any, options: dict[str, Any]
@@ -70,7 +71,7 @@ def test_tokens_equal_the_engine_without_graphs(
     assert [o.token_ids for o in g.generate(*requests)] == want
     assert g.prefill_runner is not None
     reports, steps = g.prefill_runner.report(), g.stats
-    assert [r.bucket for r in reports] == options.get("prefill_buckets", [3, 8, 16])
+    assert [r.bucket for r in reports] == options.get("prefill_buckets", [8, 12, 16])
     assert all(r.hits and r.captured for r in reports)
     assert sum(r.padded_rows for r in reports) > 0
     replayed = sum(r.hits * r.bucket - r.padded_rows for r in reports)
@@ -79,18 +80,18 @@ def test_tokens_equal_the_engine_without_graphs(
     assert g.pool.num_free == g.pool.num_usable
 
 
-def test_more_requests_than_a_graph_takes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchpaged.engine.step_graphs.MAX_NUM_REQS", 2)
-    prompts, params = [[8 + i, 9] for i in range(4)], SamplingParams(max_new_tokens=5)
+def test_a_graph_takes_all_requests_that_run_at_once(model: Any) -> None:
+    """Those of a bucket of fewer tokens are fewer, too: each has one at least."""
+    prompts, params = [[8 + i] * (1 + i % 2) for i in range(10)], SamplingParams(max_new_tokens=5)
     want = [
         o.token_ids for o in generator(model, graphs=False, prefill_buckets=None).generate(prompts, params)
     ]
-    g = generator(model)
-    assert [o.token_ids for o in g.generate(prompts, params)] == want and not any(
-        r.hits for r in g.prefill_runner.report()
-    )  # type: ignore[union-attr]
-    assert [o.token_ids for o in g.generate(prompts[:2], params)] == want[:2]
-    assert sum(r.hits for r in g.prefill_runner.report()) == 1  # type: ignore[union-attr]
+    g = generator(model, max_batch_size=10, buckets=[10], capture=TapeCapture(), backend="reference")
+    assert [o.token_ids for o in g.generate(prompts, params)] == want
+    runner = g.prefill_runner
+    assert runner is not None
+    assert runner.histogram() == {10: 1}  # two tokens of five of them; the others decode at once
+    assert [runner.view(bucket)[1].num_reqs for bucket in runner.buckets] == [8, 10, 10]
 
 
 @pytest.mark.parametrize("ahead", [True, False])

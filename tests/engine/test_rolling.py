@@ -259,11 +259,21 @@ def test_a_paged_model_with_rings_is_asked() -> None:
     limits = Limits(max_num_reqs=3, max_num_tokens=64, max_blocks_per_req=24)
     model = PagedModel(make("Gemma2"), num_blocks=100, block_size=4, limits=limits, sliding_step=12)
     options: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 96}
-    with pytest.raises(ArgumentError, match="prefill_chunk_size: expected at most 12.*got 13"):
-        Generator(model, **options, prefill_chunk_size=13)
     with pytest.raises(ArgumentError, match="share_prefixes: expected 'auto' or False.*rings"):
         Generator(model, **options, prefill_chunk_size=12, share_prefixes=True)
-    Generator(model, **options, prefill_chunk_size=12)
+    generator = Generator(model, **options, prefill_chunk_size=64)
+    queries: list[int] = []
+    step = generator.model._cache.run  # type: ignore[attr-defined]
+
+    def run(model: Any, input_ids: Any, metadata: Any, **more: Any) -> Any:
+        queries.append(int(metadata.query_start_loc.diff().max()))
+        return step(model, input_ids, metadata, **more)
+
+    generator.model._cache.run = run  # type: ignore[attr-defined]
+    plain = Generator(make("Gemma2"), **SIZES, rolling=False)
+    got = [output.token_ids for output in generator.generate(PROMPTS, SAMPLING)]
+    assert got == [output.token_ids for output in plain.generate(PROMPTS, SAMPLING)]
+    assert max(queries) == 12
 
 
 def test_memory_budgets_and_refusals() -> None:

@@ -242,7 +242,7 @@ def test_default_buckets() -> None:
     assert default_prefill_buckets(512) == [16, 32, 64, 128, 192, 256, 384, 512]
     assert default_prefill_buckets(100) == [16, 32, 64, 100]
     assert default_prefill_buckets(7) == [7]
-    assert default_prefill_buckets(100_000)[-1] == 1024
+    assert default_prefill_buckets(100_000)[-1] == 2048
 
 
 TREES = {

@@ -35,6 +35,7 @@ class Decisions(NamedTuple):
         shares: whether requests share blocks.
         keeps, keep_reason: whether blocks are kept for requests to come, and why.
         lookahead: tokens ahead of need that decoding requests get blocks for.
+        mixes, mixed_reason: whether decodes and chunks of prompts run in one pass, and why.
     """
 
     graphs: bool
@@ -49,6 +50,8 @@ class Decisions(NamedTuple):
     keeps: bool
     keep_reason: str
     lookahead: int
+    mixes: bool
+    mixed_reason: str
 
 
 def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: int) -> Decisions:
@@ -83,9 +86,11 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
     lookahead = options.lookahead
     if lookahead is None:
         lookahead = _LOOKAHEAD if on_gpu and graphs else 0
+    mixed = decide_mixed(options, model, graphs)
     compiled = compile, compile_reason
     kept = keeps, keep_reason
-    return Decisions(graphs, reason, *compiled, buckets, prefills, why, ahead, shares, *kept, lookahead)
+    rest = ahead, shares, *kept, lookahead, *mixed
+    return Decisions(graphs, reason, *compiled, buckets, prefills, why, *rest)
 
 
 def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:
@@ -198,6 +203,26 @@ def decide_sharing(options: GeneratorOptions, rolls: bool) -> tuple[bool, bool, 
     if options.prefix_cache is False:
         return True, False, "switched off by prefix_cache=False"
     return True, True, "until the pool needs the blocks, those left longest ago first"
+
+
+def decide_mixed(options: GeneratorOptions, model: PagedModelProtocol, graphs: bool) -> tuple[bool, str]:
+    """Whether decodes and chunks run in one pass, and why.
+
+    Raises:
+        ArgumentError: they shall, and can't.
+    """
+    if options.mixed_steps is False:
+        return False, "switched off by mixed_steps=False"
+    most, why_not = model.session.limits.max_num_tokens, ""
+    if options.batch_invariant:
+        why_not = "batch_invariant=True: decode steps are of one size"
+    elif graphs and model.session.plans:
+        why_not = f"backend {model.choice.name!r} plans batches by lengths that the device alone knows"
+    elif most is not None and most < options.step_tokens:
+        why_not = f"the model's session takes {most} tokens, a step may have {options.step_tokens}"
+    if why_not and options.mixed_steps is True:
+        raise ArgumentError("mixed_steps", "'auto' or False", "True", why_not)
+    return not why_not, f"automatic: {why_not or 'decodes and prompts read the weights once'}"
 
 
 def _require_invariant(

@@ -5,7 +5,7 @@ model, samples, and makes the rows ready for the next step, K times over. The ho
 can't know: new requests, freed rows, blocks ahead of need. It reads tokens one launch late, while the next
 launch runs.
 
-    loop.place(sequence)            # or loop.finish_prefill(sequences, logits)
+    loop.place(sequence)            # or loop.finish_packed(sequences, logits)
     loop.launch()                   # K steps; returns at once
     for sequence, tokens in loop.collect(keep=1): ...
 
@@ -33,15 +33,17 @@ MAX_IN_FLIGHT = 4
 
 
 class _Launch(NamedTuple):
-    """Tokens on their way: where they will be, which column is whose, and how many steps each column holds.
+    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and
+    in how many of the first columns prompts have not just ended.
 
-    ``number``: of a launch, in ``rows.ring``. ``copied``: of a prefill, which has no number.
+    ``number``: of a launch, in ``rows.ring``. ``copied``: of a packed batch, which has no number.
     """
 
     number: int
     copied: CopiedTokens | None
     columns: list[tuple[int, Sequence]]
     num_steps: int
+    decodes: int
 
 
 class DecodeLoop(NotCopied):
@@ -122,17 +124,27 @@ class DecodeLoop(NotCopied):
             self._to_write.pop(row, None)
             self._to_clear.append(row)
 
-    def finish_prefill(self, sequences: Seq[Sequence], logits: Tensor) -> None:
-        """Place requests whose prompt is computed, and sample their first tokens from
-        ``logits [len(sequences), vocab_size]``."""
-        for sequence in sequences:
+    def decoding(self) -> list[Sequence]:
+        """The requests with a row, if any of them needs tokens; all that changed is sent to the rows, so that
+        a packed batch can take its decodes from there."""
+        if not self._any_decodes():
+            return []
+        self._flush()
+        return [sequence for _, sequence in self._busy()]
+
+    def finish_packed(self, sequences: Seq[Sequence], logits: Tensor) -> None:
+        """Sample a token each from ``logits [len(sequences), vocab_size]`` of a packed batch: the next ones
+        of `decoding`, and behind them the first ones of requests whose prompt is computed, which get
+        rows."""
+        decodes = sum(sequence.row is not None for sequence in sequences)
+        for sequence in sequences[decodes:]:
             self.place(sequence)
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         tokens = CopiedTokens(self.rows.finish_rows(logits, rows))
         for sequence in sequences:
             sequence.steps_read -= 1
-        self._launches.append(_Launch(-1, tokens, list(enumerate(sequences)), 1))
+        self._launches.append(_Launch(-1, tokens, list(enumerate(sequences)), 1, decodes))
 
     def reset(self) -> None:
         """After a call that raised: every row idle, nothing in flight, tokens that were not read lost. Waits
@@ -162,7 +174,7 @@ class DecodeLoop(NotCopied):
 
         If it raises, what the rows hold is not known: `reset`, and place the requests again.
         """
-        if not any(len(sequence) + sequence.in_flight < sequence.max_len for _, sequence in self._busy()):
+        if not self._any_decodes():
             return False
         self._flush()
         busy = self._busy()  # rows may have moved
@@ -173,8 +185,12 @@ class DecodeLoop(NotCopied):
             self.runner.launch(num_rows)
             number = self.rows.ring.take()
         self._step_count.started += self.steps_per_launch
-        self._launches.append(_Launch(number, None, busy, self.steps_per_launch))
+        self._launches.append(_Launch(number, None, busy, self.steps_per_launch, num_rows))
         return True
+
+    def _any_decodes(self) -> bool:
+        """Whether a row holds a request that does not have all its tokens on their way."""
+        return any(len(s) + s.in_flight < s.max_len for _, s in self._busy())
 
     def _find_groups(self, num_rows: int) -> None:
         """Which rows share blocks, for the launches until a row changes. Rows only grow meanwhile: their
@@ -203,7 +219,7 @@ class DecodeLoop(NotCopied):
                 # -1: idle by then; NO_TOKEN is the caller's.
                 tokens = [step[column] for step in steps if step[column] != -1]
                 sequence.steps_read += launch.num_steps
-                self.decoded += len(tokens) if launch.copied is None else 0
+                self.decoded += len(tokens) if column < launch.decodes else 0
                 results.append((sequence, tokens))
         return results
 

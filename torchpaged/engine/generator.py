@@ -68,11 +68,18 @@ class Generator(NotCopied):
             half the memory, with scales given, or found in the first prompt by a forward of its own
             (``generator.model.kv_scales`` has them). Refused, too, with a model that is paged already.
         rolling: layers with a sliding window or attention chunks keep the blocks of their window and of
-            ``prefill_chunk_size`` more tokens, used over and over, however long a request is; where that
-            takes fewer, and not over backends that plan on the host. Requests share no blocks then: what
-            those layers saw of a prefix is gone. False: every token is kept; "auto": they roll, unless
-            ``share_prefixes`` or ``prefix_cache`` is True.
-        prefill_chunk_size: prompt tokens per step.
+            ``prefill_chunk_size`` more tokens, at most 512, used over and over, however long a request is;
+            where that takes fewer, and not over backends that plan on the host. Requests share no blocks
+            then: what those layers saw of a prefix is gone. False: every token is kept; "auto": they roll,
+            unless ``share_prefixes`` or ``prefix_cache`` is True.
+        prefill_chunk_size: tokens of a step that computes prompts. Decodes of the same pass
+            (``mixed_steps``) count, but leave the prompts half of it at least. More tokens cost less each as
+            long as weights are read or kernels launched for longer than products take, and decoding
+            requests wait longer for their next token. Layers that roll take 512 of a request.
+        mixed_steps: while prompts wait, decoding requests get their next token in the pass that computes a
+            chunk of the prompts, so that the weights are read once for both. False: the chunk has a pass of
+            its own, and decodes follow; "auto": one pass, unless ``batch_invariant``, a backend that plans on
+            the host with graphs, or a session too small rules it out; `mixed_reason` says what was decided.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
             is fused already is taken as it is; the model stays fused afterwards, until
             `torchpaged.hf.unfuse`, unless it is refused.
@@ -85,9 +92,9 @@ class Generator(NotCopied):
         steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a
             request's tokens come in groups, and one that ends inside a group leaves its row idle until
             the next.
-        prefill_buckets: numbers of prompt tokens, of all requests of a step together, for which prefills are
-            captured as well; none above ``prefill_chunk_size``. A step of more tokens or of more than 8
-            requests is launched from Python. None or []: all are; "auto": on a GPU with graphs, up to 1024
+        prefill_buckets: numbers of tokens, of prompts and decodes together, for which steps that compute
+            prompts are captured as well; none above ``prefill_chunk_size``. A step of more tokens is launched
+            from Python. None or []: all are; "auto": on a GPU with graphs, up to 2048
             tokens (`torchpaged.graphs.buckets.default_prefill_buckets`), unless the model's prefill can't be
             captured or the backend's graphs are for decodes only; `prefill_graph_reason` says what was
             decided.
@@ -166,6 +173,7 @@ class Generator(NotCopied):
             self.loop, self._prefill_graphs = make_step_graphs(
                 self.model, options, decided, columns, prefixes
             )
+        rings = getattr(self.model, "rings", None)
         self.scheduler = Scheduler(
             self.pool,
             cache.block_size,
@@ -175,9 +183,13 @@ class Generator(NotCopied):
             decided.lookahead,
             prefixes=self.prefix_cache,
             one_prompt_per_step=options.batch_invariant,
-            rings=getattr(self.model, "rings", None),
+            mixes=decided.mixes,
+            max_query_len=None if rings is None else rings.blocks.step,
+            rings=rings,
         )
-        self._stepper = Stepper(self.model, self.scheduler, self.loop, self._prefill_graphs, prefixes)
+        self._stepper = Stepper(
+            self.model, self.scheduler, self.loop, self._prefill_graphs, prefixes, decided.mixes
+        )
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
         self._calls = Calls(self._stepper)
@@ -405,6 +417,11 @@ class Generator(NotCopied):
     def prefix_cache_reason(self) -> str:
         """Whether blocks are kept for requests to come, and why."""
         return self._decided.keep_reason
+
+    @property
+    def mixed_reason(self) -> str:
+        """Whether decodes and chunks of prompts run in one pass, and why."""
+        return self._decided.mixed_reason
 
     @property
     def prefill_graph_reason(self) -> str:

@@ -43,7 +43,8 @@ class GeneratorOptions:
     kv_dtype: str | torch.dtype | None = None
     kv_scales: Any = "head"
     rolling: bool | str = "auto"
-    prefill_chunk_size: int = 512
+    prefill_chunk_size: int = 2048
+    mixed_steps: bool | str = "auto"
     fuse: bool = False
     compile: bool | str = "auto"
     graphs: bool | str = "auto"
@@ -64,7 +65,15 @@ class GeneratorOptions:
         for name in ("max_batch_size", "prefill_chunk_size", "block_size", "steps_per_launch"):
             self._check_size(name)
         self._check_size("lookahead", 0)
-        for name in ("compile", "graphs", "capture_ahead", "share_prefixes", "prefix_cache", "rolling"):
+        for name in (
+            "compile",
+            "graphs",
+            "capture_ahead",
+            "share_prefixes",
+            "prefix_cache",
+            "rolling",
+            "mixed_steps",
+        ):
             switch(name, getattr(self, name), "auto")
         switch("fuse", self.fuse)
         switch("batch_invariant", self.batch_invariant)
@@ -136,6 +145,12 @@ class GeneratorOptions:
     def shall_share(self) -> str | None:
         """The option by which requests shall share blocks; None: they may or may not."""
         return next((n for n in ("share_prefixes", "prefix_cache") if getattr(self, n) is True), None)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step at most: see `Scheduler`, whose chunks leave the decodes room."""
+        chunk, rows = self.prefill_chunk_size, self.max_batch_size
+        return max(chunk, rows if self.mixed_steps is False else -(-chunk // 2) + rows)
 
     @property
     def rolls(self) -> bool:

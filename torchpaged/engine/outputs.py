@@ -43,8 +43,10 @@ class RequestOutput:
 
 @dataclass
 class GeneratorStats:
-    """Counters since construction. Seconds are of prefill and of decode; a mixed step is split by its
-    parts' time. ``prefix_cache``: tokens that were looked up and found, and why others were not."""
+    """Counters since construction. Seconds are of prefill and of decode; a step of both is split by its
+    parts' time, or by tokens where they run in one pass or are launched. ``passes``: forwards of the model,
+    each of which reads the weights once; ``mixed_steps``: those with decodes and chunks of prompts.
+    ``prefix_cache``: tokens that were looked up and found, and why others were not."""
 
     num_blocks: int
     peak_blocks_used: int = 0
@@ -56,6 +58,8 @@ class GeneratorStats:
     decode_seconds: float = 0.0
     preemptions: int = 0
     steps: int = 0
+    passes: int = 0
+    mixed_steps: int = 0
     prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
 
     @property
@@ -63,13 +67,23 @@ class GeneratorStats:
         """Tokens that were not prefilled, since a request that began alike had them."""
         return self.prefix_cache.hit_tokens
 
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens of prompts and outputs that a pass over the weights computed on average; 0 before any."""
+        return (self.prefill_tokens + self.decode_tokens) / max(self.passes, 1)
+
+    def add_pass(self, mixed: bool = False) -> None:
+        """Count a forward, ``mixed`` if it had decodes and chunks."""
+        self.passes += 1
+        self.mixed_steps += mixed
+
     def add_step(self, seconds: float, decode_seconds: float | None, decoded: int, prefilled: int) -> None:
         """Count one step.
 
         Args:
             seconds: of the whole step.
-            decode_seconds: of its decodes; None where launches return at once, so that a mixed step is shared
-                by tokens.
+            decode_seconds: of its decodes; None where they are not known apart, so that a mixed step is
+                shared by tokens.
             decoded, prefilled: tokens.
         """
         if not prefilled:

@@ -1,22 +1,25 @@
-"""PackedSteps: batches of tokens built from host lists, and the model run over them: every prefill, and
-decodes without graphs.
+"""PackedSteps: batches of tokens built from host lists, and the model run over them: every chunk of a prompt,
+with decodes in front of them or without, and decodes without graphs.
 
     steps = PackedSteps(model)
     logits = steps.prefill([(sequence, 512)])    # of the sequences whose prompt ends with the chunk
+    logits = steps.prefill([(sequence, 512)], decodes)
     logits = steps.decode(sequences)
     tokens = steps.sample(logits, sequences)     # waits for them
 
-Prefills that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python. Steps
-never overlap: all share the model's session.
+Steps with chunks that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python.
+Steps never overlap: all share the model's session.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from torchpaged.engine.device import DecodeRows
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
@@ -34,6 +37,7 @@ class PackedSteps:
         model: the paged model.
         graphs: of its prefills; None: all are launched from Python.
         prefixes: who finds the groups of `decode`; None: requests are read one by one.
+        rows: where decodes of `prefill` have their newest tokens; None: the host knows them.
     """
 
     def __init__(
@@ -41,9 +45,10 @@ class PackedSteps:
         model: PagedModelProtocol,
         graphs: PrefillGraphs | None = None,
         prefixes: AutomaticPrefixes | None = None,
+        rows: DecodeRows | None = None,
     ) -> None:
         self._model, self._device, self._graphs = model, torch.device(model.device), graphs
-        self._prefixes = prefixes
+        self._prefixes, self._rows = prefixes, rows
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """One token each: logits ``[len(sequences), vocab_size]``."""
@@ -56,25 +61,51 @@ class PackedSteps:
                 metadata = self._prefixes.prepare(metadata, tables, seq_lens)
             return self._model(self._longs(ids), metadata, None)
 
-    def prefill(self, chunks: list[tuple[Sequence, int]]) -> Tensor:
-        """The next ``count`` tokens of each prompt: logits ``[n, vocab_size]`` of the ``n`` sequences that
-        are complete with them, valid until the next step: they may be a graph's memory."""
-        ids = [token for s, count in chunks for token in s.tokens[s.num_computed : s.num_computed + count]]
-        query_lens = [count for _, count in chunks]
-        seq_lens, tables = [s.num_computed + count for s, count in chunks], [s.blocks for s, _ in chunks]
-        ends, last = [], -1
-        for sequence, count in chunks:
-            last += count
-            if count == sequence.remaining:
-                ends.append(last)
-        bucket = None if self._graphs is None else self._graphs.bucket_for(len(chunks), len(ids))
+    def prefill(self, chunks: list[tuple[Sequence, int]], decodes: Seq[Sequence] = ()) -> Tensor:
+        """The next ``count`` tokens of each prompt, and in the same pass one token of each of ``decodes``.
+
+        Returns:
+            Logits ``[n, vocab_size]`` of ``decodes``, and behind them of the sequences that are complete with
+            their chunk. Valid until the next step: they may be a graph's memory.
+        """
+        ids, seq_lens, tables = self._newest(decodes)
+        query_lens, ends = [1] * len(ids), list(range(len(ids)))
+        for s, count in chunks:
+            ids += s.tokens[s.num_computed : s.num_computed + count]
+            query_lens.append(count)
+            seq_lens.append(s.num_computed + count)
+            tables.append(s.blocks)
+            if count == s.remaining:
+                ends.append(len(ids) - 1)
+        fill = None if self._rows is None or not decodes else partial(self._fill, decodes, self._rows)
+        said = {"batch": len(tables), "tokens": len(ids)} | ({"decodes": len(decodes)} if decodes else {})
+        bucket = None if self._graphs is None else self._graphs.bucket_for(len(tables), len(ids))
         if self._graphs is not None and bucket is not None:
-            with profile_range("prefill", batch=len(chunks), tokens=len(ids), padded=bucket):
-                return self._graphs.run(ids, query_lens, seq_lens, tables, ends)
-        with profile_range("prefill", batch=len(chunks), tokens=len(ids)):
-            return self._model(
-                self._longs(ids), self._metadata(query_lens, seq_lens, tables), self._longs(ends)
-            )
+            with profile_range("prefill", **said, padded=bucket):
+                return self._graphs.run(ids, query_lens, seq_lens, tables, ends, fill=fill)
+        with profile_range("prefill", **said):
+            width = None if self._rows is None or fill is None else self._rows.max_blocks_per_req
+            input_ids, metadata = self._longs(ids), self._metadata(query_lens, seq_lens, tables, width)
+            if fill is not None:
+                fill(input_ids, metadata)
+            return self._model(input_ids, metadata, self._longs(ends))
+
+    def _newest(self, decodes: Seq[Sequence]) -> tuple[list[int], list[int], list[list[int]]]:
+        """Newest token, length and blocks of each as the host knows them. What the rows know is put over it
+        by `_fill`: no more than the last block is told then, as if it were the first, since the lists of a
+        large batch would cost the host more than the rest."""
+        ids, lens = [s.token_at(len(s) - 1) for s in decodes], [len(s) for s in decodes]
+        if self._rows is None:
+            return ids, lens, [s.blocks for s in decodes]
+        size = self._model.kv_cache.block_size
+        last = [[s.blocks[(n - 1) // size]] for s, n in zip(decodes, lens, strict=True)]
+        return ids, [(n - 1) % size + 1 for n in lens], last
+
+    @staticmethod
+    def _fill(
+        decodes: Seq[Sequence], rows: DecodeRows, input_ids: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        rows.copy_to([s.row for s in decodes if s.row is not None], input_ids, metadata)
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """The next token of each sequence from ``logits [len(sequences), vocab_size]``."""

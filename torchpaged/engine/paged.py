@@ -14,6 +14,8 @@ from torchpaged.engine.numbers import as_integer
 from torchpaged.engine.options import GeneratorOptions
 
 DEFAULT_MAX_SEQ_LEN = 2048
+#: Tokens of a request per step at most where layers keep rings, which hold as many beyond the window.
+_SLIDING_STEP = 512
 
 
 def tokens_per_request(model: Any, max_seq_len: int | None) -> tuple[int, int | None]:
@@ -56,7 +58,7 @@ def paged_model(
 
     Raises:
         ArgumentError: ``fuse``, or anything that shapes a cache or chooses a backend, with a model that is
-            paged already; or its session or rings are too small.
+            paged already; or its session is too small.
         BackendUnavailableError, UnsupportedModelError: from `PagedModel` or `fuse`.
     """
     if isinstance(model, PagedModelProtocol):
@@ -86,11 +88,11 @@ def paged_model(
             memory_budget=options.kv_cache_memory,
             block_size=block_size,
             backend=options.backend,
-            limits=Limits(rows, max(options.prefill_chunk_size, rows), columns),
+            limits=Limits(rows, options.step_tokens, columns),
             kv_dtype=options.kv_dtype,
             kv_scales=options.kv_scales,
             batch_invariant=options.batch_invariant,
-            sliding_step=options.prefill_chunk_size if options.rolls else None,
+            sliding_step=min(options.prefill_chunk_size, _SLIDING_STEP) if options.rolls else None,
         )
         undo.callback(paged._give_back)
         return paged, undo.pop_all().close
@@ -120,8 +122,8 @@ def _refuse_shaping(kind: str, options: GeneratorOptions, is_invariant: bool) ->
 
 
 def _require_room(model: PagedModelProtocol, options: GeneratorOptions, max_seq_len: int) -> None:
-    """Refuse steps and requests beyond what the session and the rings of a paged model take."""
-    limits, chunk = model.session.limits, options.prefill_chunk_size
+    """Refuse steps and requests beyond what the session of a paged model takes."""
+    limits = model.session.limits
     for name, limit in (
         ("max_batch_size", "max_num_reqs"),
         ("max_batch_size", "max_num_tokens"),
@@ -135,14 +137,6 @@ def _require_room(model: PagedModelProtocol, options: GeneratorOptions, max_seq_
                 str(size),
                 f"give PagedModel limits=Limits({limit}=...)",
             )
-    rings = getattr(model, "rings", None)
-    if rings is not None and chunk > rings.blocks.step:
-        raise ArgumentError(
-            "prefill_chunk_size",
-            f"at most {rings.blocks.step}, which the rings of the {type(model).__name__} take at once",
-            str(chunk),
-            "give PagedModel a larger sliding_step",
-        )
     most, columns = limits.max_blocks_per_req, -(-max_seq_len // model.kv_cache.block_size)
     if model.session.plans and most is not None and most < columns:
         raise ArgumentError(

@@ -58,7 +58,7 @@ class Scheduler:
         pool: the blocks.
         block_size: tokens per block.
         max_batch_size: requests that run at once.
-        prefill_chunk_size: prompt tokens per step, of all requests together.
+        prefill_chunk_size: tokens of a step that computes prompts, of all requests together.
         ahead: tokens beyond those it may have that a decoding request needs room for: 0 where the host is
             asked before each step; the steps of a launch, where the device goes on by itself and looks up the
             slot of the step after them.
@@ -66,6 +66,9 @@ class Scheduler:
             and no request waits, so that block tables change rarely.
         prefixes: by which requests share blocks, of the same pool; None: they do not.
         one_prompt_per_step: a step prefills one request at most, so that its chunks are those it has alone.
+        mixes: decodes run in one pass with the chunks, and count: these get the rest of
+            ``prefill_chunk_size``, and half of it at least.
+        max_query_len: prompt tokens of one request per step; None: as many as a step has.
         rings: told of each request's first block; None: no layer keeps rings.
     """
 
@@ -80,6 +83,8 @@ class Scheduler:
         *,
         prefixes: PrefixCache | None = None,
         one_prompt_per_step: bool = False,
+        mixes: bool = False,
+        max_query_len: int | None = None,
         rings: Rings | None = None,
     ) -> None:
         self._rings, self._resets = rings, -1
@@ -90,7 +95,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest first
         self.preemptions = 0
         self.prefixes = prefixes
-        self._one_prompt_per_step = one_prompt_per_step
+        self._one_prompt_per_step, self._mixes = one_prompt_per_step, mixes
+        self._max_query_len = prefill_chunk_size if max_query_len is None else max_query_len
 
     @property
     def has_rings(self) -> bool:
@@ -132,7 +138,7 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         self._admit()
-        step, budget = Schedule(), self.prefill_chunk_size
+        step, budget = Schedule(), self._prompt_tokens()
         for sequence in list(self.running):
             if sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
@@ -142,7 +148,7 @@ class Scheduler:
                 if self._reserve(sequence, self._tokens_ahead(sequence), step):
                     step.decodes.append(sequence)
                 continue
-            count = min(sequence.remaining, budget)
+            count = min(sequence.remaining, budget, self._max_query_len)
             if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
                 step.chunks.append((sequence, count))
                 budget = 0 if self._one_prompt_per_step else budget - count
@@ -150,6 +156,16 @@ class Scheduler:
         step.chunks = [(sequence, count) for sequence, count in step.chunks if sequence not in step.put_back]
         self._look_ahead(step)
         return step
+
+    def _prompt_tokens(self) -> int:
+        """Prompt tokens of the next step at most."""
+        most = self.prefill_chunk_size
+        return max(most - sum(map(_decodes, self.running)), -(-most // 2)) if self._mixes else most
+
+    @property
+    def prefills_left(self) -> bool:
+        """Whether a running request has tokens of its prompt to compute."""
+        return not all(map(_decodes, self.running))
 
     def short_of_blocks(self) -> bool:
         """Whether the next `schedule` may have to put a request back."""

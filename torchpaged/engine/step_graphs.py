@@ -20,9 +20,6 @@ from torchpaged.graphs import PackedGraphRunner
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
-#: Requests of one captured step at most; steps of more are launched from Python.
-MAX_NUM_REQS = 8
-
 
 class PrefillGraphs:
     """Prefill steps of ``model`` in graphs, as long as they can be had.
@@ -38,7 +35,7 @@ class PrefillGraphs:
     Args:
         model: the paged model.
         buckets: numbers of tokens to capture.
-        max_batch_size: requests that run at once; a captured step has at most `MAX_NUM_REQS` of them.
+        max_batch_size: requests that run at once.
         max_blocks_per_req: columns of the block table.
         required: raise where a bucket can't be captured; False: go on without any.
         reason: why there are these graphs.
@@ -64,7 +61,7 @@ class PrefillGraphs:
         self.runner: PackedGraphRunner | None = PackedGraphRunner(
             model,
             buckets=buckets,
-            max_num_reqs=min(max_batch_size, MAX_NUM_REQS),
+            max_num_reqs=max_batch_size,
             max_blocks_per_req=max_blocks_per_req,
             block_size=cache.block_size,
             num_blocks=cache.num_blocks,
@@ -102,10 +99,10 @@ class PrefillGraphs:
             self._give_up(error)
             return None
 
-    def run(self, *batch: Any) -> Tensor:
+    def run(self, *batch: Any, **options: Any) -> Tensor:
         """`PackedGraphRunner.run`, of a step that has a bucket."""
         assert self.runner is not None
-        return self.runner.run(*batch)
+        return self.runner.run(*batch, **options)
 
     def _give_up(self, error: CaptureError) -> None:
         if self._required:

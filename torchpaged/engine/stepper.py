@@ -4,9 +4,9 @@
     while stepper.requests:
         stepper.step()              # events are in the sequences' logs and inboxes
 
-With a `DecodeLoop`, a step starts a launch of whole decode steps for all running requests, prefills a chunk
-of the waiting ones, and reads the tokens of the launch before. Without, it decodes, prefills, samples and
-reads. Tokens are the same.
+With a `DecodeLoop`, a step starts a launch of whole decode steps for all running requests, or, where prompts
+wait, one pass over a token of each of these and a chunk of the prompts; then it reads the tokens of the step
+before. Without, it decodes and prefills in one pass, samples and reads. Tokens are the same.
 
 A step that raises has lost its rows: `reset` takes every request back to the events in its log, and the next
 step computes the rest again. `Calls` lets Ctrl-C wait until the step is over.
@@ -52,6 +52,7 @@ class Stepper:
         loop: the decode loop; None to decode without graphs.
         prefill_graphs: of prefills; None: all are launched from Python.
         prefixes: finds the groups of decode steps without a loop; None: no groups.
+        mixes: decodes and chunks run in one pass.
 
     Attributes:
         requests: by id, those that wait or run.
@@ -65,9 +66,10 @@ class Stepper:
         loop: DecodeLoop | None,
         prefill_graphs: PrefillGraphs | None = None,
         prefixes: AutomaticPrefixes | None = None,
+        mixes: bool = False,
     ) -> None:
-        self._model, self._scheduler, self._loop = model, scheduler, loop
-        self._packed = PackedSteps(model, prefill_graphs, prefixes)
+        self._model, self._scheduler, self._loop, self._mixes = model, scheduler, loop, mixes
+        self._packed = PackedSteps(model, prefill_graphs, prefixes, None if loop is None else loop.rows)
         self._lost = Lost.NOTHING
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
@@ -165,43 +167,58 @@ class Stepper:
         if loop is not None:
             for sequence in plan.put_back:
                 loop.release(sequence)
-        between, read_before = started, 0 if loop is None else loop.decoded
+        decode_seconds, read_before = None, 0 if loop is None else loop.decoded
         if plan.decodes or plan.chunks:
             advance = self._advance if loop is None else partial(self._launch, loop)
-            between = advance(plan)
+            decode_seconds = advance(plan)
         elif loop is not None:
             self._collect(loop, keep=0)
         decoded = len(plan.decodes) if loop is None else loop.decoded - read_before
         prefilled = sum(count for _, count in plan.chunks)
         if decoded or prefilled:
-            decode_seconds = None if self._launches_return_at_once else between - started
             self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)
             self.stats.preemptions = self._scheduler.preemptions
             self.stats.peak_blocks_used = self._scheduler.pool.peak_used
 
-    def _launch(self, loop: DecodeLoop, plan: Schedule) -> float:
-        """Prefill, start a launch, read the one before; returns when the launch began."""
+    def _launch(self, loop: DecodeLoop, plan: Schedule) -> float | None:
+        """Start a pass over the chunks or a launch, or both, and read what was started before; returns the
+        seconds of decodes, None where they are not known apart."""
         # First: a prefill that raises must not make the next launch go without.
         loop.blocks_added |= plan.blocks_added
         for sequence in plan.decodes:
             if sequence.row is None:
                 loop.place(sequence)
+        decoding, started = [], False
         if plan.chunks:
-            done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
             self._lost = Lost.ROWS
-            logits = self._packed.prefill(plan.chunks)
-            self._lost = Lost.BLOCKS
-            for sequence, count in plan.chunks:
-                sequence.num_computed += count
-                self._scheduler.computed(sequence)
-            self._lost = Lost.ROWS
-            if done:
-                loop.finish_prefill(done, logits)
+            decoding = loop.decoding() if self._mixes else []
+            started = self._prefill(loop, plan, decoding)
         between = time.perf_counter()
         self._lost = Lost.ROWS
-        launched = loop.launch()
-        self._collect(loop, keep=1 if launched else 0)
-        return between
+        # Who has just begun to decode does so in the pass over the next chunks, if there are any.
+        if not decoding and not (started and self._mixes and self._scheduler.prefills_left):
+            started = self._start(loop)
+        self._collect(loop, keep=1 if started else 0)
+        return None if decoding or self._launches_return_at_once else time.perf_counter() - between
+
+    def _prefill(self, loop: DecodeLoop, plan: Schedule, decoding: list[Sequence]) -> bool:
+        """One pass over the chunks and a token of each of ``decoding``; whether it gives tokens."""
+        done = [sequence for sequence, count in plan.chunks if count == sequence.remaining]
+        logits = self._packed.prefill(plan.chunks, decoding)
+        self.stats.add_pass(bool(decoding))
+        self._lost = Lost.BLOCKS
+        for sequence, count in plan.chunks:
+            sequence.num_computed += count
+            self._scheduler.computed(sequence)
+        self._lost = Lost.ROWS
+        if decoding or done:
+            loop.finish_packed([*decoding, *done], logits)
+        return bool(decoding or done)
+
+    def _start(self, loop: DecodeLoop) -> bool:
+        started = loop.launch()
+        self.stats.passes += loop.steps_per_launch if started else 0
+        return started
 
     def _collect(self, loop: DecodeLoop, keep: int) -> None:
         self._lost = Lost.ROWS
@@ -214,17 +231,19 @@ class Stepper:
                     sequence.num_computed = len(sequence)  # the step that drew it wrote the one before
                     self._accept(sequence, token)
 
-    def _advance(self, plan: Schedule) -> float:
-        """Decode, prefill, sample and read: a step without graphs; returns when decoding ended."""
-        logits, rows, tokens = [], [], []
+    def _advance(self, plan: Schedule) -> float | None:
+        """Decode, prefill, sample and read: a step without graphs; returns as `_launch` does."""
+        logits, tokens, started = [], [], time.perf_counter()
         self._lost = Lost.ROWS
-        if plan.decodes:
+        rows = [*plan.decodes, *(sequence for sequence, count in plan.chunks if count == sequence.remaining)]
+        mixed = plan.decodes if self._mixes and plan.chunks else []
+        if plan.decodes and not mixed:
             logits.append(self._packed.decode(plan.decodes))
-            rows += plan.decodes
-        between = time.perf_counter()
+            self.stats.add_pass()
+        decode_seconds = None if mixed or self._launches_return_at_once else time.perf_counter() - started
         if plan.chunks:
-            rows += [sequence for sequence, count in plan.chunks if count == sequence.remaining]
-            logits.append(self._packed.prefill(plan.chunks))
+            logits.append(self._packed.prefill(plan.chunks, mixed))
+            self.stats.add_pass(bool(mixed))
         if rows:
             tokens = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
         self._lost = Lost.BLOCKS
@@ -235,7 +254,7 @@ class Stepper:
             self._scheduler.computed(sequence)
         for sequence, token in zip(rows, tokens, strict=True):
             self._accept(sequence, token)
-        return between
+        return decode_seconds
 
     def _accept(self, sequence: Sequence, token: int) -> None:
         """Add a sampled token; end the request if it is its last, or none."""

@@ -177,12 +177,12 @@ class DecodeRows:
         )
 
     def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """As `finish_step` for chosen rows, whose logits come from a prefill. Not for captures: it reads a
-        host list.
+        """As `finish_step` for chosen rows, whose logits come from a packed batch. Not for captures: it reads
+        a host list.
 
         Args:
             logits: ``[len(rows), vocab_size]``.
-            rows: as `write` left them, ``seq_len`` being the prompt's length.
+            rows: as `write` left them, ``seq_len`` being the prompt's length, or the step before.
 
         Returns:
             ``[len(rows)]`` int64, the sampled tokens.
@@ -202,6 +202,20 @@ class DecodeRows:
         self._ints.index_copy_(1, index, ints)
         self.seen.index_copy_(0, index, fields["seen"])
         return tokens
+
+    def copy_to(self, rows: Sequence[int], input_ids: Tensor, metadata: AttentionMetadata) -> None:
+        """Make the next steps of chosen rows the first requests of a packed batch, which has a token for each
+        of them. Not for captures: it reads a host list.
+
+        Args:
+            rows: in the batch's order.
+            input_ids: ``[num_tokens]`` int64, of the batch.
+            metadata: its tensors, with positions, slots and ``max_blocks_per_req`` columns.
+        """
+        index = to_device(rows, torch.int64, self.device)
+        batch = {"input_ids": input_ids} | metadata.tensors()
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "block_table"):
+            torch.index_select(getattr(self, name), 0, index, out=batch[name][: len(rows)])
 
     # ------------------------------------------------------------------------------------------ from the host
     def write(self, states: Mapping[int, RowState]) -> None:

@@ -1,0 +1,223 @@
+"""Mixed steps: decodes and chunks of prompts in one pass over the weights. The tokens of steps apart, and the
+passes of the mixed schedule."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchpaged import ArgumentError
+from torchpaged.backends import Limits
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.graphs import TapeCapture
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+SIZES = {"block_size": 4, "max_batch_size": 4, "max_seq_len": 96, "prefill_chunk_size": 16, "compile": False}
+
+
+@pytest.fixture(scope="module")
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of one token to several chunks, two with a common beginning; greedy and seeded, with penalties,
+    stop ids, ends within a launch."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(8, 99) for _ in range(rng.choice([1, 2, 5, 13, 40]))] for _ in range(14)]
+    prompts[5] = [*prompts[4], *range(20, 40)]
+    params = [
+        SamplingParams(
+            max_new_tokens=rng.randint(1, 21),
+            temperature=0.9 * (i % 2),
+            seed=i,
+            top_k=30 if i % 4 == 1 else 0,
+            repetition_penalty=1.3 if i > 6 else 1.0,
+            ignore_eos=i % 3 == 0,
+            stop_token_ids=(9, 61, 2),
+        )
+        for i in range(14)
+    ]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def want(model: Any, requests: Any) -> list[tuple[list[int], str]]:
+    return outcomes(Generator(model, **SIZES, graphs=False, mixed_steps=False), requests)
+
+
+def outcomes(generator: Generator, requests: Any) -> list[tuple[list[int], str]]:
+    found = [(o.token_ids, o.finish_reason) for o in generator.generate(*requests)]
+    assert generator.pool.num_free == generator.pool.num_usable
+    return found
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "launched": {},
+    "captured": {"prefill_buckets": [8, 16], "buckets": [2, 4]},
+    "launches of 3": {"steps_per_launch": 3},
+    "on a tape": {
+        "capture": TapeCapture(),
+        "backend": "reference",
+        "buckets": [2, 4],
+        "prefill_buckets": [16],
+    },
+    "one by one": {"graphs": False},
+    "short of blocks": {"num_blocks": 22, "lookahead": 8},
+    "short of blocks, one by one": {"num_blocks": 22, "graphs": False},
+    "many rows": {"max_batch_size": 12, "prefill_buckets": [16]},
+    "fused": {"fuse": True, "prefill_buckets": [16]},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_steps_apart(
+    way: str, make_llama: Callable[..., Any], model: Any, requests: Any, want: Any
+) -> None:
+    options = WAYS[way]
+    generator = Generator(model, **{**SIZES, **options})
+    assert outcomes(generator, requests) == want
+    stats = generator.stats
+    assert stats.mixed_steps > 5
+    assert bool(stats.preemptions) == ("num_blocks" in options)
+    if generator.prefill_runner is not None:
+        assert sum(report.hits for report in generator.prefill_runner.report()) >= stats.mixed_steps
+    if "fuse" in options:
+        from torchpaged.hf import unfuse
+
+        unfuse(model)
+
+
+@pytest.fixture()
+def counted(model: Any) -> Any:
+    """A paged model; ``passes``: the query lengths of each forward."""
+    from torchpaged.hf import PagedModel
+
+    class Counted(PagedModel):
+        passes: list[list[int]]
+
+        def __call__(self, input_ids: Any, metadata: Any, logits_indices: Any = None) -> Any:
+            live = metadata.query_start_loc.diff()
+            self.passes.append(live[(live > 0) & (metadata.seq_lens > 0)].tolist())
+            return super().__call__(input_ids, metadata, logits_indices)
+
+    counted = Counted(model, num_blocks=97, block_size=4)
+    counted.passes = []
+    return counted
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": False}], ids=["loop", "one by one"])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_passes_over_the_weights(counted: Any, mixes: bool, options: dict[str, Any]) -> None:
+    """Two requests decode while three prompts of 20 tokens come. Mixed, a pass has 16 tokens, one of each row
+    first, until the prompts are computed: the request whose prompt has ended is a row of the next pass."""
+    sizes = {name: size for name, size in SIZES.items() if name != "block_size"} | {"max_batch_size": 5}
+    generator = Generator(counted, **sizes, **options, mixed_steps=mixes)
+    forever = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    first = [generator.submit([8 + i], forever) for i in range(2)]
+    for _ in range(3):
+        generator.step()
+    counted.passes.clear()
+    stats = generator.stats
+    before, mixed_before = stats.passes, stats.mixed_steps
+    late = [generator.submit([20 + 20 * i + j for j in range(20)], forever) for i in range(3)]
+    events, chunks = [], 0
+    while not chunks or any(generator._requests[request].remaining > 1 for request in late):
+        events += generator.step()
+        chunks += 1
+    passes = [lens for lens in counted.passes if lens]  # without warm-ups, which are padding
+    assert stats.passes - before == len(passes)
+    if mixes:
+        assert passes == [[1, 1, 14], [1, 1, 6, 8], [1, 1, 1, 12, 1], [1, 1, 1, 1, 12], [1, 1, 1, 1, 7]]
+        assert stats.mixed_steps - mixed_before == chunks == 5
+    else:
+        assert [sum(lens) for lens in passes if max(lens) > 1] == [16, 16, 16, 12]
+        assert len(passes) == 2 * chunks == 8
+        assert stats.mixed_steps == 0
+    for request in first:  # tokens are read a step later where there are launches
+        assert len([event for event in events if event.request_id == request]) == chunks
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": False}, {"prefill_buckets": [16]}], ids=str)
+def test_a_mixed_pass_that_raises_loses_no_token(
+    counted: Any, requests: Any, want: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its forward, or behind it where tokens are drawn: rows are lost, and computed again."""
+    sizes = {name: size for name, size in SIZES.items() if name != "block_size"}
+    generator = Generator(counted, **sizes, **options)
+    raised, seen = [0, 0], {generator.submit(*request): [] for request in zip(*requests, strict=True)}
+    packed, loop = generator._stepper._packed, generator.loop
+    behind: Any = packed if loop is None else loop
+    name = "sample" if loop is None else "finish_packed"
+
+    def every_third_fails(which: int, call: Callable[..., Any], mixed: Callable[..., bool]) -> Any:
+        def failing(*given: Any) -> Any:
+            raised[which] += mixed(*given)
+            result = call(*given)
+            if mixed(*given) and raised[which] % 3 == 0:
+                raise MemoryError
+            return result
+
+        return failing
+
+    of_chunks = every_third_fails(0, packed.prefill, lambda chunks, decodes=(): bool(decodes))
+    of_tokens = every_third_fails(1, getattr(behind, name), lambda *given: raised[0] % 2 == 1)
+    monkeypatch.setattr(packed, "prefill", of_chunks)
+    monkeypatch.setattr(behind, name, of_tokens)
+    while generator.has_unfinished:
+        try:
+            for event in generator.step():
+                seen[event.request_id].append(event.token_id)
+        except MemoryError:
+            continue
+    assert min(raised) > 3
+    assert list(seen.values()) == [tokens for tokens, _ in want]
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_requests_that_are_cancelled_in_the_middle(model: Any, requests: Any, want: Any, steps: int) -> None:
+    """While their prompt is computed, with a mixed pass in flight, and while they decode: the others' tokens
+    stay."""
+    generator, rng = Generator(model, **SIZES, steps_per_launch=steps), random.Random(steps)
+    seen: dict[int, list[int | None]] = {
+        generator.submit(*request): [] for request in zip(*requests, strict=True)
+    }
+    ended: set[int] = set()
+    while generator.has_unfinished:
+        if rng.random() < 0.3 and len(ended) < 5 and generator.scheduler.running:
+            victim = rng.choice(generator.scheduler.running).request_id
+            generator.cancel(victim)
+            ended.add(victim)
+        for event in generator.step():
+            seen[event.request_id] += [] if event.token_id is None else [event.token_id]
+    assert len(ended) > 3
+    assert generator.pool.num_free == generator.pool.num_usable
+    for request, (tokens, _) in enumerate(want):
+        assert seen[request] == (tokens[: len(seen[request])] if request in ended else tokens)
+
+
+def test_one_prompt_alone_gets_its_first_token_in_the_first_step(model: Any) -> None:
+    """No row decodes beside it, so its first launch follows at once."""
+    generator = Generator(model, **SIZES)
+    generator.submit([8, 9, 10])
+    assert len(generator.step()) == 1
+    assert generator.stats.mixed_steps == 0
+
+
+def test_what_was_decided_and_why(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchpaged.hf import PagedModel
+
+    said = Generator(model, **SIZES).mixed_reason
+    assert said == "automatic: decodes and prompts read the weights once"
+    assert Generator(model, **SIZES, mixed_steps=False).mixed_reason == "switched off by mixed_steps=False"
+    invariant = {**SIZES, "backend": "reference", "batch_invariant": True}
+    assert "decode steps are of one size" in Generator(model, **invariant).mixed_reason
+    with pytest.raises(ArgumentError, match="mixed_steps: expected 'auto' or False, got True.*of one size"):
+        Generator(model, **invariant, mixed_steps=True)
+    sizes = {name: size for name, size in SIZES.items() if name != "block_size"}
+    for most, mixes in ((16, True), (9, False)):
+        paged = PagedModel(model, num_blocks=97, block_size=4, limits=Limits(max_num_tokens=most))
+        generator = Generator(paged, **{**sizes, "prefill_chunk_size": 9, "max_batch_size": 5})
+        assert (generator._decided.mixes, "takes 9 tokens, a step may have 10" in generator.mixed_reason) == (
+            mixes,
+            not mixes,
+        )

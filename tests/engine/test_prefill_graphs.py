@@ -90,7 +90,7 @@ def test_a_graph_takes_all_requests_that_run_at_once(model: Any) -> None:
     assert [o.token_ids for o in g.generate(prompts, params)] == want
     runner = g.prefill_runner
     assert runner is not None
-    assert runner.histogram() == {10: 1}  # two tokens of five of them; the others decode at once
+    assert runner.histogram() == {15: 1}  # five of one token decode, beside five prompts of two
     assert [runner.view(bucket)[1].num_reqs for bucket in runner.buckets] == [8, 10, 10]
 
 

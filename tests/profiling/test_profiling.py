@@ -162,18 +162,13 @@ def test_ranges_of_the_engine_arrive_nested(tool: Path) -> None:
         *LAYERS,
     }
     assert all(inner[0][0].startswith("admission waiting=") for _, _, inner in steps)
-    assert only(nodes, "prefill") == ["prefill batch=1 tokens=3", "prefill batch=1 tokens=2"]
+    assert only(nodes, "prefill") == ["prefill batch=1 tokens=3", "prefill batch=2 tokens=3 decodes=1"]
     assert only(steps, "admission")[0] == "admission waiting=2"
     captured = ("capture padded=2", LAYERS * 3)  # twice to warm up
-    # after the attention of the first prefill
-    first, *later = only(steps, "decode", "capture", "replay", "attention")[2:]
-    assert isinstance(first, tuple)
-    assert first[0].startswith("decode batch=1 tokens=1")
+    # after the attention of the two prompts' passes, the second of which has the first one's decode
+    first, *later = only(steps, "decode", "capture", "replay", "attention")[4:]
     # on a CPU a replay runs the model again
-    assert first[1] == [
-        captured,
-        ("replay batch=1 padded=2", LAYERS),
-    ]
+    assert first == ("decode batch=2 tokens=2", [captured, ("replay batch=2 padded=2", LAYERS)])
     assert ("decode batch=2 tokens=2", [("replay batch=2 padded=2", LAYERS)]) in later
     assert all(node in LAYERS or node[0].startswith("decode") for node in later)
 

@@ -89,8 +89,9 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
     mixed = decide_mixed(options, model, graphs)
     compiled = compile, compile_reason
     kept = keeps, keep_reason
-    rest = ahead, shares, *kept, lookahead, *mixed
-    return Decisions(graphs, reason, *compiled, buckets, prefills, why, *rest)
+    return Decisions(
+        graphs, reason, *compiled, buckets, prefills, why, ahead, shares, *kept, lookahead, *mixed
+    )
 
 
 def decide_graphs(graphs: bool | str, choice: Choice, on_gpu: bool) -> tuple[bool, str]:

@@ -2,13 +2,16 @@
 
 Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified
 ``generate()``), and the ops ``torch.ops.torchpaged.*`` with `write_kv`, `paged_attention`, ... as their
-checked functions. Importing this package imports torch and nothing optional. Errors derive from
+checked functions. ``torchpaged.hf``, ``torchpaged.engine`` and the other packages are imported when they are
+first asked for: importing this one imports torch and nothing optional. Errors derive from
 `TorchpagedError`; an `ArgumentError` names the argument, what was expected, what came and what to do.
 """
 
+import importlib
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if (sys.argv[:1] == ["-m"] and "torchpaged" in sys.orig_argv) or Path(sys.argv[0]).name == "torchpaged":
     # The command, by `python -m` or its script: an interrupt ends the imports without a traceback. cli.main
@@ -42,6 +45,25 @@ from torchpaged.functional import (
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.tree import tree_mask_from_parents, tree_token_positions
 from torchpaged.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from torchpaged import compat as compat
+    from torchpaged import engine as engine
+    from torchpaged import fuse as fuse
+    from torchpaged import graphs as graphs
+    from torchpaged import hf as hf
+    from torchpaged import layers as layers
+    from torchpaged import profiling as profiling
+    from torchpaged import testing as testing
+else:
+    _PACKAGES = ("compat", "engine", "fuse", "graphs", "hf", "layers", "profiling", "testing")
+
+    def __getattr__(name: str) -> Any:
+        """The packages of `_PACKAGES`, imported when they are asked for."""
+        if name in _PACKAGES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "ArgumentError",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -383,6 +383,9 @@ class PagedAttention(nn.Module):
             tensors, options = call.flat()
             self._ops.paged_attention(*tensors, **options, **workspace)
         return result
+
+    if TYPE_CHECKING:
+        __call__ = forward  # what type checkers know a call by
 
     def _checked(
         self, call: AttentionCall, write: tuple[Any, ...] | None, metadata: AttentionMetadata

@@ -71,7 +71,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 #: Arrows that are allowed though they lead up: inside functions, for names that are given out where users
 #: look for them.
-LAZY = {("torchpaged.hf", "torchpaged.fuse"), ("torchpaged.hf", "torchpaged.engine")}
+LAZY = {
+    ("torchpaged.hf", "torchpaged.fuse"),
+    ("torchpaged.hf", "torchpaged.engine"),
+    *(
+        ("torchpaged", f"torchpaged.{name}")
+        for name in ("compat", "engine", "fuse", "graphs", "hf", "layers", "profiling", "testing")
+    ),
+}
 #: Of custom_ops, what graphs may know.
 OF_GRAPHS = (f"{OPS}.errors", f"{OPS}.checks", f"{OPS}.words")
 #: Who outside custom_ops names a kernel's or a reference's module: the compiler's own users, tests

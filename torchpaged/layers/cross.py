@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -98,3 +98,6 @@ class CrossAttention(PagedAttention):
                 "give keys, or build the metadata without written",
             )
         return super().forward(query, key, value, kv_cache, metadata.attention, out=out)
+
+    if TYPE_CHECKING:
+        __call__ = forward  # type: ignore[assignment]

@@ -3,7 +3,7 @@ There is no cache and no padding; keys and values are read where they lie."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -81,6 +81,9 @@ class EncoderOnlyAttention(PagedAttention):
             check_dims("key", k, num_tokens, 1, self.num_kv_heads, self.head_dim)
             check_dims("value", v, num_tokens, 1, self.num_kv_heads, self.head_dim_v)
         return super().forward(query, None, None, (k, v), metadata, out=out)
+
+    if TYPE_CHECKING:
+        __call__ = forward  # type: ignore[assignment]
 
 
 class EncoderAttention(EncoderOnlyAttention):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -200,6 +200,9 @@ class MLAAttention(nn.Module):
         self._ops.mla_attention(*attend, **options)
         values = torch.einsum("thr,hvr->thv", out, up_values)
         return values.view(*query.shape[:-1], self.v_head_dim)
+
+    if TYPE_CHECKING:
+        __call__ = forward
 
     def _absorbed(self, q: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Queries ``[T, num_heads, kv_lora_rank + qk_rope_head_dim]`` over latents, and the projection's half

@@ -135,7 +135,7 @@ def test_one_bad_prompt_among_good_ones(folder: str) -> None:
         (("--buckets", "1,,2"), "expected numbers of at least 1 such as 1,2,4, got '1,,2'"),
         (("--buckets", "0"), "expected numbers of at least 1"),
         (("--prefill-buckets", "some"), "expected numbers of at least 1 such as 1,2,4, got 'some'"),
-        (("--prefill-buckets", "64,600"), "prefill_buckets: expected numbers of tokens from 1 to 512"),
+        (("--prefill-buckets", "64,3000"), "prefill_buckets: expected numbers of tokens from 1 to 2048"),
     ],
 )
 def test_errors_are_one_line(folder: str, arguments: tuple[str, ...], words: str) -> None:

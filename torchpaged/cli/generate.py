@@ -322,7 +322,7 @@ def _document(
         "backend": generator.choice.name,
         "backend_reason": generator.choice.reason,
         "outputs": rows,
-        "stats": {**vars(s)},
+        "stats": dataclasses.asdict(s),
         "graph_reason": generator.graph_reason,
         "compile_reason": generator.compile_reason,
         "buckets": []

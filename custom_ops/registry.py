@@ -53,6 +53,9 @@ from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
 from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.indexer.call import IndexCall
+from torchpaged.custom_ops.indexer.fake import FAKES as INDEXER_FAKES
+from torchpaged.custom_ops.indexer.schema import SCHEMAS as INDEXER
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
@@ -80,6 +83,7 @@ _SCHEMAS = {
     "step_end": STEP_END,
     "layers": LAYERS,
     "mla": MLA,
+    "indexer": INDEXER,
     "state": STATE,
 }
 #: The family that an op belongs to: its folder.
@@ -91,6 +95,7 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     "paged_attention": AttentionCall.of,
     "cascade_attention": CascadeCall.of,
     "mla_attention": LatentCall.of,
+    "index_logits": IndexCall,
     "write_kv": WriteCall,
     "rope_write_kv": RotatedWriteCall,
     "advance_step": AdvanceCall,
@@ -132,6 +137,9 @@ class BackendOps(NamedTuple):
     cascade_attention: Any
     causal_conv: Any
     linear_attention: Any
+    write_index_keys: Any
+    index_logits: Any
+    top_k_indices: Any
 
 
 # -------------------------------------------------------------------------------------------- implementations
@@ -196,7 +204,15 @@ def _nothing(*_: Any, **__: Any) -> None:
     """The fake kernel of an op without facts to state."""
 
 
-_FAMILY_FAKES = (ATTENTION_FAKES, CACHE_WRITE_FAKES, STEP_END_FAKES, LAYERS_FAKES, MLA_FAKES, STATE_FAKES)
+_FAMILY_FAKES = (
+    ATTENTION_FAKES,
+    CACHE_WRITE_FAKES,
+    STEP_END_FAKES,
+    LAYERS_FAKES,
+    MLA_FAKES,
+    STATE_FAKES,
+    INDEXER_FAKES,
+)
 #: Of each op that has facts to state, what a trace runs in its place, with flat arguments.
 FAKES = {op: _recorded(op, fake) for fakes in _FAMILY_FAKES for op, fake in fakes.items()}
 

@@ -244,6 +244,11 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "linear_attention": (
         Launch("linear_attention.py:recurrent_kernel", False, ("state", "out"), waits="launch"),
     ),
+    "write_index_keys": (
+        Launch("write_index_keys.py:write_index_keys_kernel", False, ("k_cache", "k_scale"), waits="launch"),
+    ),
+    "index_logits": (Launch("index_logits.py:index_logits_kernel", False, ("logits",), waits="launch"),),
+    "top_k_indices": (),  # kernels of torch, which are launched the ordinary way
     "merge_attn_states": (
         Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),
     ),

@@ -69,3 +69,21 @@ class Pool(NamedTuple):
         """That of a tensor."""
         block, slot, head, _ = cache.stride()
         return cls(cache, block, slot, head, scale, head_stride(scale))
+
+
+class KeyPool(NamedTuple):
+    """A pointer to a pool of keys without heads, ``[num_blocks, block_size, 1, width]``, and its strides;
+    with the scales of each key, ``[num_blocks, block_size]``, or None, and theirs."""
+
+    ptr: Any
+    block: Any
+    slot: Any
+    scale: Any
+    scale_block: Any
+    scale_slot: Any
+
+    @classmethod
+    def of(cls, cache: Tensor, scale: Tensor | None) -> KeyPool:
+        """That of a tensor."""
+        scale_block, scale_slot = (0, 0) if scale is None else scale.stride()
+        return cls(cache, cache.stride(0), cache.stride(1), scale, scale_block, scale_slot)

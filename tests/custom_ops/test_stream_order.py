@@ -304,9 +304,11 @@ def triton_launches() -> list[tuple[str, Any]]:
 
     cases = opcheck_cases(dtype=torch.bfloat16).values()
     alone = ("merge_attn_states", "copy_blocks", "advance_step", "causal_conv", "linear_attention")
-    for op in ("write_kv", "rope_write_kv", *alone):
+    for op in ("write_kv", "rope_write_kv", "write_index_keys", "index_logits", *alone):
         _, args, kwargs = next(case for case in cases if case[0] == op)
-        for flags in [{"are_query_tokens": value} for value in (False, True)] if "write_kv" in op else [{}]:
+        for flags in (
+            [{"are_query_tokens": value} for value in (False, True)] if op.endswith("write_kv") else [{}]
+        ):
             record(op, *args, **{**kwargs, **flags})
     sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
     record("embedding", **make_embedding_inputs(width=576, dtype=torch.bfloat16))

@@ -89,7 +89,7 @@ NAMES_KERNELS = (
     "torchpaged.testing",
     "torchpaged.bench",
 )
-FAMILIES = ("attention", "block_ops", "cache_write", "layers", "mla", "state", "step_end")
+FAMILIES = ("attention", "block_ops", "cache_write", "indexer", "layers", "mla", "state", "step_end")
 #: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the
 #: files of custom_ops itself always.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

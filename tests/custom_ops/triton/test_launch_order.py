@@ -366,7 +366,14 @@ def launched_by_sources() -> set[str]:
 
 
 #: Kernels that take records, a few of one kind at most.
-TAKE_RECORDS = {"write_kv_kernel", "rope_write_kv_kernel", "merge_attn_states_kernel", "copy_blocks_kernel"}
+TAKE_RECORDS = {
+    "write_kv_kernel",
+    "rope_write_kv_kernel",
+    "merge_attn_states_kernel",
+    "copy_blocks_kernel",
+    "write_index_keys_kernel",
+    "index_logits_kernel",
+}
 
 
 def test_every_launch_has_a_case() -> None:

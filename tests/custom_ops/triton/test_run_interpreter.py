@@ -28,6 +28,7 @@ PARTS = {
             "tests/custom_ops/triton/test_sampling_interpreter.py",
             "tests/custom_ops/triton/test_layers_interpreter.py",
             "tests/custom_ops/triton/test_mla_interpreter.py",
+            "tests/custom_ops/triton/test_indexer_interpreter.py",
             "tests/custom_ops/triton/test_state_interpreter.py",
             "tests/custom_ops/test_nonfinite.py",
             "tests/custom_ops/test_fuzz.py",

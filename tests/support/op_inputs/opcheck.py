@@ -60,6 +60,9 @@ def opcheck_cases(
     rows = latents.k_cache.nan_to_num_(0.5)
     latent = (latents.q, rows, latents.block_table, latents.seq_lens, latents.query_start_loc)
     positions = torch.arange(latents.q.shape[0] * 3, dtype=torch.int32, device=device).view(-1, 3) % 40 - 1
+    index_pool, index_weights = rows[..., :16].contiguous(), torch.ones_like(latents.q[..., 0]).float()
+    columns = latents.block_table.shape[1] * rows.shape[1]
+    index_logits = index_weights[:, :1].repeat(1, columns)
     ids = torch.arange(4, device=device)
     table = torch.tensor([[3, 1], [2, 9], [4, 5], [0, 0]], dtype=torch.int32, device=device)
     lens = torch.tensor([17, 4, 32, 0], dtype=torch.int32, device=device)
@@ -120,6 +123,13 @@ def opcheck_cases(
         "conv": ("causal_conv", (), conv),
         "delta": ("linear_attention", (), delta),
         "ssd": ("linear_attention", (), ssd),
+        "write_index": ("write_index_keys", (kv[:, 0, :16].contiguous(), index_pool, slots), {}),
+        "index_logits": (
+            "index_logits",
+            (latents.q, index_weights, *latent[1:], index_logits),
+            {"max_query_len": latents.max_query_len},
+        ),
+        "top_k": ("top_k_indices", (index_logits.clone().normal_(), positions.clone()), {}),
         "merge": (
             "merge_attn_states",
             (state, lse, state.clone(), lse.clone(), torch.empty_like(state), torch.empty_like(lse)),

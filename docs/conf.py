@@ -3,6 +3,7 @@ extras; no network."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torchpaged
@@ -16,7 +17,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+source_suffix = {".md": "markdown", ".ipynb": "markdown", ".rst": "restructuredtext"}
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 napoleon_use_ivar = True
@@ -64,6 +65,20 @@ def to_restructured_text(app: Any, what: str, name: str, value: Any, options: An
     lines[:] = marked
 
 
+def notebook_as_markdown(app: Any, page: str, source: list[str]) -> None:
+    """Cells of a notebook as a page: text as it is, code and what it printed as blocks."""
+    if not page.startswith("notebooks/"):
+        return
+    parts = []
+    for cell in json.loads(source[0])["cells"]:
+        text = "".join(cell["source"])
+        printed = "".join(line for output in cell.get("outputs", ()) for line in output["text"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        parts += [f"```text\n{printed}```"] if printed else []
+    source[0] = "\n\n".join(parts)
+
+
 def setup(app: Any) -> None:
     """What Sphinx calls."""
+    app.connect("source-read", notebook_as_markdown)
     app.connect("autodoc-process-docstring", to_restructured_text, priority=100)  # ahead of napoleon

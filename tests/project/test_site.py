@@ -38,7 +38,8 @@ def test_every_public_module_has_a_page() -> None:
 
 def test_every_page_has_a_place() -> None:
     index = (DOCS / "index.md").read_text()
-    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")} - {"index"}
+    files = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
+    pages = {str(page.relative_to(DOCS).with_suffix("")) for page in files} - {"index"}
     hidden = {page for page in pages if page.startswith("log/")}  # listed by log/README
     assert pages - hidden <= set(re.findall(r"^([\w/.-]+)$", index, re.M))
 

@@ -316,6 +316,11 @@ class BucketedGraphs(NotCopied):
             self._first._dirty = False
         return output
 
+    def launch_padding(self, bucket: int) -> Tensor:
+        """The bucket's step on padding, without a graph or compilation: the kernels that a replay runs."""
+        with torch.inference_mode(), self.inputs.padding(bucket):
+            return self.start_eager(bucket, self._eager(bucket))
+
     # ------------------------------------------------------------------------------------------- breaking off
     def reset(self) -> None:
         """Make host and device agree again after a capture or replay that failed or was interrupted, and the

@@ -113,7 +113,7 @@ class DecodeGraphs(BucketedGraphs):
         come to share what pays."""
         super().capture(buckets)
         wanted = self.buckets if buckets is None else buckets
-        self._use_second(lambda graphs: graphs.capture_where_it_can_pay(wanted))
+        self._use_second(lambda graphs: graphs.capture(graphs.can_pay(wanted)))
 
     def _use_second(self, use: Callable[[PrefixGraphs], T]) -> T | None:
         """Use the second graphs, which captures some; None without them."""
@@ -157,13 +157,13 @@ class PrefixGraphs(BucketedGraphs):
     def _replay(self, graph: Captured) -> None:
         self._first._replay(graph)
 
-    def capture_where_it_can_pay(self, buckets: Sequence[int]) -> None:
-        """Capture those of ``buckets`` in which it pays where all requests share all that they can hold: no
-        other batch saves as much."""
+    def can_pay(self, buckets: Sequence[int]) -> list[int]:
+        """Those of ``buckets`` in which it pays where all requests share all that they can hold: no other
+        batch saves as much."""
         blocks = list(range(1, self._batch.max_blocks_per_req + 1))
         most = self._batch.max_blocks_per_req * self._batch.block_size
         full = {n: self._prefixes.update(n, n, [blocks] * n, [1] * n, [most] * n) for n in buckets}
-        self.capture([n for n, groups in full.items() if groups is not None])
+        return [n for n, groups in full.items() if groups is not None]
 
     def find(self, bucket: int, block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> bool:
         """Whether a batch of ``bucket`` is better off with these graphs, and its groups in their inputs

@@ -138,8 +138,3 @@ class PackedGraphRunner(BucketedGraphs):
                 fill(*self.view(bucket)[:2])
             host = self.host_lengths(query_lens, seq_lens, self.buffers.num_reqs(bucket))
             return self.start(num_tokens, host=host).output[: len(logits_indices)]
-
-    def launch_eager(self, bucket: int) -> Tensor:
-        """The bucket's step on padding, without a graph: the kernels that a replay runs."""
-        with torch.inference_mode(), self.buffers.padding(bucket):
-            return self.start_eager(bucket, self._step)

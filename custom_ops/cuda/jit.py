@@ -16,12 +16,14 @@ import hashlib
 import re
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torchpaged.custom_ops import ahead, compiles
 from torchpaged.custom_ops.cuda import cubins
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, checked
@@ -175,7 +177,9 @@ def machine_code(file: str, config: Config, capability: tuple[int, int]) -> byte
                 file=sys.stderr,
                 flush=True,
             )
+        started = time.perf_counter()
         code = compile_source(sources()[file], config, capability)
+        compiles.note("nvrtc", file, time.perf_counter() - started)
         cubins.store(name, code)
     return code
 
@@ -191,19 +195,13 @@ def compile_ahead(file: str, config: Config, capability: tuple[int, int]) -> Non
     there is raised by `kernel`.
     """
     key = file, config, capability
-    future: Future[bytes] = Future()
     with _ahead_lock:
-        if key in _ahead:
-            return
-        _ahead[key] = future
-
-    def run() -> None:
-        try:
-            future.set_result(machine_code(file, config, capability))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name=f"torchpaged compiles {file}", daemon=True).start()
+        if key not in _ahead:
+            _ahead[key] = ahead.in_a_thread(lambda: machine_code(file, config, capability), file)
+        future = _ahead[key]
+    gathering = ahead.here()
+    if gathering is not None:
+        gathering.kernels[key] = file, future
 
 
 def _code(file: str, config: Config, capability: tuple[int, int]) -> bytes:
@@ -222,6 +220,9 @@ def _kernel(file: str, name: str, config: Config, index: int, shared_bytes: int)
         )
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability(index)
+        if ahead.here() is not None:
+            compile_ahead(file, config, capability)
+            raise ahead.Postponed
         # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused
         # by the device
         return Kernel(_code(file, config, capability), name, shared_bytes)
@@ -234,6 +235,7 @@ def kernel(file: str, name: str, config: Config, device: torch.device, *, shared
     Raises:
         BackendUnavailableError: cuda-bindings is absent.
         RuntimeError: the source does not compile, or the device refuses it.
+        Postponed: kernels are being gathered (`custom_ops.ahead`), and this one is not loaded.
     """
     missing = unavailable()
     if missing:

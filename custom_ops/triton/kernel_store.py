@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchpaged.custom_ops import ahead
 from torchpaged.custom_ops.cuda import cubins, loaded_kernel
 from torchpaged.custom_ops.triton import launching
 
@@ -334,6 +335,10 @@ class Launch(NamedTuple):
             raise ValueError(f"grid: expected one dimension, got {self.grid}")
         flat = flatten(self.arguments)
         stored = None
+        gathering = ahead.here()
+        if gathering is not None and _on_cuda(flat):
+            self._gather(gathering, flat)
+            return
         if _on_cuda(flat):
             stored = find(self.kernel, flat, self.options)
             if stored is None:
@@ -342,6 +347,14 @@ class Launch(NamedTuple):
             stored.launch(self.grid, flat)
         else:
             self.kernel.load()[self.grid](*self.arguments, **self.options)
+
+    def _gather(self, gathering: ahead.Gathering, flat: tuple[Any, ...]) -> None:
+        """Compile in a thread instead (`custom_ops.ahead`), unless it is stored."""
+        key = _key(self.kernel, flat, self.options)
+        if find(self.kernel, flat, self.options) is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+            self.kernel.load()  # imported by one thread
+            gathering.compile(key, self.kernel.name, lambda: self.compile(device))
 
     def _compiled(self) -> Any:
         return self.kernel.load().warmup(*self.arguments, grid=self.grid, **self.options)
@@ -355,6 +368,23 @@ class Launch(NamedTuple):
         """Compile for these arguments; nothing is launched. A thread of its own starts on device 0."""
         with torch.cuda.device(device):
             self._compiled()
+
+
+def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel that is not stored, by Triton. While kernels are gathered (`custom_ops.ahead`), it is
+    compiled in a thread instead."""
+    gathering = ahead.here()
+    if gathering is None or not _on_cuda(flat := flatten(arguments)):
+        kernel[grid](*arguments, **options)
+        return
+    device, name = torch.cuda.current_device(), kernel.__name__
+    key = name, device, specialise(KernelRef("", name), flat), tuple(options.items())
+
+    def compile() -> None:
+        with torch.cuda.device(device):  # a thread of its own starts on device 0
+            kernel.warmup(*arguments, grid=grid, **options)
+
+    gathering.compile(key, name, compile)
 
 
 def _on_cuda(arguments: tuple[Any, ...]) -> bool:

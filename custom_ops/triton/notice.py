@@ -1,4 +1,5 @@
-"""A line on the screen for each kernel of ours that Triton compiled, as NVRTC's have one (``cuda/jit.py``).
+"""A line on the screen for each kernel of ours that Triton compiled, as NVRTC's have one (``cuda/jit.py``),
+and a count of them (``custom_ops/compiles.py``).
 
 Triton calls its compilation listener when a kernel is ready, and says whether it came from the disk. What it
 calls earlier does not know that, or costs every launch; so the line stands behind the wait, with its seconds.
@@ -9,6 +10,8 @@ from __future__ import annotations
 import functools
 import sys
 from typing import Any
+
+from torchpaged.custom_ops import compiles
 
 _OURS = "torchpaged."
 
@@ -35,7 +38,10 @@ def install() -> None:
 def _say(src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool) -> None:
     # a source read from a file has no function
     module = str(getattr(getattr(src, "fn", None), "__module__", ""))
-    if cache_hit or not module.startswith(_OURS) or sys.stderr is None or not sys.stderr.isatty():
+    if cache_hit or not module.startswith(_OURS):
+        return
+    compiles.note("triton", src.name, times.total / 1e6)
+    if sys.stderr is None or not sys.stderr.isatty():
         return
     architecture = metadata["target"].arch
     place = f"sm_{architecture}" if isinstance(architecture, int) else architecture

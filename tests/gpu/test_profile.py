@@ -110,7 +110,7 @@ def test_a_trace_of_a_generation(tmp_path: Path, prefill_buckets: list[int] | No
         read_trace(path),
         model,
         generator.runner.launch_eager,
-        None if prefill is None else prefill.launch_eager,
+        None if prefill is None else prefill.launch_padding,
     )
     assert not reports["decode"].rows.unmatched, reports["decode"].rows.unmatched
     assert not reports["decode"].missing, reports["decode"].rows.unmatched

@@ -121,7 +121,7 @@ def test_a_capture_writes_nothing_and_comes_with_the_first_step() -> None:
     seen: list[tuple[int, int, str]] = []
     r = runner(toy, progress=lambda *a: seen.append(a))
     r.capture()
-    r.launch_eager(16)
+    r.launch_padding(16)
     assert all(torch.equal(pool, old) for pool, old in zip(toy.cache[0][:2], before, strict=True))
     assert [a[:2] for a in seen] == [(1, 2), (2, 2)]
     assert seen[0][2] == "prefill 16"

@@ -187,7 +187,7 @@ def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelRep
         read_trace(path),
         model,
         None if decode is None else decode.launch_eager,
-        None if prefill is None else prefill.launch_eager,
+        None if prefill is None else prefill.launch_padding,
     )
 
 

@@ -5,19 +5,22 @@ generator = Generator(model, tokenizer)
 outputs = generator.generate(["The capital of France is"], SamplingParams(max_new_tokens=16))
 
 An output is a `RequestOutput`; `Generator.stream` gives a `TokenEvent` per token, `Generator.stats` is a
-`GeneratorStats`.
+`GeneratorStats`, `Generator.start_report` a `StartReport`.
 """
 
 from torchpaged.engine.generate_call import accelerate, unaccelerate
 from torchpaged.engine.generator import Generator
 from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TokenEvent
 from torchpaged.engine.sampling import SamplingParams
+from torchpaged.engine.start_report import StartPhase, StartReport
 
 __all__ = [
     "Generator",
     "GeneratorStats",
     "RequestOutput",
     "SamplingParams",
+    "StartPhase",
+    "StartReport",
     "TokenEvent",
     "accelerate",
     "unaccelerate",

@@ -32,6 +32,7 @@ class Decisions(NamedTuple):
         prefill_buckets, prefill_reason: numbers of tokens for which prefills are captured, none = no such
             graphs.
         ahead: whether all is captured at once.
+        warm_up, warm_up_reason: whether all else that steps need is compiled at once, too.
         shares: whether requests share blocks.
         keeps, keep_reason: whether blocks are kept for requests to come, and why.
         lookahead: tokens ahead of need that decoding requests get blocks for.
@@ -46,6 +47,8 @@ class Decisions(NamedTuple):
     prefill_buckets: list[int]
     prefill_reason: str
     ahead: bool
+    warm_up: bool
+    warm_up_reason: str
     shares: bool
     keeps: bool
     keep_reason: str
@@ -82,6 +85,7 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
     elif buckets is None and not on_gpu:
         buckets = range(1, options.max_batch_size + 1)
     ahead = on_gpu if options.capture_ahead == "auto" else options.capture_ahead is True
+    warm = decide_warm_up(options.warm_up, on_gpu, ahead)
     shares, keeps, keep_reason = decide_sharing(options, rolls=getattr(model, "rings", None) is not None)
     lookahead = options.lookahead
     if lookahead is None:
@@ -90,7 +94,7 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
     compiled = compile, compile_reason
     kept = keeps, keep_reason
     return Decisions(
-        graphs, reason, *compiled, buckets, prefills, why, ahead, shares, *kept, lookahead, *mixed
+        graphs, reason, *compiled, buckets, prefills, why, ahead, *warm, shares, *kept, lookahead, *mixed
     )
 
 
@@ -175,6 +179,15 @@ def decide_compile(
         return False, "automatic: the model is fully fused, which leaves nothing to compile"
     parts = "" if fusion is None else ", and fuse() left parts of the model alone"
     return True, f"automatic: on a GPU{parts}"
+
+
+def decide_warm_up(warm_up: bool | str, on_gpu: bool, ahead: bool) -> tuple[bool, str]:
+    """Whether the start runs every kind of step once, and why; ``ahead``: graphs are captured at once."""
+    if warm_up != "auto":
+        return warm_up is True, f"warm_up={warm_up} was given"
+    if not on_gpu:
+        return False, "automatic: on a CPU next to nothing is compiled"
+    return ahead, "automatic: on a GPU" if ahead else "automatic: capture_ahead=False puts off what it can"
 
 
 def decide_sharing(options: GeneratorOptions, rolls: bool) -> tuple[bool, bool, str]:

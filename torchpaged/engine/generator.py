@@ -39,6 +39,8 @@ from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Inbox, Sequence
+from torchpaged.engine.start import start
+from torchpaged.engine.start_report import LateCompiles, StartClock, StartReport
 from torchpaged.engine.step_graphs import PrefillGraphs, make_step_graphs
 from torchpaged.engine.stepper import Stepper
 from torchpaged.graphs import PackedGraphRunner
@@ -100,6 +102,10 @@ class Generator(NotCopied):
             decided.
         capture_ahead: capture every bucket now; False: each on first need, in the middle of serving; "auto":
             now on a GPU.
+        warm_up: run every kind of step that has no graph once, on padding, before the first request, so that
+            nothing is compiled in the middle of serving; all kernels are compiled side by side. True: an
+            error of one of these steps is raised; False: kernels are compiled when they are needed; "auto":
+            on a GPU unless ``capture_ahead`` is False, and an error of one of these steps is logged.
         lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free;
             default: 128 on a GPU, none on a CPU.
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
@@ -123,7 +129,8 @@ class Generator(NotCopied):
             rows, a step prefills one request, none shares blocks or is put back. The other ops are torch's,
             which gives a row of a matrix product the same bits at any place among as many rows on the
             devices seen, but promises it nowhere. A step that broke off makes its requests begin again.
-        progress: called with ``(done, total, text)`` while buckets are captured.
+        progress: called with ``(done, total, text)`` while kernels are compiled, buckets are captured and
+            steps are warmed up; each counts anew.
 
     Attributes:
         choice: which backend runs and why.
@@ -132,6 +139,7 @@ class Generator(NotCopied):
         cascade_reason: whether shared prefixes may be read once, and why.
         prefix_cache: the `torchpaged.cache.PrefixCache` by which requests share; None: they do not.
         fusion_report: what `torchpaged.hf.fuse` did to the model; None if it is not fused.
+        start_report: what the start took, and whether it was warmed up: a `StartReport`.
         stats: counters.
 
     Raises:
@@ -148,6 +156,7 @@ class Generator(NotCopied):
     @undone_if_it_raises
     @taking(GeneratorOptions)
     def __init__(self, model: Any, options: GeneratorOptions) -> None:
+        clock = StartClock()
         self.max_seq_len, self._longest_text = tokens_per_request(model, options.max_seq_len)
         self.model: PagedModelProtocol
         self.model, self._give_back = paged_model(model, options, self.max_seq_len)
@@ -173,6 +182,10 @@ class Generator(NotCopied):
             self.loop, self._prefill_graphs = make_step_graphs(
                 self.model, options, decided, columns, prefixes
             )
+        graphs = self.loop, self._prefill_graphs
+        self.start_report: StartReport = start(
+            self.model, options, decided, *graphs, max_blocks_per_req=columns, clock=clock
+        )
         rings = getattr(self.model, "rings", None)
         self.scheduler = Scheduler(
             self.pool,
@@ -192,6 +205,7 @@ class Generator(NotCopied):
         )
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
+        self._stepper.late = LateCompiles(self.stats, warns=self.start_report.warmed_up)
         self._calls = Calls(self._stepper)
 
     def __repr__(self) -> str:

@@ -52,6 +52,7 @@ class GeneratorOptions:
     prefill_buckets: Sequence[int] | str | None = "auto"
     steps_per_launch: int = 1
     capture_ahead: bool | str = "auto"
+    warm_up: bool | str = "auto"
     lookahead: int | None = None
     capture: str | CaptureBackend = "auto"
     share_prefixes: bool | str = "auto"
@@ -69,6 +70,7 @@ class GeneratorOptions:
             "compile",
             "graphs",
             "capture_ahead",
+            "warm_up",
             "share_prefixes",
             "prefix_cache",
             "rolling",

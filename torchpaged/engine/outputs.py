@@ -46,6 +46,7 @@ class GeneratorStats:
     """Counters since construction. Seconds are of prefill and of decode; a step of both is split by its
     parts' time, or by tokens where they run in one pass or are launched. ``passes``: forwards of the model,
     each of which reads the weights once; ``mixed_steps``: those with decodes and chunks of prompts.
+    ``late_compiles``: kernels and graphs of torch.compile that the process compiled while steps ran.
     ``prefix_cache``: tokens that were looked up and found, and why others were not."""
 
     num_blocks: int
@@ -60,6 +61,7 @@ class GeneratorStats:
     steps: int = 0
     passes: int = 0
     mixed_steps: int = 0
+    late_compiles: int = 0
     prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
 
     @property

@@ -117,16 +117,13 @@ def make_step_graphs(
     max_blocks_per_req: int,
     prefixes: AutomaticPrefixes | None = None,
 ) -> tuple[DecodeLoop, PrefillGraphs | None]:
-    """The decode loop, and the graphs of prefills, or None where there are none.
+    """The decode loop, and the graphs of prefills, or None where there are none; nothing is captured yet.
 
     Args:
         model: the paged model.
         options, decided: of the engine.
         max_blocks_per_req: columns of the block table.
         prefixes: of decode steps, as in `WholeStepRunner`.
-
-    Raises:
-        CaptureError: a bucket could not be captured ahead.
     """
     shared: dict[str, Any] = {
         "max_batch_size": options.max_batch_size,
@@ -143,11 +140,9 @@ def make_step_graphs(
         prefixes=prefixes,
         **shared,
     )
-    if decided.ahead:
-        loop.runner.capture()
     if not decided.prefill_buckets:
         return loop, None
-    prefill_graphs = PrefillGraphs(
+    return loop, PrefillGraphs(
         model,
         decided.prefill_buckets,
         required=options.prefill_buckets != "auto",
@@ -157,6 +152,3 @@ def make_step_graphs(
         pool=loop.runner.pool if decided.ahead else None,
         **shared,
     )
-    if decided.ahead:
-        prefill_graphs.capture()
-    return loop, prefill_graphs

@@ -30,6 +30,7 @@ from torchpaged.engine.outputs import GeneratorStats, TokenEvent
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.start_report import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
@@ -57,6 +58,7 @@ class Stepper:
     Attributes:
         requests: by id, those that wait or run.
         stats: counters.
+        late: counts what is compiled while steps run.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Stepper:
         self.stats = GeneratorStats(scheduler.pool.num_usable)
         if scheduler.prefixes is not None:
             self.stats.prefix_cache = scheduler.prefixes.stats
+        self.late = LateCompiles(self.stats, warns=False)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new request; the first one's prompt gives fp8 pools the scales if none were given.
@@ -112,7 +115,8 @@ class Stepper:
         """
         if self.requests:
             self._require_cache()
-        with self._at_work(), profile_range("step", self.stats.steps), torch.inference_mode():
+        named = profile_range("step", self.stats.steps)
+        with self.late.counted(), self._at_work(), named, torch.inference_mode():
             self._step()
 
     def _require_cache(self) -> None:

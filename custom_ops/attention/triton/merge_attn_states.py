@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Results
 
@@ -45,7 +46,9 @@ def merge_attn_states(
     num_tokens, num_heads, dim = out.shape
     if not num_tokens:
         return
-    merge_attn_states_kernel[(num_tokens, num_heads)](
+    launch_kernel(
+        merge_attn_states_kernel,
+        (num_tokens, num_heads),
         Results.of(out_a, lse_a),
         Results.of(out_b, lse_b),
         Results.of(out, lse),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.triton.cache_writes import end_write
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import launches_early, require_launchable
 from torchpaged.custom_ops.triton.records import Pool
 
@@ -52,7 +53,9 @@ def copy_blocks(k_cache: Tensor, v_cache: Tensor, block_mapping: Tensor) -> None
     for cache in (k_cache, v_cache):
         _, block_size, num_heads, dim = cache.shape
         size = block_size * num_heads * dim
-        copy_blocks_kernel[(block_mapping.shape[0], triton.cdiv(size, _PIECE))](
+        launch_kernel(
+            copy_blocks_kernel,
+            (block_mapping.shape[0], triton.cdiv(size, _PIECE)),
             Pool.of(cache, None),
             block_mapping,
             *block_mapping.stride(),

@@ -19,6 +19,7 @@ from torchpaged.custom_ops.cache_write.call import RotatedWriteCall
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import (
     early_launch,
     fp8_limit,
@@ -249,7 +250,9 @@ def rope_write_kv(call: RotatedWriteCall) -> None:
     half_pad, pass_pad, dim_v_pad = map(next_power_of_2, (rotary // 2, dim - rotary, dim_v))
     widest = max(half_pad, pass_pad, dim_v_pad // 2)
     heads, num_warps = head_tiles(q.shape[0], num_heads, num_kv_heads, widest, q.element_size())
-    rope_write_kv_kernel[(q.shape[0], num_groups(num_heads, num_kv_heads, heads))](
+    launch_kernel(
+        rope_write_kv_kernel,
+        (q.shape[0], num_groups(num_heads, num_kv_heads, heads)),
         Tokens.of(q),
         Tokens.of(k),
         Tokens.of(v),

@@ -8,6 +8,7 @@ import triton.language as tl
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.triton.cache_writes import begin_write, end_write, to_fp8
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import (
     early_launch,
     fp8_limit,
@@ -86,7 +87,9 @@ def write_kv(call: WriteCall) -> None:
     if not k.shape[0]:
         return
     num_heads, dim, dim_v = k_cache.shape[2], k_cache.shape[3], v_cache.shape[3]
-    write_kv_kernel[(k.shape[0],)](
+    launch_kernel(
+        write_kv_kernel,
+        (k.shape[0],),
         Tokens.of(k),
         Tokens.of(v),
         Pool.of(k_cache, k_scale),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_act_and_mul
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
 _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
@@ -58,7 +59,9 @@ def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
     tokens, width = out.shape
     piece = min(_PIECE, next_power_of_2(width))
     if tokens:
-        act_and_mul_kernel[(tokens, -(-width // piece))](
+        launch_kernel(
+            act_and_mul_kernel,
+            (tokens, -(-width // piece)),
             gate_up,
             out,
             gate_up.stride(0),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_embedding
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 
 
@@ -56,7 +57,9 @@ def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor |
     check_embedding(input_ids, weight, out, scale=scale)
     tokens, width = out.shape
     if tokens:
-        embedding_kernel[(tokens,)](
+        launch_kernel(
+            embedding_kernel,
+            (tokens,),
             input_ids,
             weight,
             scale,

@@ -13,6 +13,7 @@ import triton.language as tl
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.call import NormCall
 from torchpaged.custom_ops.layers.check import check_rms_norm
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
 
@@ -57,7 +58,9 @@ def launch(call: NormCall) -> None:
     x, weight, out, eps, offset, residual, post_residual = call
     tokens, width = x.shape
     if tokens:
-        rms_norm_kernel[(tokens,)](
+        launch_kernel(
+            rms_norm_kernel,
+            (tokens,),
             x,
             weight,
             out,

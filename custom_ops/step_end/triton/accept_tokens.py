@@ -13,6 +13,7 @@ import triton.language as tl
 
 from torchpaged.custom_ops.step_end.call import AcceptCall
 from torchpaged.custom_ops.step_end.check import check_accept_tokens
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 
 STOPS = 16  # that are compared at once
@@ -232,7 +233,9 @@ def accept_tokens(call: AcceptCall) -> None:
         return
     rows = rows_per_program(num_reqs)
     strides, constants = ring_options(call, num_reqs <= rows)
-    accept_tokens_kernel[(triton.cdiv(num_reqs, rows),)](
+    launch_kernel(
+        accept_tokens_kernel,
+        (triton.cdiv(num_reqs, rows),),
         *call[: call._fields.index("block_size")],
         call.ring,
         call.launches,

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from torchpaged.custom_ops.step_end.call import AdvanceCall
 from torchpaged.custom_ops.step_end.check import check_advance_step
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import require_launchable
 
 _ROWS = 128
@@ -48,7 +49,9 @@ def advance_step(call: AdvanceCall) -> None:
     table, block_size = call.block_table, call.block_size
     num_reqs = table.shape[0]
     if num_reqs:
-        advance_step_kernel[(triton.cdiv(num_reqs, _ROWS),)](
+        launch_kernel(
+            advance_step_kernel,
+            (triton.cdiv(num_reqs, _ROWS),),
             *call[:6],
             num_reqs,
             table.shape[1] * block_size,

@@ -28,6 +28,7 @@ from torchpaged.custom_ops.step_end.triton.sample_tokens import (
     merge_row,
     parts_of,
 )
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import require_launchable
 
 
@@ -132,7 +133,9 @@ def finish_step(call: FinishCall) -> None:
         return
     merge = launch_tiles(call.sample, reads_early=True)
     strides, constants = ring_options(accept, num_rows == 1)
-    finish_step_kernel[(num_rows,)](
+    launch_kernel(
+        finish_step_kernel,
+        (num_rows,),
         *merge.arguments,
         accept.block_table,
         accept.stop_token_ids,

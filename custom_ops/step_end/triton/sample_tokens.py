@@ -42,6 +42,7 @@ from torchpaged.custom_ops.step_end.triton.sample_search import (
     next_above,
     row_of,
 )
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import (
     INTERPRET,
     early_launch,
@@ -402,7 +403,9 @@ def launch_tiles(call: SampleCall, reads_early: bool) -> Merge:
     arguments = (*call[: call._fields.index("out")], parts, indices)
     strides = (logits.stride(0), seen.stride(0), parts.stride(0), indices.stride(0))
     early = early_launch(logits.device)
-    sample_tiles_kernel[(num_programs, num_rows)](
+    launch_kernel(
+        sample_tiles_kernel,
+        (num_programs, num_rows),
         *arguments,
         vocab_size,
         *strides,
@@ -430,4 +433,6 @@ def sample_tokens(call: SampleCall) -> None:
     num_rows = call.logits.shape[0]
     if num_rows:
         merge = launch_tiles(call, reads_early=False)
-        merge_tiles_kernel[(num_rows,)](*merge.arguments, call.out, *merge.sizes, **merge.options)
+        launch_kernel(
+            merge_tiles_kernel, (num_rows,), *merge.arguments, call.out, *merge.sizes, **merge.options
+        )

@@ -187,8 +187,13 @@ class DecodeRows:
         Returns:
             ``[len(rows)]`` int64, the sampled tokens.
         """
-        index = to_device(rows, torch.int64, self.device)
-        longs, ints, floats = (x.index_select(1, index) for x in (self._longs, self._ints, self._floats))
+        # Fields begin at multiples of 16 bytes: Triton would compile anew for other alignments.
+        count, padding = len(rows), [rows[-1]] * (-len(rows) % 4)
+        padded = to_device([*rows, *padding], torch.int64, self.device)
+        index = padded[:count]
+        longs, ints, floats = (
+            x.index_select(1, padded)[:, :count] for x in (self._longs, self._ints, self._floats)
+        )
         fields = dict(zip((*LONGS, *INTS, *FLOATS), chain(longs, ints, floats), strict=True))
         # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right
         # in front of it

@@ -21,7 +21,7 @@ from torchpaged import ArgumentError
 from torchpaged.custom_ops import compiles
 from torchpaged.engine import Generator, SamplingParams, decisions, warm_up
 from torchpaged.engine.warm_up import step_forms
-from torchpaged.graphs.buckets import default_buckets, default_prefill_buckets
+from torchpaged.graphs.buckets import default_buckets
 from torchpaged.hf import PagedModel
 
 SIZES = {"block_size": 4, "max_batch_size": 12, "max_seq_len": 96, "prefill_chunk_size": 48}
@@ -89,6 +89,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], _Compiler]:
     return use
 
 
+@pytest.mark.slow_cases(but=["*llama-1b", "*one-kv-head"])
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(
     "options",
@@ -124,22 +125,25 @@ def shapes(batch: int, chunk: int) -> Iterator[tuple[int, int, int]]:
                     yield n, num_tokens, longest
 
 
+@pytest.mark.slow_cases(but=["256-2176-2048-llama-1b", "64-512-0-two-kv-heads", "8-512-128-window"])
 @pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize(("batch", "chunk"), [(256, 2048), (256, 4096), (64, 512), (8, 512), (1, 512)])
-def test_steps_of_any_shape_take_kernels_of_the_forms(name: str, batch: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("batch", "chunk", "captured"),
+    [(256, 2048, 0), (256, 4096, 2048), (256, 2176, 2048), (64, 512, 0), (8, 512, 128), (1, 512, 0)],
+)
+def test_steps_of_any_shape_take_kernels_of_the_forms(
+    name: str, batch: int, chunk: int, captured: int
+) -> None:
     spec, columns = SPECS[name], 132
     known: set[Any] = set()
-    for form in step_forms(batch, chunk, columns, 16, num_sms=SMS):
-        if form.num_reqs > 8 or form.num_tokens > 1024:
-            known |= step_kernels(spec, *form, form.num_reqs)
-    for bucket in default_prefill_buckets(chunk):  # what graphs hold
-        known |= step_kernels(spec, min(batch, 8), bucket, bucket, columns, min(batch, 8))
-    for bucket in default_buckets(batch):
+    for form in step_forms(batch, chunk, columns, 16, captured=captured, num_sms=SMS):
+        known |= step_kernels(spec, *form, form.num_reqs)
+    for bucket in default_buckets(batch):  # decodes and first tokens
         known |= step_kernels(spec, bucket, bucket, 1, columns, bucket)
     for n, num_tokens, longest in shapes(batch, chunk):
         least = -(-longest // 16)
         for width in {least, least + 1, least + 3, 64, 65, columns}:
-            if least <= width <= columns and (n > 8 or num_tokens > 1024):
+            if least <= width <= columns and num_tokens > captured:
                 sizes = n, num_tokens, longest, width
                 assert not step_kernels(spec, *sizes, n) - known, sizes
 

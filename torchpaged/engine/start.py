@@ -47,22 +47,26 @@ def start(
         CaptureError: a bucket could not be captured.
         Exception: what a step raised, with ``warm_up=True``; "auto" logs it and goes on.
     """
-    progress = options.progress
-    device = torch.device(model.device)
-    on_gpu = device.type == "cuda"
-    forms = step_forms(
-        options.max_batch_size,
-        options.prefill_chunk_size,
-        max_blocks_per_req,
-        model.kv_cache.block_size,
-        decodes=loop is None,
-        one_prompt=options.batch_invariant,
-        num_sms=gpu.num_sms(device.index or 0) if on_gpu else 0,
-    )
-    steps = WarmUp(model, loop, prefill_graphs, forms)
-    if decided.warm_up and on_gpu:
+    device, progress = torch.device(model.device), options.progress
+
+    def steps() -> WarmUp:
+        runner = prefill_graphs.runner if prefill_graphs is not None and decided.ahead else None
+        forms = step_forms(
+            options.max_batch_size,
+            min(options.step_tokens, options.max_batch_size * max_blocks_per_req * model.kv_cache.block_size),
+            max_blocks_per_req,
+            model.kv_cache.block_size,
+            captured=0 if runner is None else runner.buckets[-1],
+            decodes=loop is None or not decided.ahead,
+            one_prompt=options.batch_invariant,
+            num_sms=gpu.num_sms(device.index or 0) if device.type == "cuda" else 0,
+        )
+        return WarmUp(model, loop, forms)
+
+    if decided.warm_up and device.type == "cuda":
         with clock.phase("kernels") as phase:
-            phase.count = steps.gather(_captured(loop, prefill_graphs) if decided.ahead else (), progress)
+            graphs = _captured(loop, prefill_graphs) if decided.ahead else ()
+            phase.count = steps().gather(graphs, progress)
     if loop is not None and decided.ahead:
         with clock.phase("decode graphs") as phase:
             loop.runner.capture()
@@ -75,7 +79,7 @@ def start(
         return clock.report(False, decided.warm_up_reason)
     try:
         with clock.phase("warm-up") as phase:
-            phase.count = steps.run(progress)
+            phase.count = steps().run(progress)  # by the graphs that there are now
     except Exception as error:
         if options.warm_up is True:
             raise

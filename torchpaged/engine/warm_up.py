@@ -1,8 +1,8 @@
 """Warm-up: every shape class of steps that are launched from Python, run once on padding before the first
 request, so that no kernel is compiled, loaded or chosen in the middle of serving.
 
-    forms = step_forms(max_batch_size=256, chunk=2048, columns=132, block_size=16)
-    warm_up = WarmUp(model, loop, prefill_graphs, forms)
+    forms = step_forms(max_batch_size=256, max_tokens=2048, columns=132, block_size=16)
+    warm_up = WarmUp(model, loop, forms)
     warm_up.run(progress)
 
 Kernels are compiled for shapes, dtypes and addresses, never for lengths: a step of padding takes those of any
@@ -11,8 +11,8 @@ step of its shape. It belongs to no request, takes no block, writes into no cach
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,6 @@ from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import SamplingParams, sample, seen_tokens
-from torchpaged.engine.step_graphs import MAX_NUM_REQS, PrefillGraphs
 from torchpaged.graphs.bucketed import BucketedGraphs, Progress
 from torchpaged.graphs.buckets import default_buckets
 from torchpaged.metadata import AttentionMetadata
@@ -32,7 +31,7 @@ from torchpaged.metadata.host import to_device
 
 #: Numbers of requests besides those of the buckets: kernels for few requests are cut for their number.
 _FEW = (1, 2, 3, 4, 5, 6, 8, 12, 16, 20, 33)
-_ALL_WIDTHS = (1, 2, 12, 20, 33)  # those whose tables are of several widths
+_ALL_WIDTHS = (1, 2, 8, 12, 20, 33)  # those whose tables are of several widths
 _LONG = MAX_DECODE_QUERY_LEN + 1  # query tokens that no decode kernel takes
 
 
@@ -50,48 +49,54 @@ class Form(NamedTuple):
 
 def step_forms(
     max_batch_size: int,
-    chunk: int,
+    max_tokens: int,
     columns: int,
     block_size: int,
     *,
+    captured: int = 0,
     decodes: bool = False,
     one_prompt: bool = False,
     num_sms: int = 0,
 ) -> list[Form]:
-    """A step of each shape class, those with most tokens first.
+    """A step of each shape class that is launched from Python, those with most tokens first; and one of
+    ``max_batch_size`` requests in any case.
 
     Classes are cut by what kernels look at: the number of requests; whether their queries are so short that a
     decode kernel takes them all, equally long, or neither; few tokens or many; a narrow or a wide table.
 
     Args:
         max_batch_size: requests of a step at most.
-        chunk: tokens of a step at most.
+        max_tokens: tokens of a step at most.
         columns: of the widest block table.
         block_size: tokens per block.
+        captured: steps of up to so many tokens have graphs.
         decodes: with steps of one token per request, which have no graphs.
         one_prompt: a prefill step has one request.
         num_sms: multiprocessors of the GPU: decode kernels are cut by how often requests fill them.
     """
-    most = 1 if one_prompt else min(max_batch_size, chunk)
+    most, least = 1 if one_prompt else min(max_batch_size, max_tokens), captured + 1
     batches = {*_FEW, *default_buckets(max_batch_size), num_sms // 2, num_sms, most}
     counts = [n for n in batches if 1 <= n <= most]
-    shapes = {(n, n * q, q) for n in counts for q in (2, 4, MAX_DECODE_QUERY_LEN)} | {(1, 1, 1)}
-    shapes |= {(n, n - 1 + _LONG, _LONG) for n in counts}
-    shapes |= {(n, n * _LONG, _LONG) for n in _ALL_WIDTHS if n <= most}
-    for tokens in (chunk, chunk - 1, chunk - chunk // 4, chunk // 2, chunk // 4):
+    shapes = {(n, n * q, q) for n in counts for q in (2, 4, MAX_DECODE_QUERY_LEN)}
+    shapes |= {(1, n, n) for n in default_buckets(64)}  # linear layers are cut for few tokens, too
+    shapes |= {(n, tokens := max(n - 1 + _LONG, least), tokens - n + 1) for n in counts}
+    for n in _ALL_WIDTHS:
+        if n <= most:
+            alike = max(_LONG, -(-(least + 1) // n))
+            shapes |= {(n, n * alike, alike), (n, n * alike - min(n - 1, 1), alike)}
+    for tokens in (
+        max_tokens,
+        max_tokens - 1,
+        max_tokens - max_tokens // 4,
+        max_tokens // 2,
+        max_tokens // 4,
+    ):
         # several equal ones, and some of which one has nearly all tokens
         shapes |= {(n, tokens // n * n, tokens // n) for n in (1, 2, 16) if n <= most}
         shapes |= {(n, tokens, tokens - n + 1) for n in (2, 8) if n <= most}
-    # of few requests those with few tokens may have graphs
-    shapes |= {(n, chunk, chunk - n + 1) for n in counts if n <= MAX_NUM_REQS}
-    if decodes:
-        shapes |= {(n, n, 1) for n in counts}
-    forms = {
-        Form(*shape, width)
-        for shape in shapes
-        if shape[2] >= 1 and shape[0] <= shape[1] <= chunk
-        for width in _widths(shape, columns, block_size)
-    }
+    shapes = {shape for shape in shapes if shape[0] <= shape[1] and least <= shape[1] <= max_tokens}
+    shapes |= {(n, n, 1) for n in (counts if decodes else [max_batch_size])}
+    forms = {Form(*shape, width) for shape in shapes for width in _widths(shape, columns, block_size)}
     return sorted(forms, key=lambda form: (-form.num_tokens, form))
 
 
@@ -102,7 +107,7 @@ def _widths(shape: tuple[int, int, int], columns: int, block_size: int) -> set[i
     if num_reqs not in _ALL_WIDTHS:
         return {columns}
     least, even = -(-max_query_len // block_size), columns // 16 * 16
-    if max_query_len > _LONG:
+    if max_query_len > 64:
         return {min(least, columns), columns}
     widths = {least, least + 1, (least | 15) + 1, even - 1, even}
     return {width for width in widths if least <= width <= columns} | {columns}
@@ -114,28 +119,20 @@ class WarmUp:
     Args:
         model: the paged model.
         loop: the decode loop; None without graphs.
-        prefill_graphs: whose steps are left out; None: there are none.
         forms: of the steps.
     """
 
-    def __init__(
-        self,
-        model: PagedModelProtocol,
-        loop: DecodeLoop | None,
-        prefill_graphs: PrefillGraphs | None,
-        forms: Sequence[Form],
-    ) -> None:
+    def __init__(self, model: PagedModelProtocol, loop: DecodeLoop | None, forms: Sequence[Form]) -> None:
         self._model, self._loop, self._forms = model, loop, forms
-        self._graphs = prefill_graphs
         self._most = max(forms, key=lambda form: form.num_reqs)  # whose first tokens are drawn, too
         self._device = torch.device(model.device)
 
     def gather(self, graphs: Iterable[tuple[BucketedGraphs, int]], progress: Progress | None) -> int:
         """Compile side by side what the steps will launch, and those of ``graphs`` and their buckets; returns
         how many kernels. What goes wrong does so again where it counts."""
-        captured = (functools.partial(each.launch_padding, bucket) for each, bucket in graphs)
+        steps: list[Callable[[], object]] = [partial(each.launch_padding, bucket) for each, bucket in graphs]
         with ahead.gathering() as gathered:
-            for step in (*captured, *self._steps()):
+            for step in (*steps, *self._steps()):
                 try:
                     step()
                 except Exception:
@@ -154,10 +151,7 @@ class WarmUp:
         return len(steps)
 
     def _steps(self) -> Iterator[Callable[[], object]]:
-        runner = None if self._graphs is None else self._graphs.runner
-        for form in self._forms:
-            if form == self._most or runner is None or not runner.fits(form.num_reqs, form.num_tokens):
-                yield functools.partial(self._step, form)
+        return (partial(self._step, form) for form in self._forms)
 
     def _step(self, form: Form) -> None:
         model, session = self._model, self._model.session

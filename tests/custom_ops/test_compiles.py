@@ -1,0 +1,132 @@
+"""What compilers report, and kernels that are compiled ahead of their launches; compilers and GPU are
+stand-ins."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged.custom_ops import ahead, compiles, launches
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.triton import kernel_store
+
+
+def test_torch_compile_reports_once_a_graph_and_after_a_reset() -> None:
+    import torch._dynamo
+
+    for _ in range(2):
+        compiles.watch_torch()
+        compiles.watch_torch()  # once is enough
+        before = compiles.count()
+        compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+        for _ in range(2):
+            compiled(torch.zeros(2))
+        [event] = compiles.since(before)
+        assert event.compiler == "torch.compile"
+        assert 0 < event.seconds < 600
+        compiled(torch.zeros(3, 3))
+        assert compiles.count() == before + 2
+        torch.compiler.reset()
+
+
+class _Kernel:
+    """A kernel of Triton's."""
+
+    __name__ = "some_kernel"
+
+    def __init__(self) -> None:
+        self.warmed: list[Any] = []
+        self.launched: list[Any] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> None:
+        self.warmed.append((threading.current_thread().name, grid, options))
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments, **options: self.launched.append((grid, options))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """CPU tensors are on a GPU."""
+    monkeypatch.setattr(kernel_store, "_on_cuda", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+    yield
+
+
+def test_triton_kernels_are_compiled_in_a_thread_once_for_each_specialisation(gpu: None) -> None:
+    kernel, x = _Kernel(), torch.zeros(64)
+    with ahead.gathering() as gathered:
+        for size, at in ((16, x), (32, x), (16, x), (1, x), (16, x[1:])):
+            kernel_store.launch_kernel(kernel, (2,), at, size, WIDTH=8)
+        kernel_store.launch_kernel(kernel, (2,), x, 16, WIDTH=4)
+    seen: list[tuple[int, int, str]] = []
+    assert gathered.wait(lambda *now: seen.append(now)) == 4
+    assert len(kernel.warmed) == 4
+    assert not kernel.launched
+    assert {thread for thread, *_ in kernel.warmed} == {"torchpaged compiles some_kernel"}
+    assert seen == [(n, 4, "kernel some_kernel") for n in (1, 2, 3, 4)]
+    kernel_store.launch_kernel(kernel, (2,), x, 16, WIDTH=8)
+    assert kernel.launched == [((2,), {"WIDTH": 8})]
+
+
+def test_other_threads_launch_meanwhile(gpu: None) -> None:
+    kernel = _Kernel()
+    with ahead.gathering() as gathered:
+        other = threading.Thread(target=kernel_store.launch_kernel, args=(kernel, (1,), torch.zeros(4)))
+        other.start()
+        other.join()
+    assert gathered.wait() == 0
+    assert len(kernel.launched) == 1
+
+
+def test_what_fails_to_compile_fails_at_its_launch_not_before() -> None:
+    def fail() -> None:
+        raise ValueError("no such instruction")
+
+    with ahead.gathering() as gathered:
+        gathered.compile("a", "some_kernel", fail)
+        gathered.compile("a", "some_kernel", fail)
+    assert gathered.wait() == 1
+
+
+def test_nvrtc_kernels_end_their_op_and_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(jit, "machine_code", lambda file, *_: compiled.append(file) or b"")
+    monkeypatch.setattr(jit, "unavailable", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    device, config = torch.device("cuda", 0), ("some constants",)
+    with ahead.gathering() as gathered:
+        for file in ("decode.cu", "decode.cu", "prefill.cu"):
+            assert launches.around is not None
+            with launches.around("paged_attention", ()):
+                jit.kernel(file, "paged", config, device, shared_bytes=0)  # type: ignore[arg-type]
+                raise AssertionError("launched")
+        with pytest.raises(ahead.Postponed):
+            jit.kernel("decode.cu", "paged", config, device, shared_bytes=0)  # type: ignore[arg-type]
+    assert gathered.wait() == 2
+    assert sorted(compiled) == ["decode.cu", "prefill.cu"]
+    assert launches.around is None
+    assert ahead.here() is None
+    jit._ahead.clear()
+
+
+def test_nothing_is_gathered_where_ops_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = object()
+    monkeypatch.setattr(launches, "around", watch)
+    with ahead.gathering() as gathered:
+        assert ahead.here() is None
+    assert gathered.wait() == 0
+    assert launches.around is watch
+
+
+def test_a_thread_gives_what_it_compiled() -> None:
+    future: Future[Any] = ahead.in_a_thread(lambda: 5, "some_kernel")
+    assert future.result(timeout=60) == 5

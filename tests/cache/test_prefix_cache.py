@@ -130,7 +130,7 @@ def test_blocks_that_hold_nothing_go_before_idle_ones(cache: PrefixCache) -> Non
     assert found(cache, [*range(12), 0]) == blocks
 
 
-def test_a_parent_that_goes_takes_what_is_behind_it() -> None:
+def test_what_is_behind_a_block_that_went_is_found_when_that_comes_back() -> None:
     """Two compute the same at once: one's block is known, the other's text goes on behind it."""
     cache = PrefixCache(BlockPool(6), block_size=4)
     one, other = cache.text(list(range(5))), cache.text(list(range(9)))
@@ -141,11 +141,16 @@ def test_a_parent_that_goes_takes_what_is_behind_it() -> None:
     assert found(cache, list(range(9))) == [first[0], second[1]]
     one.leave()
     cache.pool.free(first)
-    cache.pool.allocate(2)
+    cache.pool.free(cache.pool.allocate(2))
     assert found(cache, list(range(9))) == []
-    other.extend([9, 10, 11])
+    other.extend([9, 10, 11, 12])
     other.computed(12, second)
-    assert len(cache) == 0, "what nobody could find is not published"
+    assert found(cache, list(range(13))) == []
+    again, block = cache.text(list(range(13))), cache.pool.allocate(1)
+    assert again.take() == []
+    again.promise()
+    again.computed(4, block)
+    assert found(cache, list(range(13))) == [*block, *second[1:]]
 
 
 def test_without_keep_blocks_go_with_their_last_holder() -> None:
@@ -397,21 +402,19 @@ class Machine:
         assert len(pool._free) + len(pool._idle) == holders[1:].count(0)
         assert not set(pool._free) & pool._idle.keys()
         assert pool._idle.keys() == {block for block in pool._kept if not holders[block]}
-        assert pool._kept == cache._nodes.keys()
         assert cache.keeps or not pool._idle
-        reached = 0
-        stack = [(cache._root, ())]
-        while stack:
-            node, before = stack.pop()
-            assert node.alive
-            for child in node.children.values():
-                assert child.parent is node
-                stack.append((child, (*before, child.key)))
-                if child.block is not None:
-                    reached += 1
-                    assert cache._nodes[child.block] is child
-                    assert node is cache._root or node.block is not None
-        assert reached == len(cache._nodes)
+        known = set(cache._table.values())
+        assert pool._kept == known
+        assert len(known) == len(cache._table)
+        assert all(cache._keys[block] == key for key, block in cache._table.items())
+        assert sum(key is not None for key in cache._keys) == len(known)
+        names = [cache._names[block] for block in known] + list(cache._promised.values())
+        assert len(set(names)) == len(names)
+        assert not cache._promised.keys() & cache._table.keys()
+        assert not cache._lost.keys() & cache._table.keys()
+        assert len(cache._lost) <= pool.num_blocks
+        if not self.live:
+            assert not cache._promised
         stats = cache.stats
         assert stats.queried_tokens == stats.hit_tokens + sum(stats.missed_tokens.values())
 

@@ -178,7 +178,8 @@ class BlockPool:
 
     def keep(self, block: int) -> None:
         """What ``block``, which has a holder, holds may outlive its holders."""
-        self._check(block)
+        if block <= NULL_BLOCK or not self._ref_counts[block]:
+            self._check(block)
         self._kept.add(block)
 
     def drop(self, block: int) -> None:

@@ -7,10 +7,10 @@
     text.computed(len(tokens), blocks)               # their keys and values are written: others find them
     text.leave(); cache.pool.free(blocks)            # kept until the pool needs the blocks for others
 
-A block is known by its own tokens and by all before it: a tree of blocks, each looked up among those behind
-its parent by its tokens' bytes in a dict. Python's hash of bytes is short but keyed with a secret of the
-process, and the dict compares the bytes themselves: no collision gives another text's keys and values, and
-nobody can make texts that collide.
+A block is known by its own tokens and by all before it: its key is the name of the block before it and the
+bytes of its tokens, and each key has a name of its own, a number that no other had. So nothing rests on a
+hash: keys are compared byte by byte (Python's dict does), no collision gives another text's keys and values,
+and nobody can make texts that collide.
 
 When the pool runs dry it gives up the block that was left longest ago, the last of a text first
 (`BlockPool`). Looking up, publishing and giving up a block cost O(1). Host data only.
@@ -53,26 +53,6 @@ class PrefixCacheStats:
     evicted_blocks: int = 0
 
 
-class _Node:
-    """A full block of tokens behind those of its parents.
-
-    Attributes:
-        key: its tokens.
-        block: where its keys and values are; None while a text that promised them computes them.
-        digest: of its tokens and all before; for reasons only, so that collisions do no harm.
-        alive: whether it is still found.
-    """
-
-    __slots__ = ("alive", "block", "children", "digest", "key", "parent")
-
-    def __init__(self, parent: _Node | None = None, key: Hashable = None) -> None:
-        self.parent, self.key = parent, key
-        self.digest: int = 0 if parent is None else hash((parent.digest, key))
-        self.block: int | None = None
-        self.children: dict[Hashable, _Node] = {}
-        self.alive = True
-
-
 class PrefixCache(NotCopied):
     """What the blocks of a pool hold, by tokens.
 
@@ -97,14 +77,19 @@ class PrefixCache(NotCopied):
         pool.watch(self._given_up, keep)
         self.pool, self.block_size, self.keeps = pool, block_size, keep
         self.stats = PrefixCacheStats()
-        self._root = _Node()
-        self._nodes: dict[int, _Node] = {}  # by block
-        self._lost: OrderedDict[int, str] = OrderedDict()  # why, by digest
-        self._version = 0  # another one when what may be known or held has changed
+        self._table: dict[Hashable, int] = {}  # blocks by key
+        self._keys: list[Hashable] = [None] * pool.num_blocks  # of what is in `_table`, by block
+        self._names = [b""] * pool.num_blocks  # with which the keys behind a block begin
+        self._promised: dict[Hashable, bytes] = {}  # names of what texts compute, by key
+        self._lost: OrderedDict[Hashable, tuple[bytes | None, str]] = OrderedDict()  # name and why, by key
+        self._last_name = 0
+        self._version = 0  # another one when what is known or held may have changed
+        self._drops = 0  # blocks that are not known any more
+        self._epoch = 0  # times that all were forgotten
 
     def __len__(self) -> int:
         """Blocks whose tokens are known."""
-        return len(self._nodes)
+        return len(self._table)
 
     def text(self, tokens: Sequence[int], extra: Hashable = None) -> CachedText:
         """One request's text; nothing is held yet.
@@ -130,50 +115,55 @@ class PrefixCache(NotCopied):
         Args:
             reason: why, for `PrefixCacheStats.missed_tokens`.
         """
-        for node in self._nodes.values():
-            self._note(node, reason)
-        self._root, self._nodes = _Node(), {}
-        self._version += 1
+        for key in self._table:
+            self._note(key, None, reason)
+        self._table, self._promised = {}, {}
+        self._keys = [None] * len(self._keys)
+        self._version, self._drops, self._epoch = self._version + 1, self._drops + 1, self._epoch + 1
         self.pool.drop_all()
 
-    # ---------------------------------------------------------------------------------------------- the tree
-    def _note(self, node: _Node, reason: str) -> None:
-        """Remember why a block is not known any more, for as many as the pool has."""
-        self._lost.pop(node.digest, None)
-        self._lost[node.digest] = reason
+    # ------------------------------------------------------------------------------------------- the books
+    def _name(self, key: Hashable) -> bytes:
+        """A name of this key alone: the one it had before, as long as that is remembered, so that what is
+        behind it is found again."""
+        if key in self._lost and (name := self._lost[key][0]) is not None:
+            return name
+        self._last_name += 1
+        return self._last_name.to_bytes(8, "little")
+
+    def _note(self, key: Hashable, name: bytes | None, reason: str) -> None:
+        """Remember what is not known any more, of as many blocks as the pool has."""
+        self._lost[key] = name, reason
+        self._lost.move_to_end(key)
         if len(self._lost) > self.pool.num_blocks:
             self._lost.popitem(last=False)
 
-    def _fill(self, node: _Node, block: int) -> None:
-        """The node's keys and values are in ``block``."""
-        if block in self._nodes:
+    def _fill(self, key: Hashable, block: int) -> bytes:
+        """Keys and values of ``key`` are in ``block``; its name."""
+        if self._keys[block] is not None:
             raise ArgumentError("blocks", "blocks of these tokens alone", f"block {block} of other tokens")
         self.pool.keep(block)
-        node.block, self._nodes[block] = block, node
+        name = self._promised.pop(key, None) or self._name(key)
+        if key in self._lost:
+            del self._lost[key]
+        self._table[key], self._keys[block], self._names[block] = block, key, name
         self._version += 1
+        return name
 
     def _given_up(self, block: int) -> None:
-        self._drop(self._nodes[block], EVICTED if self.keeps else None)
+        """The pool needs ``block``, or nobody holds it and nothing is kept."""
+        key = self._forgotten(block)
+        if self.keeps:
+            self._note(key, self._names[block], EVICTED)
+            self.stats.evicted_blocks += 1
 
-    def _drop(self, node: _Node, reason: str | None) -> None:
-        """Forget a node and all behind it."""
-        if not node.alive:
-            return
-        assert node.parent is not None
-        del node.parent.children[node.key]
-        self._version += 1
-        falling = [node]
-        while falling:
-            node = falling.pop()
-            node.alive = False
-            falling += node.children.values()
-            node.children = {}
-            if node.block is not None:
-                del self._nodes[node.block]
-                self.pool.drop(node.block)
-                self.stats.evicted_blocks += reason == EVICTED
-                if reason is not None:
-                    self._note(node, reason)
+    def _forgotten(self, block: int) -> Hashable:
+        """What ``block`` holds is not known any more; its key."""
+        key = self._keys[block]
+        del self._table[key]
+        self._keys[block] = None
+        self._version, self._drops = self._version + 1, self._drops + 1
+        return key
 
 
 class CachedText:
@@ -186,9 +176,13 @@ class CachedText:
         self._cache, self._extra, self._step = cache, extra, cache.block_size * _TOKEN_BYTES
         self._data = b""
         self.extend(tokens)
-        self._root = cache._root
-        self._path = [self._root]  # of its first blocks, the root before them
-        self._done = 0  # of these, those that hold keys and values
+        self._epoch, self._drops = cache._epoch, cache._drops
+        self._blocks: list[int] = []  # of its first tokens, found so far
+        self._name = b""  # of the last of its blocks that is found, or computed
+        self._next: Hashable = None  # the key that was not found
+        self._done = 0  # blocks that are taken, or computed
+        self._pending: list[Hashable] = []  # keys that it promised, the first of them for block `_first`
+        self._first = 0
         self._counted, self._count = -1, 0
         self.has_begun = False  # whether `take` gave blocks
 
@@ -206,57 +200,59 @@ class CachedText:
         except (TypeError, OverflowError) as error:
             raise ArgumentError("tokens", "ids, signed 64-bit integers", str(error)) from error
 
-    def _key(self, place: int) -> Hashable:
-        """Of its block ``place``."""
-        key = self._data[place * self._step : (place + 1) * self._step]
-        return key if place or self._extra is None else (self._extra, key)
-
-    @property
-    def _is_cut_off(self) -> bool:
-        """Whether blocks that it took, or found, are not known any more."""
-        return not self._path[-1].alive or self._root is not self._cache._root
+    def _key(self, place: int, name: bytes) -> Hashable:
+        """Of its block ``place``, behind one of this name."""
+        tokens = self._data[place * self._step : (place + 1) * self._step]
+        if place:
+            return name + tokens
+        return tokens if self._extra is None else (self._extra, tokens)
 
     @property
     def _most(self) -> int:
         """Blocks that it may take. Its last token is in none: that one is always computed."""
         return (len(self) - 1) // self._cache.block_size
 
-    def _find(self) -> _Node | None:
-        """Go on to the last block whose keys and values are there; the node behind it, if another text has
-        promised to compute that."""
-        if self._is_cut_off:
-            self._root = self._cache._root
-            self._path = [self._root]
-        path = self._path
-        while len(path) <= self._most:
-            child = path[-1].children.get(self._key(len(path) - 1))
-            if child is None or child.block is None:
-                return child
-            path.append(child)
-        return None
+    def _find(self) -> bool:
+        """Go on to the last block whose keys and values are there; whether another text has promised the one
+        behind it."""
+        cache = self._cache
+        if self._drops != cache._drops:
+            self._blocks, self._name = [], b""
+            self._drops, self._epoch = cache._drops, cache._epoch
+        blocks, table = self._blocks, cache._table
+        for place in range(len(blocks), self._most):
+            self._next = self._key(place, self._name)
+            block = table.get(self._next)
+            if block is None:
+                return self._next in cache._promised
+            blocks.append(block)
+            self._name = cache._names[block]
+        self._next = None
+        return False
 
     def num_shared(self) -> int:
         """How many of its first blocks other texts hold, or are computing: they cost no further block. 0 once
         it has begun."""
         if self.has_begun or self._counted == self._cache._version:
             return 0 if self.has_begun else self._count
-        promised, refs = self._find(), self._cache.pool._ref_counts
-        self._count = sum(1 for node in self._path if node.block is not None and refs[node.block])
-        for place in range(len(self._path), self._most + 1):
-            if promised is None:
+        waits, refs, promised = self._find(), self._cache.pool._ref_counts, self._cache._promised
+        self._count = sum(1 for block in self._blocks if refs[block])
+        place, key = len(self._blocks), self._next
+        while waits and key in promised:
+            self._count, place = self._count + 1, place + 1
+            if place == self._most:
                 break
-            self._count += 1
-            promised = promised.children.get(self._key(place))
+            key = self._key(place, promised[key])
         self._counted = self._cache._version
         return self._count
 
     def take(self) -> list[int] | None:
         """The blocks that hold its first tokens, as many as are known, one holder more each; never that of
         its last token. None: another text has promised the one that would be next; ask again."""
-        if self._find() is not None:
+        cache = self._cache
+        if (self._next is not None and self._next in cache._promised) or self._find():
             return None
-        cache, path = self._cache, self._path
-        blocks = cache.pool.fork([node.block for node in path if node.block is not None])
+        blocks = cache.pool.fork(self._blocks)
         self._done, self.has_begun = len(blocks), True
         cache._version += 1
         stats, hit = cache.stats, len(blocks) * cache.block_size
@@ -271,15 +267,18 @@ class CachedText:
 
     def _why(self) -> str:
         """Why the block behind those that were found is not known."""
-        digest = hash((self._path[-1].digest, self._key(len(self._path) - 1)))
-        return self._cache._lost.get(digest, NEW)
+        return NEW if self._next is None else self._cache._lost.get(self._next, (None, NEW))[1]
 
     def promise(self) -> None:
         """Its further full blocks are going to be computed: until `leave`, texts that share them wait."""
-        cache, path = self._cache, self._path
-        while len(path) <= self._most:
-            key = self._key(len(path) - 1)
-            path.append(path[-1].children.setdefault(key, _Node(path[-1], key)))
+        cache, name, self._first = self._cache, self._name, self._done
+        table, promised, pending = cache._table, cache._promised, self._pending
+        for place in range(self._done, self._most):
+            key = self._key(place, name)
+            if key in table or key in promised:  # left behind by others
+                break
+            name = promised[key] = cache._name(key)
+            pending.append(key)
         cache._version += 1
 
     def computed(self, num_tokens: int, blocks: Sequence[int]) -> None:
@@ -294,31 +293,35 @@ class CachedText:
         Raises:
             ArgumentError: a block that is free, or known by other tokens.
         """
-        path = self._path
-        full = min(num_tokens, len(self)) // self._cache.block_size
-        while self._done < full and not self._is_cut_off:
-            place = self._done
-            if place + 1 == len(path):
-                key = self._key(place)
-                path.append(path[-1].children.setdefault(key, _Node(path[-1], key)))
-            node = path[place + 1]
-            if node.block is None and node.alive:
-                self._cache._fill(node, blocks[place])
-            self._done += 1
+        cache = self._cache
+        if self._epoch != cache._epoch:  # what it took may be of other weights
+            return
+        if not self.has_begun:
+            self._name, self.has_begun = b"", True
+        table, names = cache._table, cache._names
+        for place in range(self._done, min(num_tokens, len(self)) // cache.block_size):
+            key = self._key(place, self._name)
+            self._name = names[table[key]] if key in table else cache._fill(key, blocks[place])
+            self._done = place + 1
 
     def forget(self) -> None:
-        """What it took and published is not to be trusted: nobody finds it any more."""
-        if len(self._path) > 1 and not self._is_cut_off:
-            self._cache._drop(self._path[1], "failed")
+        """What it took and published is not to be trusted: nobody finds it any more, nor what is behind. It
+        leaves."""
+        cache, name = self._cache, b""
+        for place in range(self._done if self._epoch == cache._epoch else 0):
+            block = cache._table.get(self._key(place, name))
+            if block is None:
+                break
+            name = cache._names[block]
+            cache._note(cache._forgotten(block), None, "failed")
+            cache.pool.drop(block)
+        self.leave()
 
     def leave(self) -> None:
         """It computes nothing more: who waits for what it promised does so itself. Before its blocks are
         freed."""
-        for node in self._path[self._done + 1 :]:
-            if node.block is None and not self._is_cut_off:
-                self._cache._drop(node, None)
-                break
-        self._path = self._path[:1]
-        self.has_begun = True
-        self._done = len(self)
+        if self._epoch == self._cache._epoch:
+            for key in self._pending[max(self._done - self._first, 0) :]:
+                self._cache._promised.pop(key, None)
+        self._epoch, self.has_begun = -1, True
         self._cache._version += 1

@@ -304,8 +304,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence, text: CachedText) -> None:
         """Publish what was computed since the prompt, all at once: while it ran nobody asked for it."""
         if sequence.finish_reason == "error":  # what it took may be the reason
-            text.forget()
-        elif self.prefixes is not None and self.prefixes.keeps:
+            return text.forget()
+        if self.prefixes is not None and self.prefixes.keeps:
             if sequence.num_computed > len(text):
                 text.extend(sequence.tokens[len(text) : sequence.num_computed])
             text.computed(sequence.num_computed, sequence.blocks)

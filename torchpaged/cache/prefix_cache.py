@@ -181,8 +181,7 @@ class CachedText:
         self._name = b""  # of the last of its blocks that is found, or computed
         self._next: Hashable = None  # the key that was not found
         self._done = 0  # blocks that are taken, or computed
-        self._pending: list[Hashable] = []  # keys that it promised, the first of them for block `_first`
-        self._first = 0
+        self._pending: dict[Hashable, bytes] = {}  # names by the keys that it promised
         self._counted, self._count = -1, 0
         self.has_begun = False  # whether `take` gave blocks
 
@@ -271,14 +270,13 @@ class CachedText:
 
     def promise(self) -> None:
         """Its further full blocks are going to be computed: until `leave`, texts that share them wait."""
-        cache, name, self._first = self._cache, self._name, self._done
+        cache, name = self._cache, self._name
         table, promised, pending = cache._table, cache._promised, self._pending
         for place in range(self._done, self._most):
             key = self._key(place, name)
             if key in table or key in promised:  # left behind by others
                 break
-            name = promised[key] = cache._name(key)
-            pending.append(key)
+            name = promised[key] = pending[key] = cache._name(key)
         cache._version += 1
 
     def computed(self, num_tokens: int, blocks: Sequence[int]) -> None:
@@ -320,8 +318,9 @@ class CachedText:
     def leave(self) -> None:
         """It computes nothing more: who waits for what it promised does so itself. Before its blocks are
         freed."""
-        if self._epoch == self._cache._epoch:
-            for key in self._pending[max(self._done - self._first, 0) :]:
-                self._cache._promised.pop(key, None)
-        self._epoch, self.has_begun = -1, True
+        promised = self._cache._promised
+        for key, name in self._pending.items():
+            if promised.get(key) == name:
+                del promised[key]
+        self._epoch, self.has_begun, self._pending = -1, True, {}
         self._cache._version += 1

@@ -85,7 +85,8 @@ def main() -> None:
         return out[0, len(prompt) :].tolist()
 
     hf_tokens = [hf(prompt) for prompt in ids]  # also the warm-up
-    generator = Generator(model, max_batch_size=8, max_seq_len=256, compile=args.compile)
+    sizes = {"max_batch_size": 8, "max_seq_len": 256}
+    generator = Generator(model, **sizes, compile=args.compile, prefix_cache=False)  # prompts come again
     sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
     same = [
         out.token_ids == want for out, want in zip(generator.generate(ids, sampling), hf_tokens, strict=True)

@@ -135,6 +135,7 @@ def engine(model: Any, shape: ModelShape, chunk: int, fused: bool, prompt_len: i
         block_size=BLOCK_SIZE,
         fuse=fused,
         prefill_chunk_size=chunk,
+        prefix_cache=False,  # the prompt comes again
     )
     prompt = [token % shape.vocab_size for token in range(prompt_len)]
     sampling, seconds = SamplingParams(max_new_tokens=1, ignore_eos=True), []

@@ -292,7 +292,8 @@ class Machine:
         self.texts: list[tuple[CachedText, list[int], Any]] = []  # those that wait
         self.live: list[dict[str, Any]] = []
         self.others: list[list[int]] = []  # holders that are no texts
-        self.memory: dict[int, Any] = {}  # by block: its tokens and all before
+        self.memory: dict[int, Any] = {}  # by block: its tokens and all before, and the weights
+        self.weights = 0
 
     def step(self) -> None:
         moves = [self.ask, self.ask, self.take, self.take, self.grow, self.grow, self.grow]
@@ -321,10 +322,10 @@ class Machine:
             return
         assert len(blocks) * self.size < len(tokens)
         for place, block in enumerate(blocks):
-            assert self.memory[block] == (extra, tokens[: (place + 1) * self.size])
+            assert self.memory[block] == (extra, tokens[: (place + 1) * self.size], self.weights)
         if self.r.random() < 0.7:
             text.promise()
-        live = {"text": text, "tokens": tokens, "extra": extra, "blocks": blocks}
+        live = {"text": text, "tokens": tokens, "extra": extra, "blocks": blocks, "weights": self.weights}
         self.live.append(live | {"computed": len(blocks) * self.size, "known": len(tokens)})
 
     def grow(self) -> None:
@@ -340,10 +341,8 @@ class Machine:
         one["blocks"] += self.pool.allocate(max(need, 0))
         for place in range(one["computed"] // self.size, -(-end // self.size)):
             assert self.pool.ref_count(one["blocks"][place]) >= 1
-            self.memory[one["blocks"][place]] = (
-                one["extra"],
-                one["tokens"][: min(end, (place + 1) * self.size)],
-            )
+            tokens = one["tokens"][: min(end, (place + 1) * self.size)]
+            self.memory[one["blocks"][place]] = one["extra"], tokens, one["weights"]
         one["computed"] = end
         if self.r.random() < 0.6:
             self.publish(one)
@@ -383,13 +382,13 @@ class Machine:
 
     def rarely(self) -> None:
         what = self.r.random()
-        if what < 0.02:
+        if what < 0.03:
             self.cache.clear("changed")
-        elif what < 0.03:  # a step broke off
-            self.cache.clear("changed")
+            self.weights += 1
+        if 0.02 < what < 0.03:  # a step broke off
             self.pool.reset()
             self.live, self.texts, self.others = [], [], []
-        elif what < 0.2 and self.texts:
+        elif 0.03 < what < 0.2 and self.texts:
             self.texts.pop()
 
     def check(self) -> None:

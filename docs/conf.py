@@ -17,7 +17,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-source_suffix = {".md": "markdown", ".ipynb": "markdown", ".rst": "restructuredtext"}
+# autosummary writes its pages with the first of them
+source_suffix = {".rst": "restructuredtext", ".md": "markdown", ".ipynb": "markdown"}
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 napoleon_use_ivar = True

@@ -136,12 +136,13 @@ def test_numbers_of_the_drawings() -> None:
         33,
         {124, 125},
     )
-    assert all(
-        words in text
-        for words in ("64 keys each: 4096 tiles", "33 runs of 124 or 125 tiles", "264 = 2 per multiprocessor")
-    )
+    drawn = (PAGES.parent / "pictures" / "decode.svg").read_text()
+    assert "4096 tiles, 64 keys each" in drawn
+    assert "33 runs of 124 or 125 tiles" in drawn
+    assert "264 CTAs, two per multiprocessor" in text
     tiles = 16384 // (prefill.prefill_shape(128, 128).rows // 4)
     assert tiles == 512
     assert (
-        "512 of 32 tokens x 4 heads per kv head; 8 kv heads: 4096 tiles" in (PAGES / "prefill.md").read_text()
+        "512 tiles of 32 tokens × 4 heads for each of 8 kv heads are 4096"
+        in (PAGES / "prefill.md").read_text()
     )

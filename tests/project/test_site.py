@@ -65,4 +65,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert (tmp_path / "reference/api/torchpaged.PagedAttention.html").exists()
+    page = (tmp_path / "reference/api/torchpaged.PagedAttention.html").read_text()
+    assert 'id="torchpaged.PagedAttention.forward"' in page

@@ -1,0 +1,170 @@
+"""One plot per door in docs/pictures, drawn from the documents that docs/results.md has its tables from.
+
+    python benchmarks/make_plots.py       # needs matplotlib: pip install ".[bench]"
+
+Each file says in its metadata which data it shows (`digest`); tests/project/test_pictures.py compares,
+without matplotlib.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from result_tables import latest, load, short, times
+from step_tables import step_times
+
+PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
+#: Contender -> name, colour, marker; ours stand out.
+STYLES = {
+    "cuda": ("torchpaged, cuda", "#c2410c", "o"),
+    "fa3": ("FlashAttention-3", "#2563eb", "s"),
+    "flashinfer": ("FlashInfer", "#059669", "D"),
+    "sdpa": ("SDPA, contiguous keys", "#6b7280", "^"),
+}
+STEPS = {
+    "k1+fuse": ("torchpaged, engine", "#c2410c", "o"),
+    "hf_cb": ("HuggingFace, continuous batching, FA3", "#2563eb", "s"),
+    "hf_static": ("HuggingFace, static cache and torch.compile", "#059669", "D"),
+}
+WAYS = {"static cache": "#6b7280", "PagedCache": "#f59e0b", "accelerate": "#c2410c"}
+
+
+def attention_data() -> dict[str, dict[str, dict[str, float]]]:
+    """Suite -> case -> contender -> time over the ideal one."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for suite in ("decode", "prefill"):
+        for row in latest(f"h200_suite_{suite}")["rows"]:
+            measured: dict[str, float] = {}
+            for name, time in times(row).items():
+                name = name.split("-")[0]  # FlashInfer is the fastest of its three
+                if name in STYLES:
+                    measured[name] = min(measured.get(name, math.inf), time / row["ideal_us"])
+            found.setdefault(suite, {})[short(row["case"])] = measured
+    return found
+
+
+def generate_data() -> dict[str, dict[str, float]]:
+    """Way of calling ``generate()`` -> batch -> ms per token."""
+    found: dict[str, dict[str, float]] = {}
+    for row in load("h200_generate")["rows"]:
+        found.setdefault(row["way"], {})[str(row["batch"])] = row["ms"]
+    return found
+
+
+def step_data() -> dict[str, dict[str, dict[str, float]]]:
+    """Shape -> contender -> batch -> ms; "roofline" among the contenders."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for file in ("h200_step_peers_1b", "h200_step_peers_8b"):
+        for (shape, batch, contender), row in sorted(step_times(file).items()):
+            of_shape = found.setdefault(shape, {})
+            of_shape.setdefault("roofline", {})[str(batch)] = row["roofline_ms"]
+            if row.get("ms"):
+                of_shape.setdefault(contender, {})[str(batch)] = row["ms"]
+    return found
+
+
+def digest(data: Any) -> str:
+    """Of what a plot shows, to three digits."""
+    rounded = json.loads(json.dumps(data), parse_float=lambda number: f"{float(number):.3g}")
+    return hashlib.sha256(json.dumps(rounded, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def draw_attention(figure: Any, data: dict[str, dict[str, dict[str, float]]]) -> None:
+    """A row per case: how far each is from what the memory or the tensor cores allow."""
+    figure.set_size_inches(8.2, 8.4)
+    heights = [len(cases) for cases in data.values()]
+    for axes, (suite, cases) in zip(
+        figure.subplots(len(data), 1, gridspec_kw={"height_ratios": heights}), data.items(), strict=True
+    ):
+        for contender, (name, colour, marker) in STYLES.items():
+            points = [(of[contender], y) for y, of in enumerate(cases.values()) if contender in of]
+            style = {"color": colour, "marker": marker, "linestyle": "", "markersize": 5.5}
+            axes.plot(*zip(*points, strict=True), label=name, zorder=3 if contender == "cuda" else 2, **style)
+        axes.axvline(1, color="#111827", linewidth=0.8)
+        axes.set_yticks(range(len(cases)), list(cases), fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}×")
+        axes.set_title(f"{suite} attention: time over the ideal (left is better)", loc="left", fontsize=10)
+    figure.axes[0].legend(fontsize=8, loc="lower right")
+
+
+def draw_generate(figure: Any, data: dict[str, dict[str, float]]) -> None:
+    """Bars by batch."""
+    figure.set_size_inches(8.2, 3.2)
+    axes, batches = figure.subplots(), sorted({b for of in data.values() for b in of}, key=int)
+    for offset, (way, of) in enumerate(data.items()):
+        places = [batches.index(batch) + 0.27 * (offset - 1) for batch in of]
+        bars = axes.bar(places, list(of.values()), 0.25, color=WAYS[way], label=way)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+    axes.set_title("generate(): ms per token (lower is better)", loc="left", fontsize=10)
+    axes.legend(fontsize=8, loc="upper left")
+    axes.margins(y=0.15)
+
+
+def draw_steps(figure: Any, data: dict[str, dict[str, dict[str, float]]]) -> None:
+    """A panel per shape: ms by batch."""
+    figure.set_size_inches(8.2, 3.8)
+    for axes, (shape, of_shape) in zip(figure.subplots(1, len(data)), data.items(), strict=True):
+        for contender, (name, colour, marker) in STEPS.items():
+            of = of_shape[contender]
+            axes.plot([int(b) for b in sorted(of, key=int)], [of[b] for b in sorted(of, key=int)])
+            axes.lines[-1].set(color=colour, marker=marker, label=name)
+        roofline = of_shape["roofline"]
+        axes.plot(
+            [int(b) for b in sorted(roofline, key=int)], [roofline[b] for b in sorted(roofline, key=int)]
+        )
+        axes.lines[-1].set(color="#111827", linestyle=":", label="weights and keys at full bandwidth")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks([1, 8, 32, 64], ["1", "8", "32", "64"])
+        low, high = axes.get_ylim()
+        shown = [y for y in (0.5, 1, 2, 5, 10, 20, 50) if low <= y <= high]
+        axes.set_yticks(shown, [f"{y:g}" for y in shown])
+        axes.set_yticks([], minor=True)
+        axes.set_xlabel("batch")
+        axes.set_title(f"{shape}: ms per decode step", loc="left", fontsize=10)
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8)
+
+
+#: File -> the data, how it is drawn.
+PLOTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], None]]] = {
+    "results_attention": (attention_data, draw_attention),
+    "results_generate": (generate_data, draw_generate),
+    "results_step": (step_data, draw_steps),
+}
+
+
+def main() -> None:
+    """The command."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "torchpaged", "font.family": "sans-serif"}
+    settings |= {
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#e5e7eb",
+    }
+    for name, (make, draw) in PLOTS.items():
+        data = make()
+        with rc_context(settings):
+            figure = Figure(layout="constrained")
+            draw(figure, data)
+            about = {"Date": None, "Creator": None, "Description": f"data {digest(data)}"}
+            FigureCanvasSVG(figure).print_svg(PICTURES / f"{name}.svg", metadata=about)
+        print(PICTURES / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -12,6 +12,7 @@ import pytest
 from torchpaged import ArgumentError
 from torchpaged.backends import Limits
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.chunk_budget import LEAST, ChunkBudget
 from torchpaged.graphs import TapeCapture
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -221,3 +222,80 @@ def test_what_was_decided_and_why(model: Any, monkeypatch: pytest.MonkeyPatch) -
             mixes,
             not mixes,
         )
+
+
+@pytest.mark.parametrize(("fixed", "per_token"), [(0.004, 2e-5), (0.0, 1e-4), (0.03, 1e-6)])
+def test_a_budget_comes_to_its_bound_from_below(fixed: float, per_token: float) -> None:
+    budget, took = ChunkBudget(0.05, 4096), []
+    for _ in range(40):
+        took.append(fixed + per_token * budget.tokens)
+        budget.note(budget.tokens, took[-1])
+    assert max(took) <= 0.05
+    assert budget.tokens == 4096 or took[-1] > 0.045
+    budget.note(10, fixed + 10 * per_token)  # a last chunk of few tokens says little
+    assert budget.tokens == 4096 or took[-1] > 0.045
+
+
+def test_a_budget_is_cut_and_grows_back() -> None:
+    budget = ChunkBudget(0.05, 4096)
+    for _ in range(20):
+        budget.note(budget.tokens, 0.002 + 2e-5 * budget.tokens)
+    before = budget.tokens
+    budget.note(budget.tokens, 3.0)  # a kernel was compiled
+    assert budget.tokens == LEAST
+    for _ in range(20):
+        budget.note(budget.tokens, 0.002 + 2e-5 * budget.tokens)
+    assert budget.tokens == before
+    for _ in range(20):  # texts that are three times as long
+        budget.note(budget.tokens, 0.002 + 6e-5 * budget.tokens)
+    assert 0.002 + 6e-5 * budget.tokens <= 0.05
+    for _ in range(20):  # a bound that can't be kept
+        budget.note(budget.tokens, 0.06)
+    assert budget.tokens == LEAST
+    assert ChunkBudget(0.05, 16).tokens == 16
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"capture_ahead": True}, {"graphs": False}, {"capture_ahead": True, "mixed_steps": False}],
+    ids=str,
+)
+def test_decodes_wait_no_longer_than_asked(
+    counted: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that each token of a forward moves on by a millisecond. Alone a prompt has whole chunks."""
+    now, call = [0.0], type(counted).__call__
+
+    def timed(self: Any, input_ids: Any, *given: Any) -> Any:
+        now[0] += 1e-3 * input_ids.numel()
+        return call(self, input_ids, *given)
+
+    monkeypatch.setattr(type(counted), "__call__", timed)
+    sizes = {"max_batch_size": 4, "max_seq_len": 96, "prefill_chunk_size": 24, "compile": False, **options}
+    monkeypatch.setattr("torchpaged.engine.chunk_budget.LEAST", 2)
+    prompts, params = [list(range(first, 90)) for first in (40, 50, 45)], SamplingParams(max_new_tokens=40)
+    want = [output.token_ids for output in Generator(counted, **sizes).generate(prompts, params)]
+    monkeypatch.setattr("torchpaged.engine.stepper.time.perf_counter", lambda: now[0])
+    generator = Generator(counted, **sizes, max_decode_wait=0.012)
+    requests, waits = [], []
+    for prompt in prompts:
+        requests.append(generator.submit(prompt, params))
+        for _ in range(4):
+            counted.passes.clear()
+            before = now[0]
+            generator.step()
+            if any(1 in lens for lens in counted.passes):
+                waits.append(now[0] - before)
+    outputs = {r: [e.token_id for e in generator._requests[r].log] for r in requests}
+    assert list(outputs.values()) == [t[: len(outputs[r])] for r, t in zip(requests, want, strict=True)]
+    assert len(waits) > 5
+    assert max(waits) <= 0.013 + 1e-9  # a row more may decode than in the steps seen before
+    assert max(waits) > 0.008  # and not as if nothing were allowed
+
+
+@pytest.mark.parametrize("wait", [0, -1.0, "50 ms", True, float("inf"), float("nan")], ids=repr)
+def test_a_wait_is_a_number_of_seconds(model: Any, wait: Any) -> None:
+    with pytest.raises(ArgumentError, match="max_decode_wait: expected None or seconds above 0, got"):
+        Generator(model, **SIZES, max_decode_wait=wait)
+    with pytest.raises(ArgumentError, match="max_decode_wait: expected None with batch_invariant=True"):
+        Generator(model, **SIZES, max_decode_wait=0.1, batch_invariant=True)

@@ -27,6 +27,7 @@ from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted
 from torchpaged.engine.calls import Calls, HandOut
+from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
@@ -82,6 +83,11 @@ class Generator(NotCopied):
             chunk of the prompts, so that the weights are read once for both. False: the chunk has a pass of
             its own, and decodes follow; "auto": one pass, unless ``batch_invariant``, a backend that plans on
             the host with graphs, or a session too small rules it out; `mixed_reason` says what was decided.
+        max_decode_wait: seconds that a step with prompts shall take at most while requests decode. Chunks
+            grow from 64 tokens to what would take as long by the steps seen so far; a step whose texts are
+            longer, or that compiles a kernel, may be late, and 64 tokens are computed however long they
+            take. Chunks follow the clock then, so that logits' last bits may differ from run to run. None:
+            not bounded.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
             is fused already is taken as it is; the model stays fused afterwards, until
             `torchpaged.hf.unfuse`, unless it is refused.
@@ -186,7 +192,7 @@ class Generator(NotCopied):
         self.start_report: StartReport = start(
             self.model, options, decided, *graphs, max_blocks_per_req=columns, clock=clock
         )
-        rings = getattr(self.model, "rings", None)
+        rings, wait = getattr(self.model, "rings", None), options.max_decode_wait
         self.scheduler = Scheduler(
             self.pool,
             cache.block_size,
@@ -198,6 +204,7 @@ class Generator(NotCopied):
             one_prompt_per_step=options.batch_invariant,
             mixes=decided.mixes,
             max_query_len=None if rings is None else rings.blocks.step,
+            budget=None if wait is None else ChunkBudget(wait, options.prefill_chunk_size),
             rings=rings,
         )
         self._stepper = Stepper(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, ParamSpec
@@ -14,7 +15,7 @@ from torchpaged.backends import Route
 from torchpaged.backends.choose.names import check_backend
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.engine.numbers import as_integer, shown
+from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.graphs import CaptureBackend
 from torchpaged.graphs.bucketed import check_capture, check_progress
 from torchpaged.prefixes import CascadeCosts
@@ -45,6 +46,7 @@ class GeneratorOptions:
     rolling: bool | str = "auto"
     prefill_chunk_size: int = 2048
     mixed_steps: bool | str = "auto"
+    max_decode_wait: float | None = None
     fuse: bool = False
     compile: bool | str = "auto"
     graphs: bool | str = "auto"
@@ -83,6 +85,7 @@ class GeneratorOptions:
         check_progress(self.progress)
         check_cascade(self.cascade)
         check_backend(self.backend)
+        self._check_wait()
         self._check_memory()
         self._check_prefill_buckets()
         if self.prefix_cache is True and self.share_prefixes is False:
@@ -115,6 +118,15 @@ class GeneratorOptions:
         if number is None or number < least:
             kind = "" if number is not None else "an integer of "
             raise ArgumentError(name, f"{kind}at least {least}", shown(given))
+
+    def _check_wait(self) -> None:
+        given = self.max_decode_wait
+        seconds = None if given is None else as_float(given)
+        if given is not None and (seconds is None or not 0 < seconds < math.inf):
+            raise ArgumentError("max_decode_wait", "None or seconds above 0", shown(given))
+        if given is not None and self.batch_invariant:
+            wants = "with batch_invariant=True: chunks would follow the clock"
+            raise ArgumentError("max_decode_wait", f"None {wants}", shown(given))
 
     def _check_memory(self) -> None:
         blocks, memory = self.num_blocks, self.kv_cache_memory

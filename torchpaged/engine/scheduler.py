@@ -22,6 +22,7 @@ from typing import Protocol
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.prefix_cache import CachedText
+from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.sequence import Sequence
 
 
@@ -69,6 +70,7 @@ class Scheduler:
         mixes: decodes run in one pass with the chunks, and count: these get the rest of
             ``prefill_chunk_size``, and half of it at least.
         max_query_len: prompt tokens of one request per step; None: as many as a step has.
+        budget: prompt tokens of a step with decodes; None: not bounded further.
         rings: told of each request's first block; None: no layer keeps rings.
     """
 
@@ -85,6 +87,7 @@ class Scheduler:
         one_prompt_per_step: bool = False,
         mixes: bool = False,
         max_query_len: int | None = None,
+        budget: ChunkBudget | None = None,
         rings: Rings | None = None,
     ) -> None:
         self._rings, self._resets = rings, -1
@@ -93,7 +96,7 @@ class Scheduler:
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.preemptions = 0
+        self.preemptions, self.budget = 0, budget
         self.prefixes = prefixes
         self._one_prompt_per_step, self._mixes = one_prompt_per_step, mixes
         self._max_query_len = prefill_chunk_size if max_query_len is None else max_query_len
@@ -159,8 +162,10 @@ class Scheduler:
 
     def _prompt_tokens(self) -> int:
         """Prompt tokens of the next step at most."""
-        most = self.prefill_chunk_size
-        return max(most - sum(map(_decodes, self.running)), -(-most // 2)) if self._mixes else most
+        most, decodes = self.prefill_chunk_size, sum(map(_decodes, self.running))
+        if self._mixes:
+            most = max(most - decodes, -(-most // 2))
+        return min(most, self.budget.tokens) if self.budget is not None and decodes else most
 
     @property
     def prefills_left(self) -> bool:

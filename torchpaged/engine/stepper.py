@@ -74,6 +74,7 @@ class Stepper:
         self._packed = PackedSteps(model, prefill_graphs, prefixes, None if loop is None else loop.rows)
         self._lost = Lost.NOTHING
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
+        self._chunk_tokens = 0  # beside decodes, in the step whose end is waited for next
         self.requests: dict[int, Sequence] = {}
         self._owner = CacheOwner(model.kv_cache, self.requests)
         self.stats = GeneratorStats(scheduler.pool.num_usable)
@@ -179,10 +180,21 @@ class Stepper:
             self._collect(loop, keep=0)
         decoded = len(plan.decodes) if loop is None else loop.decoded - read_before
         prefilled = sum(count for _, count in plan.chunks)
+        seconds = time.perf_counter() - started
+        self._note_wait(seconds, prefilled if plan.decodes else 0)
         if decoded or prefilled:
-            self.stats.add_step(time.perf_counter() - started, decode_seconds, decoded, prefilled)
+            self.stats.add_step(seconds, decode_seconds, decoded, prefilled)
             self.stats.preemptions = self._scheduler.preemptions
             self.stats.peak_blocks_used = self._scheduler.pool.peak_used
+
+    def _note_wait(self, seconds: float, chunk_tokens: int) -> None:
+        """What decodes waited in this call, beside so many tokens of prompts. Where launches return at once,
+        it was for the step before."""
+        waited, self._chunk_tokens = self._chunk_tokens, chunk_tokens
+        if not self._launches_return_at_once or self._loop is None:
+            waited = chunk_tokens
+        if waited and self._scheduler.budget is not None:
+            self._scheduler.budget.note(waited, seconds)
 
     def _launch(self, loop: DecodeLoop, plan: Schedule) -> float | None:
         """Start a pass over the chunks or a launch, or both, and read what was started before; returns the

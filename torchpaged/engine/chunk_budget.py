@@ -7,7 +7,7 @@ budget.note(512, seconds=0.02)          # so many took so long, decodes included
 
 from __future__ import annotations
 
-#: Prompt tokens that a step may always have: what the weights' bytes take is less with none.
+#: Prompt tokens that a step may always have, so that prompts come to their ends whatever the bound.
 LEAST = 64
 
 

@@ -91,7 +91,7 @@ def joint_layer(owner: Any, index: int, config: Any, template: Any) -> Any:
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
     register_layer_kind(LayerKind("joint", JointSpec, hf_layer=joint_layer))
-    register_layer_kind(LayerKind("state", StateSpec))
+    register_layer_kind(LayerKind("toy state", StateSpec))
     yield
 
 
@@ -174,14 +174,14 @@ def test_copies_hold_the_same(again: Callable[[PagedKVCache], PagedKVCache]) -> 
 
 
 def test_what_is_not_registered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [kind.name for kind in layer_kinds()] == ["kv", "latent", "joint", "state"]
+    assert [kind.name for kind in layer_kinds()] == ["kv", "latent", "state", "joint", "toy state"]
     for kind in (LayerKind("kv", StateSpec), LayerKind("mine", JointSpec)):
         with pytest.raises(ArgumentError, match="kind: expected a name and a class"):
             register_layer_kind(kind)
-    monkeypatch.delitem(kinds._KINDS, "state")
+    monkeypatch.delitem(kinds._KINDS, "toy state")
     with pytest.raises(
         ArgumentError,
-        match=r"layers: expected specs of registered kinds \(kv, latent, joint\), got StateSpec",
+        match=r"layers: expected specs of registered kinds \(kv, latent, state, joint\), got StateSpec",
     ):
         PagedKVCache(SPECS, num_blocks=4)
 

@@ -115,12 +115,12 @@ def test_another_attention_implementation_behind_a_generator(
 
 
 def _of(name: str) -> Any:
-    """Models that the engine refuses once it has looked at their layers."""
+    """Models that the engine refuses once it has looked at their layers, and hybrids."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     more: dict[str, dict[str, Any]] = {
         "Bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1},
-        "Lfm2": {"layer_types": ["conv", "full_attention"]},
+        "Lfm2": {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 2},
         "DeepseekV3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
         "OPT": {"ffn_dim": 64, "word_embed_proj_dim": 64},
     }

@@ -4,6 +4,8 @@ of layers that there are.
 kinds.py         what a kind of layer cache is, and the registry
 kv.py            the usual kind, `KVLayerSpec`: keys and values; a layer's pools are a `LayerKVCache`
 latent.py        the latents of multi-head latent attention, `LatentLayerSpec`
+state.py         one state per request, `StateLayerSpec`: gated delta nets, Mamba 2, convolutions; a layer's
+                 pools are `LayerStates`
 kv_cache.py      the pools of a model, of layers of any kind
 block_pool.py    free blocks and holders, host data only
 requests.py      requests that grow, and the metadata of their steps
@@ -20,6 +22,7 @@ from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.latent import LatentLayerSpec
 from torchpaged.cache.prefix_cache import PrefixCache, PrefixCacheStats
 from torchpaged.cache.rolling import RollingBlocks
+from torchpaged.cache.state import LayerStates, StateLayerSpec
 
 __all__ = [
     "BlockPool",
@@ -28,9 +31,11 @@ __all__ = [
     "LayerKVCache",
     "LayerKind",
     "LayerSpec",
+    "LayerStates",
     "PagedKVCache",
     "PrefixCache",
     "PrefixCacheStats",
     "RollingBlocks",
+    "StateLayerSpec",
     "register_layer_kind",
 ]

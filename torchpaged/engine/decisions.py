@@ -86,7 +86,7 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
         buckets = range(1, options.max_batch_size + 1)
     ahead = on_gpu if options.capture_ahead == "auto" else options.capture_ahead is True
     warm = decide_warm_up(options.warm_up, on_gpu, ahead)
-    shares, keeps, keep_reason = decide_sharing(options, rolls=getattr(model, "rings", None) is not None)
+    shares, keeps, keep_reason = decide_sharing(options, _own_of_requests(model))
     lookahead = options.lookahead
     if lookahead is None:
         lookahead = _LOOKAHEAD if on_gpu and graphs else 0
@@ -190,30 +190,31 @@ def decide_warm_up(warm_up: bool | str, on_gpu: bool, ahead: bool) -> tuple[bool
     return ahead, "automatic: on a GPU" if ahead else "automatic: capture_ahead=False puts off what it can"
 
 
-def decide_sharing(options: GeneratorOptions, rolls: bool) -> tuple[bool, bool, str]:
-    """Whether requests share blocks, whether these are kept for those to come, and why; ``rolls``: layers of
-    the model keep rings.
+def _own_of_requests(model: PagedModelProtocol) -> str:
+    """What a request keeps besides blocks, so that another could not go on from these; empty: nothing."""
+    rings: Any = getattr(model, "rings", None)
+    if rings is None:
+        return ""
+    if rings.blocks is None:
+        return "layers keep a state per request, which is that of its last token alone"
+    return "layers with a window keep rings of blocks: what they saw of a prefix is gone; rolling=False"
+
+
+def decide_sharing(options: GeneratorOptions, own: str) -> tuple[bool, bool, str]:
+    """Whether requests share blocks, whether these are kept for those to come, and why; ``own``: what keeps
+    them from it, of `_own_of_requests`.
 
     Raises:
-        ArgumentError: they shall, and the keys of one are gone by then.
+        ArgumentError: they shall, and the keys of one, or its states, are gone by then.
     """
-    if options.shall_share is not None and rolls:
-        raise ArgumentError(
-            options.shall_share,
-            "'auto' or False with a model whose layers keep rings of blocks",
-            "True",
-            "make the PagedModel without sliding_step to share",
-        )
+    if options.shall_share is not None and own:
+        raise ArgumentError(options.shall_share, "'auto' or False with this model", "True", own)
     if options.share_prefixes is False:
         return False, False, "switched off by share_prefixes=False"
     if options.batch_invariant:
         return False, False, "batch_invariant=True: a step's shapes would depend on what is known"
-    if rolls:
-        return (
-            False,
-            False,
-            ("layers with a window keep rings of blocks: what they saw of a prefix is gone; rolling=False"),
-        )
+    if own:
+        return False, False, own
     if options.prefix_cache is False:
         return True, False, "switched off by prefix_cache=False"
     return True, True, "until the pool needs the blocks, those left longest ago first"

@@ -117,7 +117,7 @@ class Generator(NotCopied):
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
-            they share, unless ``batch_invariant``, or layers roll (``rolling``).
+            they share, unless ``batch_invariant``, or layers roll (``rolling``) or keep a state per request.
         prefix_cache: such blocks, and those of outputs, stay when a request has ended, for those to come that
             begin with the same tokens, until the pool needs them; those left longest ago go first
             (`torchpaged.cache.PrefixCache`). False: they go with the last request that has them; "auto": they
@@ -203,7 +203,7 @@ class Generator(NotCopied):
             prefixes=self.prefix_cache,
             one_prompt_per_step=options.batch_invariant,
             mixes=decided.mixes,
-            max_query_len=None if rings is None else rings.blocks.step,
+            max_query_len=None if rings is None or rings.blocks is None else rings.blocks.step,
             budget=None if wait is None else ChunkBudget(wait, options.prefill_chunk_size),
             rings=rings,
         )

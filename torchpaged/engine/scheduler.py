@@ -27,7 +27,7 @@ from torchpaged.engine.sequence import Sequence
 
 
 class Rings(Protocol):
-    """Rings of blocks that requests have besides their own: `torchpaged.hf.step_rings.StepRings`."""
+    """Rings of blocks, or states, of requests besides their blocks: `torchpaged.hf.step_rings.StepRings`."""
 
     num_resets: int
 

@@ -157,7 +157,8 @@ class Stepper:
                 del self.requests[sequence.request_id]
         # What the device says late of a step may concern what that step wrote.
         self._scheduler.forget_prefixes("a step broke off")
-        # In rings, steps whose tokens are lost have written over what the window of the last known one saw.
+        # Steps whose tokens are lost have written over what the last known one saw in rings, and have moved
+        # states on.
         if self._lost is Lost.BLOCKS or self._scheduler.has_rings:
             self._scheduler.reset(self.requests.values())
         self._lost = Lost.NOTHING

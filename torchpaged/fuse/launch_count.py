@@ -19,7 +19,8 @@ from torchpaged.backends import Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.fuse.report import Launches
 from torchpaged.hf.attention import NAME
-from torchpaged.hf.step_cache import StepCache, padding_step
+from torchpaged.hf.packed_state import pack_mixers
+from torchpaged.hf.step_cache import StepCache
 from torchpaged.hf.support import uses_attention_interface
 from torchpaged.hf.switch import Settings
 
@@ -73,10 +74,10 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
     settings = Settings(model)
     try:
         cache = StepCache(config, Limits(num_blocks=2, block_size=16), 16, "auto")
+        pack_mixers(model, cache.states)
     except UnsupportedModelError:
         return None
-    step, token = padding_step(model.device), torch.zeros(1, dtype=torch.int64, device=model.device)
-    counting = _Counting()
+    step, counting = cache.padding_step(model.device), _Counting()
     handles = []
     layers: Any = model.get_decoder().layers
 
@@ -86,14 +87,14 @@ def count_launches(model: PreTrainedModel) -> Launches | None:
     model.eval().set_attn_implementation(NAME)
     try:
         with torch.no_grad():
-            cache.run(model, token, step)  # makes the pools
+            cache.run(model, *step)  # makes the pools
             for index, layer in enumerate(layers):
                 handles += [
                     layer.register_forward_pre_hook(enter(index)),
                     layer.register_forward_hook(enter(-1)),
                 ]
             with counting:
-                cache.run(model, token, step)
+                cache.run(model, *step)
     finally:
         for handle in handles:
             handle.remove()

@@ -56,6 +56,8 @@ class Family:
         modules: class of another module, in any model that is attached -> the same: those that go with such
             attention, and those whose code breaks a trace.
         functions: of a model that is attached, the modules that get one, where its class does not say it.
+        packed: class of a module that keeps states -> its forward over the packed tokens of a
+            `torchpaged.hf.packed_state.PackedState`; with another cache it calls its class's.
         layer: makes the layer of a paged cache, called as `torchpaged.cache.kinds.LayerKind.hf_layer` is;
             None where the layer is as other models'.
     """
@@ -78,6 +80,7 @@ class Family:
     attention: Mapping[str, Maker] = field(default_factory=dict)
     modules: Mapping[str, Maker] = field(default_factory=dict)
     functions: Callable[[Any], dict[nn.Module, Function]] = lambda model: {}
+    packed: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     layer: Callable[[Any, int, Any, Any], Any] = lambda owner, index, config, template: None
 
     def __reduce__(self) -> Any:
@@ -95,6 +98,7 @@ _PLAIN = Family()
 #: The tables of all families, see `Family`.
 ATTENTION: dict[str, Maker] = {}
 MODULES: dict[str, Maker] = {}
+PACKED: dict[str, Callable[..., Any]] = {}
 CLASS_TABLES: dict[str, bool] = {}  # whether the eager class may stand in: it only needs a mask
 
 
@@ -104,7 +108,11 @@ def register_family(family: Family) -> None:
     Raises:
         ArgumentError: one of its types, or of the classes in its tables, is another family's.
     """
-    tables = ((ATTENTION, family.attention), (MODULES, family.modules))
+    tables: tuple[tuple[Any, Any], ...] = (
+        (ATTENTION, family.attention),
+        (MODULES, family.modules),
+        (PACKED, family.packed),
+    )
     taken = {*_FAMILIES} & {*family.types} | {name for known, new in tables for name in {*known} & {*new}}
     if taken:
         raise ArgumentError("family", "types and classes that no other family has", str(sorted(taken)))

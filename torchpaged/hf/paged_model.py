@@ -27,8 +27,9 @@ from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedMo
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
 from torchpaged.hf.packed_scales import PackedScales, run_once
+from torchpaged.hf.packed_state import pack_mixers
 from torchpaged.hf.rolling_attention import choose_rolling
-from torchpaged.hf.step_cache import StepCache, padding_step
+from torchpaged.hf.step_cache import StepCache
 from torchpaged.hf.step_rings import StepRings
 from torchpaged.hf.support import (
     fusion_of,
@@ -58,7 +59,7 @@ class PagedModel(NotCopied):
         backend: a name, a route, or None / "auto".
         limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``,
             ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
-            blocks as there are.
+            blocks as there are. With layers that keep a state per request ``max_num_reqs`` must be said.
         kv_dtype, kv_scales: of the pools, as for `torchpaged.hf.PagedCache`: None, the keys' dtype, or
             "fp8_e4m3" or "fp8_e5m2" with scales given, or found by `find_scales` in the first prompt.
         batch_invariant: attention gives a request the same bits in every batch, by a backend
@@ -69,7 +70,8 @@ class PagedModel(NotCopied):
 
     Attributes:
         batch_invariant: as given.
-        rings: the `StepRings` of the layers that have them; None if no layer has.
+        rings: the `StepRings` of layers with a window that roll, and of those with a state per request; None
+            if no layer has either.
         kv_cache: the `PagedKVCache`.
         choice: which backend runs and why.
         session: what it keeps open for the layers, for all their callers: steps must not overlap on
@@ -121,26 +123,30 @@ class PagedModel(NotCopied):
         self._read(model, config)
         self._asked, pools = backend, KVScales(kv_dtype, "head", 0).dtype
         probed = _probe(model, config, block_size, pools)
-        specs = [layer.stored for layer in probed.layers]
-        self._scales = PackedScales(kv_dtype, kv_scales, specs, str(config.model_type))
+        specs = [layer.stored for layer in probed.keeping]
+        keys = [layer.stored for layer in probed.paged]
+        self._scales = PackedScales(kv_dtype, kv_scales, keys, str(config.model_type))
         said, rolling = Limits() if limits is None else limits, None
         if sliding_step is not None:
             sized = replace(said, block_size=block_size)
             rolling = self._choose_rolling(probed, sliding_step, sized, num_blocks)
-        if rolling is not None and all(layer.rolls for layer in probed.layers) and num_blocks is None:
+        if rolling is not None and all(layer.rolls for layer in probed.paged) and num_blocks is None:
             num_blocks, memory_budget = _most_blocks(said), None  # of no layer
-        rolls = [] if rolling is None else [n for n, layer in enumerate(probed.layers) if layer.rolls]
+        rolls = [] if rolling is None else [n for n, layer in enumerate(probed.keeping) if layer.rolls]
         self.kv_cache = PagedKVCache(
             specs,
             block_size=block_size,
             num_blocks=num_blocks,
             memory_budget=memory_budget,
-            dtype=probed.layers[0].keys.dtype,
+            dtype=probed.paged[0].keys.dtype,
             device=self.device,
             blocks_of={} if rolling is None else dict.fromkeys(rolls, rolling.num_blocks),
+            max_num_reqs=_most_requests(said) if probed.states else None,
         )
         pool = self.kv_cache
-        self.rings = None if rolling is None else StepRings(rolling, pool.num_blocks, pool.device)
+        self.rings = None
+        if rolling is not None or probed.states:
+            self.rings = StepRings(_most_requests(said), rolling, pool.num_blocks, pool.device)
         self._cache = self._make_cache(probed, said, pools)
         self.choice: Choice = self._cache.choice
 
@@ -165,9 +171,9 @@ class PagedModel(NotCopied):
         )
         asked = (self._asked, kv_dtype, self.batch_invariant)
         cache = StepCache(self._config, limits, self.kv_cache.num_tokens, *asked)
-        for layer, pools, before in zip(cache.layers, self.kv_cache, probed.layers, strict=True):
+        for layer, pools, before in zip(cache.keeping, self.kv_cache, probed.keeping, strict=True):
             layer.adopt_as(before, pools)
-        self._scales.give(cache.layers)
+        self._scales.give(cache.paged)
         cache.prepare_for(probed.backend.specs)
         return cache
 
@@ -180,7 +186,7 @@ class PagedModel(NotCopied):
         plans = select_backend(asked, self._asked).backend.capabilities.planning > Planning.NEVER
         if plans or probed.masks.causal is False:
             return None
-        layers = [layer for layer in probed.layers if not layer.latent]
+        layers = [layer for layer in probed.paged if not layer.latent]
         most = _most_blocks(limits) if num_blocks is None else num_blocks
         return choose_rolling(self._config, layers, step, replace(limits, num_blocks=most))
 
@@ -220,7 +226,7 @@ class PagedModel(NotCopied):
         if self.needs_scales:
             arguments = (token_ids, self.kv_cache.block_size, self._asked)
             filled, num_tokens = run_once(self.model, self._config, *arguments)
-            self._scales.find(filled.layers, num_tokens)
+            self._scales.find(filled.paged, num_tokens)
 
     @property
     def fusion_report(self) -> Any:
@@ -265,15 +271,21 @@ class PagedModel(NotCopied):
             if self.rings is not None:
                 self.rings.require(metadata)
         if self.rings is not None:
-            self._cache.in_rings = self.rings.of(metadata)
+            self._give_rings(metadata, self.rings)
         options: dict[str, Any] = {}
         if logits_indices is not None and self._keeps_logits:
             options["logits_to_keep"] = logits_indices
         logits = self._cache.run(self.model, input_ids, metadata, **options)
-        self._cache.metadata = self._cache.in_rings = None
+        self._cache.metadata = self._cache.in_rings = self._cache.state_slots = None
         if logits_indices is not None and not self._keeps_logits:
             logits = logits[logits_indices]
         return logits
+
+    def _give_rings(self, metadata: AttentionMetadata, rings: StepRings) -> None:
+        """What layers with a window or a state need of a step."""
+        if rings.blocks is not None:
+            self._cache.in_rings = rings.of(metadata)
+        self._cache.state_slots = rings.slots(metadata)
 
     def _require_length(self, metadata: AttentionMetadata) -> None:
         """Refuse requests that would rotate the keys of others, as far as the host knows them."""
@@ -306,6 +318,18 @@ def _most_blocks(limits: Limits) -> int:
     return reqs * columns + 1
 
 
+def _most_requests(limits: Limits) -> int:
+    """Requests at once, which have rings or states."""
+    if limits.max_num_reqs is None:
+        raise ArgumentError(
+            "limits",
+            "max_num_reqs, for a model whose layers keep a state per request",
+            repr(limits),
+            "give limits=Limits(max_num_reqs=...)",
+        )
+    return limits.max_num_reqs
+
+
 def _probe(
     model: PreTrainedModel, config: Any, block_size: int, kv_dtype: torch.dtype | None = None
 ) -> StepCache:
@@ -316,12 +340,13 @@ def _probe(
     """
     limits = Limits(1, 1, 1, num_blocks=2, block_size=block_size)
     cache = StepCache(config, limits, block_size, "reference", kv_dtype)
+    pack_mixers(model, cache.states)
     with torch.no_grad():
-        cache.run(model, torch.zeros(1, dtype=torch.int64, device=model.device), padding_step(model.device))
-    missing = [i for i, layer in enumerate(cache.layers) if not layer.is_initialized]
+        cache.run(model, *cache.padding_step(model.device))
+    missing = [i for i, layer in enumerate(cache.keeping) if not layer.is_initialized]
     if missing:
         raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")
-    windows = {layer.window for layer in cache.layers} - {None}
+    windows = {layer.window for layer in cache.paged} - {None}
     if windows and cache.masks.causal and not cache.masks.local:
         raise UnsupportedModelError(
             f"{type(model).__name__}: its config gives layers a window of {sorted(windows)} tokens, and it "

@@ -18,6 +18,9 @@ from torchpaged.hf.kv_scales import KVScales, require_paged
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_functions import is_causal
 from torchpaged.hf.owner import PagedOwner
+from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.state_layer import StateLayer
+from torchpaged.hf.support import require_paged_layers
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.fields import METADATA_FIELDS, BatchSizes, make_batch_tensors
@@ -74,7 +77,11 @@ class StepCache(PagedOwner):
     ) -> None:
         super().__init__(config, max_seq_len, paged_layers)
         for index, layer in enumerate(self.layers):
-            if not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
+            if keeps_nothing(config, index):
+                continue
+            if type(layer) is StateLayer:
+                self.layers[index] = PackedState(self, index)
+            elif not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
                 holds = (
                     "a recurrent state" if isinstance(layer, LinearAttentionCacheLayerMixin) else "no keys"
                 )
@@ -83,19 +90,32 @@ class StepCache(PagedOwner):
                     "which the packed batches of the engine do not carry yet; use generate() with "
                     "torchpaged.hf.PagedCache"
                 )
+        require_paged_layers(config, self.paged)
         if kv_dtype is not None:
-            latent = {f"layer {layer.index} keeps latents" for layer in self.layers if layer.latent}
-            require_paged(self.name, latent)
+            others = {f"layer {layer.index} keeps latents" for layer in self.paged if layer.latent}
+            others |= {f"layer {layer.index} keeps a state" for layer in self.states}
+            require_paged(self.name, others)
         self._config = config
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
-        self.backend = ChosenBackend(backend, limits, self.layers, batch_invariant)
+        self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)
         self.masks = PackedMasks(self.name)
         # Scales of 1 for pools made here: `torchpaged.hf.packed_scales` gives adopted ones theirs.
-        ones = "head" if kv_dtype is None else [(1.0, 1.0)] * len(self.layers)
-        self.kv = KVScales(kv_dtype, ones, len(self.layers))
+        ones = "head" if kv_dtype is None else [(1.0, 1.0)] * len(self.paged)
+        self.kv = KVScales(kv_dtype, ones, len(self.paged))
         self.metadata: AttentionMetadata | None = None
         self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
+        self.state_slots: Tensor | None = None  # of its requests, for layers that keep states
         self.ready = False
+
+    @property
+    def keeping(self) -> list[PagedLayer | PackedState]:
+        """The layers that have pools."""
+        return [layer for layer in self.layers if isinstance(layer, (PagedLayer, PackedState))]
+
+    @property
+    def states(self) -> list[PackedState]:
+        """The layers that keep a state per request."""
+        return [layer for layer in self.layers if isinstance(layer, PackedState)]
 
     def prepare(self, layer: PagedLayer, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, when the first keys show device and dtype."""
@@ -145,6 +165,15 @@ class StepCache(PagedOwner):
         logits: Tensor = outputs[0][0]
         return logits
 
+    def padding_step(self, device: torch.device) -> tuple[Tensor, AttentionMetadata]:
+        """For `run`: one token that belongs to no request. Nothing is written, attention gives zeros."""
+        sizes = BatchSizes(num_reqs=1, num_tokens=1, max_blocks_per_req=1)
+        tensors = make_batch_tensors(METADATA_FIELDS, sizes, device)
+        tensors["query_start_loc"][1] = 1
+        self.state_slots = torch.zeros(1, dtype=torch.int32, device=device)
+        step = AttentionMetadata.view(tensors, sizes, max_query_len=1, block_size=None)
+        return torch.zeros(1, dtype=torch.int64, device=device), step
+
     # What models and transformers' mask functions ask of a cache.
     def length(self, layer: PagedLayer) -> Tensor:
         """What attention of ``layer`` adds to the places of its tokens in the row to get their positions:
@@ -163,9 +192,7 @@ class StepCache(PagedOwner):
         return 0
 
 
-def padding_step(device: torch.device) -> AttentionMetadata:
-    """One token that belongs to no request: nothing is written, attention gives zeros."""
-    sizes = BatchSizes(num_reqs=1, num_tokens=1, max_blocks_per_req=1)
-    tensors = make_batch_tensors(METADATA_FIELDS, sizes, device)
-    tensors["query_start_loc"][1] = 1
-    return AttentionMetadata.view(tensors, sizes, max_query_len=1, block_size=None)
+def keeps_nothing(config: Any, index: int) -> bool:
+    """Whether a layer is of experts or a feed-forward alone, as in Nemotron-H."""
+    types = getattr(config, "layer_types", None) or ()
+    return index < len(types) and types[index] in ("mlp", "moe")

@@ -1,8 +1,10 @@
-"""The rings of a packed step's requests, for layers with a window: the owner of the requests says which begin
-and end, the device finds each row's ring by its first block.
+"""What a packed step's requests keep besides their blocks: rings, for layers with a window, and slots, for
+layers with a state. The owner of the requests says which begin and end, the device finds each row's ring by
+its first block.
 
     rings.take(block)           # a request begins: the first of its blocks
-    batch = rings.of(metadata)  # within a step, captured or not: the tables and slots of those layers
+    batch = rings.of(metadata)  # within a step, captured or not: the tables and slots of layers with a window
+    slots = rings.slots(metadata)  # and of layers with a state
     rings.give(block)           # it ended
 
 A graph's batches, and their buffers, stay as they are without rings.
@@ -27,7 +29,8 @@ class StepRings:
     """Rings by the first blocks of requests.
 
     Args:
-        blocks: the rings.
+        num_rings: requests at once.
+        blocks: the rings; None where layers have states alone.
         num_blocks: of the pool that the requests' other blocks come from, the null block included.
         device: where the steps run.
 
@@ -39,15 +42,17 @@ class StepRings:
 
     num_resets = 0
 
-    def __init__(self, blocks: RollingBlocks, num_blocks: int, device: torch.device) -> None:
-        self.blocks = blocks
+    def __init__(
+        self, num_rings: int, blocks: RollingBlocks | None, num_blocks: int, device: torch.device
+    ) -> None:
+        self.num_rings, self.blocks = num_rings, blocks
         with torch.inference_mode(False):
             self.ring_of_block = torch.zeros(num_blocks, dtype=torch.int32, device=device)
         self.reset()
 
     def reset(self) -> None:
         """No request has a ring."""
-        self._free = list(range(self.blocks.num_rings - 1, -1, -1))
+        self._free = list(range(self.num_rings - 1, -1, -1))
         self._taken: dict[int, int] = {}
         self.num_resets += 1
         self.ring_of_block.zero_()
@@ -66,7 +71,7 @@ class StepRings:
         if block in self._taken or not self._free:
             raise ArgumentError(
                 "block",
-                f"the first block of another request, of {self.blocks.num_rings} at once",
+                f"the first block of another request, of {self.num_rings} at once",
                 f"{block}, which has a ring" if block in self._taken else f"one more, {block}",
                 "call give(block) when a request ends",
             )
@@ -87,7 +92,7 @@ class StepRings:
         """Refuse requests that have no ring, where values are read; elsewhere, as long as no request has one.
 
         Raises:
-            ArgumentError: some have none, so that their keys would be lost.
+            ArgumentError: some have none, so that their keys or states would be lost.
         """
         device = metadata.seq_lens.device
         if not reads_values(device) and (self._taken or is_capturing(device)):
@@ -97,28 +102,34 @@ class StepRings:
         if without:
             raise ArgumentError(
                 "metadata",
-                "requests that have rings, as layers with a window keep them (sliding_step)",
+                "requests that have rings, as layers with a window (sliding_step) or a state keep them",
                 f"some that begin with blocks {without} and have none",
                 "call paged.rings.take(block) with the first block of a request that begins and "
-                "paged.rings.give(block) when it ends, or make the PagedModel without sliding_step",
+                "paged.rings.give(block) when it ends"
+                + (", or make the PagedModel without sliding_step" if self.blocks is not None else ""),
             )
+
+    def slots(self, metadata: AttentionMetadata) -> Tensor:
+        """``[num_reqs]`` int32: 1 and the ring of each row's request, its slot in pools of states; or 0."""
+        last = self.ring_of_block.shape[0] - 1
+        return self.ring_of_block[metadata.block_table[:, 0].long().clamp(0, last)]
 
     def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The same step with the tables and slots of the rings."""
-        table, last = metadata.block_table, self.ring_of_block.shape[0] - 1
-        rings = self.ring_of_block[table[:, 0].long().clamp(0, last)]
+        table, rings = metadata.block_table, self.slots(metadata)
         columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
         blocks = self._blocks(rings[:, None], columns)
         return replace(metadata, block_table=blocks, slot_mapping=self._slots(metadata, rings), prefixes=None)
 
     def _blocks(self, rings: Tensor, columns: Tensor) -> Tensor:
         """Which block is in a column of a table; ``rings`` as `ring_of_block` has them."""
+        assert self.blocks is not None
         size = self.blocks.blocks_per_ring
         return torch.where(rings > 0, (rings - 1) * size + 1 + columns % size, NULL_BLOCK)
 
     def _slots(self, metadata: AttentionMetadata, rings: Tensor) -> Tensor:
         """Of each token, by its place in its request; -1 of padding."""
-        assert metadata.slot_mapping is not None
+        assert metadata.slot_mapping is not None and self.blocks is not None
         seq_lens, starts, size = metadata.seq_lens, metadata.query_start_loc, self.blocks.block_size
         count = metadata.slot_mapping.shape[0]
         if metadata.max_query_len == 1 and count == seq_lens.shape[0]:

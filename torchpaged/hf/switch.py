@@ -24,6 +24,7 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attached import MARK, give_functions, replace_attention, take_out
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.families import family_of
+from torchpaged.hf.packed_state import is_packed, mixers_of
 from torchpaged.hf.support import lacks_causal_mask, require_supported, uses_attention_interface
 from torchpaged.hf.wrapped import unwrapped
 
@@ -51,7 +52,8 @@ def _set(implementations: Iterable[tuple[Any, str]]) -> None:
 
 
 class Settings:
-    """What paging a model sets: the attention implementations of all its parts, and eval mode.
+    """What paging a model sets: the attention implementations of all its parts, eval mode, and the forwards
+    of mixers that keep states.
 
     Args:
         model: the model, as it is before.
@@ -60,12 +62,15 @@ class Settings:
     def __init__(self, model: PreTrainedModel) -> None:
         self._before = [(config, config._attn_implementation) for config in _configs(model)]
         self._training = [module for module in model.modules() if module.training]
+        self._mixers = [module for module in mixers_of(model) if not is_packed(module)]
 
     def give_back(self) -> None:
         """Set what was before; an implementation that someone else has chosen since stays."""
         _set([pair for pair in self._before if pair[0]._attn_implementation == NAME])
         for module in self._training:
             module.training = True
+        for mixer in filter(is_packed, self._mixers):
+            del mixer.forward
 
 
 def _reach_copies(model: PreTrainedModel) -> None:

@@ -12,10 +12,13 @@ from torchpaged.hf.models import (  # noqa: F401
     experts,
     facts,
     falcon,
+    gated_delta_net,
     gemma,
     gptj,
     indexed,
     latent,
     m2m_100,
+    mamba2,
     recurrent_gemma,
+    short_conv,
 )

@@ -1,0 +1,247 @@
+"""The engine over hybrid models, whose layers keep a state per request: eager's tokens every way, slots that
+are used again, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+from model_coverage.architectures import model_of
+
+from torchpaged import ArgumentError, AttentionMetadata, UnsupportedModelError
+from torchpaged.backends import Limits
+from torchpaged.cache import StateLayerSpec
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import PagedModel, accelerate, unaccelerate
+from torchpaged.hf.packed_state import PackedState, is_packed, mixers_of
+
+#: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions.
+MODELS = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "lfm2",
+    "lfm2_moe",
+)
+PROMPTS = [[(7 * i + 3 * j) % 90 + 5 for j in range(length)] for i, length in enumerate((5, 23, 1, 40, 12))]
+SAMPLING = SamplingParams(max_new_tokens=12, ignore_eos=True)
+SIZES: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 64, "block_size": 4}
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {},
+    "launches of 3": {"steps_per_launch": 3, "prefill_buckets": [12], "prefill_chunk_size": 12},
+    "one by one": {"graphs": False, "prefill_chunk_size": 7},
+    "passes apart": {"mixed_steps": False, "prefill_chunk_size": 12},
+    "tokens alone": {"prefill_chunk_size": 1},
+    "short of blocks": {"num_blocks": 19},
+    "fused": {"fuse": True},
+    "compiled": {"compile": True, "buckets": [3]},
+    "invariant": {"batch_invariant": True},
+}
+_want: dict[str, list[list[int]]] = {}
+
+
+def make(name: str) -> Any:
+    model = model_of(name).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def eager(name: str) -> list[list[int]]:
+    """Greedy tokens of transformers' own states, one request at a time."""
+    if name not in _want:
+        model = make(name)
+        options = {"max_new_tokens": SAMPLING.max_new_tokens, "do_sample": False, "pad_token_id": 0}
+        outs = [model.generate(torch.tensor([prompt]), **options)[0] for prompt in PROMPTS]
+        _want[name] = [out[len(prompt) :].tolist() for out, prompt in zip(outs, PROMPTS, strict=True)]
+    return _want[name]
+
+
+def tokens(generator: Generator) -> list[list[int]]:
+    return [output.token_ids for output in generator.generate(PROMPTS, SAMPLING)]
+
+
+def poison(generator: Generator) -> None:
+    """NaN in every state, as of requests that went wrong."""
+    for layer in generator.model.kv_cache.per_request:
+        for tensor in generator.model.kv_cache._blocks(layer).values():
+            tensor.fill_(float("nan"))
+
+
+@pytest.mark.slow_cases(but=("*-graphs", "qwen3_next-*", "bamba-short*", "lfm2-launches*"))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_gives_eager_tokens(name: str, way: str) -> None:
+    """Prompts in chunks, more requests than rows, rows that move, requests that are put back, slots that
+    others had."""
+    generator = Generator(make(name), **SIZES | WAYS[way])
+    assert generator.model.rings is not None
+    for _ in range(2):
+        poison(generator)
+        assert tokens(generator) == eager(name)
+    assert generator.model.rings.num_used == 0
+    assert bool(generator.stats.preemptions) == (way == "short of blocks")
+    assert generator.stats.shared_tokens == 0
+
+
+def test_nothing_of_a_prefix_is_shared_or_kept() -> None:
+    """And why is said: blocks alone are not what a request left behind."""
+    generator = Generator(make("lfm2"), **SIZES)
+    assert generator.prefix_cache_reason == (
+        "layers keep a state per request, which is that of its last token alone"
+    )
+    prompts = [PROMPTS[3], PROMPTS[3], PROMPTS[3][:30]]
+    first = [output.token_ids for output in generator.generate(prompts, SAMPLING)]
+    assert first[:2] == [eager("lfm2")[3]] * 2
+    assert [output.token_ids for output in generator.generate(prompts, SAMPLING)] == first
+
+
+def test_memory_is_that_of_the_requests() -> None:
+    """A slot per request and the void one, in every layer that keeps states, in float32."""
+    cache = Generator(make("qwen3_next"), **SIZES).model.kv_cache
+    specs = [cache.layers[layer] for layer in cache.per_request]
+    assert all(isinstance(spec, StateLayerSpec) for spec in specs)
+    assert [pools.state.dtype for pools in cache if hasattr(pools, "state")] == [torch.float32] * len(specs)
+    assert {pools.state.shape[0] for pools in cache if hasattr(pools, "state")} == {4}
+
+
+def test_cancelled_requests_give_their_slots_back() -> None:
+    generator = Generator(make("bamba"), **SIZES)
+    requests = [generator.submit(prompt, SAMPLING) for prompt in PROMPTS]
+    for _ in range(4):
+        generator.step()
+    assert generator.model.rings.num_used == 3
+    for request in requests[:2]:
+        generator.cancel(request)
+    found: dict[int, list[int]] = {request: [] for request in requests}
+    for event in generator.stream():
+        if event.token_id is not None:
+            found[event.request_id].append(event.token_id)
+    assert generator.model.rings.num_used == 0
+    assert [found[request] for request in requests[3:]] == eager("bamba")[3:]
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_lost_steps_are_not_continued(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that broke off have moved states on whose tokens nobody knows: all is computed again."""
+    generator = Generator(make(name), **SIZES, steps_per_launch=4)
+    loop = generator.loop
+    assert loop is not None
+    collect, calls = loop.collect, 0
+
+    def breaks_off(keep: int = 0) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return collect(keep)
+
+    monkeypatch.setattr(loop, "collect", breaks_off)
+    requests = [generator.submit(prompt, SAMPLING) for prompt in PROMPTS]
+    found: dict[int, list[int]] = {request: [] for request in requests}
+    broken = 0
+    while generator._requests:
+        try:
+            for event in generator.step():
+                found[event.request_id] += [] if event.token_id is None else [event.token_id]
+        except KeyboardInterrupt:
+            broken += 1
+    assert broken == 1
+    assert list(found.values()) == eager(name)
+
+
+def test_engines_in_turns_over_one_paged_model() -> None:
+    limits = Limits(max_num_reqs=3, max_num_tokens=64, max_blocks_per_req=16)
+    model = PagedModel(make("granitemoehybrid"), num_blocks=60, block_size=4, limits=limits)
+    options: dict[str, Any] = {"max_batch_size": 3, "max_seq_len": 64, "prefill_chunk_size": 16}
+    engines = [Generator(model, **options), Generator(model, **options, graphs=False)]
+    for engine in (*engines, *engines):
+        assert tokens(engine) == eager("granitemoehybrid")
+
+
+def test_the_model_still_runs_as_transformers_has_it() -> None:
+    """Behind an engine, with caches of transformers; in copies, too."""
+    model = make("lfm2")
+    assert tokens(Generator(model, **SIZES)) == eager("lfm2")
+    assert all(is_packed(mixer) for mixer in mixers_of(model))
+    for one in (model, copy.deepcopy(model)):
+        one.set_attn_implementation("eager")
+        out = one.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert out[0, len(PROMPTS[1]) :].tolist() == eager("lfm2")[1]
+
+
+def test_accelerate_runs_the_engine() -> None:
+    model = make("qwen3_next")
+    accelerate(model, max_seq_len=64)
+    out = model.generate(torch.tensor([PROMPTS[1]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    assert out[0, len(PROMPTS[1]) :].tolist() == eager("qwen3_next")[1]
+    unaccelerate(model)
+    assert not any(is_packed(mixer) for mixer in mixers_of(model))
+
+
+REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "shared prefixes": (ArgumentError, "^share_prefixes: .*state per request", {"share_prefixes": True}),
+    "kept prefixes": (ArgumentError, "^prefix_cache: .*state per request", {"prefix_cache": True}),
+    "fp8 keys": (UnsupportedModelError, "layer 0 keeps a state", {"kv_dtype": "fp8_e4m3"}),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    error, words, options = REFUSED[case]
+    model = make("qwen3_next")
+    with pytest.raises(error, match=words):
+        Generator(model, **SIZES, **options)
+    assert not any(is_packed(mixer) for mixer in mixers_of(model))
+
+
+def test_a_paged_model_must_know_for_how_many_requests() -> None:
+    with pytest.raises(ArgumentError, match=r"^limits: expected max_num_reqs"):
+        PagedModel(make("bamba"), num_blocks=8)
+
+
+def test_requests_without_a_slot_are_refused() -> None:
+    """Their states would be lost; known to `rings`, they run."""
+    limits = Limits(max_num_reqs=2, max_num_tokens=8, max_blocks_per_req=2)
+    model = PagedModel(make("lfm2"), num_blocks=8, block_size=4, limits=limits)
+    batch = AttentionMetadata.from_lists([3], [3], [[2]], block_size=4)
+    ids = torch.tensor([7, 8, 9])
+    with pytest.raises(ArgumentError, match=r"^metadata: expected requests that have rings"):
+        model(ids, batch)
+    assert model.rings is not None
+    model.rings.take(2)
+    with torch.inference_mode():
+        assert bool(model(ids, batch).isfinite().all())
+
+
+def test_trees_are_refused() -> None:
+    """A state goes from token to token."""
+    limits = Limits(max_num_reqs=2, max_num_tokens=8, max_blocks_per_req=2)
+    model = PagedModel(make("lfm2"), num_blocks=8, block_size=4, limits=limits)
+    assert model.rings is not None
+    model.rings.take(2)
+    batch = AttentionMetadata.from_lists([3], [3], [[2]], block_size=4, tree_parents=[[-1, 0, 0]])
+    with pytest.raises(UnsupportedModelError, match="lfm2: layer 0 keeps a state"), torch.no_grad():
+        model(torch.tensor([7, 8, 9]), batch)
+
+
+def test_a_mixer_with_a_hook_of_its_own_is_refused() -> None:
+    model = make("lfm2")
+    mixer = mixers_of(model)[0]
+    mixer.forward = lambda *args, **options: type(mixer).forward(mixer, *args, **options)
+    with pytest.raises(
+        UnsupportedModelError, match="a Lfm2ShortConv has a forward that another one replaced"
+    ):
+        Generator(model, **SIZES)
+
+
+def test_layers_of_both_sorts_are_told_apart() -> None:
+    layers = Generator(make("nemotron_h"), **SIZES).model._cache.layers
+    assert [isinstance(layer, PackedState) for layer in layers] == [True, False, False, False]

@@ -1,0 +1,89 @@
+"""The kind ``state``: what a layer keeps of a request as a whole, however long it is: the last inputs of a
+convolution, and a matrix per head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
+from torchpaged.custom_ops.checks import check_is_dtype, check_sizes
+from torchpaged.custom_ops.errors import ArgumentError
+
+
+class LayerStates(NamedTuple):
+    """The pools of one layer, as the ops ``causal_conv`` and ``linear_attention`` take them. Slot 0 belongs
+    to no request.
+
+    Attributes:
+        conv_state: ``[num_slots, width - 1, channels]``.
+        state: ``[num_slots, num_heads, key_dim, value_dim]``; None in a layer that has a convolution alone.
+    """
+
+    conv_state: Tensor
+    state: Tensor | None
+
+
+@dataclass(frozen=True)
+class StateLayerSpec(LayerSpec):
+    """What one layer keeps of a request.
+
+    Attributes:
+        width, channels: of its convolution.
+        num_heads, key_dim, value_dim: of its linear attention; all 0 where it has none.
+        state_dtype: of the matrices, which are read and written whole at each step. A convolution's inputs
+            are kept in the cache's dtype.
+
+    Raises:
+        ArgumentError: a convolution of no width or channels, or some of the other sizes alone.
+    """
+
+    width: int
+    channels: int
+    num_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    state_dtype: torch.dtype = torch.float32
+
+    per_request: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_sizes(2, width=self.width)
+        check_sizes(channels=self.channels)
+        check_is_dtype(state_dtype=self.state_dtype)
+        sizes = self._matrix
+        check_sizes(0, num_heads=sizes[0], key_dim=sizes[1], value_dim=sizes[2])
+        if any(sizes) and not all(sizes):
+            raise ArgumentError("num_heads, key_dim, value_dim", "all of them, or none", str(sizes))
+
+    @property
+    def _matrix(self) -> tuple[int, int, int]:
+        return self.num_heads, self.key_dim, self.value_dim
+
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one request, whatever ``block_size`` is."""
+        inputs = (self.width - 1) * self.channels * dtype.itemsize
+        return inputs + math.prod(self._matrix) * self.state_dtype.itemsize
+
+    def make_pools(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerStates:
+        """See `LayerSpec`; ``num_blocks``: slots."""
+        inputs = torch.zeros(num_blocks, self.width - 1, self.channels, dtype=dtype, device=device)
+        if not self.num_heads:
+            return LayerStates(inputs, None)
+        return LayerStates(
+            inputs, torch.zeros(num_blocks, *self._matrix, dtype=self.state_dtype, device=device)
+        )
+
+    def block_tensors(self, pools: LayerStates) -> dict[str, Tensor]:
+        """See `LayerSpec`."""
+        found = {"conv_state": pools.conv_state}
+        return found if pools.state is None else found | {"state": pools.state}
+
+
+register_layer_kind(LayerKind("state", StateLayerSpec))

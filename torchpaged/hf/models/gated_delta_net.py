@@ -1,0 +1,64 @@
+"""Gated delta nets over packed tokens: those of Qwen3-Next, Qwen3.5 and OLMo hybrid.
+
+The modules' fields are not public; ``tests/hf/test_packed_states.py`` runs every class under each supported
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from torchpaged.hf.families import Family, register_family
+from torchpaged.hf.packed_state import packed_state
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
+) -> Tensor:
+    layer = packed_state(cache_params, self.layer_idx)
+    if layer is None:
+        plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
+        return plain
+    mixed, gate, b, a = (x.flatten(0, 1) for x in _projected(self, hidden_states))
+    mixed = layer.convolve(mixed, self.conv1d, self.activation)
+    q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
+    beta = b.sigmoid() * (2.0 if getattr(self, "allow_neg_eigval", False) else 1.0)
+    out = layer.attend(
+        q.unflatten(-1, (-1, self.head_k_dim)),
+        k.unflatten(-1, (-1, self.head_k_dim)),
+        v.unflatten(-1, (-1, self.head_v_dim)),
+        -self.A_log.float().exp() * softplus(a.float() + self.dt_bias),
+        beta,
+        scale=self.head_k_dim**-0.5,
+        delta_rule=True,
+    )
+    is_olmo = hasattr(self, "o_norm")
+    norm, project = (self.o_norm, self.o_proj) if is_olmo else (self.norm, self.out_proj)
+    normed = norm(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
+    projected: Tensor = project(normed.view(*hidden_states.shape[:2], -1))
+    return projected
+
+
+def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values side by side, the output's gate, and what beta and the decay are made of;
+    ``[1, num_tokens, *]``."""
+    if hasattr(self, "in_proj_qkvz"):  # Qwen3-Next
+        q, k, v, gate, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
+        return torch.cat([y.flatten(2) for y in (q, k, v)], dim=-1), gate.flatten(2), b, a
+    if hasattr(self, "in_proj_qkv"):  # Qwen3.5
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+    mixed = torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+    return mixed, self.g_proj(x), self.b_proj(x), self.a_proj(x)
+
+
+_CLASSES = (
+    "OlmoHybridGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+)
+register_family(Family(packed=dict.fromkeys(_CLASSES, _forward)))

@@ -1,0 +1,49 @@
+"""Mamba 2 mixers over packed tokens: those of Bamba, Granite 4 and Nemotron-H.
+
+The modules' fields are not public; ``tests/hf/test_packed_states.py`` runs every class under each supported
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from torchpaged.hf.families import Family, register_family
+from torchpaged.hf.packed_state import packed_state
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
+) -> Tensor:
+    layer = packed_state(cache_params, self.layer_idx)
+    if layer is None:
+        plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
+        return plain
+    sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
+    gate, mixed, dt = self.in_proj(hidden_states).flatten(0, 1).split(sizes, dim=-1)
+    mixed = layer.convolve(mixed, self.conv1d, self.activation)
+    groups = self.n_groups * self.ssm_state_size
+    x, b, c = mixed.split([self.intermediate_size, groups, groups], dim=-1)
+    x = x.unflatten(-1, (self.num_heads, self.head_dim))
+    # As prompts have it in transformers, whose single tokens are not clamped.
+    dt = softplus(dt + self.dt_bias).clamp(*self.time_step_limit).float()
+    out = layer.attend(
+        c.unflatten(-1, (self.n_groups, self.ssm_state_size)),
+        b.unflatten(-1, (self.n_groups, self.ssm_state_size)),
+        x,
+        -self.A_log.float().exp() * dt,
+        dt,
+        scale=1.0,
+        delta_rule=False,
+    )
+    out = (out.float() + self.D[:, None] * x.float()).flatten(1)
+    normed = self.norm(out, gate).to(hidden_states.dtype)
+    projected: Tensor = self.out_proj(normed[None])
+    return projected
+
+
+_CLASSES = ("BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
+register_family(Family(packed=dict.fromkeys(_CLASSES, _forward)))

@@ -1,0 +1,31 @@
+"""Gated short convolutions over packed tokens: those of LFM2.
+
+The modules' fields are not public; ``tests/hf/test_packed_states.py`` runs every class under each supported
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from torchpaged.hf.families import Family, register_family
+from torchpaged.hf.packed_state import packed_state
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **options: Any
+) -> Tensor:
+    layer = packed_state(past_key_values, self.layer_idx)
+    if layer is None:
+        options |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        plain: Tensor = type(self).forward(self, hidden_states, **options)
+        return plain
+    b, c, x = self.in_proj(hidden_states).flatten(0, 1).chunk(3, dim=-1)
+    projected: Tensor = self.out_proj((c * layer.convolve(b * x, self.conv))[None])
+    return projected
+
+
+_CLASSES = ("Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv")
+register_family(Family(packed=dict.fromkeys(_CLASSES, _forward)))

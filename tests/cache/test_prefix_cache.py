@@ -264,6 +264,14 @@ def test_refusals(cache: PrefixCache) -> None:
         cache.text(list(range(2, 7))).computed(4, [9])
 
 
+def test_a_pool_that_was_reset_holds_nothing_that_is_known(cache: PrefixCache) -> None:
+    written(cache, list(range(12)))
+    cache.pool.reset()
+    cache.pool.allocate(19)
+    assert found(cache, [*range(12), 5]) == []
+    assert len(cache) == 0
+
+
 def test_a_copied_pool_knows_nothing(cache: PrefixCache) -> None:
     import copy
 

@@ -92,3 +92,33 @@ def test_batch_invariant_engine(model: Any) -> None:
     for order in ([watched, *others], [*others[:3], watched, *others[3:]]):
         outputs = generator.generate(order, params)
         assert outputs[order.index(watched)].token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"fuse": True}, {"steps_per_launch": 4}, {"num_blocks": 70}], ids=str
+)
+def test_blocks_that_outlive_their_requests(model: Any, options: dict[str, Any]) -> None:
+    """In float32, with preemption where blocks are few: the second run finds the first one's prompts and
+    outputs, and draws its tokens."""
+    from torchpaged.engine import Generator, SamplingParams
+
+    torch.manual_seed(0)
+    system = torch.randint(3, 99, (333,)).tolist()
+    prompts = [[*system, 5 + i, *range(20 + i)] for i in range(5)] + [system[:50], [7, 8, 9]]
+    each = [
+        SamplingParams(max_new_tokens=12 + 3 * i, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
+        for i in range(len(prompts))
+    ]
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 512, "buckets": [4]}
+    plain = Generator(model, **sizes, prefix_cache=False, share_prefixes=False, **options)
+    generator = Generator(model, **sizes, **options)
+    for _ in range(2):
+        want = [output.token_ids for output in plain.generate(prompts, each)]
+        assert [output.token_ids for output in generator.generate(prompts, each)] == want
+        turns = [prompt + tokens + [4, 5] for prompt, tokens in zip(prompts, want, strict=True)]
+        want = [output.token_ids for output in plain.generate(turns, each)]
+        assert [output.token_ids for output in generator.generate(turns, each)] == want
+    stats = generator.stats.prefix_cache
+    assert stats.hit_tokens > stats.queried_tokens / 3
+    assert stats.queried_tokens == stats.hit_tokens + sum(stats.missed_tokens.values())
+    generator.model.session.check("the runs")

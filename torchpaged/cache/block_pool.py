@@ -203,6 +203,8 @@ class BlockPool:
     def reset(self) -> None:
         """Forget all holders, and what blocks hold: every block is free. For an owner whose own books are
         lost."""
+        while self._kept:
+            self._give_up(next(iter(self._kept)))
         self._ref_counts[NULL_BLOCK + 1 :] = [0] * self.num_usable
         self._free = list(range(self.num_blocks - 1, 0, -1))
         self._kept, self._idle = set(), OrderedDict()

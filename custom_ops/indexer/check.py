@@ -18,15 +18,15 @@ from torchpaged.custom_ops.checks import (
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.indexer.call import IndexCall
+from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.slots import check_slots
 
-_KEYS = (torch.bfloat16, torch.float16, torch.float32)
 _E4M3 = torch.float8_e4m3fn
 
 
 def _check_pool(states: Tensor, name: str, k_cache: Tensor, k_scale: Tensor | None) -> None:
     """A pool of keys, for ``states`` of its dtype or, with scales, of another one."""
-    check_dtype(name, states, *_KEYS)
+    check_dtype(name, states, *FLOATS)
     check_dims("k_cache", k_cache, None, None, 1, states.shape[-1])
     if min(k_cache.shape) < 1:
         raise ArgumentError("k_cache", "at least one block, token per block and column", shape_of(k_cache))

@@ -36,26 +36,27 @@ def write_index_keys(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, k_scale: 
 
 
 def index_logits(call: IndexCall) -> None:
-    """Scores of every position that a query token sees, summed over the indexer's heads, in float32; one
-    request after the other."""
+    """Scores of every position that a query token sees, summed over the indexer's heads, in float32 (float64
+    if the keys are); one request after the other."""
     check_index_logits(call)
     block_size, causal, logits = call.k_cache.shape[1], call.causal, call.logits
     starts, lengths = call.query_start_loc.tolist(), call.seq_lens.tolist()
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     logits.fill_(float("-inf"))
     for request, length in enumerate(lengths):
         start, end = starts[request], starts[request + 1]
         if length <= 0 or end == start:
             continue
         blocks = call.block_table[request, : -(-length // block_size)].long()
-        keys = call.k_cache[blocks].flatten(0, 2)[:length].float()  # [L, index_dim]
+        keys = call.k_cache[blocks].flatten(0, 2)[:length].to(dtype)  # [L, index_dim]
         if call.k_scale is not None:
             keys = keys * call.k_scale[blocks].flatten()[:length, None]
-        scores = torch.relu(torch.einsum("shd,ld->shl", call.q[start:end].float(), keys))
-        summed = torch.einsum("sh,shl->sl", call.weights[start:end], scores)
+        scores = torch.relu(torch.einsum("shd,ld->shl", call.q[start:end].to(dtype), keys))
+        summed = torch.einsum("sh,shl->sl", call.weights[start:end].to(dtype), scores)
         position = torch.arange(length - (end - start), length, device=logits.device)[:, None]
         key = torch.arange(length, device=logits.device)
         sees = (position >= 0) & ((key <= position) if causal else (key >= 0))
-        logits[start:end, :length] = summed.masked_fill(~sees, float("-inf"))
+        logits[start:end, :length] = summed.masked_fill(~sees, float("-inf")).float()
 
 
 def top_k_indices(logits: Tensor, indices: Tensor) -> None:

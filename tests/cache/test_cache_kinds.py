@@ -174,14 +174,15 @@ def test_copies_hold_the_same(again: Callable[[PagedKVCache], PagedKVCache]) -> 
 
 
 def test_what_is_not_registered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [kind.name for kind in layer_kinds()] == ["kv", "latent", "state", "joint", "toy state"]
+    names = ["kv", "latent", "indexed_latent", "state", "joint", "toy state"]
+    assert [kind.name for kind in layer_kinds()] == names
     for kind in (LayerKind("kv", StateSpec), LayerKind("mine", JointSpec)):
         with pytest.raises(ArgumentError, match="kind: expected a name and a class"):
             register_layer_kind(kind)
     monkeypatch.delitem(kinds._KINDS, "toy state")
     with pytest.raises(
         ArgumentError,
-        match=r"layers: expected specs of registered kinds \(kv, latent, state, joint\), got StateSpec",
+        match=r"specs of registered kinds \(kv, latent, indexed_latent, state, joint\), got StateSpec",
     ):
         PagedKVCache(SPECS, num_blocks=4)
 

@@ -1,23 +1,30 @@
 """Models whose indexer selects keys: what their caches keep through beams, other batches and tokens taken
-back, and what a cache that does not gather says."""
+back, gathered and as latents; every family; and what a cache says that can do neither."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from model_coverage import examine
-from model_coverage.architectures import model_of
+from model_coverage.architectures import config_of, model_of, with_random_weights
+from model_coverage.checks import difference
 from models import padded_prompts
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from torchpaged import UnsupportedModelError
-from torchpaged.hf import PagedCache, paged
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import PagedCache, attach, paged
 from torchpaged.hf.call import LayerCall
 from torchpaged.hf.dense import attend_by_formula, select
 from torchpaged.hf.models.indexed import IndexedLayer
+from torchpaged.hf.models.latent import LatentLayer
+from torchpaged.hf.models.sparse import TYPES, SparseLatentLayer
 
 GREEDY: dict[str, Any] = {
     "max_new_tokens": 8,
@@ -39,27 +46,120 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("dense", [True, None], ids=["gathered", "latent"])
 @pytest.mark.parametrize("call", CALLS)
-def test_generate(model: Any, call: str) -> None:
+def test_generate(model: Any, call: str, dense: bool | None) -> None:
     """A conversation of another batch size before it leaves nothing."""
     inputs, options = CALLS[call]
     want = model.generate(**inputs, **GREEDY, **options)
     with paged(model):
-        cache = PagedCache(model.config, 6, 40, block_size=4)
+        cache = PagedCache(model.config, 6, 40, block_size=4, dense=dense)
         model.generate(**padded_prompts(rows=3, length=14, padding=3), **GREEDY, past_key_values=cache)
         cache.reset()
         got = model.generate(**inputs, **GREEDY, **options, past_key_values=cache)
     assert torch.equal(got, want)
     layer = cache.paged[0]
-    assert cache.dense
-    assert isinstance(layer, IndexedLayer)
+    assert cache.dense == bool(dense)
+    assert isinstance(layer, IndexedLayer if dense else SparseLatentLayer)
     assert layer.index_pool is not None
-    assert layer.num_bytes == layer.keys.nbytes + layer.values.nbytes + layer.index_pool.nbytes
+    values = layer.values.nbytes if dense else 0  # latents are both
+    assert layer.num_bytes == layer.keys.nbytes + values + layer.index_pool.nbytes
+
+
+def small(model_type: str) -> Any:
+    """A model of two layers, the second with the selection of the first, where there are such ones."""
+    config = config_of(model_type)
+    if getattr(config, "indexer_types", None):
+        config.indexer_types = ["full", "shared"]
+    torch.manual_seed(0)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    made = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    return with_random_weights(made)
+
+
+def selecting(model: Any, counts: tuple[int, ...]) -> Iterator[None]:
+    """Let the indexers select so many keys, one after the other."""
+    for count in counts:
+        for module in model.modules():
+            if hasattr(module, "index_topk"):
+                module.index_topk = count
+        yield
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_family(model_type: str) -> None:
+    """Logits and tokens of a left-padded batch whose texts have more keys than are selected; the model's own
+    once it is detached, and with transformers' cache while it is attached."""
+    model = small(model_type)
+    options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    inputs = padded_prompts()
+    want = model.generate(**inputs, **options)
+    with torch.no_grad():
+        few, all_keys = (model.model(**inputs).last_hidden_state for _ in selecting(model, (8, 99)))
+        assert not torch.allclose(few, all_keys, atol=1e-3)
+    next(selecting(model, (8,)))
+    with paged(model):
+        cache = PagedCache(model.config, 2, 40, block_size=4)
+        got = model.generate(**inputs, **options, past_key_values=cache)
+        assert not cache.dense
+        assert difference(torch.stack(got.logits), torch.stack(want.logits)) == "right"
+        own = model.generate(**inputs, **options)
+        assert difference(torch.stack(own.logits), torch.stack(want.logits)) == "right"
+    kinds = [type(layer) for layer in cache.paged]
+    shared = getattr(model.config, "indexer_types", None) or []
+    assert kinds == [
+        LatentLayer if i < len(shared) and shared[i] == "shared" else SparseLatentLayer for i in range(2)
+    ]
+    assert torch.equal(model.generate(**inputs, **options).sequences, want.sequences)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_engine_selects_too(model_type: str) -> None:
+    """Prompts in chunks, requests of unlike lengths that come and go."""
+    model = small(model_type)
+    generator = torch.Generator().manual_seed(2)
+    texts = [torch.randint(3, 100, (n,), generator=generator).tolist() for n in (5, 17, 23, 2)]
+    want = [model.generate(torch.tensor([text]), **GREEDY)[0, len(text) :].tolist() for text in texts]
+    attach(model)
+    sizes: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 48, "prefill_chunk_size": 8}
+    engine = Generator(model, **sizes, block_size=4)
+    results = engine.generate(texts, SamplingParams(max_new_tokens=8, ignore_eos=True))
+    assert [result.token_ids for result in results] == want
+
+
+def test_one_graph_for_decode_steps(model: Any) -> None:
+    """Compiled whole, and not again as the text grows."""
+    want = model.generate(**padded_prompts(), **GREEDY)
+    with paged(model), torch.no_grad():
+        cache = PagedCache(model.config, 2, 40, block_size=4)
+        counter = CompileCounterWithBackend("aot_eager")
+        inputs = padded_prompts()
+        tokens = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
+        step = torch.compile(model, backend=counter, fullgraph=True)
+        found = [tokens]
+        for _ in range(7):
+            found.append(step(found[-1], past_key_values=cache).logits.argmax(-1))
+    assert torch.equal(torch.cat(found, 1), want[:, inputs["input_ids"].shape[1] :])
+    assert counter.frame_count == 1
+
+
+def test_a_projection_that_is_not_plain_gathers(model: Any) -> None:
+    adapted = copy.deepcopy(model)
+    want = model.generate(**padded_prompts(), **GREEDY)
+    hook = lambda _, args, out: out.clone()  # noqa: E731
+    for module in adapted.modules():
+        if hasattr(module, "kv_b_proj"):
+            module.kv_b_proj.register_forward_hook(hook)
+    with paged(adapted):
+        cache = PagedCache(adapted.config, 2, 40, block_size=4)
+        assert cache.dense
+        assert torch.equal(adapted.generate(**padded_prompts(), **GREEDY, past_key_values=cache), want)
 
 
 def test_without_gathering(model: Any) -> None:
     with pytest.raises(
-        UnsupportedModelError, match=r"caches an indexer.*use PagedCache\(\.\.\., dense=True\)"
+        UnsupportedModelError,
+        match=r"caches an indexer.*attach\(model\), or use PagedCache\(\.\.\., dense=True\)",
     ):
         PagedCache(model.config, 2, 32, dense=False)
     unknown = copy.deepcopy(model.config)
@@ -92,4 +192,4 @@ def test_selected_keys_alone(additive: bool) -> None:
 def test_one_graph(name: str) -> None:
     row = examine(name)
     assert row.is_one_graph, row
-    assert row.mode == "dense", row
+    assert row.mode == "latent", row

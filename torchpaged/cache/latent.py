@@ -59,4 +59,55 @@ class LatentLayerSpec(LayerSpec):
         ops.copy_blocks(pools.kv_cache[..., :rank], pools.kv_cache[..., rank:], block_mapping)
 
 
+class LayerIndexedLatentCache(NamedTuple):
+    """The pools of one layer of sparse attention.
+
+    Attributes:
+        kv_cache: as of `LayerLatentCache`.
+        index_cache: ``[num_blocks, block_size, 1, index_head_dim]``, the indexer's key of each token, as the
+            op ``index_logits`` takes it.
+    """
+
+    kv_cache: Tensor
+    index_cache: Tensor
+
+
+@dataclass(frozen=True)
+class IndexedLatentLayerSpec(LatentLayerSpec):
+    """What one layer of sparse attention stores per token: that of `LatentLayerSpec`, and a key of
+    ``index_head_dim`` numbers, by which its indexer selects."""
+
+    index_head_dim: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(index_head_dim=self.index_head_dim)
+
+    def elements_per_token(self) -> int:
+        """Numbers stored for one token in this layer."""
+        return super().elements_per_token() + self.index_head_dim
+
+    def make_pools(  # type: ignore[override]
+        self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerIndexedLatentCache:
+        """See `LayerSpec`."""
+        widths = super().elements_per_token(), self.index_head_dim
+        shapes = [(num_blocks, block_size, 1, width) for width in widths]
+        return LayerIndexedLatentCache(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
+
+    def block_tensors(self, pools: LayerIndexedLatentCache) -> dict[str, Tensor]:  # type: ignore[override]
+        """See `LayerSpec`."""
+        return pools._asdict()
+
+    def copy_blocks(
+        self,
+        pools: LayerIndexedLatentCache,  # type: ignore[override]
+        block_mapping: Tensor,
+        ops: BlockOps,
+    ) -> None:
+        """See `LayerSpec`."""
+        LayerSpec.copy_blocks(self, pools, block_mapping, ops)
+
+
 register_layer_kind(LayerKind("latent", LatentLayerSpec))
+register_layer_kind(LayerKind("indexed_latent", IndexedLatentLayerSpec))

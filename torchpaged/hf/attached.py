@@ -16,29 +16,28 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import NotCopyableError
-from torchpaged.hf.families import ATTENTION, MODULES, Function, family_of
+from torchpaged.hf.families import ATTENTION, MODULES, Function, Functions, family_of
 
 MARK = "_torchpaged_own_attention"
-#: What a module may keep with it, as long as it is attached: its slopes.
-SLOPES = "_torchpaged_slopes"
+#: What a module may keep with it, as long as it is attached: its slopes, and whether its latents pass.
+SLOPES, PASSES = "_torchpaged_slopes", "_torchpaged_passes"
 # Configs of attached models with functions of their family, by their id. Configs compare by their contents
 # and have no hash.
 _GIVEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Replaced:
-    """What stood in a function's place on the instance.
+    """What stood in a function's place on the instance; `MARK` has it by the attribute's name.
 
     Args:
-        name: of the module's attribute.
         before: what the instance had there; None: its class's.
     """
 
-    def __init__(self, name: str, before: Any) -> None:
-        self.name, self.before = name, before
+    def __init__(self, before: Any) -> None:
+        self.before = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replaced:
-        return Replaced(self.name, copy.deepcopy(self.before, memo))
+        return Replaced(copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:
         """Refuse: what is unpickled looks functions up by their names, and would find the class's.
@@ -61,7 +60,7 @@ def plain_of(module: Any, name: str) -> Callable[..., Any]:
         return of_class
 
     def plain(self: Any, *args: Any, **options: Any) -> Any:
-        return getattr(self, MARK).before(*args, **options)
+        return getattr(self, MARK)[name].before(*args, **options)
 
     return plain
 
@@ -102,12 +101,14 @@ def was_given_functions(config: Any) -> bool:
     return _GIVEN.get(id(config)) is config
 
 
-def put_in(functions: Mapping[Any, Function | None]) -> None:
-    """Give each module its function, by the name it has there; None: it needs none."""
+def put_in(functions: Mapping[Any, Function | Functions | None]) -> None:
+    """Give each module its functions, by the names they have there; None: it needs none."""
     for module, made in functions.items():
-        if made is not None:
-            name, function = made
-            setattr(module, MARK, Replaced(name, vars(module).get(name)))
+        if made is None:
+            continue
+        by_name = dict(made if isinstance(made[0], tuple) else [made])
+        setattr(module, MARK, {name: Replaced(vars(module).get(name)) for name in by_name})
+        for name, function in by_name.items():
             setattr(module, name, types.MethodType(function, module))
 
 
@@ -116,8 +117,9 @@ def take_out(model: PreTrainedModel) -> None:
     _GIVEN.pop(id(model.config.get_text_config(decoder=True)), None)
     for module in model.modules():
         if hasattr(module, MARK):
-            replaced: Replaced = getattr(module, MARK)
-            for own in (MARK, SLOPES, replaced.name):
+            replaced: dict[str, Replaced] = getattr(module, MARK)
+            for own in (MARK, SLOPES, PASSES, *replaced):
                 vars(module).pop(own, None)
-            if replaced.before is not None:
-                setattr(module, replaced.name, replaced.before)
+            for name, kept in replaced.items():
+                if kept.before is not None:
+                    setattr(module, name, kept.before)

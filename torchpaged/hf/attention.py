@@ -89,10 +89,22 @@ def paged_attention_forward(
     # mask is asked of a cache for cross attention.
     crosses = masks.causal is None and not causal
     causal = causal if masks.causal is None else masks.causal
-    call = LayerCall(module, query, key, value, causal, window, softcap, sinks, alibi_slopes, scaling)
+    call = LayerCall(
+        module,
+        query,
+        key,
+        value,
+        causal,
+        window,
+        softcap,
+        sinks,
+        alibi_slopes,
+        scaling,
+        kwargs.get("indices"),
+    )
     # T5's cross attention has no bias, and comes with zeros for one.
     unbiased = crosses and getattr(module, "has_relative_attention_bias", None) is False
-    _refuse(call, dropout, None if unbiased else position_bias, kwargs)
+    _refuse(layer, call, dropout, None if unbiased else position_bias, kwargs)
     if crosses:
         return attend_across(layer, call, attention_mask), None
     held = None if attention_mask is None else _held_of(layer, call, attention_mask)
@@ -103,7 +115,9 @@ def paged_attention_forward(
     return (attend_rolling(layer, call) if layer.rolls else layer.attend(call)), None
 
 
-def _refuse(call: LayerCall, dropout: float, bias: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _refuse(
+    layer: PagedLayer, call: LayerCall, dropout: float, bias: Tensor | None, kwargs: dict[str, Any]
+) -> None:
     """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
     refuse_grad(query=call.query)
     if bias is not None:
@@ -112,7 +126,7 @@ def _refuse(call: LayerCall, dropout: float, bias: Tensor | None, kwargs: dict[s
             "not take; use PagedCache(..., dense=True)"
         )
     for name in SPARSE:
-        if kwargs.get(name) is not None:
+        if kwargs.get(name) is not None and not (layer.latent and name == "indices"):
             raise sparse(type(call.module).__name__)
     if dropout and call.module.training:
         raise ArgumentError(
@@ -120,14 +134,17 @@ def _refuse(call: LayerCall, dropout: float, bias: Tensor | None, kwargs: dict[s
         )
 
 
-def _held_of(layer: PagedLayer, call: LayerCall, mask: Tensor) -> CallMask:
-    """What ``mask`` holds, which `paged_mask` made for the forward that runs.
+def _held_of(layer: PagedLayer, call: LayerCall, mask: Tensor) -> CallMask | None:
+    """What ``mask`` holds, which `paged_mask` made for the forward that runs; None of the one that stands for
+    none, where modules take a mask for granted.
 
     Raises:
         ArgumentError: it is another mask.
         UnsupportedModelError: it was made for another forward.
     """
     owner, held = layer.owner, held_by(mask)
+    if held is None and owner.family.takes_no_none and mask.shape == (1, 1, 1, 1):
+        return None
     if held is None or held.rows is None or held.rows is not owner.rows:
         own = owner.masks.causal is not None or owner.keys_of_queries
         raise ArgumentError(

@@ -27,6 +27,8 @@ class LayerCall(NamedTuple):
         window: keys visible, the own one included; None: all.
         softcap, sinks, alibi_slopes: as the op has them; None: without.
         scaling: of the scores; None: ``head_dim ** -0.5``.
+        indices: ``[batch, query_len, top_k]`` int32, positions that each query selects, as ``mla_attention``
+            has them; None: all. Layers of latents alone take them.
     """
 
     module: nn.Module
@@ -39,6 +41,7 @@ class LayerCall(NamedTuple):
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     scaling: float | None = None
+    indices: Tensor | None = None
 
     @property
     def scale(self) -> float:

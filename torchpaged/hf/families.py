@@ -16,6 +16,8 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 #: The name and the function that a module gets on the instance.
 Function = tuple[str, Callable[..., Any]]
+#: Several of one module.
+Functions = tuple[Function, ...]
 #: Makes them for a module; None where this transformers' module needs nothing.
 Maker = Callable[[Any], Function | None]
 
@@ -79,7 +81,7 @@ class Family:
     class_tables: tuple[str, ...] = ()
     attention: Mapping[str, Maker] = field(default_factory=dict)
     modules: Mapping[str, Maker] = field(default_factory=dict)
-    functions: Callable[[Any], dict[nn.Module, Function]] = lambda model: {}
+    functions: Callable[[Any], Mapping[nn.Module, Function | Functions]] = lambda model: {}
     packed: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     layer: Callable[[Any, int, Any, Any], Any] = lambda owner, index, config, template: None
 

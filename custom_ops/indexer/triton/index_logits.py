@@ -81,17 +81,17 @@ def index_logits(call: IndexCall) -> None:
     """Launch; arguments as in ``custom_ops/indexer/schema.py``.
 
     Raises:
-        ArgumentError: also for more than 128 heads and keys of more than 256 numbers.
+        ArgumentError: also for more than 128 heads, keys of more than 256 numbers, and float64.
     """
     require_launchable(call.q)
     check_index_logits(call)
     q, k_cache, logits = call.q, call.k_cache, call.logits
     num_tokens, num_heads, width = q.shape
-    if num_heads > MAX_HEADS or width > MAX_WIDTH:
+    if num_heads > MAX_HEADS or width > MAX_WIDTH or q.element_size() == 8:
         raise ArgumentError(
             "q",
-            f"at most {MAX_HEADS} heads of {MAX_WIDTH} numbers for the triton backend",
-            f"{num_heads} of {width}",
+            f"at most {MAX_HEADS} heads of {MAX_WIDTH} numbers of 16 or 32 bits for the triton backend",
+            f"{num_heads} of {width}, {q.dtype}",
             "use the reference backend",
         )
     if not logits.numel():

@@ -1,9 +1,9 @@
-"""Models that select the keys of each query by an indexer of their own (DeepSeek sparse attention): their
-caches gather, and keep the indexer's keys in blocks besides keys and values.
+"""Models that select the keys of each query by an indexer of their own (DeepSeek sparse attention). Attached
+ones keep latents and read those that are selected: sparse.py. The caches of others gather, and keep the
+indexer's keys in blocks besides keys and values.
 
-transformers' modules score every cached indexer key against a query, and hand the positions of the best ones
-to the attention function, which masks all others. No kernel here reads only the selected keys: nothing is
-saved but what the model itself saves.
+There transformers' modules score every cached indexer key against a query, and hand the positions of the best
+ones to the attention function, which masks all others: nothing is saved but what the model itself saves.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from torch import Tensor
 from transformers.cache_utils import StaticIndexedLayer
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.layer import SET_UP, PagedLayer
+from torchpaged.hf.models import sparse
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.template import window_and_chunk
 
@@ -63,22 +65,29 @@ class IndexedLayer(PagedLayer):
         return super().count_bytes() + (0 if self.index_pool is None else self.index_pool.nbytes)
 
 
-def _layer(owner: Any, index: int, config: Any, template: Any) -> IndexedLayer | None:
-    """The layers with an indexer, of a cache that gathers."""
+def _layer(owner: Any, index: int, config: Any, template: Any) -> Any:
+    """The layers with an indexer: of a cache that gathers, or, for an attached model, of latents."""
     if not isinstance(template, StaticIndexedLayer):
         return None
-    if not owner.dense:
-        raise UnsupportedModelError(
-            f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not paged; "
-            "use PagedCache(..., dense=True)"
-        )
-    return IndexedLayer(owner, index, window_and_chunk(config, index, template)[0])
+    if owner.dense:
+        return IndexedLayer(owner, index, window_and_chunk(config, index, template)[0])
+    if config.model_type in sparse.TYPES and was_given_functions(config):
+        return sparse.layer(owner, index, config)
+    attach = "call torchpaged.hf.attach(model), or " if config.model_type in sparse.TYPES else ""
+    raise UnsupportedModelError(
+        f"{config.model_type}: layer {index} caches an indexer (sparse attention), which is not paged; "
+        f"{attach}use PagedCache(..., dense=True)"
+    )
 
 
+_SELECTS = "selects the keys of each query by an indexer"
+register_family(Family(("dots3_note_text",), needs_dense=_SELECTS, layer=_layer))
 register_family(
     Family(
-        ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
-        needs_dense="selects the keys of each query by an indexer",
+        sparse.TYPES,
+        needs_dense=f"{_SELECTS}; torchpaged.hf.attach(model) makes it attend over latents that are selected",
+        takes_no_none=True,
+        functions=sparse.functions,
         layer=_layer,
     )
 )

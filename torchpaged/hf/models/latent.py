@@ -96,7 +96,6 @@ class LatentLayer(PagedLayer):
         options = {
             "sliding_window": call.window,
             "softcap": call.softcap,
-            "sinks": call.sinks,
             "alibi_slopes": call.alibi_slopes,
         }
         given = [name for name, value in options.items() if value is not None]
@@ -116,10 +115,11 @@ class LatentLayer(PagedLayer):
             metadata.seq_lens,
             metadata.query_start_loc,
             q.new_empty(*q.shape[:2], self.stored.kv_lora_rank),
-            None,
+            None if call.sinks is None else q.new_empty(q.shape[:2], dtype=torch.float32),
             metadata.max_query_len,
             call.scale,
             call.causal,
+            None if call.indices is None else call.indices.flatten(0, 1),
         )
         traced = torch.compiler.is_compiling()
         if not traced or self.asked is None:  # else a trace would have a view of the pool
@@ -127,8 +127,16 @@ class LatentLayer(PagedLayer):
         attend = self.owner.backend.ops.mla_attention
         if not traced and is_profiling():
             attend = ranged_attention(attend, self.index)
-        attend(*made[:7], max_query_len=made.max_query_len, scale=made.scale, causal=made.causal)
+        attend(
+            *made[:7],
+            max_query_len=made.max_query_len,
+            scale=made.scale,
+            causal=made.causal,
+            indices=made.indices,
+        )
         values = torch.einsum("thr,hvr->thv", made.out, up_values)
+        if call.sinks is not None and made.lse is not None:  # a logit more in the sum, and no value
+            values = values * torch.sigmoid(made.lse - call.sinks.float())[..., None].to(values.dtype)
         return values.view(batch, query_len, num_heads, -1)
 
     def _require_attended(self) -> None:
@@ -144,7 +152,7 @@ def up_projections(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
         UnsupportedModelError: it is more than a product with that weight (an adapter, a quantised or
             offloaded weight, a bias), so that its halves would not be the whole of it.
     """
-    why = _not_plain(module.kv_b_proj)
+    why = is_not_plain(module.kv_b_proj)
     (weight,) = in_autocast(module.kv_b_proj.weight)
     if not why and (weight.dtype != query.dtype or weight.device != query.device):
         why = f"has a weight of {weight.dtype} on {weight.device}, not {query.dtype} on {query.device}"
@@ -158,7 +166,7 @@ def up_projections(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
     return up_keys, up_values
 
 
-def _not_plain(projection: Any) -> str:
+def is_not_plain(projection: Any) -> str:
     """What a projection has besides a weight; empty if nothing."""
     if type(projection) is not nn.Linear:
         return f"is a {type(projection).__name__}"
@@ -185,7 +193,7 @@ def _functions(model: PreTrainedModel) -> dict[nn.Module, Function]:
     """What lets pools pass, for each module that expands latents; none where one of the projections is not
     plain, so that the model's caches gather."""
     modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
-    if any("expand_kv" in vars(module) or _not_plain(module.kv_b_proj) for module in modules):
+    if any("expand_kv" in vars(module) or is_not_plain(module.kv_b_proj) for module in modules):
         return {}
     return dict.fromkeys(modules, ("expand_kv", _pass_pools))
 

@@ -5,8 +5,9 @@
     gathered.wait()                  # the kernels are in this process, or on the disk
 
 Within the block ops of this thread launch no kernel that has to be compiled: NVRTC's raise `Postponed`, which
-ends their op, Triton's are compiled instead of launched. So outputs are whatever lay in memory. Where ops are
-watched (``launches.around``) nothing is gathered, and all is launched.
+ends their op, until it is compiled; Triton's are compiled instead of launched. Large products are left out.
+So outputs are whatever lay in memory. Where ops are watched (``launches.around``) nothing is gathered, and
+all is launched.
 """
 
 from __future__ import annotations
@@ -43,14 +44,13 @@ class Gathering:
         if key not in self.kernels:
             self.kernels[key] = name, in_a_thread(compile, name)
 
-    def wait(self, progress: Callable[[int, int, str], None] | None = None) -> int:
-        """Wait for all of them; returns how many there are. One that fails does so again, with its message,
-        at its launch."""
-        for done, (name, future) in enumerate(list(self.kernels.values())):
+    def wait(self, progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Wait for all of them. One that fails does so again, with its message, at its launch."""
+        waiting = [(name, future) for name, future in self.kernels.values() if not future.done()]
+        for done, (name, future) in enumerate(waiting):
             future.exception()
             if progress is not None:
-                progress(done + 1, len(self.kernels), f"kernel {name}")
-        return len(self.kernels)
+                progress(done + 1, len(waiting), f"kernel {name}")
 
 
 def here() -> Gathering | None:

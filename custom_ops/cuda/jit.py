@@ -204,6 +204,13 @@ def compile_ahead(file: str, config: Config, capability: tuple[int, int]) -> Non
         gathering.kernels[key] = file, future
 
 
+def _is_made(file: str, config: Config, capability: tuple[int, int]) -> bool:
+    """Whether a thread that began ahead has ended."""
+    with _ahead_lock:
+        future = _ahead.get((file, config, capability))
+    return future is not None and future.done()
+
+
 def _code(file: str, config: Config, capability: tuple[int, int]) -> bytes:
     """Machine code: from a thread that began ahead, from the cache, or compiled now."""
     with _ahead_lock:
@@ -220,7 +227,7 @@ def _kernel(file: str, name: str, config: Config, index: int, shared_bytes: int)
         )
     with torch.cuda.device(index):
         capability = torch.cuda.get_device_capability(index)
-        if ahead.here() is not None:
+        if ahead.here() is not None and not _is_made(file, config, capability):
             compile_ahead(file, config, capability)
             raise ahead.Postponed
         # no second try: a damaged file in the cache was found by its checksum, so what fails here is refused
@@ -235,7 +242,7 @@ def kernel(file: str, name: str, config: Config, device: torch.device, *, shared
     Raises:
         BackendUnavailableError: cuda-bindings is absent.
         RuntimeError: the source does not compile, or the device refuses it.
-        Postponed: kernels are being gathered (`custom_ops.ahead`), and this one is not loaded.
+        Postponed: kernels are being gathered (`custom_ops.ahead`), and this one is not compiled.
     """
     missing = unavailable()
     if missing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -274,3 +275,18 @@ def test_the_rows_ring_refuses() -> None:
     rows.ring.count()  # of nothing: the slot still holds what was read long ago
     with pytest.raises(TorchpagedError, match=r"slot of launch 6 holds launch 2"):
         rows.ring.read(rows.ring.take(), 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_fields_of_chosen_rows_begin_at_multiples_of_16_bytes(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles anew for other alignments: in the middle of serving, when as many prompts end."""
+    rows, seen = make_rows(), []
+    ops = SimpleNamespace(finish_step=lambda *tensors, **_: seen.extend(tensors))
+    monkeypatch.setattr(rows, "_ops", ops)
+    rows.write({row: state() for row in range(count)})
+    rows.finish_rows(torch.zeros(count, VOCAB), list(range(count)))
+    assert len(seen) > 10
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in seen)
+    assert {tensor.shape[0] for tensor in seen} == {count}

@@ -18,7 +18,7 @@ from kernels_of_steps import SMS, step_kernels
 from specialisations import specialisation
 
 from torchpaged import ArgumentError
-from torchpaged.custom_ops import compiles
+from torchpaged.custom_ops import ahead, compiles
 from torchpaged.engine import Generator, SamplingParams, decisions, warm_up
 from torchpaged.engine.warm_up import step_forms
 from torchpaged.graphs.buckets import default_buckets
@@ -146,6 +146,29 @@ def test_steps_of_any_shape_take_kernels_of_the_forms(
             if least <= width <= columns and num_tokens > captured:
                 sizes = n, num_tokens, longest, width
                 assert not step_kernels(spec, *sizes, n) - known, sizes
+
+
+def test_kernels_are_gathered_until_no_step_has_another(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op's second kernel is known once its first one is compiled."""
+    generator = Generator(model, **SIZES)
+    forms = step_forms(4, 16, 8, 4)
+    ran: list[int] = []
+
+    def call(self: Any, input_ids: Any, metadata: Any, logits_indices: Any) -> Any:
+        gathered = ahead.here()
+        assert gathered is not None
+        ran.append(metadata.num_reqs)
+        for kernel in ("norm", "linear"):
+            if (metadata.num_reqs, kernel) not in gathered.kernels:
+                gathered.compile((metadata.num_reqs, kernel), kernel, lambda: None)
+                raise ahead.Postponed
+        return torch.zeros(logits_indices.numel(), 99)
+
+    monkeypatch.setattr(PagedModel, "__call__", call)
+    counts = {form.num_reqs for form in forms}
+    assert warm_up.WarmUp(generator.model, generator.loop, forms).gather((), None) == 2 * len(counts)
+    assert len(ran) < 3 * len(forms), "only steps that have found something run again"
+    assert ahead.here() is None
 
 
 def test_tokens_pools_rows_and_random_numbers_stay_as_they_were(model: Any) -> None:

@@ -131,13 +131,21 @@ class WarmUp:
         """Compile side by side what the steps will launch, and those of ``graphs`` and their buckets; returns
         how many kernels. What goes wrong does so again where it counts."""
         steps: list[Callable[[], object]] = [partial(each.launch_padding, bucket) for each, bucket in graphs]
+        steps += self._steps()
         with ahead.gathering() as gathered:
-            for step in (*steps, *self._steps()):
-                try:
-                    step()
-                except Exception:
-                    self._model.session.reset()
-        return gathered.wait(progress)
+            while steps:  # of those whose op ended at its first kernel once more, for its second one
+                steps = [step for step in steps if self._finds(step, gathered)]
+                gathered.wait(progress)
+        return len(gathered.kernels)
+
+    def _finds(self, step: Callable[[], object], gathered: ahead.Gathering) -> bool:
+        """Run a step; whether it has kernels that were not known."""
+        known = len(gathered.kernels)
+        try:
+            step()
+        except Exception:
+            self._model.session.reset()
+        return len(gathered.kernels) > known
 
     def run(self, progress: Progress | None) -> int:
         """Run every step; returns how many."""

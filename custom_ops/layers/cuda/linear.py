@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops import ahead
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
 from torchpaged.custom_ops.cuda.tensor_map import tensor_map
@@ -121,7 +122,9 @@ def _shape(index: int, bucket: int, out_features: int, in_features: int) -> Line
 
 
 def _large(x: Tensor, weight: Tensor, out: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
-    """A product of many tokens."""
+    """A product of many tokens; none while kernels are gathered, when it would mean nothing."""
+    if ahead.here() is not None:
+        return
     taken = bias is None and blaslt.takes(x, weight, out, residual)
     if not (taken and blaslt.product(x, weight, out, residual)):
         torch_product(x, weight, out, bias, residual)

@@ -58,7 +58,7 @@ def test_nothing_is_compiled_behind_the_start(
         intermediate_size=width * 2,
         num_hidden_layers=2,
         num_attention_heads=width // 64,
-        num_key_value_heads=1 if width % 128 else width // 128,
+        num_key_value_heads=width // 64,
         head_dim=64,
         max_position_embeddings=512,
         eos_token_id=None,

@@ -4,11 +4,14 @@ extras; no network."""
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import torchpaged
 
 project = "torchpaged"
+copyright = "the torchpaged authors"
 release = version = torchpaged.__version__
 extensions = [
     "myst_parser",
@@ -24,9 +27,12 @@ myst_enable_extensions = ["colon_fence"]
 napoleon_use_ivar = True
 default_role = "py:obj"  # `name` in docstrings
 autodoc_typehints = "signature"
+python_maximum_signature_line_length = 90
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 html_theme = "furo"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_title = f"torchpaged {release}"
 templates_path = ["templates"]
 html_sidebars = {
@@ -39,9 +45,8 @@ html_sidebars = {
         "sidebar/scroll-end.html",
     ]
 }
-# Links to folders of the checkout, which MyST can't copy as it does files; words that are attributes of
-# several classes, such as `session`.
-suppress_warnings = ["myst.xref_missing", "ref.python"]
+suppress_warnings = ["ref.python"]  # words that are attributes of several classes, such as `session`
+DOCS = Path(__file__).parent
 
 
 def to_restructured_text(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
@@ -79,7 +84,24 @@ def notebook_as_markdown(app: Any, page: str, source: list[str]) -> None:
     source[0] = "\n\n".join(parts)
 
 
+def links_out_of_the_site(app: Any, page: str, source: list[str]) -> None:
+    """Pages elsewhere in the checkout become downloads, as other files are; folders are named."""
+
+    def instead(match: re.Match[str]) -> str:
+        text, path = match.groups()
+        target = (DOCS / page).parent.joinpath(path).resolve()
+        if target.is_relative_to(DOCS) or not target.exists():
+            return match[0]
+        if target.is_dir():
+            name = f"`{target.relative_to(DOCS.parent)}`"
+            return name if text.strip("`") in name else f"{text} ({name})"
+        return f"[{text}](<path:{path}>)" if target.suffix == ".md" else match[0]
+
+    source[0] = re.sub(r"\[([^][]+)\]\((\.\./[^)#\s]+)\)", instead, source[0])
+
+
 def setup(app: Any) -> None:
     """What Sphinx calls."""
     app.connect("source-read", notebook_as_markdown)
+    app.connect("source-read", links_out_of_the_site)
     app.connect("autodoc-process-docstring", to_restructured_text, priority=100)  # ahead of napoleon

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from site_links import broken_links
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -67,3 +68,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     page = (tmp_path / "reference/api/torchpaged.PagedAttention.html").read_text()
     assert 'id="torchpaged.PagedAttention.forward"' in page
+    assert not broken_links(tmp_path)
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "a.html").write_text('<a href="b.html#x"></a><a href="b.html#y"></a><img src="c.png">')
+    (tmp_path / "b.html").write_text(
+        '<p id="x"><a href="#x"></a><a href="folder"></a><a href="https://d"></a>'
+    )
+    assert sorted(broken_links(tmp_path)) == ["a.html: b.html#y", "a.html: c.png", "b.html: folder"]

@@ -13,6 +13,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.check import check_index_logits
 from torchpaged.custom_ops.triton.interpreter import as_numbers
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Batch, KeyPool, Tokens
 
@@ -101,7 +102,9 @@ def index_logits(call: IndexCall) -> None:
         return
     wide = width > 128 or q.element_size() == 4
     tile = 32 if wide else 128
-    index_logits_kernel[(num_tokens * triton.cdiv(logits.shape[1], tile),)](
+    launch_kernel(
+        index_logits_kernel,
+        (num_tokens * triton.cdiv(logits.shape[1], tile),),
         call.block_table.shape[0],
         num_tokens,
         call.block_table.stride(0),

@@ -9,6 +9,7 @@ from torch import Tensor
 from torchpaged.custom_ops.indexer.check import check_write_index_keys
 from torchpaged.custom_ops.triton.cache_writes import to_fp8
 from torchpaged.custom_ops.triton.interpreter import as_numbers
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import KeyPool, Tokens
 
@@ -53,7 +54,9 @@ def write_index_keys(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, k_scale: 
     check_write_index_keys(k, k_cache, slot_mapping, k_scale)
     if not k.shape[0]:
         return
-    write_index_keys_kernel[(k.shape[0],)](
+    launch_kernel(
+        write_index_keys_kernel,
+        (k.shape[0],),
         Tokens.of(k[:, None]),
         slot_mapping,
         KeyPool.of(k_cache, k_scale),

@@ -10,6 +10,7 @@ import triton.language as tl
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import ConvCall
 from torchpaged.custom_ops.state.check import check_causal_conv
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
 _TILE_CHANNELS = 256
@@ -141,7 +142,9 @@ def causal_conv(call: ConvCall) -> None:
     tile_tokens = min(next_power_of_2(call.max_query_len), _MAX_TILE_TOKENS)
     tile_channels = min(next_power_of_2(channels), _TILE_CHANNELS)
     grid = (num_reqs, triton.cdiv(channels, tile_channels), triton.cdiv(call.max_query_len, tile_tokens))
-    causal_conv_kernel[grid](
+    launch_kernel(
+        causal_conv_kernel,
+        grid,
         num_reqs,
         num_tokens,
         call.x,

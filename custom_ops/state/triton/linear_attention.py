@@ -14,6 +14,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.triton.causal_conv import row_of
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
 #: Numbers of a state that a program holds, and a warp: 64 registers of each thread.
@@ -137,7 +138,9 @@ def linear_attention(call: LinearAttentionCall) -> None:
         out.zero_()
         return
     tile = tiles(key_dim, value_dim)
-    recurrent_kernel[(num_reqs * num_heads * triton.cdiv(value_dim, tile.value),)](
+    launch_kernel(
+        recurrent_kernel,
+        (num_reqs * num_heads * triton.cdiv(value_dim, tile.value),),
         num_reqs,
         num_tokens,
         q,

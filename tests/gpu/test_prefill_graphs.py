@@ -46,7 +46,7 @@ def draw(rng: random.Random, index: int) -> tuple[list[int], Any]:
     [
         {},
         {"prefill_buckets": [128, 256], "prefill_chunk_size": 256, "steps_per_launch": 4},
-        {"capture_ahead": False, "num_blocks": 140},
+        {"capture_ahead": False, "num_blocks": 120},
     ],
     ids=["automatic", "chunked", "late-and-preempted"],
 )

@@ -326,9 +326,9 @@ def test_replays_of_a_generation_are_matched_with_a_step_of_their_bucket() -> No
 def test_replays_of_prefills_are_matched_with_a_prefill_of_their_bucket() -> None:
     """Two prefills from a graph and one launched from Python; a decode step of as many rows is not asked."""
     ops, events = ["aten::linear", "aten::relu"] * 4 + ["aten::linear"], []
-    for launch, start in ((2, 100), (3, 1000)):
+    for launch, start, said in ((2, 100, "batch=1 tokens=3"), (3, 1000, "batch=2 tokens=3 decodes=1")):
         events += [
-            span("user_annotation", "prefill batch=1 tokens=3 padded=4", start, 100),
+            span("user_annotation", f"prefill {said} padded=4", start, 100),
             span("cuda_runtime", "cudaGraphLaunch", start + 2, 1, correlation=launch),
             *(span("kernel", name, start + 100 + 2 * i, 2, correlation=launch) for i, name in enumerate(ops)),
         ]

@@ -174,6 +174,7 @@ class SetUp:
             "lookahead": rng.choice((None, 8)),
             "capture_ahead": rng.choice((True, False)) and graphs,
             "cascade": rng.choice((FREE, False)),
+            "mixed_steps": rng.choice(("auto", "auto", False)),
             "share_prefixes": shares,
             "max_batch_size": rng.randint(1, SLOTS),
             "max_seq_len": LENGTH,

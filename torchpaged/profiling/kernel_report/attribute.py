@@ -66,9 +66,7 @@ def kernels_of_generation(
     eager: dict[tuple[str, int], Sequence[Activity]] = {}
 
     def reference(ranges: tuple[str, ...]) -> Sequence[Activity]:
-        found = re.search(
-            r"^(replay|prefill) batch=\d+ (?:tokens=\d+ )?padded=(\d+)$", "\n".join(ranges), re.MULTILINE
-        )
+        found = re.search(r"^(replay|prefill) (?:\w+=\d+ )+padded=(\d+)$", "\n".join(ranges), re.MULTILINE)
         launch = launches[found[1]] if found else None
         if found is None or launch is None:
             return ()

@@ -7,8 +7,8 @@
 
 With graphs, each step starts a launch of whole decode steps for all running requests (`DecodeLoop`), or,
 while prompts wait, one pass over a token of each of them and a chunk of the prompts; then it reads the tokens
-of the step before. Without, it computes the same passes, samples and reads, one step at a time. Tokens are the
-same.
+of the step before. Without, it computes the same passes, samples and reads, one step at a time. Tokens are
+the same.
 
 Several threads may use one Generator: one lock lets one call in at a time, and every step moves the requests
 of all of them. Each call gets the events of its own requests; one that breaks off, by an error, Ctrl-C or a

@@ -51,6 +51,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "no graphs": {"graphs": False},
     "graphs": {"max_batch_size": 6},
     "launches of 3": {"steps_per_launch": 3},
+    "apart": {"mixed_steps": False},
     "prefill graphs": {"prefill_buckets": [8, 16], "prefill_chunk_size": 16},
     "fused": {"fuse": True},
 }
@@ -371,8 +372,10 @@ class _Books:
         self.size = self.r.choice([1, 2, 4])
         self.pool = BlockPool(self.r.choice([12, 24]))
         cache = PrefixCache(self.pool, self.size, keep=self.r.random() < 0.8)
-        chunk = self.r.choice([1, 3, 16])
-        self.scheduler = Scheduler(self.pool, self.size, 4, chunk, prefixes=cache)
+        chunk, mixes = self.r.choice([1, 3, 16]), self.r.random() < 0.5
+        self.most = max(chunk, -(-chunk // 2) + 4)  # tokens of a pass that is mixed
+        self.mixes = mixes
+        self.scheduler = Scheduler(self.pool, self.size, 4, chunk, prefixes=cache, mixes=mixes)
         self.memory: dict[tuple[int, int], Any] = {}  # by block and place
         self.live: list[Sequence] = []
         self.number = self.finished = 0
@@ -405,6 +408,8 @@ class _Books:
         if self.r.random() < 0.02 and (plan.chunks or plan.decodes):
             return self.reset()
         steps = [(s, 1) for s in plan.decodes] + plan.chunks
+        if self.mixes:
+            assert sum(count for _, count in steps) <= self.most
         for sequence, count in steps:
             self.write(sequence, sequence.num_computed, sequence.num_computed + count)
         for sequence, count in steps:

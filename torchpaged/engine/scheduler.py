@@ -141,12 +141,12 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         self._admit()
+        # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
+        begun = [sequence for sequence in self.running if sequence.row is not None or self._begin(sequence)]
         step, budget = Schedule(), self._prompt_tokens()
-        for sequence in list(self.running):
+        for sequence in begun:
             if sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
-            if sequence.row is None and not self._begin(sequence):
-                continue
             if _decodes(sequence):
                 if self._reserve(sequence, self._tokens_ahead(sequence), step):
                     step.decodes.append(sequence)

@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
+from op_inputs.indexer import exact_logits, is_top_k, make_index_batch, run_index_logits
+from op_inputs.latent import (
+    SELECTIONS,
+    assert_latent_close,
+    assert_sparse_close,
+    make_latent_batch,
+    run_mla_attention,
+    selected,
+)
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import BATCH_SPECS, BatchSpec
@@ -44,6 +52,39 @@ def test_models_sizes(sizes: str, dtype: torch.dtype) -> None:
             spec, num_heads=num_heads, rank=rank, rope=rope, dtype=dtype, device="cuda", block_size=64
         )
         assert_latent_close(*run_mla_attention(BACKEND_OPS["cuda"], batch), batch)
+
+
+@pytest.mark.parametrize("kind", SELECTIONS)
+@pytest.mark.parametrize("spec", BATCH_SPECS)
+def test_selected_keys(spec: str, kind: str) -> None:
+    """Few positions, and so many that they are cut into parts."""
+    batch = make_latent_batch(BATCH_SPECS[spec], rank=64, rope=16, dtype=torch.bfloat16, device="cuda")
+    for top_k in (11, 300):
+        indices = selected(batch, kind, top_k)
+        assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
+
+
+@pytest.mark.parametrize("spec", BATCH_SPECS)
+def test_the_indexer(spec: str) -> None:
+    """Keys of bfloat16 and of e4m3, which are stored as the reference does; the positions of their logits."""
+    sizes = {"width": 128, "num_heads": 64, "block_size": 64, "dtype": torch.bfloat16, "device": "cuda"}
+    batch = make_index_batch(BATCH_SPECS[spec], **sizes)
+    got = run_index_logits(TRITON, batch)
+    torch.testing.assert_close(got.cpu().double(), exact_logits(batch), rtol=2e-3, atol=2e-3)
+    indices = torch.empty(len(got), 20, dtype=torch.int32, device="cuda")
+    TRITON.top_k_indices(got, indices)
+    assert is_top_k(indices, got)
+    keys, made = batch.k_cache.nan_to_num(0.0).flatten(0, 2), []
+    for ops in (TRITON, REFERENCE):
+        pool = torch.zeros(batch.k_cache.shape, device="cuda").to(torch.float8_e4m3fn)
+        scales = torch.ones(pool.shape[:2], device="cuda")
+        ops.write_index_keys(keys, pool, torch.arange(len(keys), device="cuda"), scales)
+        made.append((pool.view(torch.uint8), scales))
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1], made[1][1])
+    stored = replace(batch, k_cache=made[0][0].view(torch.float8_e4m3fn))
+    got, want = run_index_logits(TRITON, stored, k_scale=scales), exact_logits(stored, True, scales)
+    torch.testing.assert_close(got.cpu().double(), want, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("keys", [97, 1024])

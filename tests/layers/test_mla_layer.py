@@ -71,6 +71,21 @@ def test_a_prompt_and_then_steps(backend: str) -> None:
     assert module.choice.name == backend
 
 
+def test_selected_keys_alone() -> None:
+    """What attention over nothing but those tokens gives; refused before anything is written."""
+    module, pools = layer(), cache()
+    query, kv_c, k_pe = tokens(10)
+    metadata = AttentionMetadata.from_lists([10], [10], [[1, 2, 3]], block_size=4)
+    with pytest.raises(ArgumentError, match="^indices: expected"):
+        module(query, kv_c, k_pe, pools[0], metadata, indices=torch.zeros(9, 3, dtype=torch.int32))
+    assert not pools[0].kv_cache.any()
+    indices = torch.tensor([[0, 4, 7, -1]] * 9 + [[9, 2, 4, -1]], dtype=torch.int32)
+    out = module(query, kv_c, k_pe, pools[0], metadata, indices=indices)
+    keys = [2, 4, 9]
+    torch.testing.assert_close(out[9:], expanded(module, query[9:], kv_c[keys], k_pe[keys]))
+    torch.testing.assert_close(out[5:6], expanded(module, query[5:6], kv_c[[0, 4]], k_pe[[0, 4]]))
+
+
 def step() -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:
     torch.manual_seed(1)
     metadata = AttentionMetadata.from_lists([1, 1], [1, 1], [[1], [2]], block_size=4)

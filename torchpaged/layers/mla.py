@@ -17,6 +17,7 @@ from torchpaged.custom_ops.checks import (
     check_sizes,
     check_softmax,
     check_tensors,
+    given,
     refuse_grad,
     switch,
 )
@@ -139,6 +140,8 @@ class MLAAttention(nn.Module):
         k_pe: Tensor | None,
         kv_cache: LayerLatentCache | Tensor,
         metadata: AttentionMetadata,
+        *,
+        indices: Tensor | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -149,6 +152,8 @@ class MLAAttention(nn.Module):
             k_pe: ``[..., qk_rope_head_dim]``, rotated keys of all heads, or None together with ``kv_c``.
             kv_cache: the layer's pool, ``[num_blocks, block_size, 1, kv_lora_rank + qk_rope_head_dim]``.
             metadata: the batch; its slots are those of the query tokens.
+            indices: ``[num_tokens, top_k]`` int32, the positions in its request that each query token attends
+                to (sparse attention); negative ones, and those it does not see, are none. None: all.
 
         Returns:
             ``[..., num_heads, v_head_dim]`` in query's dtype.
@@ -169,7 +174,7 @@ class MLAAttention(nn.Module):
                 "pass cache[layer] of a PagedKVCache",
             )
         weight, width = self.kv_b_proj.weight, self.qk_nope_head_dim + self.qk_rope_head_dim
-        check_tensors(query=query)
+        check_tensors(query=query, **given(indices=indices))
         # the projection's half for keys would get no gradient
         refuse_grad(query=query, kv_c=kv_c, k_pe=k_pe, **{"kv_b_proj.weight": weight})
         eager = not torch.compiler.is_compiling()
@@ -189,6 +194,7 @@ class MLAAttention(nn.Module):
             "max_query_len": metadata.max_query_len,
             "scale": self.scale,
             "causal": self.causal,
+            "indices": indices,
         }
         write = self._to_write(kv_c, k_pe, pool, metadata)
         if eager:  # both calls are checked before the first one writes

@@ -93,6 +93,14 @@ def _check_session(session: Any, limits: Any, backend: Any) -> None:
 class PagedAttention(nn.Module):
     """Write this step's keys and values into the paged cache, then attend over it.
 
+    >>> cache = PagedKVCache.uniform(1, 2, 64, num_blocks=8, dtype=torch.float32)
+    >>> attention = PagedAttention(num_heads=8, head_dim=64, num_kv_heads=2)
+    >>> batch = cache.allocate(1).append([5])
+    >>> key = value = torch.randn(5, 2, 64)
+    >>> with torch.inference_mode():
+    ...     attention(torch.randn(5, 8, 64), key, value, cache[0], batch).shape
+    torch.Size([5, 8, 64])
+
     Args:
         num_heads: query heads.
         head_dim: width of queries and keys.

@@ -179,7 +179,7 @@ def require_known(argument: str, names: Collection[str], known: Collection[str])
 
 def attention_spec(
     *,
-    device: torch.device,
+    device: torch.device | str,
     dtype: torch.dtype,
     num_heads: int,
     num_kv_heads: int,
@@ -212,7 +212,7 @@ def attention_spec(
         check_sizes(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
     given = {name: options.pop(name) for name in GIVEN if name in options}
     return AttentionSpec(
-        device=device,
+        device=device if isinstance(device, torch.device) else torch.device(device),
         dtype=dtype,
         head_dim=head_dim,
         num_heads=num_heads,

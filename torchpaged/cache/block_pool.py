@@ -37,6 +37,14 @@ def check_num_blocks(num_blocks: object) -> None:
 class BlockPool:
     """A free list and reference counts over block ids from 1 to ``num_blocks - 1``.
 
+    >>> pool = BlockPool(8)
+    >>> blocks = pool.allocate(2)
+    >>> blocks, pool.fork(blocks)
+    ([1, 2], [1, 2])
+    >>> pool.free(blocks)
+    >>> pool
+    BlockPool(5 of 7 blocks free)
+
     Args:
         num_blocks: blocks in the pool's tensors, the null block included; at least 2.
 

@@ -31,6 +31,10 @@ from torchpaged.custom_ops.words import counted, of_bytes
 class PagedKVCache:
     """The KV pools of a model.
 
+    >>> cache = PagedKVCache.uniform(2, 2, 64, num_blocks=8, dtype=torch.float32)
+    >>> cache.describe()
+    '8 blocks of 16 tokens = 112 tokens in 2 layers, 256.00 KiB (2048 bytes per token, float32)'
+
     Args:
         layers: one spec per layer, each of a registered kind; `KVLayerSpec` for attention.
         block_size: tokens per block. (Some projects call the context length "block size"; here it is

@@ -26,6 +26,10 @@ _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32
 class SamplingParams:
     """How one request's tokens are chosen and when it ends.
 
+    >>> sampling = SamplingParams(max_new_tokens=16, temperature=0.8, top_p=0.95, seed=7)
+    >>> sampling.max_new_tokens, SamplingParams().temperature  # greedy by default
+    (16, 0.0)
+
     Attributes:
         max_new_tokens: tokens at most.
         temperature: 0 = greedy; else logits are divided by it.

@@ -24,6 +24,11 @@ def copy_blocks(
 ) -> None:
     """Copy whole blocks inside a pair of pools, in place.
 
+    >>> k_cache = v_cache = torch.arange(4.0).reshape(4, 1, 1, 1)
+    >>> copy_blocks(k_cache, v_cache.clone(), [(1, 3)])
+    >>> k_cache.flatten().tolist()
+    [0.0, 1.0, 2.0, 1.0]
+
     Args:
         k_cache, v_cache: the pools, as in `write_kv`.
         block_mapping: ``[num_pairs, 2]`` int64 of (source, destination), or a list of pairs; negative ids

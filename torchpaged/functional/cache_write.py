@@ -29,6 +29,11 @@ def write_kv(
 ) -> None:
     """Store this step's keys and values in the pools, in place.
 
+    >>> k_cache, v_cache = torch.zeros(2, 4, 4, 1, 8)
+    >>> write_kv(torch.ones(2, 1, 8), torch.ones(2, 1, 8), k_cache, v_cache, torch.tensor([6, -1]))
+    >>> k_cache.sum((2, 3)).tolist()
+    [[0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 8.0, 0.0], [0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+
     Args:
         k: ``[num_tokens, num_kv_heads, head_dim]``, the pools' dtype (or a float dtype for fp8 pools).
         v: ``[num_tokens, num_kv_heads, head_dim_v]``.

@@ -19,6 +19,10 @@ def merge_attn_states(
 ) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys (arXiv:2501.01005, section 2.2).
 
+    >>> out, lse = torch.ones(1, 2, 4), torch.zeros(1, 2)
+    >>> merge_attn_states(out, lse, 3 * out, lse)[0][0, 0].tolist()
+    [2.0, 2.0, 2.0, 2.0]
+
     Args:
         out_a, out_b: ``[num_tokens, num_heads, head_dim_v]``.
         lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key and

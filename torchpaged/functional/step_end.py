@@ -33,6 +33,13 @@ def advance_step(
 
     Rows with seq_len 0 (padding) and rows whose table is full keep their values and get slot -1.
 
+    >>> batch = AttentionMetadata.from_lists([1], [16], [[4, 7]], block_size=16)
+    >>> ids = torch.tensor([5])
+    >>> step = batch.block_table, ids, batch.positions, batch.seq_lens, batch.slot_mapping
+    >>> advance_step(torch.tensor([9]), *step, block_size=16)
+    >>> ids.tolist(), batch.positions.tolist(), batch.slot_mapping.tolist()
+    ([9], [16], [112])
+
     Args:
         sampled_token_ids: ``[num_reqs]`` int64, the tokens just sampled.
         block_table: ``[num_reqs, max_blocks_per_req]`` int32; the next token's block must already be there.

@@ -258,6 +258,10 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Build the batch on the host, check it, and move it to ``device`` in one go.
 
+        >>> batch = AttentionMetadata.from_lists([1, 3], [18, 3], [[4, 7], [2]], block_size=16)
+        >>> batch.slot_mapping.tolist(), batch.positions.tolist()
+        ([113, 32, 33, 34], [17, 0, 1, 2])
+
         Args:
             query_lens: new tokens of each request.
             seq_lens: KV tokens of each request, the new ones included.

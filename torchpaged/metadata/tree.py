@@ -31,6 +31,9 @@ from torchpaged.custom_ops.errors import ArgumentError
 def tree_mask_from_parents(parents: Tensor, query_start_loc: Tensor | None = None) -> Tensor:
     """The ``tree_mask`` of trees given by parents; on their device, without waiting for it.
 
+    >>> tree_mask_from_parents(torch.tensor([-1, 0, 0, 1], dtype=torch.int32)).tolist()
+    [1, 3, 5, 11]
+
     Args:
         parents: ``[num_tokens]`` int32: of each query token the one of its request, counted from 0, whose
             continuation it is; smaller than its own number. -1: it continues the context.
@@ -65,6 +68,10 @@ def tree_token_positions(
 ) -> Tensor:
     """Each query token's position in its branch: the context's length plus its depth, for position
     embeddings; on the device, without waiting for it.
+
+    >>> mask = tree_mask_from_parents(torch.tensor([-1, 0, 0, 1], dtype=torch.int32))
+    >>> tree_token_positions(mask, seq_lens=torch.tensor([14], dtype=torch.int32)).tolist()
+    [10, 11, 11, 12]
 
     Args:
         tree_mask: ``[num_tokens]`` int64, as `tree_mask_from_parents` gives it.

@@ -88,6 +88,10 @@ def use_backend(name: str | Route) -> Iterator[None]:
     """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an outer
     choice).
 
+    >>> with use_backend("reference"):
+    ...     PagedAttention(8, 64).choice.name
+    'reference'
+
     It holds for this thread, or this task of asyncio, alone: a thread that is started inside chooses anew.
     """
     if name != "auto":

@@ -51,6 +51,11 @@ def select_backend(
 ) -> Choice:
     """Choose the backend for ``spec``. Call it at construction, never inside a traced call.
 
+    >>> sizes = {"head_dim": 64, "num_heads": 8, "num_kv_heads": 2, "block_size": 16}
+    >>> choice = select_backend(attention_spec(device="cpu", dtype=torch.float32, **sizes), "reference")
+    >>> choice.name, choice.reason
+    ('reference', "backend='reference' was given")
+
     Args:
         spec: the attention to run; several, such as those of a model's layers: one backend that can run
             them all.

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import torch
 
-from torchpaged.custom_ops.cuda import gpu
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
@@ -49,6 +48,8 @@ def start(
     """
     device, progress = torch.device(model.device), options.progress
 
+    on_gpu = device.type == "cuda"
+
     def steps() -> WarmUp:
         runner = prefill_graphs.runner if prefill_graphs is not None and decided.ahead else None
         forms = step_forms(
@@ -59,11 +60,11 @@ def start(
             captured=0 if runner is None else runner.buckets[-1],
             decodes=loop is None or not decided.ahead,
             one_prompt=options.batch_invariant,
-            num_sms=gpu.num_sms(device.index or 0) if device.type == "cuda" else 0,
+            num_sms=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0,
         )
         return WarmUp(model, loop, forms)
 
-    if decided.warm_up and device.type == "cuda":
+    if decided.warm_up and on_gpu:
         with clock.phase("kernels") as phase:
             graphs = _captured(loop, prefill_graphs) if decided.ahead else ()
             phase.count = steps().gather(graphs, progress)

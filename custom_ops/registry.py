@@ -112,8 +112,8 @@ _RECORDS: dict[str, Callable[..., Any]] = {
 #: .cpu overload, but for those of `_ON_NATIVE_OPS`.
 NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
 
-#: Ops that a file ``cpu.py`` of their family makes of native ones.
-_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent"})
+#: Ops that a file ``cpu.py`` of their family makes of native ones, or of products of torch.
+_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent", "linear_attention"})
 
 
 class BackendOps(NamedTuple):

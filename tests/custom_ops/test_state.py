@@ -75,8 +75,9 @@ def split(inputs: dict[str, Any], chunk: slice, context: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lens", [(20,), (1,) * 20, (7, 1, 8, 4), (2, 1, 16, 1), (19, 1)], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
-def test_chunks_make_no_difference(op: str, lens: tuple[int, ...]) -> None:
+def test_chunks_make_no_difference(op: str, backend: str, lens: tuple[int, ...]) -> None:
     make = make_conv_inputs if op == "causal_conv" else make_linear_inputs
     inputs = make(Rows(((0, 20),)), dtype=torch.float64)
     if op == "linear_attention":
@@ -84,11 +85,27 @@ def test_chunks_make_no_difference(op: str, lens: tuple[int, ...]) -> None:
     exact, pool = (exact_conv if op == "causal_conv" else exact_linear)(inputs)
     done = 0
     for count in lens:
-        getattr(REFERENCE, op)(**split(inputs, slice(done, done + count), done))
+        getattr(BACKEND_OPS[backend], op)(**split(inputs, slice(done, done + count), done))
         done += count
     torch.testing.assert_close(inputs["out"], exact, rtol=0, atol=1e-12)
     left = inputs["conv_state" if op == "causal_conv" else "state"]
     torch.testing.assert_close(left, pool, rtol=0, atol=1e-12, equal_nan=True)
+
+
+def test_keys_that_are_all_alike() -> None:
+    """The system of a chunk is then as badly conditioned as it can be."""
+    inputs = make_linear_inputs(STATE_BATCHES["long"])
+    inputs["k"].fill_(0.3)
+    inputs["beta"].fill_(1.0)
+    inputs["g"].fill_(-1e-3)
+    assert_state_close(BACKEND_OPS["cpu"], REFERENCE, "linear_attention", inputs)
+
+
+def test_decays_that_leave_nothing() -> None:
+    """As of a token that begins anew, in the middle of a chunk."""
+    inputs = make_linear_inputs(STATE_BATCHES["long"])
+    inputs["g"][::7] = -300.0
+    assert_state_close(BACKEND_OPS["cpu"], REFERENCE, "linear_attention", inputs)
 
 
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])

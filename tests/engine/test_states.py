@@ -39,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "launches of 3": {"steps_per_launch": 3, "prefill_buckets": [12], "prefill_chunk_size": 12},
     "one by one": {"graphs": False, "prefill_chunk_size": 7},
     "passes apart": {"mixed_steps": False, "prefill_chunk_size": 12},
+    "warmed up": {"warm_up": True, "capture_ahead": True},
     "tokens alone": {"prefill_chunk_size": 1},
     "short of blocks": {"num_blocks": 19},
     "fused": {"fuse": True},

@@ -35,6 +35,7 @@ STATE_BATCHES = {
     "chunks": Rows(((16, 16), (1, 18), (2, 2), (40, 5))),
     "mixed_empty": Rows(((4, 0), (0, 21), (9, 1), (0, 0), (3, 1)), padded_tokens=3, void=(3,)),
     "left_padding": Rows(((0, 6), (0, 6), (0, 6), (0, 6)), left=(0, 2, 5, 6)),
+    "long": Rows(((0, 150), (7, 1), (70, 65), (0, 3), (1, 9)), padded_tokens=1, left=(20, 0, 0, 0, 0)),
     "no_tokens": Rows(((4, 0), (0, 0))),
     "all_void": Rows(((0, 2), (5, 1)), padded_tokens=1, void=(0, 1)),
 }

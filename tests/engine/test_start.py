@@ -3,6 +3,7 @@ stays as it was."""
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from kernels_of_steps import SMS, step_kernels
+from model_coverage.architectures import model_of
 from specialisations import specialisation
 
 from torchpaged import ArgumentError
@@ -188,6 +190,20 @@ def test_tokens_pools_rows_and_random_numbers_stay_as_they_were(model: Any) -> N
     assert generator.pool.num_free == generator.pool.num_usable
     assert generator.stats == type(generator.stats)(num_blocks=generator.pool.num_usable)
     assert tokens(generator) == tokens(Generator(model, **SIZES, warm_up=False))
+
+
+@pytest.mark.slow_cases("gpt_oss", "qwen3_next")
+@pytest.mark.parametrize("name", ["gemma2", "lfm2", "gpt_oss", "qwen3_next"])
+def test_windows_and_states_stay_as_they_were(name: str) -> None:
+    """Rings and slots are of requests, and padding has none."""
+    windowed = model_of(name).eval()
+    prompts = [[(7 * i + j) % 90 + 5 for j in range(length)] for i, length in enumerate((5, 23, 40))]
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    sizes = {**SIZES, "max_batch_size": 3, "max_seq_len": 64, "prefill_chunk_size": 12}
+    cold = Generator(copy.deepcopy(windowed), **sizes, warm_up=False)
+    want = [output.token_ids for output in cold.generate(prompts, sampling)]
+    warm = Generator(windowed, **sizes, warm_up=True)
+    assert [output.token_ids for output in warm.generate(prompts, sampling)] == want
 
 
 def test_fp8_pools_whose_scales_are_not_known_yet(model: Any) -> None:

@@ -167,6 +167,17 @@ def test_engines_in_turns_over_one_paged_model() -> None:
         assert tokens(engine) == eager("granitemoehybrid")
 
 
+def test_a_second_engine_over_a_model_leaves_the_first_its_forwards() -> None:
+    """One that was refused, too."""
+    model = make("bamba")
+    first = Generator(model, **SIZES)
+    with pytest.raises(ArgumentError, match="memory_budget"):
+        Generator(model, **SIZES, kv_cache_memory=1000)
+    second = Generator(model, **SIZES)
+    for engine in (first, second, first):
+        assert tokens(engine) == eager("bamba")
+
+
 def test_the_model_still_runs_as_transformers_has_it() -> None:
     """Behind an engine, with caches of transformers; in copies, too."""
     model = make("lfm2")

@@ -53,7 +53,8 @@ def device_here(device: Any) -> torch.device:
         made = torch.device(device)
     except (RuntimeError, TypeError):
         raise ArgumentError("device", "a torch.device or its name, such as 'cuda'", repr(device)) from None
-    if made.type == "cuda" and not torch.cuda.is_available():
+    # a batch is made in every step: what is initialised is there, which is asked in a tenth of the time
+    if made.type == "cuda" and not torch.cuda.is_initialized() and not torch.cuda.is_available():
         raise ArgumentError("device", "a device of this machine", repr(str(made)), no_cuda())
     return made
 

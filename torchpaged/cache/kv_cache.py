@@ -271,7 +271,8 @@ class PagedKVCache:
     def describe(self) -> str:
         """The memory arithmetic in one line."""
         return (
-            f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = {self.num_tokens} tokens in "
+            f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = "
+            f"{counted(self.num_tokens, 'token')} in "
             f"{counted(len(self), 'layer')}, {of_bytes(self.num_bytes)} ({self.bytes_per_token} bytes per "
             f"token, {str(self.dtype).removeprefix('torch.')})"
         )

@@ -7,6 +7,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+from torchpaged.custom_ops.words import counted
 from torchpaged.fuse.fusible import PASSES
 
 
@@ -87,7 +88,7 @@ class FusionReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.model}, {self.num_layers} layers",
+            f"{self.model}, {counted(self.num_layers, 'layer')}",
             f"{'pass':<10}{'replaced':>9}{'skipped':>9}  reasons",
         ]
         for name in self.passes:

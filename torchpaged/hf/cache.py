@@ -203,7 +203,7 @@ class PagedCache(PagedOwner):
         if batch > self.rows.max_rows:
             raise ArgumentError(
                 "max_batch_size",
-                f"at least the batch ({batch} rows, beams included)",
+                f"at least the batch ({counted(batch, 'row')}, beams included)",
                 str(self.rows.max_rows),
                 "build a larger PagedCache",
             )
@@ -391,8 +391,8 @@ class PagedCache(PagedOwner):
         rolling = self.rows.rolling
         size = f"{of_bytes(num_bytes)} ({per_token} bytes per token)"
         parts = [
-            f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = {tokens} tokens in "
-            f"{counted(len(grows), 'paged layer')}, {size if num_bytes else 'made with the first keys'}"
+            f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = {counted(tokens, 'token')} "
+            f"in {counted(len(grows), 'paged layer')}, {size if num_bytes else 'made with the first keys'}"
         ]
         if rolling is not None:
             parts.append(

@@ -21,6 +21,7 @@ from torchpaged.custom_ops.errors import (
     BlockPoolExhaustedError,
     UnsupportedModelError,
 )
+from torchpaged.custom_ops.words import counted
 from torchpaged.hf.pinned_batch import fill_query_starts
 from torchpaged.hf.row_table import RingTable, RowTable
 from torchpaged.metadata import AttentionMetadata, HostLengths
@@ -389,7 +390,7 @@ def other_rows(rows: int, got: int) -> ArgumentError:
     """The error of a forward over other rows than the cache's."""
     return ArgumentError(
         "input_ids",
-        f"{rows} rows, as in this cache's first batch",
-        f"{got} rows",
+        f"{counted(rows, 'row')}, as in this cache's first batch",
+        counted(got, "row"),
         "call cache.reset() before another batch",
     )

@@ -322,6 +322,8 @@ def key(value: Any) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_place_gets_what_the_kernel_calls_so(case: str) -> None:
+    global _extra
+    _extra = itertools.count(3)  # whichever cases ran before: a few beginnings make two strides alike
     call, expected = CASES[case]()
     with recorded() as launches:
         call()

@@ -138,7 +138,7 @@ def test_passes_over_the_weights(counted: Any, mixes: bool, options: dict[str, A
         assert len([event for event in events if event.request_id == request]) == chunks
 
 
-@pytest.mark.parametrize("options", [{}, {"graphs": False}, {"prefill_buckets": [16]}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"graphs": False}], ids=["loop", "one by one"])
 def test_a_mixed_pass_that_raises_loses_no_token(
     counted: Any, requests: Any, want: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,3 +299,17 @@ def test_a_wait_is_a_number_of_seconds(model: Any, wait: Any) -> None:
         Generator(model, **SIZES, max_decode_wait=wait)
     with pytest.raises(ArgumentError, match="max_decode_wait: expected None with batch_invariant=True"):
         Generator(model, **SIZES, max_decode_wait=0.1, batch_invariant=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"graphs": False}], ids=["loop", "one by one"])
+def test_prompts_known_but_for_their_last_token_are_decodes(model: Any, options: dict[str, Any]) -> None:
+    """They come with a prompt that fills the step, whose chunk leaves them room in the session's limit."""
+    generator = Generator(model, **SIZES | {"max_batch_size": 5}, **options)
+    known = [[10 * i + j for j in range(1, 9)] for i in range(1, 5)]
+    prompts = [*([*head, 9] for head in known), list(range(40, 80))]
+    three = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    apart = Generator(model, **SIZES, graphs=False, mixed_steps=False, prefix_cache=False)
+    generator.generate(known, three)
+    got, want = (engine.generate(prompts, three) for engine in (generator, apart))
+    assert [o.token_ids for o in got] == [o.token_ids for o in want]
+    assert generator.stats.prefix_cache.hit_tokens == 4 * 8

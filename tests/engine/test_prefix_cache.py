@@ -363,6 +363,25 @@ def test_a_scheduler_takes_idle_blocks_as_no_free_ones() -> None:
     assert pool.num_free == 3
 
 
+def test_requests_run_in_the_order_in_which_they_came() -> None:
+    """Threads may come in with later ids first. Who is there before, and may have tokens in flight, is never
+    put back for one that was let in after the caller was asked to read these."""
+    pool = BlockPool(9)
+    scheduler = Scheduler(pool, 4, 4, 64, ahead=1)
+    early, late = (Sequence(n, list(range(16)), TEN, 0, TextStream(None, ()), 26) for n in (7, 3))
+    scheduler.add(early)
+    assert scheduler.schedule().chunks == [(early, 16)]
+    early.num_computed, early.output, early.row = 19, [5] * 3, 0
+    assert len(early.blocks) == 5
+    early.step_count.started = 1  # 1 token in flight: the next step may need one more block
+    assert not scheduler.short_of_blocks()
+    late.prompt, late.max_len = list(range(11)), 20
+    scheduler.add(late)
+    step = scheduler.schedule()
+    assert step.put_back == [late]
+    assert step.decodes == [early]
+
+
 class _Books:
     """An engine without a model: what a step would write is written down by block, and what it reads must be
     there."""

@@ -228,9 +228,9 @@ class Scheduler:
                 if need + promised > self.pool.num_free:
                     return
             promised += need
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
-            self.running.sort(key=lambda s: s.request_id)
+            # Behind the others, whatever its id, which a thread may have got before it got in: put back for
+            # it would be one whose tokens in flight nobody has read.
+            self.running.append(self.waiting.popleft())
 
     def _need(self, sequence: Sequence) -> int:
         """Blocks that a request lacks for all its tokens and one more, those left out that others share."""

@@ -235,6 +235,34 @@ def test_clear_leaves_holders_alone_and_cuts_texts_off(cache: PrefixCache) -> No
     assert (cache.pool.num_idle, cache.pool.num_free) == (0, 19)
 
 
+@pytest.mark.parametrize("is_promised", [True, False])
+def test_what_can_not_be_trusted_is_not_found_behind_a_block_that_went(is_promised: bool) -> None:
+    """Its own first block is not the one that was known, and that one comes back under its name."""
+    cache, tokens = PrefixCache(BlockPool(6), block_size=4), list(range(9))
+    pool, short, bad, again = cache.pool, cache.text(tokens[:4]), cache.text(tokens), cache.text(tokens)
+    assert (short.take(), bad.take()) == ([], []), "a single block is not promised: both compute it"
+    bad.promise()
+    first, others = pool.allocate(1), pool.allocate(3)
+    short.computed(4, first)
+    bad.computed(9, others)
+    short.leave()
+    pool.free(first)
+    pool.free(pool.allocate(2))
+    if is_promised:
+        assert again.take() == []
+        again.promise()
+    bad.forget()
+    pool.free(others)
+    assert len(cache) == 0
+    if is_promised:
+        again.computed(4, new := pool.allocate(3))
+        again.leave()
+        pool.free(new)
+    else:
+        new = written(cache, tokens[:4])
+    assert found(cache, tokens) == new[:1]
+
+
 def test_what_can_not_be_trusted_is_not_found(cache: PrefixCache) -> None:
     blocks = written(cache, list(range(8)))
     bad = cache.text(list(range(20)))

@@ -307,9 +307,14 @@ class CachedText:
         leaves."""
         cache, name = self._cache, b""
         for place in range(self._done if self._epoch == cache._epoch else 0):
-            block = cache._table.get(self._key(place, name))
-            if block is None:
-                break
+            key = self._key(place, name)
+            block = cache._table.get(key)
+            if block is None:  # another text's, given up: who computes it again would find what is behind
+                again = cache._promised.get(key) or cache._lost.get(key, (None, ""))[0]
+                if again is None:
+                    break
+                name = again
+                continue
             name = cache._names[block]
             cache._note(cache._forgotten(block), None, "failed")
             cache.pool.drop(block)

@@ -46,7 +46,8 @@ def _together(call: LinearAttentionCall, rows: Rows, short: Tensor) -> None:
     """Some rows as a batch of their own."""
     lens = rows.lens[short]
     ends = lens.cumsum(0)
-    tokens = torch.arange(int(ends[-1])) + (rows.starts[short] - ends + lens).repeat_interleave(lens)
+    offsets = (rows.starts[short] - ends + lens).repeat_interleave(lens)
+    tokens = torch.arange(int(ends[-1]), device=ends.device) + offsets
     starts = torch.cat((ends.new_zeros(1), ends)).int()
     out = call.out.new_empty(tokens.shape[0], *call.out.shape[1:])
     part = call._replace(

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from torchpaged.custom_ops import ahead
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.kernel_store import Launch
 
@@ -22,12 +23,14 @@ def compile_together(key: Hashable, device: torch.device, *launches: Launch) -> 
     """Compile the kernels of ``launches`` unless it was done for ``key``.
 
     The key need not tell everything: a kernel that is not compiled yet is so by its launch. Nothing is done
-    within a capture, where another thread must not call the driver. What a compiler raises is raised here.
+    within a capture, where another thread must not call the driver, and while kernels are gathered
+    (`custom_ops.ahead`), which compiles these beside all others. What a compiler raises is raised here.
     """
     if (
         key in _compiled
         or launching.INTERPRET
         or device.type != "cuda"
+        or ahead.here() is not None
         or torch.cuda.is_current_stream_capturing()
     ):
         return

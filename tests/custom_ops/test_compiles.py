@@ -4,16 +4,21 @@ stand-ins."""
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from torchpaged.custom_ops import ahead, compiles, launches
 from torchpaged.custom_ops.cuda import jit
-from torchpaged.custom_ops.triton import kernel_store
+from torchpaged.custom_ops.triton import kernel_store, launching
+from torchpaged.custom_ops.triton.compile_together import compile_together
+
+_NAMED = kernel_store.KernelRef("", "some_kernel")
 
 
 def test_torch_compile_reports_once_a_graph_and_after_a_reset() -> None:
@@ -73,6 +78,50 @@ def test_triton_kernels_are_compiled_in_a_thread_once_for_each_specialisation(gp
     assert seen == [(n + 1, len(seen), "kernel some_kernel") for n in range(len(seen))]
     kernel_store.launch_kernel(kernel, (2,), x, 16, WIDTH=8)
     assert kernel.launched == [((2,), {"WIDTH": 8})]
+
+
+class _Record(NamedTuple):
+    x: torch.Tensor
+    stride: int
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("first", [0, 1])
+def test_threads_that_wait_hold_no_memory_of_a_step(gpu: None, dtype: torch.dtype, first: int) -> None:
+    seen: list[Any] = []
+    may_end = threading.Event()
+
+    def warmup(*arguments: Any, **_: Any) -> None:
+        assert may_end.wait(60)
+        seen.extend(arguments)
+
+    kernel = _Kernel()
+    kernel.warmup = warmup  # type: ignore[assignment]
+    x = torch.zeros(4096, dtype=dtype)[first:]
+    given = x, _Record(x, 16), 3, None
+    alive, wanted = weakref.ref(x), kernel_store.specialise(_NAMED, kernel_store.flatten(given))
+    with ahead.gathering() as gathered:
+        kernel_store.launch_kernel(kernel, (1,), *given)
+    del x, given
+    try:
+        assert alive() is None
+    finally:
+        may_end.set()
+        gathered.wait()
+    assert kernel_store.specialise(_NAMED, kernel_store.flatten(seen)) == wanted
+    assert type(seen[1]) is _Record
+    assert seen[0].untyped_storage().nbytes() <= 64
+
+
+def test_a_mixed_batch_s_kernels_are_gathered_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "INTERPRET", False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    launch: Any = SimpleNamespace(is_stored=lambda: pytest.fail("compiled where it stands"))
+    device = torch.device("cuda", 0)
+    with ahead.gathering():
+        compile_together("a key of this test", device, launch, launch)
+    with pytest.raises(pytest.fail.Exception, match="where it stands"):
+        compile_together("a key of this test", device, launch, launch)
 
 
 def test_other_threads_launch_meanwhile(gpu: None) -> None:

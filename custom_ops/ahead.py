@@ -21,7 +21,9 @@ from typing import Any
 
 from torchpaged.custom_ops import launches
 
-_ROOM = threading.BoundedSemaphore(os.cpu_count() or 1)  # compilers that run at once
+#: Compilers that run at once. Each takes hundreds of megabytes, and in a container `os.cpu_count` is the
+#: host's.
+_ROOM = threading.BoundedSemaphore(min(os.cpu_count() or 1, 16))
 _local = threading.local()
 
 
@@ -75,7 +77,7 @@ def gathering() -> Iterator[Gathering]:
 
 def in_a_thread(compile: Callable[[], Any], name: str) -> Future[Any]:
     """Run a compiler in a thread, which a process that ends does not wait for; as many at once as there are
-    cores."""
+    cores, at most 16."""
     future: Future[Any] = Future()
 
     def run() -> None:

@@ -3,6 +3,8 @@ stand-ins."""
 
 from __future__ import annotations
 
+import os
+import runpy
 import threading
 import weakref
 from collections.abc import Iterator
@@ -192,3 +194,9 @@ def test_nothing_is_gathered_where_ops_are_watched(monkeypatch: pytest.MonkeyPat
 def test_a_thread_gives_what_it_compiled() -> None:
     future: Future[Any] = ahead.in_a_thread(lambda: 5, "some_kernel")
     assert future.result(timeout=60) == 5
+
+
+def test_a_host_of_many_cores_runs_no_compiler_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 192)
+    room = runpy.run_path(ahead.__file__)["_ROOM"]
+    assert [room.acquire(blocking=False) for _ in range(17)] == [True] * 16 + [False]

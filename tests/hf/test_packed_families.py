@@ -220,7 +220,7 @@ def test_rotations_by_the_longest_text(
     want = [greedy(model, ids, 16 - len(ids)) for ids in short]
     generator = Generator(model, block_size=4, max_batch_size=2, prefill_chunk_size=8)
     assert generator.max_seq_len == 16
-    assert generator.scheduler._tree is not None
+    assert generator.scheduler.prefixes is not None
     outputs = generator.generate([ids.tolist() for ids in short], SamplingParams(ignore_eos=True))
     assert [output.token_ids for output in outputs] == want
     with pytest.raises(ArgumentError, match=r"max_seq_len: expected 2 to 16 tokens.*got 17"):

@@ -87,7 +87,7 @@ def test_other_rows_without_a_reset_change_no_state(rows: int) -> None:
     with torch.no_grad():
         model(tokens(2, 7), past_key_values=cache)
         before = [layer.recurrent_states[0].clone() for layer in cache.layers[:3]]
-        with pytest.raises(ArgumentError, match=rf"input_ids: expected 2 rows.*got {rows} rows.*reset\(\)"):
+        with pytest.raises(ArgumentError, match=rf"input_ids: expected 2 rows.*got {rows} row.*reset\(\)"):
             model(tokens(rows, 1), past_key_values=cache)
     for layer, kept in zip(cache.layers[:3], before, strict=True):
         assert torch.equal(layer.recurrent_states[0], kept)

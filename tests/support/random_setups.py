@@ -41,6 +41,7 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
     "bos_token_id": 1,
+    "tie_word_embeddings": False,
 }
 LLAMA_4: dict[str, Any] = {
     "attention_chunk_size": 8,
@@ -75,8 +76,10 @@ def model_of(family: str, fused: bool) -> Any:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
+                # Or else the last token decides alone which comes next, and a wrong key is not seen.
+                gain = 3.0 if "o_proj" in name or "down_proj" in name else 1.2
                 weight.copy_(
-                    torch.randn_like(weight) * (1.0 if "embed" in name else 0.5 / weight.shape[-1] ** 0.5)
+                    torch.randn_like(weight) * (0.3 if "embed" in name else gain / weight.shape[-1] ** 0.5)
                 )
     if fused:
         fuse(model, count=False)

@@ -145,6 +145,7 @@ def test_indices_are_refused() -> None:
 
 def test_one_graph_for_all_sizes() -> None:
     """From the key's write to the positions, with fixed shapes."""
+    torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)

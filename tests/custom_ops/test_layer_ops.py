@@ -215,6 +215,7 @@ def test_one_compile_serves_every_batch_size() -> None:
         DEFAULT.linear(h, weights[2], y, residual=x)
         return y * 2
 
+    torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(mlp, fullgraph=True, backend=counter)
     weights = [torch.randn(96, 40) / 6, torch.randn(40), torch.randn(40, 48) / 7]

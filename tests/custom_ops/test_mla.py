@@ -134,6 +134,7 @@ def test_float64_is_the_references() -> None:
 
 def test_one_graph_for_all_sizes() -> None:
     """Written and read in one trace, without a copy of the pool, at any number of requests."""
+    torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)

@@ -98,6 +98,7 @@ def test_the_hopper_kernel_leaves_them_to_triton() -> None:
 
 
 def test_one_graph_for_all_sizes() -> None:
+    torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(backend=counter, fullgraph=True, dynamic=True)

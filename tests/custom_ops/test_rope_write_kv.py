@@ -226,6 +226,7 @@ def test_one_compile_serves_every_batch_size() -> None:
         q, k, v = qkv.unflatten(1, (8, 32)).split([4, 2, 2], dim=1)
         return torchpaged.rope_write_kv(q, k, v, positions, cos_sin, k_cache, v_cache, slots) * 2
 
+    torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(step, fullgraph=True, backend=counter)
     pools = [torch.zeros(4, 16, 2, 32) for _ in range(4)]

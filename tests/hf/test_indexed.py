@@ -132,6 +132,7 @@ def test_one_graph_for_decode_steps(model: Any) -> None:
     want = model.generate(**padded_prompts(), **GREEDY)
     with paged(model), torch.no_grad():
         cache = PagedCache(model.config, 2, 40, block_size=4)
+        torch._dynamo.reset()  # another test's model may have made sizes dynamic
         counter = CompileCounterWithBackend("aot_eager")
         inputs = padded_prompts()
         tokens = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)

@@ -85,6 +85,7 @@ def test_an_encoder(window: int | None, cap: float) -> None:
 
 def test_an_encoder_in_one_graph() -> None:
     """For all lengths, with a bound of them."""
+    torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter = CompileCounterWithBackend("aot_eager")
     layer = EncoderOnlyAttention(HEADS, DIM, KV_HEADS)
     step = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
@@ -183,6 +184,7 @@ def test_cross_attention_in_one_graph_and_captured() -> None:
     rows, keys = cache.allocate(2, max_seq_len=12), [9, 3]
     k, v = packed(keys, KV_HEADS, seed=1), packed(keys, KV_HEADS, DIM_V, seed=2)
     layer(packed([1, 1], HEADS), k, v, cache[0], rows.cross([1, 1], written=rows.append(keys)))
+    torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter, batch = CompileCounterWithBackend("aot_eager"), rows.cross([1, 1])
     step = torch.compile(layer, fullgraph=True, backend=counter)
     buffer = torch.zeros(2, HEADS, DIM)

@@ -174,6 +174,7 @@ def test_half_a_gradient_is_refused() -> None:
 
 
 def test_one_graph() -> None:
+    torch._dynamo.reset()  # another test's model may have made sizes dynamic
     module, counter = layer(), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(module, backend=counter, fullgraph=True)
     query, kv_c, k_pe, metadata = step()

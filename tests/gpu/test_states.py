@@ -1,0 +1,107 @@
+"""The state ops on a GPU: the float64 oracle, one capture for other lengths; and hybrid models in the engine,
+whose tokens are those of transformers' own states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.state import STATE_BATCHES, assert_state_close, clone, make_conv_inputs, make_linear_inputs
+from torch import Tensor
+
+from torchpaged.custom_ops import BACKEND_OPS
+
+pytestmark = pytest.mark.gpu
+TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
+DTYPES = (torch.float32, torch.bfloat16)
+#: Gated delta net, Mamba 2, and linear attention with a decay alone, at their models' widths.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "delta": {"key_dim": 128, "value_dim": 128},
+    "ssd": {"delta": False, "key_heads": 1, "key_dim": 128, "value_dim": 64},
+    "decay": {"delta": False, "beta": False, "key_heads": 4, "key_dim": 64, "value_dim": 80},
+}
+#: One model of each kind of layer.
+MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h")
+
+
+def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Tensors there with the strides that they had."""
+
+    def moved(x: Tensor) -> Tensor:
+        whole = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+        return whole.copy_(x)
+
+    return {name: moved(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("batch", STATE_BATCHES)
+def test_convolution_matches_the_oracle(batch: str, width: int, dtype: torch.dtype) -> None:
+    inputs = make_conv_inputs(STATE_BATCHES[batch], width=width, channels=1000, dtype=dtype)
+    assert_state_close(TRITON, REFERENCE, "causal_conv", on_gpu(inputs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", STATE_BATCHES)
+def test_linear_attention_matches_the_oracle(batch: str, family: str, dtype: torch.dtype) -> None:
+    inputs = make_linear_inputs(STATE_BATCHES[batch], dtype=dtype, **FAMILIES[family])
+    assert_state_close(TRITON, REFERENCE, "linear_attention", on_gpu(inputs))
+
+
+@pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
+def test_one_capture_for_other_batches(op: str) -> None:
+    """Slots, lengths and rows without tokens are read by the kernel when it runs."""
+    make = make_conv_inputs if op == "causal_conv" else make_linear_inputs
+    pool = "conv_state" if op == "causal_conv" else "state"
+    captured = on_gpu(make(STATE_BATCHES["decode"]))
+    run = getattr(TRITON, op)
+    run(**clone(captured))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(**captured)
+    for seed, slots in ((1, [2, 0, 5]), (2, [7, 3, 1])):
+        given = on_gpu(make(STATE_BATCHES["decode"], seed=seed))
+        given["state_slots"].copy_(torch.tensor(slots))
+        given[pool].copy_(torch.randn(given[pool].shape))
+        for name, x in given.items():
+            if isinstance(x, Tensor):
+                captured[name].copy_(x)
+        graph.replay()
+        want = clone(given)
+        run(**want)
+        assert torch.equal(captured["out"], want["out"])
+        assert torch.equal(captured[pool], want[pool])
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"steps_per_launch": 3}, {"fuse": True}, {"mixed_steps": False, "prefill_chunk_size": 12}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_engine_gives_eager_tokens(name: str, way: dict[str, Any]) -> None:
+    """More requests than rows, twice, so that slots are used again, over NaN."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from model_coverage.architectures import model_of
+
+    from torchpaged.engine import Generator, SamplingParams
+
+    prompts = [[(7 * i + 3 * j) % 90 + 5 for j in range(n)] for i, n in enumerate((5, 23, 1, 40, 12))]
+    model = model_of(name).eval().cuda()
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    want = []
+    for prompt in prompts:
+        out = model.generate(torch.tensor([prompt], device="cuda"), **options)[0]
+        want.append(out[len(prompt) :].tolist())
+    generator = Generator(model, max_batch_size=3, max_seq_len=64, block_size=4, **way)
+    cache = generator.model.kv_cache
+    for _ in range(2):
+        for layer in cache.per_request:
+            for tensor in cache._blocks(layer).values():
+                tensor.fill_(float("nan"))
+        outputs = generator.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
+        assert [output.token_ids for output in outputs] == want

@@ -51,11 +51,8 @@ def linear(shape: str, rows: int, tokens: int, dtype: torch.dtype, seed: int) ->
 
 
 def conv(rows: int, tokens: int, seed: int, channels: int = 4096) -> dict[str, Any]:
-    make: dict[str, Any] = {
-        "device": "cuda",
-        "dtype": torch.bfloat16,
-        "generator": torch.Generator("cuda").manual_seed(seed),
-    }
+    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    make = {**made, "generator": torch.Generator("cuda").manual_seed(seed)}
     return {
         "x": torch.randn(rows * tokens, channels, **make),
         "weight": torch.randn(channels, 4, **make) / 2,
@@ -63,7 +60,7 @@ def conv(rows: int, tokens: int, seed: int, channels: int = 4096) -> dict[str, A
         "state_slots": torch.arange(rows, dtype=torch.int32, device="cuda") + 1,
         "seq_lens": torch.full((rows,), tokens if tokens > 1 else 100, dtype=torch.int32, device="cuda"),
         "query_start_loc": torch.arange(rows + 1, dtype=torch.int32, device="cuda") * tokens,
-        "out": torch.empty(rows * tokens, channels, **make),
+        "out": torch.empty(rows * tokens, channels, **made),
         "max_query_len": tokens,
         "activation": "silu",
     }

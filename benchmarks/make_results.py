@@ -171,6 +171,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         steps.capture,
         steps.cold,
         steps.engine,
+        steps.serving,
         steps.linear,
         steps.sampling,
         summary,

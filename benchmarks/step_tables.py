@@ -134,6 +134,28 @@ def engine() -> list[str]:
     return table(["torch.compile", "prompts", "engine, tok/s", "`generate()`, 1 prompt, tok/s", "×"], lines)
 
 
+def serving() -> list[str]:
+    ms = lambda seconds: figure(1e3 * seconds, 1 if seconds < 0.1 else 0)  # noqa: E731
+    lines = []
+    for row in load("h200_serving")["runs"]:
+        for name, run in zip(("first", "second"), row["runs"], strict=True):
+            lines.append(
+                [
+                    f"{row['shape']}, {row['name']}",
+                    f"{row['start']:.1f}",
+                    name,
+                    figure(run["tok_per_s"], 0),
+                    " / ".join(ms(run["first_token"][share]) for share in ("p50", "p99")),
+                    " / ".join(ms(run["between_tokens"][share]) for share in ("p50", "p99", "max")),
+                    str(run["late_compiles"]),
+                ]
+            )
+    return table(
+        ["engine", "start, s", "run", "tok/s", "first token, ms", "between two", "compiled"],
+        lines,
+    )
+
+
 def linear() -> list[str]:
     document, lines = load("h200_linear"), []
     for key, peer in (("layers", "cublas"), ("chains", "composed")):

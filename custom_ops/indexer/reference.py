@@ -28,7 +28,9 @@ def write_index_keys(k: Tensor, k_cache: Tensor, slot_mapping: Tensor, k_scale: 
     block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
     if k_scale is not None:
         keys = keys.float()
-        scales = keys.abs().amax(1) / _LARGEST
+        top = keys.abs().amax(1)
+        # by a tensor: on a GPU torch multiplies by the reciprocal of a number, which rounds otherwise
+        scales = top / torch.full_like(top, _LARGEST)
         scales = torch.where(scales == 0, 1.0, scales)
         keys = (keys / scales[:, None]).clamp(-_LARGEST, _LARGEST)
         k_scale[block, offset] = scales

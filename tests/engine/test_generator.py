@@ -3,6 +3,7 @@ put back."""
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -248,3 +249,15 @@ def test_golden_tokens_of_a_real_model(smollm2_path: Path, graphs: bool) -> None
     assert [o.prompt_token_ids for o in outputs] == [p["input_ids"] for p in golden]
     assert [o.token_ids for o in outputs] == [p["new_ids"] for p in golden]
     assert outputs[0].text.startswith(" Paris.")
+
+
+def test_events_are_nothing_for_the_garbage_collector(model: Any) -> None:
+    """It visits all objects of a process when enough new ones have stayed: a load of tokens must not."""
+    generator = Generator(model, max_batch_size=2, max_seq_len=64)
+    request = generator.submit([5, 6, 7], SamplingParams(max_new_tokens=30, ignore_eos=True))
+    log = generator._requests[request].log
+    for _ in range(20):
+        generator.step()
+    gc.collect()
+    assert len(log) > 10
+    assert not any(gc.is_tracked(row) for row in log._rows)

@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 #: One model of each kind of layer.
 MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h")
+OF_EXPERTS = ("qwen3_next", "nemotron_h")
 
 
 def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -92,6 +93,8 @@ def test_the_engine_gives_eager_tokens(name: str, way: dict[str, Any]) -> None:
     prompts = [[(7 * i + 3 * j) % 90 + 5 for j in range(n)] for i, n in enumerate((5, 23, 1, 40, 12))]
     model = model_of(name).eval().cuda()
     model.generation_config.eos_token_id = None
+    if name in OF_EXPERTS:  # in float32 transformers' grouped product synchronises
+        model.set_experts_implementation("batched_mm")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
     want = []
     for prompt in prompts:

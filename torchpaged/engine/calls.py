@@ -101,7 +101,7 @@ class HandOut:
             event
             for sequence, (first, end) in self._places.items()
             if self._take(sequence, first, end)
-            for event in sequence.log[first:end]
+            for event in map(sequence.log.__getitem__, range(first, end))
         ]
 
     def give_back(self) -> None:

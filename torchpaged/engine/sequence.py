@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.custom_ops.errors import RequestError
@@ -16,6 +19,36 @@ class StepCount:
     in every sequence."""
 
     started: int = 0
+
+
+_ID, *_REST = (part.name for part in fields(TokenEvent))
+_plain = operator.attrgetter(*_REST)
+
+
+class EventLog:
+    """The events of one request. Each is kept as a tuple of plain values, which the garbage collector leaves
+    alone after its first look. Kept as objects, the events of 256 requests made it visit the whole process in
+    the middle of serving: 0.3 s without a step.
+
+    Args:
+        request_id: of all of them.
+    """
+
+    def __init__(self, request_id: int) -> None:
+        self._request_id, self._rows = request_id, list[tuple[Any, ...]]()
+
+    def append(self, event: TokenEvent) -> None:
+        """Keep one more."""
+        self._rows.append(_plain(event))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> TokenEvent:
+        return TokenEvent(self._request_id, *self._rows[index])
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        return (self[index] for index in range(len(self)))
 
 
 class Inbox:
@@ -64,7 +97,7 @@ class Sequence:
     stream: TextStream
     max_len: int
     inbox: Inbox = field(default_factory=Inbox)
-    log: list[TokenEvent] = field(default_factory=list)
+    log: EventLog = field(init=False)
     taken: int = 0
     taker: object = None
     output: list[int] = field(default_factory=list)
@@ -78,6 +111,9 @@ class Sequence:
     text: str = ""
     finish_reason: str | None = None
     error: RequestError | None = None
+
+    def __post_init__(self) -> None:
+        self.log = EventLog(self.request_id)
 
     @property
     def tokens(self) -> list[int]:
@@ -106,7 +142,7 @@ class Sequence:
         self.row = None
         self.output = [event.token_id for event in self.log if event.token_id is not None]
         self.text = "".join(event.text for event in self.log)
-        last = self.log[-1] if self.log else None
+        last = self.log[-1] if len(self.log) else None
         self.finish_reason, self.error = (None, None) if last is None else (last.finish_reason, last.error)
         if self.finish_reason is None:
             self.stream = self.stream.replayed(self.output)

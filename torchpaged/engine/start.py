@@ -6,6 +6,7 @@ of step run once.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -81,6 +82,7 @@ def start(
     try:
         with clock.phase("warm-up") as phase:
             phase.count = steps().run(progress)  # by the graphs that there are now
+            gc.collect()  # else what compiling left is visited in the middle of the first requests: 0.3 s
     except Exception as error:
         if options.warm_up is True:
             raise

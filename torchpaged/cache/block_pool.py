@@ -14,6 +14,7 @@ handed out when no others are left, the one that was given back first before the
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,12 +67,13 @@ class BlockPool:
         self._keeps_idle = True
         self.peak_used = 0
         self.is_alone = False
+        self._copier: weakref.WeakMethod[Callable[[list[tuple[int, int]]], None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: who knows what the blocks hold is not copied with it."""
         free = [*self._free, *reversed(self._idle)]
         forgotten: dict[str, Any] = {"_free": free, "_kept": set(), "_idle": OrderedDict(), "_given_up": None}
-        return self.__dict__ | forgotten | {"is_alone": True}
+        return self.__dict__ | forgotten | {"_copier": None, "is_alone": True}
 
     @property
     def num_usable(self) -> int:
@@ -100,6 +102,12 @@ class BlockPool:
         """How many holders ``block`` has."""
         self._check(block, held=False)
         return self._ref_counts[block]
+
+    def is_shared(self, block: int, leaving: int = 0) -> bool:
+        """Whether others would see what is written into ``block``, once ``leaving`` of its holders are gone:
+        another holder, or texts to come that find it (`keep`)."""
+        self._check(block)
+        return self._ref_counts[block] - leaving > 1 or block in self._kept
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, one holder each.
@@ -167,6 +175,17 @@ class BlockPool:
                     self._idle[block] = None
                 else:
                     self._give_up(block)
+
+    # ------------------------------------------------------------------------------------- copy-on-write
+    def copied_by(self, copier: Callable[[list[tuple[int, int]]], None]) -> None:
+        """Blocks' tensors are copied by this method, called with ``(source, destination)`` pairs. Its object,
+        which owns the tensors, is not kept alive."""
+        self._copier = weakref.WeakMethod(copier)
+
+    @property
+    def copier(self) -> Callable[[list[tuple[int, int]]], None] | None:
+        """What `copied_by` was told; None: nothing, or its object is gone."""
+        return None if self._copier is None else self._copier()
 
     # ----------------------------------------------------------------------------- what outlives its holders
     def watch(self, given_up: Callable[[int], None], keeps_idle: bool = True) -> None:

@@ -23,9 +23,11 @@ from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of
 from torchpaged.cache.kv import KVLayerSpec
 from torchpaged.cache.memory import memory_of
 from torchpaged.cache.requests import CacheRequests
+from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, device_here, is_int, switch
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted, of_bytes
+from torchpaged.metadata.host import to_device
 
 
 class PagedKVCache:
@@ -151,6 +153,7 @@ class PagedKVCache:
         self.device = next(iter(self.tensors().values())).device  # torch.load may have moved it
         if self._pool is not None:
             self._pool.is_alone = False
+            self._tell(self._pool)
         self._mark_static()
 
     @classmethod
@@ -190,7 +193,20 @@ class PagedKVCache:
         that keeps another `BlockPool` for these pools must not use both."""
         if self._pool is None:
             self._pool = BlockPool(self.num_blocks)
+            self._tell(self._pool)
         return self._pool
+
+    def _tell(self, pool: BlockPool) -> None:
+        """Requests may fork where a block is all that its tokens have."""
+        if not self.blocks_of:
+            pool.copied_by(self._copy_pairs)
+
+    def _copy_pairs(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy blocks, ``(source, destination)``, in every layer, by the device's own kernels; nothing waits
+        for a GPU."""
+        numbers = [block for pair in pairs for block in pair]
+        mapping = to_device(numbers, torch.int64, self.device).view(-1, 2)
+        self.copy_blocks(mapping, BACKEND_OPS["default"])
 
     def allocate(self, num_reqs: int, max_seq_len: int | None = None) -> CacheRequests:
         """Requests that take their blocks as they grow.

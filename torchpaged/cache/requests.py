@@ -4,6 +4,8 @@ steps, so that no caller builds block tables by hand.
     rows = cache.allocate(2)
     metadata = rows.append([7, 3])      # a prefill of 7 and 3 tokens
     metadata = rows.append([1, 1])      # a decode step
+    beams = rows.fork([0, 0, 1])        # two go on from request 0, one from request 1; they share blocks
+    metadata = beams.append([1, 1, 1])  # the last block of request 0 is copied before two write into it
     rows.free()
 
 Host data only, but for the metadata that it makes.
@@ -12,7 +14,8 @@ Host data only, but for the metadata that it makes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +119,9 @@ class CacheRequests:
     def append(self, query_lens: Sequence[int]) -> AttentionMetadata:
         """The next step: each request is so many tokens longer.
 
+        What a request writes no other sees: a partly filled block that it shares (`fork`) is copied first,
+        all such blocks of the step in one copy per layer, on the current stream.
+
         Args:
             query_lens: new tokens of each request; 0: it takes no part in the step.
 
@@ -139,13 +145,80 @@ class CacheRequests:
             -(-total // self.block_size) - len(blocks)
             for total, blocks in zip(totals, self.block_tables, strict=True)
         ]
-        need = sum(n for n in wanted if n > 0)
+        shared = self._shared_tails(lens)
+        need = len(shared) + sum(n for n in wanted if n > 0)
         if need > self.pool.num_free:
             raise BlockPoolExhaustedError(need, self.pool.num_free, self.pool.num_usable)
+        if shared:
+            self._own_tails(shared)
         for blocks, count in zip(self.block_tables, wanted, strict=True):
             blocks += self.pool.allocate(max(count, 0))
         self.seq_lens = totals
         return AttentionMetadata.from_lists(lens, totals, self.block_tables, **self._options)
+
+    def _shared_tails(self, query_lens: Sequence[int]) -> list[list[int]]:
+        """The tables of the requests that must copy their last block before they write into it. Of several
+        that share one, the last keeps it if no others hold it."""
+        leaving: Counter[int] = Counter()
+        shared = []
+        for new, held, blocks in zip(query_lens, self.seq_lens, self.block_tables, strict=True):
+            if new and held % self.block_size and self.pool.is_shared(blocks[-1], leaving[blocks[-1]]):
+                leaving[blocks[-1]] += 1
+                shared.append(blocks)
+        return shared
+
+    def _own_tails(self, tables: Sequence[list[int]]) -> None:
+        """Give each of ``tables`` a copy of its last block; for all of them, or none."""
+        own = self.pool.allocate(len(tables))
+        try:
+            self._copier()([(blocks[-1], block) for blocks, block in zip(tables, own, strict=True)])
+        except BaseException:
+            self.pool.free(own)
+            raise
+        for blocks, block in zip(tables, own, strict=True):
+            self.pool.free(blocks[-1:])
+            blocks[-1] = block
+
+    def _copier(self) -> Callable[[list[tuple[int, int]]], None]:
+        copier = self.pool.copier
+        if copier is None:
+            raise ArgumentError(
+                "requests",
+                "requests of a PagedKVCache that exists, and whose layers all keep blocks of its pool",
+                "others",
+                "keep the cache; layers with states or rings (blocks_of) are copied by "
+                "PagedKVCache.copy_requests, and their requests' blocks shared by BlockPool.fork",
+            )
+        return copier
+
+    def fork(self, parents: Sequence[int] | None = None) -> CacheRequests:
+        """Requests that go on from these, which stay as they are: samples of a prompt, beams.
+
+            beams, old = rows.fork([0, 0, 1]), rows
+            old.free()  # beams alone hold the blocks now
+
+        Nothing is copied yet: a request shares all blocks of its parent. Before one writes into a partly
+        filled block that it shares, `append` copies that block. Both sides may grow, be truncated and freed
+        in any order.
+
+        Args:
+            parents: request ``i`` of the new ones holds what request ``parents[i]`` holds; default: each
+                once.
+
+        Raises:
+            ArgumentError: a request that there is not, none at all, or a cache whose layers do not all keep
+                blocks of its pool (states, rings).
+        """
+        self._require_cache()
+        self._copier()
+        asked: Any = range(len(self)) if parents is None else parents
+        numbers = list(asked) if isinstance(asked, Iterable) else []
+        if not numbers or not all(is_int(n) and 0 <= n < len(self) for n in numbers):
+            raise ArgumentError("parents", f"numbers of requests from 0 to {len(self) - 1}", str(parents))
+        forks = CacheRequests(self.pool, len(numbers), self.block_size, self.max_seq_len, self.device)
+        forks.seq_lens = [self.seq_lens[n] for n in numbers]
+        forks.block_tables = [self.pool.fork(self.block_tables[n]) for n in numbers]
+        return forks
 
     def cross(self, query_lens: Sequence[int], written: AttentionMetadata | None = None) -> CrossMetadata:
         """Queries of a decoder over all tokens that the requests hold, for

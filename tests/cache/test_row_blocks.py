@@ -16,15 +16,17 @@ BLOCK, PER_ROW = 4, 3
 class Tokens:
     """What the blocks hold, and what each row should."""
 
-    def __init__(self, batch: int, most: int) -> None:
+    def __init__(self, batch: int, most: int, first: int) -> None:
         self.pool = BlockPool(most * PER_ROW + 1)
-        self.rows = RowBlocks(self.pool, BLOCK, PER_ROW)
+        self.rows = RowBlocks(self.pool, BLOCK, first)
         self.rows.allocate(batch)
         self.memory: dict[tuple[int, int], int] = {}
         self.want: list[list[int]] = [[] for _ in range(batch)]
         self.next = 0
 
     def write(self) -> None:
+        if max(map(len, self.want)) == BLOCK * self.rows.blocks_per_row:
+            self.rows.grow(self.rows.blocks_per_row + 1)
         for row, tokens in zip(self.rows.rows, self.want, strict=True):
             place = len(tokens)
             self.memory[row[place // BLOCK], place % BLOCK] = self.next
@@ -45,14 +47,16 @@ class Tokens:
         ]
         assert got == self.want
         held = {block for row in self.rows.rows for block in row}
-        assert all(len(row) == PER_ROW for row in self.rows.rows)
+        assert all(len(row) == self.rows.blocks_per_row for row in self.rows.rows)
         assert self.pool.num_used == len(held)
 
 
+@pytest.mark.parametrize("first", [PER_ROW, 1])
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_hold_their_tokens_through_forks_and_cuts(seed: int) -> None:
+def test_rows_hold_their_tokens_through_forks_and_cuts(seed: int, first: int) -> None:
+    """Rows that have all of their blocks from the start, and rows that grow."""
     rng = random.Random(seed)
-    t = Tokens(batch=4, most=4)
+    t = Tokens(4, 4, first)
     for _ in range(60):
         kind = rng.choice(("write", "write", "reindex", "cut"))
         if kind == "write" and max(map(len, t.want)) < BLOCK * PER_ROW:
@@ -80,6 +84,10 @@ def test_a_pool_that_is_too_small_changes_nothing() -> None:
     assert rows.pool.num_used == 0
     rows.allocate(1)
     assert rows.unshare([2]) is None
+    before = list(rows.rows[0])
+    with pytest.raises(BlockPoolExhaustedError):
+        rows.grow(PER_ROW + 1)
+    assert (rows.rows, rows.blocks_per_row) == ([before], PER_ROW)
 
 
 @pytest.mark.parametrize("parents", [[0, 0, 0], [1, 1, 1], [0, 1, 1]])

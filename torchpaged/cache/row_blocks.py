@@ -29,6 +29,7 @@ class RowBlocks:
 
     Attributes:
         rows: block ids of each row.
+        blocks_per_row: as given; `grow` raises it, and what is set between two batches is of the next one.
     """
 
     def __init__(self, pool: BlockPool, block_size: int, blocks_per_row: int) -> None:
@@ -46,6 +47,18 @@ class RowBlocks:
         """
         taken = self.pool.allocate(batch * self.blocks_per_row)
         self.rows = [taken[i * self.blocks_per_row : (i + 1) * self.blocks_per_row] for i in range(batch)]
+
+    def grow(self, blocks_per_row: int) -> None:
+        """Every row has so many blocks from now on, not fewer than before.
+
+        Raises:
+            BlockPoolExhaustedError: the pool has too few; nothing is taken then.
+        """
+        more = blocks_per_row - self.blocks_per_row
+        taken = self.pool.allocate(more * len(self.rows))
+        for i, row in enumerate(self.rows):
+            row += taken[i * more : (i + 1) * more]
+        self.blocks_per_row = blocks_per_row
 
     def free(self) -> None:
         """Give all blocks back."""

@@ -61,8 +61,10 @@ class PagedCache(PagedOwner):
         max_seq_len: tokens per row at most, prompt and new ones, padding included.
         block_size: tokens per block.
         num_blocks: blocks per layer, the null block included; default: enough for ``max_batch_size`` full
-            rows. A row takes its ``ceil(max_seq_len / block_size)`` blocks when its batch arrives. Layers
-            with a sliding window or chunks have fewer, see ``sliding_step``.
+            rows, each of which takes its ``ceil(max_seq_len / block_size)`` blocks when its batch arrives. Of
+            fewer, rows take blocks as they grow, all equally many (beams share theirs); steps that are
+            compiled by hand, where nothing runs on the host, can't, and fail. Layers with a sliding window
+            or chunks have fewer, see ``sliding_step``.
         backend: a name, a route, or None / "auto"; chosen when the first keys arrive (device and dtype are
             known then).
         dense: gather keys and values and let SDPA attend: slower, for models that change cached values before
@@ -361,7 +363,8 @@ class PagedCache(PagedOwner):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is
-        copied. Raises as `torchpaged.hf.row_changes.reindex` does, before anything is changed."""
+        copied, where two rows continue the same. Raises as `torchpaged.hf.row_changes.reindex` does, before
+        anything is changed."""
         reindex(self, self.prefixes, beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -26,6 +26,7 @@ from torchpaged.hf.pinned_batch import fill_query_starts
 from torchpaged.hf.row_table import RingTable, RowTable
 from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
+from torchpaged.metadata.host import to_device
 
 #: What to do about a prompt that does not go on behind the cached tokens.
 ANOTHER_PROMPT = (
@@ -56,6 +57,8 @@ class CacheRows:
         padding: left padding of each row, in tokens; None before a mask told any.
         cut_padding: whether a row holds nothing but padding, so that the next mask may say more.
         num_forwards: that began since the last reset, as far as the host knows.
+        grows: whether rows take blocks as they grow: the pool can't hold as many full rows as there may be.
+            Else each has all of its blocks from the start, and no step needs the host.
     """
 
     block_table: Tensor
@@ -69,6 +72,7 @@ class CacheRows:
         self.max_seq_len = max_seq_len
         self.pool = BlockPool(num_blocks)
         self.blocks = RowBlocks(self.pool, self.block_size, self.blocks_per_row)
+        self.grows = self.max_rows * self.blocks_per_row > self.pool.num_usable
         self._table = RowTable(self.blocks, self.max_rows, self.blocks_per_row)
         self.rolling: RingTable | None = None
         self._device: torch.device | None = None  # of the tensors; None before there are any
@@ -93,6 +97,7 @@ class CacheRows:
         self.padding: list[int] | None = None
         self.cut_padding = False
         self.num_forwards = 0
+        self._covered = self.max_seq_len  # tokens per row that the rows' blocks have room for
         self._is_open = False  # whether a forward began and did not complete
         self._bound = 0  # tokens per row at most, as far as the host knows
         self._counted: int | None = None  # exactly, while the host has seen every forward
@@ -109,10 +114,13 @@ class CacheRows:
         """
         if self._device != device:
             self._make_tensors(device)
-        self._require_blocks(batch)
+        first = min(-(-query_len // self.block_size), self.blocks_per_row)
+        self.blocks.blocks_per_row = first if self.grows else self.blocks_per_row
+        self._require_blocks(batch, self.blocks.blocks_per_row)
         for table in self.tables:
             table.blocks.allocate(batch)
         with torch.inference_mode(False):
+            self._cover()
             self.seq_lens.zero_()
             self.total.zero_()
             self.written_total.zero_()
@@ -137,17 +145,31 @@ class CacheRows:
                 "DynamicCache(config=model.config)"
             )
 
-    def _require_blocks(self, batch: int) -> None:
-        """Say which number to raise, before the pool says only that it is empty."""
-        need, pool = batch * self.blocks_per_row, self.pool
+    def _require_blocks(self, batch: int, more: int) -> None:
+        """``more`` for each row. Say which number to raise, before the pool says only that it is empty."""
+        need, full, pool = batch * more, batch * self.blocks_per_row, self.pool
         if need > pool.num_free:
             raise BlockPoolExhaustedError(
                 need,
                 pool.num_free,
                 pool.num_usable,
-                f"{batch} rows of max_seq_len={self.max_seq_len} take {need} blocks and the null block: "
-                f"build the PagedCache with num_blocks={need + 1}, or without num_blocks",
+                f"{counted(batch, 'row')} of max_seq_len={self.max_seq_len} take {full} blocks and the null "
+                f"block if they share none: build the PagedCache with num_blocks={full + 1}, or without "
+                "num_blocks",
             )
+
+    def _cover(self) -> None:
+        """The rows have other numbers of blocks than before: how many tokens of each have room."""
+        self._covered = min(self.blocks.blocks_per_row * self.block_size, self.max_seq_len)
+        self._limit.fill_(self._covered)
+
+    def _grow(self, tokens: int) -> None:
+        """Give the rows blocks for ``tokens`` each."""
+        wanted = -(-tokens // self.block_size)
+        self._require_blocks(len(self.blocks), wanted - self.blocks.blocks_per_row)
+        self.blocks.grow(wanted)
+        self._table.upload()
+        self._cover()
 
     def _make_tensors(self, device: torch.device) -> None:
         sizes, rows = BatchSizes(self.max_rows, self.max_rows, self.blocks_per_row), self.max_rows + 1
@@ -167,7 +189,6 @@ class CacheRows:
             self._short_starts = counts[:, None] * starts[None]
             scalars = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(4)]
             self.total, self.written_total, self._num_rows, self._limit = scalars
-            self._limit.fill_(self.max_seq_len)
         for tensor in (*made.values(), self._short_starts, *scalars):
             # guard=False: a new cache must not recompile the model
             torch._dynamo.mark_static_address(tensor, guard=False)
@@ -206,8 +227,9 @@ class CacheRows:
         fits = (self.total + query_len <= self._limit) & (self.total == self.written_total)
         torch._assert_async(
             fits & (self._num_rows == batch),
-            "PagedCache: more tokens than max_seq_len, other rows than those of this cache's first batch, or "
-            "a forward before did not complete; call cache.reset()",
+            "PagedCache: more tokens than max_seq_len or, where num_blocks lets rows grow and a step is "
+            "compiled by hand, than they have blocks for; other rows than those of this cache's first batch; "
+            "or a forward before did not complete; call cache.reset()",
         )
         self.total.add_(query_len)
         self.seq_lens[:batch].add_(query_len)
@@ -302,8 +324,11 @@ class CacheRows:
 
     # --------------------------------------------------------------------------------------- between forwards
     def lengths(self) -> list[int]:
-        """Tokens of each row without padding; reads the device."""
-        lengths: list[int] = self.seq_lens[: len(self.blocks)].tolist()
+        """Tokens of each row without padding; reads the device where a compiled forward moved them on."""
+        batch = len(self.blocks)
+        if self._counted is not None:
+            return [self._counted - left for left in self.padding or [0] * batch]
+        lengths: list[int] = self.seq_lens[:batch].tolist()
         return lengths
 
     def take_back(self, count: int) -> None:
@@ -339,7 +364,7 @@ class CacheRows:
         """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens, see
         `RowBlocks.reindex`."""
         copies = [(table, table.blocks.reindex(parents, lengths)) for table in self.tables]
-        index = torch.tensor(list(parents), device=self.seq_lens.device)
+        index = to_device(parents, torch.int64, self.seq_lens.device)
         self.seq_lens[: len(parents)] = self.seq_lens[index]
         self._num_rows.fill_(len(parents))
         if self.padding is not None:
@@ -349,15 +374,15 @@ class CacheRows:
 
     # ------------------------------------------------------------------------------------ what the host knows
     def require_room(self, query_len: int) -> None:
-        """Refuse tokens past ``max_seq_len``.
+        """Refuse tokens past ``max_seq_len``; where rows grow, give them blocks for these.
 
         Every call counts its tokens, so that compiled steps, which do not count on the host, stay covered by
         the hook before them. A step may be counted twice: then the bound passes the limit early, and one read
         of ``total`` settles it.
         """
         exact = self.ready and self.total.device.type == "cpu"
-        if exact or self._bound + query_len > self.max_seq_len:
-            self._bound = int(self.total) if self.ready else 0
+        if exact or self._bound + query_len > self._covered:
+            self._bound = self._count() if self.ready else 0
         if self._bound + query_len > self.max_seq_len:
             raise ArgumentError(
                 "max_seq_len",
@@ -366,7 +391,13 @@ class CacheRows:
                 "build a PagedCache with a larger max_seq_len, or generate fewer tokens"
                 + (f"; {ANOTHER_PROMPT}" if self.ready and query_len > 1 else ""),
             )
+        if self._bound + query_len > self._covered:
+            self._grow(self._bound + query_len)
         self._bound += query_len
+
+    def _count(self) -> int:
+        """Tokens per row, padding included; reads the device where a compiled forward moved them on."""
+        return int(self.total) if self._counted is None or self.total.device.type == "cpu" else self._counted
 
     def require_complete(self) -> None:
         """Refuse rows whose last forward raised between two layers. On a GPU a compiled one is found by

@@ -15,6 +15,7 @@ from torchpaged.hf.cache_rows import Copies
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.state_layer import StateLayer
+from torchpaged.metadata.host import to_device
 from torchpaged.prefixes.rows import RowPrefixes
 
 
@@ -89,7 +90,8 @@ def _copy_blocks(cache: PagedOwner, copies: Copies) -> None:
     """In the pools of every layer that has the table."""
     for table, pairs in copies:
         if pairs:
-            mapping = torch.tensor(pairs, dtype=torch.int64, device=table.table.device)
+            numbers = [block for pair in pairs for block in pair]
+            mapping = to_device(numbers, torch.int64, table.table.device).view(-1, 2)
             for layer in cache.layers:
                 if isinstance(layer, PagedLayer) and layer.rolls == (table is cache.rows.rolling):
                     layer.copy_blocks(mapping)

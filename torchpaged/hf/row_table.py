@@ -47,9 +47,10 @@ class RowTable:
         return self.blocks.rows
 
     def upload(self) -> None:
-        """Block ids of all rows to the device's table."""
+        """Block ids of all rows to the device's table; nothing waits for a GPU."""
         rows = self._rows()
-        self.table[: len(rows)].copy_(host_block_table(rows, len(rows), self.table.shape[1]))
+        table = host_block_table(rows, len(rows), self.table.shape[1], self.table.is_cuda)
+        self.table[: len(rows)].copy_(table, non_blocking=True)
 
     def slots_of(self, positions: Tensor) -> Tensor:
         """The slots of ``positions [batch, n]`` int64; -1 of those below 0. ``[batch * n]`` int64."""

@@ -104,6 +104,10 @@ class RequestError(TorchpagedError, RuntimeError):
         return f"request {self.request_id}: {self.reason}"
 
 
+class ClosedError(TorchpagedError, RuntimeError):
+    """A call of an object that was closed. The message names the object."""
+
+
 class NotCopyableError(TorchpagedError, TypeError):
     """An object was to be copied or pickled that can't be: it is bound to memory, graphs or a model. The
     message says what to do."""

@@ -132,7 +132,7 @@ def test_preemption_changes_no_token(model: Any, params: SamplingParams) -> None
 def test_a_request_that_fills_the_whole_pool_alone(model: Any, greedy: list[list[int]]) -> None:
     generator = Generator(model, block_size=4, num_blocks=4)
     output = generator.generate([PROMPTS[0]], SamplingParams(max_new_tokens=20))[0]
-    assert output.finish_reason == "length"
+    assert output.finish_reason == "out_of_blocks"
     assert output.token_ids == greedy[0][: len(output.token_ids)]
     assert len(output.token_ids) == 10
     assert free_again(generator)

@@ -5,16 +5,18 @@ generator = Generator(model, tokenizer)
 outputs = generator.generate(["The capital of France is"], SamplingParams(max_new_tokens=16))
 
 An output is a `RequestOutput`; `Generator.stream` gives a `TokenEvent` per token, `Generator.stats` is a
-`GeneratorStats`, `Generator.start_report` a `StartReport`.
+`GeneratorStats`, `Generator.metrics` gives `EngineMetrics`, `Generator.start_report` is a `StartReport`.
 """
 
 from torchpaged.engine.generate_call import accelerate, unaccelerate
 from torchpaged.engine.generator import Generator
+from torchpaged.engine.metrics import EngineMetrics
 from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TokenEvent
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.start_report import StartPhase, StartReport
 
 __all__ = [
+    "EngineMetrics",
     "Generator",
     "GeneratorStats",
     "RequestOutput",

@@ -11,6 +11,9 @@ A call owns requests by an `Inbox`. A request's own `Sequence.log` holds its eve
 where to look. So nothing is lost when a step breaks off, and no call takes events of another one's requests.
 A call that breaks off cancels its requests (`leave`); where it can't at once, because the garbage collector
 closed it in the middle of a step, the next call does.
+
+A call that wants events makes steps itself. With a `BackgroundLoop` it waits for those of the loop's thread,
+which is one more caller (`advance`, `_events`).
 """
 
 from __future__ import annotations
@@ -22,10 +25,10 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Protocol
 
-from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
+from torchpaged.custom_ops.errors import ArgumentError, ClosedError, TorchpagedError
 from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.stepper import Stepper
@@ -113,6 +116,28 @@ class HandOut:
                 sequence.taken = first
 
 
+class Background(Protocol):
+    """Who makes the steps in a thread of its own: `torchpaged.engine.background.BackgroundLoop`."""
+
+    def deliver(self) -> None:
+        """A call is over: give all who wait what has happened."""
+
+    def follow(self, inbox: Inbox) -> Iterator[TokenEvent]:
+        """Events until all requests of ``inbox`` have ended."""
+
+    def wait(self, inbox: Inbox) -> None:
+        """Until they have ended."""
+
+    def events(self, request_id: int) -> AsyncIterator[TokenEvent]:
+        """Of one request, for asyncio."""
+
+    def end(self, reason: BaseException) -> None:
+        """No step follows; who waits gets ``reason``."""
+
+    def join(self) -> None:
+        """Wait for the thread's end."""
+
+
 class Calls:
     """The calls into one generator, of any number of threads.
 
@@ -122,11 +147,16 @@ class Calls:
     Attributes:
         inbox: of the submitted requests that belong to no stream over some of them. Another one after a
             stream over all of them broke off.
+        stepper: as given; gone when it is closed.
+        background: whose thread makes the steps; None: calls make them.
+        closed: no call is let in any more.
     """
 
     def __init__(self, stepper: Stepper) -> None:
-        self._stepper = stepper
+        self.stepper = stepper
         self.inbox = Inbox()
+        self.background: Background | None = None
+        self.closed = False
         self._lock = threading.RLock()
         self._holder = 0  # the thread that is inside: a little less long than it has the lock
         self._queue: dict[int, None] = {}  # threads that wait for the lock
@@ -135,13 +165,27 @@ class Calls:
 
     # ------------------------------------------------------------------------------------- one call at a time
     @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Hold the lock, with nothing half done and no request left to be cancelled; Ctrl-C waits. Raises
-        as `held`."""
+    def entered(self, *, if_closed: bool = False) -> Iterator[None]:
+        """Hold the lock, with nothing half done and no request left to be cancelled; Ctrl-C waits.
+
+        Args:
+            if_closed: also of a closed generator, whose requests have ended.
+
+        Raises:
+            ClosedError: the generator is closed.
+            TorchpagedError: as `held`.
+        """
         with self.held(), interrupts_wait():
-            self._stepper.reset()
-            self._cancel_left()
-            yield
+            if not self.closed:
+                self.stepper.reset()
+                self._cancel_left()
+            elif not if_closed:
+                self.require_open()
+            try:
+                yield
+            finally:
+                if self.background is not None:
+                    self.background.deliver()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -181,8 +225,52 @@ class Calls:
         if self._queue:
             time.sleep(_GIVE_WAY_SECONDS)
 
+    # ------------------------------------------------------------------------------------------------ the end
+    def require_open(self) -> None:
+        """Refuse a call after `close`.
+
+        Raises:
+            ClosedError: it is closed.
+        """
+        if self.closed:
+            raise ClosedError(
+                "the Generator is closed: its pools and graphs are gone, and its model is as it was before; "
+                "make a new Generator"
+            )
+
+    def require_no_background(self, call: str) -> None:
+        """Refuse ``call``, which makes a step, while the background loop makes them."""
+        if self.background is not None:
+            raise TorchpagedError(
+                f"{call}: the background loop makes the steps since start(); read events by "
+                "stream(request_ids) or events(request_id)"
+            )
+
+    def close(self, free: Callable[[], None]) -> None:
+        """Cancel all requests, let no call in from now on, and end the background loop; nothing if that was
+        done before.
+
+        Args:
+            free: called under the lock, whatever is raised.
+        """
+        with self.held(), interrupts_wait():
+            if self.closed:
+                return
+            self.closed, background = True, self.background
+            try:
+                self.stepper.reset()
+                for request_id in list(self.stepper.requests):
+                    self.stepper.cancel(request_id)
+            finally:
+                if background is not None:
+                    background.end(ClosedError("the Generator was closed, and its last step is lost"))
+                del self.stepper
+                free()
+        if background is not None:
+            background.join()
+
     # ----------------------------------------------------------------------------------------- whose requests
-    def _claim(self, request_ids: list[int], inbox: Inbox) -> None:
+    def claim(self, request_ids: list[int], inbox: Inbox) -> None:
         """Make ``inbox`` the owner of these submitted requests; from inside.
 
         Raises:
@@ -212,7 +300,7 @@ class Calls:
                 cancels them if it is dropped: no other call will take their events. None: all submitted ones.
 
         Raises:
-            ArgumentError: as `_claim`.
+            ArgumentError: as `claim`.
             TorchpagedError: a second stream over all requests.
         """
         mark, inbox = object(), None
@@ -220,7 +308,7 @@ class Calls:
             with self.entered():
                 if request_ids is not None:
                     inbox = Inbox()
-                    self._claim(request_ids, inbox)
+                    self.claim(request_ids, inbox)
                 elif self._stream_of_all is None:
                     self._stream_of_all, inbox = mark, self.inbox
                 else:
@@ -231,12 +319,7 @@ class Calls:
             if request_ids is not None:
                 yield  # type: ignore[misc]
             while inbox.live or inbox.waiting:
-                with self.entered():
-                    if not inbox.waiting:
-                        self._stepper.step()
-                    handed = HandOut(inbox)
-                self.give_way()
-                yield from handed
+                yield from self._events(inbox)
         except BaseException:
             if inbox is not None:
                 self.leave(inbox)
@@ -245,11 +328,34 @@ class Calls:
             if self._stream_of_all is mark:
                 self._stream_of_all = None
 
-    def leave(self, requests: list[Sequence] | Inbox) -> None:
-        """Cancel the requests of a call that broke off."""
+    def _events(self, inbox: Inbox) -> Iterable[TokenEvent]:
+        """Those that ``inbox`` has, or else gets by a step; of a background loop all to come."""
+        if self.background is not None:
+            return self.background.follow(inbox)
+        with self.entered(if_closed=True):
+            if not inbox.waiting:
+                self.require_open()
+                self.stepper.step()
+            handed = HandOut(inbox)
+        self.give_way()
+        return handed
+
+    def advance(self, inbox: Inbox) -> None:
+        """One step, unless another thread has ended all requests of ``inbox``; a background loop does them
+        all."""
+        if self.background is not None:
+            return self.background.wait(inbox)
+        with self.entered(if_closed=True):
+            if inbox.live:
+                self.require_open()
+                self.stepper.step()
+        self.give_way()
+
+    def leave(self, requests: list[Sequence] | Inbox, now: bool = True) -> None:
+        """Cancel the requests of a call that broke off; not ``now``: the next call does it."""
         self._left.append(requests)
-        if not self._is_inside():  # else, collected as garbage within a step, the next call does it
-            with self.entered():
+        if now and not self._is_inside():  # inside, collected as garbage within a step: the next call, too
+            with self.entered(if_closed=True):
                 pass
 
     def _cancel_left(self) -> None:
@@ -264,5 +370,5 @@ class Calls:
                     sequence.inbox.ready.pop(sequence, None)
                     with _TAKING:
                         sequence.inbox = Inbox()
-                self._stepper.cancel(sequence.request_id)
+                self.stepper.cancel(sequence.request_id)
             self._left.popleft()

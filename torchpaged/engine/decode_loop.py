@@ -61,6 +61,7 @@ class DecodeLoop(NotCopied):
         runner: the graph runner.
         rows: the device's state.
         decoded: tokens of decode steps read so far, those of prefills left out.
+        steps_read: steps read so far, packed batches among them.
         blocks_added: whether a request with a row may have been given blocks since blocks were last sent; who
             gives them sets it. The search through all rows costs more than the rest of a launch on the host,
             and most launches can do without.
@@ -103,7 +104,7 @@ class DecodeLoop(NotCopied):
         self._launches: list[_Launch] = []
         self._regroup = True  # whether rows changed since it was found which of them share blocks
         self._step_count = StepCount()
-        self.decoded = 0
+        self.decoded = self.steps_read = 0
 
     # ------------------------------------------------------------------------------------------------ rows
     def place(self, sequence: Sequence) -> None:
@@ -207,6 +208,7 @@ class DecodeLoop(NotCopied):
         results = []
         while len(self._launches) > keep:
             launch = self._launches.pop(0)
+            self.steps_read += launch.num_steps
             live = [
                 (column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None
             ]

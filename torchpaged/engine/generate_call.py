@@ -286,4 +286,4 @@ def unaccelerate(model: Any) -> None:
         del model.generate
     else:
         model.generate = generate.before
-    generate.generator._give_back()
+    generate.generator.close()

@@ -12,7 +12,8 @@ the same.
 
 Several threads may use one Generator: one lock lets one call in at a time, and every step moves the requests
 of all of them. Each call gets the events of its own requests; one that breaks off, by an error, Ctrl-C or a
-``break``, cancels its own and leaves the others running.
+``break``, cancels its own and leaves the others running. With `Generator.start` a thread of its own makes the
+steps; `Generator.close` ends it all.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.custom_ops.errors import ArgumentError, NotCopied
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
 from torchpaged.engine.calls import Calls, HandOut
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner
+from torchpaged.engine.lifecycle import Lifecycle
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.options import GeneratorOptions, taking
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
 
 
-class Generator(NotCopied):
+class Generator(Lifecycle):
     """Continuous batching over one model.
 
     Args:
@@ -90,8 +92,7 @@ class Generator(NotCopied):
             take. Chunks follow the clock then, so that logits' last bits may differ from run to run. None:
             not bounded.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
-            is fused already is taken as it is; the model stays fused afterwards, until
-            `torchpaged.hf.unfuse`, unless it is refused.
+            is fused already is taken as it is; the model stays fused until `close`, unless it is refused.
         compile: run the decode step through torch.compile, with graphs; "auto": on a GPU, unless the model is
             fully fused.
         graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU);
@@ -216,7 +217,18 @@ class Generator(NotCopied):
         self._stepper.late = LateCompiles(self.stats, warns=self.start_report.warmed_up)
         self._calls = Calls(self._stepper)
 
+    def _free(self) -> None:
+        try:
+            if self.loop is not None:
+                self.loop.reset()  # nothing of it runs on the device any more
+        finally:
+            self.loop = self._prefill_graphs = self.prefix_cache = None
+            del self.model, self.scheduler, self._stepper, self._state
+            self._give_back()
+
     def __repr__(self) -> str:
+        if self._calls.closed:
+            return f"{type(self).__name__}(closed)"
         model = type(getattr(self.model, "model", self.model)).__name__
         return (
             f"{type(self).__name__}({model}, backend={self.choice.name!r}, "
@@ -279,6 +291,7 @@ class Generator(NotCopied):
                 graphs were made with.
             TorchpagedError: a second stream over all requests.
         """
+        self._calls.require_open()
         self._require_unchanged()
         if request_ids is None:
             return self._calls.stream()
@@ -316,10 +329,7 @@ class Generator(NotCopied):
                 for sequence in sequences:
                     self._stepper.add(sequence)
             while inbox.live:
-                with self._calls.entered():
-                    if inbox.live:  # no other thread finished them meanwhile
-                        self._stepper.step()
-                self._calls.give_way()
+                self._calls.advance(inbox)
         except BaseException:
             self._calls.leave(sequences)
             raise
@@ -334,20 +344,21 @@ class Generator(NotCopied):
         handed: HandOut | None = None
         try:
             with self._calls.entered():
+                self._calls.require_no_background("step()")
                 self._stepper.step()
                 handed = HandOut(self._calls.inbox)
                 events = handed.take()
             return events
         except BaseException:
             if handed is not None:
-                with self._calls.entered():
+                with self._calls.entered(if_closed=True):
                     handed.give_back()
             raise
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._requests or self._calls.inbox.waiting)
+        return not self._calls.closed and bool(self._requests or self._calls.inbox.waiting)
 
     def reset_prefix_cache(self) -> None:
         """Forget what is known of earlier requests; those that run keep their blocks. For changes of the
@@ -398,9 +409,16 @@ class Generator(NotCopied):
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed = secrets.randbits(63) if params.seed is None else params.seed
         # The last token is not stored, hence room for one more.
-        max_len = min(len(ids) + params.max_new_tokens, self.max_seq_len, room + 1)
+        asked = min(len(ids) + params.max_new_tokens, self.max_seq_len)
         return Sequence(
-            request_id, ids, params, seed, TextStream(self.tokenizer, params.stop), max_len, inbox
+            request_id,
+            ids,
+            params,
+            seed,
+            TextStream(self.tokenizer, params.stop),
+            max_len=min(asked, room + 1),
+            last_reason="length" if asked <= room + 1 else "out_of_blocks",
+            inbox=inbox,
         )
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchpaged.cache import PrefixCacheStats
 from torchpaged.custom_ops.errors import RequestError
+from torchpaged.engine.latency import LatencyHistogram
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -17,8 +18,8 @@ class TokenEvent:
     """One new token, or the end of a request.
 
     ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is
-    what became certain with it. ``finish_reason``: None, "stop", "length", "cancelled" or "error"; then
-    ``error`` says what it was.
+    what became certain with it. ``finish_reason``: None, "stop", "length", "out_of_blocks", "cancelled" or
+    "error"; then ``error`` says what it was.
     """
 
     request_id: int
@@ -47,7 +48,8 @@ class GeneratorStats:
     parts' time, or by tokens where they run in one pass or are launched. ``passes``: forwards of the model,
     each of which reads the weights once; ``mixed_steps``: those with decodes and chunks of prompts.
     ``late_compiles``: kernels and graphs of torch.compile that the process compiled while steps ran.
-    ``prefix_cache``: tokens that were looked up and found, and why others were not."""
+    ``prefix_cache``: tokens that were looked up and found, and why others were not. ``finished``: requests by
+    ``finish_reason``; ``first_token``, ``between_tokens``: latencies, as in `EngineMetrics`."""
 
     num_blocks: int
     peak_blocks_used: int = 0
@@ -63,6 +65,9 @@ class GeneratorStats:
     mixed_steps: int = 0
     late_compiles: int = 0
     prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
+    finished: dict[str, int] = field(default_factory=dict)
+    first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
+    between_tokens: LatencyHistogram = field(default_factory=LatencyHistogram)
 
     @property
     def shared_tokens(self) -> int:

@@ -81,8 +81,10 @@ class Sequence:
 
     Attributes:
         inbox: of the call that owns the request.
+        submitted: when, by `time.perf_counter`.
         log, taken, taker: its events, how many of them the owner has taken, and which `HandOut` took last.
         max_len: tokens at which it ends, prompt included.
+        last_reason: its ``finish_reason`` then.
         row: its row in the decode loop, None while it has none.
         step_count, steps_read: the loop's count, and where in it the host is with reading this
             sequence's tokens.
@@ -96,7 +98,9 @@ class Sequence:
     seed: int
     stream: TextStream
     max_len: int
+    last_reason: str = "length"
     inbox: Inbox = field(default_factory=Inbox)
+    submitted: float = 0.0
     log: EventLog = field(init=False)
     taken: int = 0
     taker: object = None

@@ -74,6 +74,7 @@ class Stepper:
         self._packed = PackedSteps(model, prefill_graphs, prefixes, None if loop is None else loop.rows)
         self._lost = Lost.NOTHING
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
+        self._first_tokens, self._last_tokens_at = 0, 0.0
         self._chunk_tokens = 0  # beside decodes, in the step whose end is waited for next
         self.requests: dict[int, Sequence] = {}
         self._owner = CacheOwner(model.kv_cache, self.requests)
@@ -91,6 +92,9 @@ class Stepper:
         self._require_cache()
         if getattr(self._model, "needs_scales", False):
             self._model.find_scales(sequence.prompt)  # type: ignore[attr-defined]
+        sequence.submitted = time.perf_counter()
+        if not self.requests:
+            self._last_tokens_at = sequence.submitted  # nobody waited for tokens before
         with self._at_work():
             self.requests[sequence.request_id] = sequence
             sequence.inbox.live[sequence] = None
@@ -107,6 +111,12 @@ class Stepper:
             with contextlib.suppress(Exception):  # a tokenizer's: the request ends anyway
                 text = sequence.stream.flush()
             self._emit(sequence, TokenEvent(request_id, None, text, "cancelled"))
+
+    def fail_all(self, reason: str) -> None:
+        """End every request with an error now."""
+        with self._at_work():
+            for sequence in list(self.requests.values()):
+                self._fail(sequence, reason)
 
     def step(self) -> None:
         """One step of the whole batch. If it raises, its requests go on with the next one.
@@ -166,6 +176,8 @@ class Stepper:
     # ------------------------------------------------------------------------------------------------ a step
     def _step(self) -> None:
         started, loop = time.perf_counter(), self._loop
+        tokens_before, steps_before = self.stats.new_tokens, 0 if loop is None else loop.steps_read
+        self._first_tokens = 0
         if loop is not None and loop.in_flight and self._scheduler.short_of_blocks():
             self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
@@ -181,12 +193,24 @@ class Stepper:
             self._collect(loop, keep=0)
         decoded = len(plan.decodes) if loop is None else loop.decoded - read_before
         prefilled = sum(count for _, count in plan.chunks)
-        seconds = time.perf_counter() - started
+        now = time.perf_counter()
+        seconds = now - started
+        self._note_tokens(now, tokens_before, 1 if loop is None else loop.steps_read - steps_before)
         self._note_wait(seconds, prefilled if plan.decodes else 0)
         if decoded or prefilled:
             self.stats.add_step(seconds, decode_seconds, decoded, prefilled)
             self.stats.preemptions = self._scheduler.preemptions
             self.stats.peak_blocks_used = self._scheduler.pool.peak_used
+
+    def _note_tokens(self, now: float, tokens_before: int, num_steps: int) -> None:
+        """Count the seconds between tokens, once for all requests: each has had its token before from the
+        last step that gave any, or was put back since."""
+        tokens = self.stats.new_tokens - tokens_before
+        if tokens > self._first_tokens:
+            seconds = (now - self._last_tokens_at) / num_steps
+            self.stats.between_tokens.add(seconds, tokens - self._first_tokens)
+        if tokens:
+            self._last_tokens_at = now
 
     def _note_wait(self, seconds: float, chunk_tokens: int) -> None:
         """What decodes waited in this call, beside so many tokens of prompts. Where launches return at once,
@@ -293,7 +317,7 @@ class Stepper:
             if reason is None and sequence.stream.stopped:
                 reason = "stop"
             elif reason is None and len(sequence) + 1 >= sequence.max_len:
-                reason = "length"
+                reason = sequence.last_reason
             if reason:
                 text += sequence.stream.flush()
         except Exception as error:
@@ -315,10 +339,14 @@ class Stepper:
         sequence.log.append(event)
         sequence.text += event.text
         if event.token_id is not None:
+            if not sequence.output:
+                self._first_tokens += 1
+                self.stats.first_token.add(time.perf_counter() - sequence.submitted)
             sequence.output.append(event.token_id)
             self.stats.new_tokens += 1
         if event.finish_reason is not None:
             sequence.finish_reason, sequence.error = event.finish_reason, event.error
+            self.stats.finished[event.finish_reason] = self.stats.finished.get(event.finish_reason, 0) + 1
             if self._loop is not None:
                 self._loop.release(sequence)
             self._scheduler.remove(sequence)

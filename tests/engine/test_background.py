@@ -1,0 +1,434 @@
+"""`Generator.start`: a thread of its own makes the steps. Tokens are those of each request alone, an error
+reaches all who wait, and nothing ever hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchpaged import ArgumentError, ClosedError, TorchpagedError
+from torchpaged.engine import Generator, SamplingParams
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.timeout(120)  # a hang is a failure
+PROMPTS = [[5, 6, 7], list(range(11, 40)), [50, 51, 52, 53, 54], [9]]
+EACH = [
+    SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
+    for i, n in enumerate((9, 6, 12, 7))
+]
+LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
+ENGINES = {
+    "graphs": {"steps_per_launch": 1},
+    "launches of 3": {"steps_per_launch": 3},
+    "no graphs": {"graphs": False},
+    "few blocks": {"num_blocks": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(make_llama: Callable[..., Any]) -> Any:
+    return make_llama(vocab_size=99, hidden_size=32, intermediate_size=48, max_position_embeddings=256)
+
+
+def engine(llama: Any, **options: Any) -> Generator:
+    shape = {"max_batch_size": 3, "max_seq_len": 64, "block_size": 4, "prefill_chunk_size": 16}
+    return Generator(llama, **{**shape, "compile": False, **options})
+
+
+@pytest.fixture(scope="module")
+def want(llama: Any) -> list[list[int]]:
+    """Tokens of each request alone."""
+    with engine(llama, graphs=False) as generator:
+        return [generator.generate([p], params)[0].token_ids for p, params in zip(PROMPTS, EACH, strict=True)]
+
+
+@pytest.fixture
+def started(llama: Any) -> Iterator[Generator]:
+    with engine(llama) as generator:
+        yield generator.start()
+
+
+class Fault:
+    """A forward hook that raises at the calls that ``at`` names, or runs something."""
+
+    def __init__(self, model: Any, does: Callable[[int], None]) -> None:
+        self.calls, self._does = 0, does
+        self._hook = model.register_forward_pre_hook(self._run)
+
+    def _run(self, *_: Any) -> None:
+        self.calls += 1
+        self._does(self.calls)
+
+    def __enter__(self) -> Fault:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._hook.remove()
+
+
+def in_threads(works: list[Callable[[], None]], seconds: float = 90) -> None:
+    """Run all side by side; raises what one of them raised."""
+    wrong: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if wrong:
+        raise wrong[0]
+
+
+def tokens_of(events: Any) -> list[int]:
+    return [event.token_id for event in events if event.token_id is not None]
+
+
+def test_start_again_is_no_error_and_step_is_refused(started: Generator, want: list[list[int]]) -> None:
+    assert started.start() is started
+    with pytest.raises(TorchpagedError, match=r"step\(\): the background loop makes the steps"):
+        started.step()
+    assert [output.token_ids for output in started.generate(PROMPTS, EACH)] == want
+    ids = [started.submit(prompt, params) for prompt, params in zip(PROMPTS, EACH, strict=True)]
+    found: dict[int, list[int]] = {request: [] for request in ids}
+    for event in started.stream():
+        found[event.request_id].append(event.token_id)
+    assert list(found.values()) == want
+    assert started.pool.num_used == 0
+
+
+def test_requests_go_on_with_nobody_waiting(started: Generator, want: list[list[int]]) -> None:
+    request = started.submit(PROMPTS[2], EACH[2])
+    while not started.metrics().finished:
+        time.sleep(0.001)
+    started.cancel(request)  # it has ended: no error
+    assert tokens_of(started.stream([request])) == want[2]
+    with pytest.raises(ArgumentError, match="request_id"):
+        started.cancel(10_000)
+
+
+def test_a_stream_that_began_before_the_start(llama: Any, want: list[list[int]]) -> None:
+    with engine(llama) as generator:
+        stream = generator.stream([generator.submit(PROMPTS[2], EACH[2])])
+        begun = [next(stream), next(stream)]
+        generator.start()
+        assert tokens_of([*begun, *stream]) == want[2]
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_eight_threads_submit_and_cancel_at_random(
+    llama: Any, want: list[list[int]], options: dict[str, Any]
+) -> None:
+    """What a request gets is a beginning of what it gets alone, all of it unless it was cancelled."""
+    with engine(llama, **options).start() as generator:
+
+        def work(number: int) -> None:
+            draw = random.Random(number)
+            for _turn in range(12):
+                i, way = draw.randrange(4), draw.choice(["generate", "stream", "cancel", "leave", "forget"])
+                if way == "generate":
+                    assert generator.generate([PROMPTS[i]], EACH[i])[0].token_ids == want[i]
+                    continue
+                request = generator.submit(PROMPTS[i], EACH[i])
+                stop = draw.randrange(8)
+                if way == "forget":
+                    if stop < 4:
+                        generator.cancel(request)
+                    continue
+                found, reason, stream = [], None, generator.stream([request])
+                for count, event in enumerate(stream):
+                    found += tokens_of([event])
+                    reason = event.finish_reason
+                    if way == "cancel" and count == stop:
+                        generator.cancel(request)
+                    elif way == "leave" and count == stop:
+                        break
+                assert found == want[i][: len(found)]
+                assert reason in ("length", "cancelled") or way == "leave"
+                assert found == want[i] or way in ("cancel", "leave")
+                stream.close()  # type: ignore[attr-defined]
+
+        in_threads([lambda n=n: work(n) for n in range(8)])  # type: ignore[misc]
+        left = list(generator.stream())  # of those that were forgotten
+        assert {event.finish_reason for event in left} <= {None, "length", "cancelled"}
+        assert not generator.has_unfinished
+        assert generator.pool.num_used == 0
+        assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
+
+
+# ----------------------------------------------------------------------------------------------------- errors
+@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3)], ids=["error", "exit"])
+def test_an_error_of_a_step_reaches_all_who_wait(
+    llama: Any, want: list[list[int]], error: BaseException
+) -> None:
+    """Four callers of three kinds, at a step at which all of them wait; a request that nobody waits for says
+    so when it is asked."""
+    with engine(llama, graphs=False, max_batch_size=8).start() as generator:
+        background, raised = generator._calls.background, threading.Event()
+        assert background is not None
+
+        def fail(call: int) -> None:
+            time.sleep(0.002)
+            if len(background._followers) == 4 and not raised.is_set():
+                raised.set()
+                raise error
+
+        def waits(call: Callable[[int], object]) -> None:
+            with pytest.raises(TorchpagedError, match="a step of the background loop raised") as caught:
+                while not raised.is_set():  # until the others wait, too
+                    call(generator.submit([1, 2, 3], LONG))
+            assert caught.value.__cause__ is error
+
+        async def listens(request: int) -> None:
+            async for _event in generator.events(request):
+                pass
+
+        calls: list[Callable[[int], object]] = [
+            lambda request: list(generator.stream([request])),
+            lambda request: list(generator.stream([request])),
+            lambda request: generator.generate([PROMPTS[1]] * 2, LONG) and generator.cancel(request),
+            lambda request: asyncio.run(listens(request)),
+        ]
+        with Fault(llama, fail):
+            in_threads([lambda call=call: waits(call) for call in calls])  # type: ignore[misc]
+        ends = {event.request_id: event for event in generator.stream() if event.finish_reason == "error"}
+        assert ends, "that of the caller of generate()"
+        assert all(str(error) in str(event.error) for event in ends.values())
+        assert generator.pool.num_used == 0
+        assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
+
+
+def test_errors_at_random_steps_hang_nobody(llama: Any, want: list[list[int]]) -> None:
+    draw, lock = random.Random(0), threading.Lock()
+
+    def fail(call: int) -> None:
+        with lock:
+            if draw.random() < 0.1:
+                raise RuntimeError("boom")
+
+    with engine(llama, graphs=False).start() as generator:
+
+        def work(number: int) -> None:
+            for turn in range(6):
+                i = (number + turn) % 4
+                try:
+                    [output] = generator.generate([PROMPTS[i]], EACH[i])
+                except TorchpagedError as error:
+                    assert "boom" in str(error)
+                else:
+                    assert output.token_ids == want[i] or output.finish_reason == "error"
+
+        with Fault(llama, fail):
+            in_threads([lambda n=n: work(n) for n in range(6)])  # type: ignore[misc]
+        assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
+
+
+def test_a_loop_that_can_not_repair_a_step_ends(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits learns of it, later calls make their own steps, and `start` works again."""
+
+    def fail(call: int) -> None:
+        raise RuntimeError("boom")
+
+    with engine(llama, graphs=False).start() as generator:
+        with monkeypatch.context() as patch, Fault(llama, fail):
+            patch.setattr(generator._stepper, "fail_all", lambda reason: 1 // 0)
+            with pytest.raises(TorchpagedError, match="boom"):
+                generator.generate([PROMPTS[0]], LONG)
+        background = generator._calls.background
+        if background is not None:
+            background.join(20)
+        assert generator._calls.background is None
+        assert len(generator.generate([PROMPTS[0]], LONG)[0].token_ids) == 50
+        assert len(generator.start().generate([PROMPTS[0]], LONG)[0].token_ids) == 50
+
+
+def test_ctrl_c_in_a_caller_leaves_the_loop_running(llama: Any, want: list[list[int]]) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        with engine(llama, graphs=False).start() as generator, Fault(llama, lambda call: time.sleep(0.005)):
+            other = generator.submit(PROMPTS[2], EACH[2])
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    generator.generate([PROMPTS[1]] * 8, LONG)
+            assert tokens_of(generator.stream([other])) == want[2]
+            assert not generator.has_unfinished
+            assert "cancelled" in generator.stats.finished
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --------------------------------------------------------------------------------------------- the loop's end
+def test_close_in_the_middle_of_streams(llama: Any) -> None:
+    generator, begun = engine(llama).start(), threading.Barrier(5)
+    reasons: list[str | None] = []
+
+    def reads() -> None:
+        stream = generator.stream([generator.submit(PROMPTS[0], LONG)])
+        first = next(stream)
+        begun.wait(60)
+        reasons.append([first, *stream][-1].finish_reason)
+
+    def closes() -> None:
+        begun.wait(60)
+        generator.close()
+
+    in_threads([reads, reads, reads, reads, closes])
+    assert len(reasons) == 4
+    assert set(reasons) <= {"cancelled", "length"}
+    with pytest.raises(ClosedError):
+        generator.submit(PROMPTS[0])
+    assert "torchpaged steps" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_generator_that_is_dropped_ends_its_thread(llama: Any) -> None:
+    generator = engine(llama).start()
+    stream = generator.stream([generator.submit(PROMPTS[0], LONG)])
+    next(stream)
+    background = generator._calls.background
+    assert background is not None
+    del generator
+    gc.collect()
+    background.join(20)
+    assert not background._thread.is_alive()
+    with pytest.raises(ClosedError, match="dropped"):
+        list(stream)
+    llama.set_attn_implementation("eager")
+
+
+EXITS = {
+    "idle": "",
+    "in flight": "generator.submit([5, 6, 7], SamplingParams(max_new_tokens=200, ignore_eos=True))",
+    "another thread waits": """
+import threading
+request = generator.submit([5, 6, 7], SamplingParams(max_new_tokens=50, ignore_eos=True))
+def reads():
+    assert len(list(generator.stream([request]))) == 50
+    print("read", flush=True)
+threading.Thread(target=reads).start()
+""",
+    "an exception": """
+generator.submit([5, 6, 7], SamplingParams(max_new_tokens=200, ignore_eos=True))
+raise SystemExit(0)
+""",
+}
+
+
+@pytest.mark.slow_cases(but=("in flight", "another thread waits"))
+@pytest.mark.parametrize("case", EXITS)
+def test_an_interpreter_that_exits_without_close(case: str) -> None:
+    program = f"""
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from torchpaged.engine import Generator, SamplingParams
+heads = dict(num_hidden_layers=1, num_attention_heads=2, hidden_size=32, intermediate_size=32)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=99, **heads)).eval()
+generator = Generator(model, max_batch_size=2, max_seq_len=256, compile=False).start()
+{EXITS[case]}
+"""
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("read" in done.stdout) == (case == "another thread waits")
+    assert not done.stderr, done.stderr[-3000:]
+
+
+# ---------------------------------------------------------------------------------------------------- asyncio
+async def listen(generator: Generator, prompt: list[int], params: SamplingParams) -> list[int]:
+    request = await asyncio.to_thread(generator.submit, prompt, params)
+    return tokens_of([event async for event in generator.events(request)])
+
+
+def test_tasks_wait_side_by_side(started: Generator, want: list[list[int]]) -> None:
+    async def main() -> list[list[int]]:
+        pairs = [*zip(PROMPTS, EACH, strict=True)] * 3
+        return await asyncio.gather(*(listen(started, prompt, params) for prompt, params in pairs))
+
+    assert asyncio.run(main()) == want * 3
+
+
+def test_two_tasks_one_of_which_is_cancelled(started: Generator, want: list[list[int]]) -> None:
+    async def main() -> list[int]:
+        first = asyncio.create_task(listen(started, PROMPTS[0], LONG))
+        second = asyncio.create_task(listen(started, PROMPTS[2], EACH[2]))
+        while not started.stats.new_tokens:
+            await asyncio.sleep(0.001)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        return await second
+
+    assert asyncio.run(main()) == want[2]
+    while started.has_unfinished:
+        time.sleep(0.001)
+    assert started.pool.num_used == 0
+
+
+def test_what_events_refuses(llama: Any) -> None:
+    async def first(generator: Generator, request: int) -> Any:
+        return await anext(generator.events(request))
+
+    with engine(llama) as generator:
+        with pytest.raises(TorchpagedError, match=r"call start\(\) first"):
+            generator.events(0)
+        generator.start()
+        with pytest.raises(ArgumentError, match="request_ids"):
+            asyncio.run(first(generator, 5))
+        request = generator.submit(PROMPTS[0], LONG)
+        stream = generator.stream([request])
+        with pytest.raises(ArgumentError, match="belong to no other stream"):
+            asyncio.run(first(generator, request))
+        assert len(list(stream)) == 50
+
+
+def test_an_event_loop_that_is_gone_harms_no_one(started: Generator, want: list[list[int]]) -> None:
+    """Its request is cancelled at the next event, since nobody can be told."""
+    here = asyncio.new_event_loop()
+    request = started.submit(PROMPTS[0], LONG)
+    events = started.events(request)
+    here.run_until_complete(anext(events))
+    here.close()
+    while started.has_unfinished:
+        time.sleep(0.001)
+    assert started.stats.finished in ({"cancelled": 1}, {"length": 1})
+    assert started.generate([PROMPTS[2]], EACH[2])[0].token_ids == want[2]
+    del events
+
+
+def test_close_ends_a_task_that_waits(llama: Any) -> None:
+    generator = engine(llama).start()
+
+    async def main() -> str | None:
+        request, reason = generator.submit(PROMPTS[0], LONG), None
+        async for event in generator.events(request):
+            if event.token_id is not None and reason is None:
+                await asyncio.to_thread(generator.close)
+            reason = event.finish_reason or "open"
+        return reason
+
+    assert asyncio.run(main()) in ("cancelled", "length")

@@ -1,0 +1,211 @@
+"""`Generator.close`: the model is as it was, nothing stays allocated, and who had requests learns of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged import ClosedError, TorchpagedError
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.model_state import hooks_of
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.timeout(120)  # a hang is a failure
+PROMPT = [5, 6, 7]
+TINY = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
+ENGINES = {
+    "graphs": {"graphs": True, "compile": False},
+    "no graphs": {"graphs": False},
+    "fused": {"graphs": True, "compile": False, "fuse": True},
+    "background": {"graphs": True, "compile": False, "start": True},
+}
+
+
+def engine(model: Any, *, start: bool = False, **options: Any) -> Generator:
+    generator = Generator(model, max_batch_size=2, max_seq_len=64, block_size=4, **options)
+    return generator.start() if start else generator
+
+
+def facts(model: Any) -> dict[str, Any]:
+    """What a model is, to be compared with what it was."""
+    return {
+        "attention": model.config._attn_implementation,
+        "training": [module.training for module in model.modules()],
+        "classes": [type(module) for module in model.modules()],
+        "forwards": ["forward" in vars(module) for module in model.modules()],
+        "hooks": [len(hooks_of(module)) for module in model.modules()],
+        "weights": [parameter.data_ptr() for parameter in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_the_model_is_as_it_was(make_llama: Callable[..., Any], options: dict[str, Any]) -> None:
+    llama = make_llama(**TINY).train()
+    llama.model.layers[0].eval()
+    llama.set_attn_implementation("eager")
+    ids = torch.tensor([[*PROMPT, 50]])
+    before, logits = facts(llama), llama(ids).logits
+    with engine(llama, **options) as generator:
+        assert generator.generate([PROMPT])[0].token_ids
+        assert facts(llama) != before
+    after = facts(llama)
+    assert {name: after[name] == value for name, value in before.items() if name != "weights"} == {
+        name: True for name in before if name != "weights"
+    }
+    torch.testing.assert_close(llama(ids).logits, logits)
+    assert repr(generator) == "Generator(closed)"
+    with engine(llama, **options) as again:
+        assert again.generate([PROMPT])[0].token_ids
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_pools_and_graphs_are_freed(make_llama: Callable[..., Any], options: dict[str, Any]) -> None:
+    """With the closed Generator, and a stream of it, still there."""
+    generator = engine(make_llama(**TINY), **options)
+    stream = generator.stream([generator.submit(PROMPT, LONG)])
+    next(stream)
+    watched = [weakref.ref(tensor) for tensor in generator.model.kv_cache.tensors().values()]
+    watched += [weakref.ref(thing) for thing in (generator.model, generator.loop, generator.runner) if thing]
+    generator.close()
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+    assert [event.finish_reason for event in stream][-1] == "cancelled"
+    assert not generator.has_unfinished
+    assert generator.stats.new_tokens > 0
+    assert generator.stats.finished == {"cancelled": 1}
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_requests_in_flight_end_as_cancelled(make_llama: Callable[..., Any], options: dict[str, Any]) -> None:
+    """A suspended stream has the events that it was not given yet, too, and a generate() of another thread
+    returns what there is."""
+    generator = engine(make_llama(**TINY), **options)
+    first = generator.submit(PROMPT, LONG)
+    stream = generator.stream([first])
+    events = [next(stream)]
+    outputs: list[Any] = []
+    other = threading.Thread(target=lambda: outputs.extend(generator.generate([PROMPT], LONG)))
+    if "start" in options:  # else the stream would have to be read for the other one to be let in
+        other.start()
+        while generator.stats.prompt_tokens < 2 * len(PROMPT):
+            time.sleep(0.001)
+    generator.close()
+    events += list(stream)
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["cancelled"]
+    assert events[-1].token_id is None
+    if "start" in options:
+        other.join(20)
+        assert [output.finish_reason for output in outputs] in (["cancelled"], ["length"])
+
+
+CALLS: dict[str, Callable[[Generator], Any]] = {
+    "submit": lambda generator: generator.submit(PROMPT),
+    "generate": lambda generator: generator.generate([PROMPT]),
+    "stream": lambda generator: generator.stream(),
+    "stream of one": lambda generator: generator.stream([0]),
+    "step": lambda generator: generator.step(),
+    "cancel": lambda generator: generator.cancel(0),
+    "start": lambda generator: generator.start(),
+    "events": lambda generator: generator.events(0),
+    "metrics": lambda generator: generator.metrics(),
+    "reset_prefix_cache": lambda generator: generator.reset_prefix_cache(),
+}
+
+
+@pytest.fixture(scope="module")
+def closed(make_llama: Callable[..., Any]) -> Generator:
+    generator = engine(make_llama(**TINY), graphs=False)
+    generator.generate([PROMPT], SamplingParams(max_new_tokens=1))
+    generator.close()
+    return generator
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_later_calls_are_refused(closed: Generator, call: Callable[[Generator], Any]) -> None:
+    with pytest.raises(ClosedError, match=r"the Generator is closed.*make a new Generator"):
+        call(closed)
+
+
+def test_closing_twice_is_no_error(closed: Generator) -> None:
+    closed.close()
+
+
+def test_close_in_the_middle_of_an_exception(make_llama: Callable[..., Any]) -> None:
+    llama = make_llama(**TINY)
+    before = facts(llama)
+    with pytest.raises(KeyError, match="mine"), engine(llama, graphs=False) as generator:
+        for _event in generator.stream([generator.submit(PROMPT, LONG)]):
+            raise KeyError("mine")
+    assert facts(llama) == before
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_close_behind_a_step_that_raised(
+    make_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """And whose repair raises: the model is given back, and streams do not wait for it."""
+    llama = make_llama(**TINY)
+    before = facts(llama)
+    generator = engine(llama, graphs=graphs, **({"compile": False} if graphs else {}))
+    stream = generator.stream([generator.submit(PROMPT, LONG)])
+    next(stream)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generator._stepper, "reset", broken)
+        with pytest.raises(RuntimeError, match="the device is lost"):
+            generator.close()
+    assert facts(llama) == before
+    with pytest.raises(ClosedError):
+        list(stream)
+    generator.close()
+
+
+def test_a_step_can_not_close_its_own_generator(make_llama: Callable[..., Any]) -> None:
+    llama = make_llama(**TINY)
+    generator = engine(llama, graphs=False)
+    hook = llama.register_forward_hook(lambda *_: generator.close())
+    generator.submit(PROMPT)
+    with pytest.raises(TorchpagedError, match="from inside one of its own steps"):
+        generator.step()
+    hook.remove()
+    assert len(generator.generate([PROMPT], LONG)[0].token_ids) == 50
+    generator.close()
+
+
+def test_a_paged_model_of_the_callers_goes_on(make_llama: Callable[..., Any]) -> None:
+    from torchpaged.hf import PagedModel
+
+    paged = PagedModel(make_llama(**TINY), num_blocks=40, block_size=4)
+    tokens = []
+    for _turn in range(2):
+        with Generator(paged, max_batch_size=2, max_seq_len=64, compile=False) as generator:
+            generator.submit(PROMPT, LONG)
+            generator.step()
+            tokens.append(generator.generate([PROMPT], LONG)[0].token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_a_request_that_fills_the_pool_says_so(make_llama: Callable[..., Any]) -> None:
+    """One that ends by what was asked for, or by max_seq_len, does not."""
+    with engine(make_llama(**TINY), num_blocks=7, graphs=False) as generator:
+        [output] = generator.generate([PROMPT], LONG)
+        assert output.finish_reason == "out_of_blocks"
+        assert len(PROMPT) + len(output.token_ids) == 6 * 4 + 1  # the last token is in no block
+        exact = SamplingParams(max_new_tokens=len(output.token_ids), ignore_eos=True)
+        assert generator.generate([PROMPT], exact)[0].finish_reason == "length"
+        with pytest.raises(ValueError, match=r"at most 23 tokens \(max_seq_len 64, 6 blocks of 4\), got 24"):
+            generator.submit([1] * 24)
+    with engine(make_llama(**TINY), num_blocks=40, graphs=False) as generator:
+        many = SamplingParams(max_new_tokens=1000, ignore_eos=True)
+        assert generator.generate([PROMPT], many)[0].finish_reason == "length"

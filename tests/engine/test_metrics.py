@@ -1,0 +1,129 @@
+"""`Generator.metrics`: what is counted is what happened, and Prometheus reads the text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from torchpaged import ArgumentError
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.latency import BOUNDS, LatencyHistogram
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.timeout(120)
+SAMPLE = re.compile(r'[a-z_]+(\{(le|reason)="[\w.+-]+"\})? [\d.e+-]+')
+
+
+@pytest.fixture(scope="module")
+def llama(make_llama: Callable[..., Any]) -> Any:
+    return make_llama(vocab_size=99, hidden_size=32, intermediate_size=48, max_position_embeddings=256)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The steps' clock, in seconds; tests move it."""
+    now = [100.0]
+    monkeypatch.setattr("torchpaged.engine.stepper.time.perf_counter", lambda: now[0])
+    return now
+
+
+def engine(llama: Any, **options: Any) -> Generator:
+    return Generator(llama, **{"max_batch_size": 2, "max_seq_len": 64, "block_size": 4, **options})
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_load_and_memory(llama: Any, graphs: bool) -> None:
+    with engine(llama, graphs=graphs, compile=False) as generator:
+        idle = generator.metrics()
+        assert (idle.running, idle.waiting, idle.blocks_used, idle.utilisation) == (0, 0, 0, 1.0)
+        assert idle.first_token.percentile(0.5) is None
+        params = SamplingParams(max_new_tokens=9, ignore_eos=True)
+        for _request in range(3):
+            generator.submit(list(range(10, 23)), params)
+        generator.step()
+        busy = generator.metrics()
+        assert (busy.running, busy.waiting, busy.finished) == (2, 1, {})
+        assert busy.blocks_used == generator.pool.num_used > 0
+        assert 0 < busy.useful_tokens <= 4 * busy.blocks_used
+        assert busy.utilisation == busy.useful_tokens / (4 * busy.blocks_used)
+        generator.generate([[5]], params)
+        done = generator.metrics()
+        assert (done.running, done.waiting, done.finished) == (0, 0, {"length": 4})
+        assert (done.prompt_tokens, done.new_tokens) == (3 * 13 + 1, 4 * 9)
+        assert done.prefix_hit_rate == generator.stats.shared_tokens / done.prompt_tokens > 0
+        assert done.first_token.count == 4
+        assert done.between_tokens.count == 4 * 8
+        assert busy.first_token.count < 4, "a snapshot counts no further"
+
+
+def test_shared_blocks_count_once(llama: Any) -> None:
+    """Two requests with a common beginning hold its blocks once: places in use are never fewer than
+    tokens."""
+    with engine(llama, graphs=False) as generator:
+        for last in (50, 51):
+            generator.submit([*range(10, 30), last], SamplingParams(max_new_tokens=5, ignore_eos=True))
+        for _step in range(3):
+            generator.step()
+        metrics = generator.metrics()
+        assert metrics.running == 2
+        tokens = [sequence.num_computed for sequence in generator.scheduler.running]
+        assert metrics.useful_tokens == sum(tokens) - 20
+        assert metrics.utilisation <= 1
+
+
+@pytest.mark.parametrize("options", [{"graphs": False}, {"steps_per_launch": 2, "compile": False}])
+def test_latencies(llama: Any, clock: list[float], options: dict[str, Any]) -> None:
+    """A step takes two seconds; nobody waits while there is no request; launches share their seconds."""
+    with engine(llama, **options) as generator:
+        for _turn in range(2):
+            generator.submit([5, 6, 7], SamplingParams(max_new_tokens=5, ignore_eos=True))
+            while generator.has_unfinished:
+                clock[0] += 2.0
+                generator.step()
+            clock[0] += 1000.0
+        metrics = generator.metrics()
+        assert metrics.first_token.count == 2
+        assert 2 <= metrics.first_token.total / 2 <= 4
+        assert metrics.between_tokens.count == 8
+        assert metrics.between_tokens.total / 8 == (1.0 if "steps_per_launch" in options else 2.0)
+
+
+def test_percentiles() -> None:
+    histogram = LatencyHistogram()
+    for milliseconds in range(1, 1001):
+        histogram.add(milliseconds / 1e3)
+    for share in (0.01, 0.5, 0.9, 0.99, 1.0):
+        found = histogram.percentile(share)
+        assert found is not None
+        assert found == pytest.approx(share, rel=0.26)
+    assert histogram.total == pytest.approx(500.5)
+    histogram.add(5000.0, count=10_000)
+    assert histogram.percentile(0.99) == BOUNDS[-1]
+    for wrong in (-0.1, 1.1, 99):
+        with pytest.raises(ArgumentError, match="share"):
+            histogram.percentile(wrong)
+
+
+def test_prometheus_text(llama: Any) -> None:
+    with engine(llama, graphs=False) as generator:
+        generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        text = generator.metrics().prometheus()
+    assert text.endswith("\n")
+    lines = text.splitlines()
+    kinds = {line.split()[2]: line.split()[3] for line in lines if line.startswith("# TYPE")}
+    assert set(kinds.values()) == {"gauge", "counter", "histogram"}
+    assert all(name.endswith("_total") == (kind == "counter") for name, kind in kinds.items())
+    for line in lines:
+        assert line.startswith("# ") or SAMPLE.fullmatch(line), line
+    assert 'torchpaged_requests_finished_total{reason="length"} 1' in lines
+    assert "torchpaged_new_tokens_total 4" in lines
+    buckets = [
+        int(line.split()[1]) for line in lines if line.startswith("torchpaged_between_tokens_seconds_b")
+    ]
+    assert buckets == sorted(buckets)
+    assert len(buckets) == len(BOUNDS) + 1
+    assert buckets[-1] == 3
+    assert "torchpaged_between_tokens_seconds_count 3" in lines

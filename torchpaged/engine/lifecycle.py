@@ -1,0 +1,107 @@
+"""From the start of a `Generator`'s background loop to its end: what does not concern single requests."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+import torch
+
+from torchpaged.custom_ops.errors import NotCopied, TorchpagedError
+from torchpaged.engine.background import BackgroundLoop
+from torchpaged.engine.calls import Calls
+from torchpaged.engine.metrics import EngineMetrics, measured
+from torchpaged.engine.outputs import GeneratorStats, TokenEvent
+from torchpaged.engine.scheduler import Scheduler
+
+
+class Lifecycle(NotCopied):
+    """What `Generator` has of it."""
+
+    _calls: Calls
+    device: torch.device
+    scheduler: Scheduler
+    stats: GeneratorStats
+
+    def start(self) -> Self:
+        """Let a thread of its own make the steps, until `close`; nothing if one does.
+
+        `submit`, `cancel`, `generate`, `stream` and `events` may be called from any thread, and requests go
+        on whoever waits for them. `step` is refused meanwhile.
+
+        A step that raises ends all requests: who waits for one gets a `TorchpagedError` with the error as its
+        ``__cause__``, and requests that nobody waits for end with ``finish_reason`` "error". The thread goes
+        on. Ctrl-C in a call that waits cancels the requests of that call alone. A program that ends without
+        `close` waits for the step that runs, 10 seconds at most.
+
+        Returns:
+            The Generator itself.
+
+        Raises:
+            ClosedError: it is closed.
+        """
+        calls = self._calls
+        with calls.entered():
+            if calls.background is None:
+                calls.background = background = BackgroundLoop(calls, self.device)
+                # The thread holds the pools, not the Generator: one that is dropped ends it.
+                weakref.finalize(self, background.stop).atexit = False
+        return self
+
+    def events(self, request_id: int) -> AsyncIterator[TokenEvent]:
+        """Events of one submitted request as they come, for asyncio.
+
+            async for event in generator.events(generator.submit("Once upon a time")):
+                print(event.text, end="")
+
+        Tasks wait for events without a thread or a lock. `submit` waits for the step that runs; where that
+        is too long for an event loop: ``await asyncio.to_thread(generator.submit, ...)``.
+
+        Args:
+            request_id: the request; it belongs to this iteration from the first event asked for. An iteration
+                that breaks off, or whose task is cancelled, cancels it.
+
+        Raises:
+            ArgumentError: an id that is unknown, finished, or another stream's.
+            TorchpagedError: no background loop runs (`start`), or a step raised.
+            ClosedError: the Generator is closed.
+        """
+        self._calls.require_open()
+        background = self._calls.background
+        if background is None:
+            raise TorchpagedError("events(): no background loop makes steps; call start() first")
+        return background.events(request_id)
+
+    def metrics(self) -> EngineMetrics:
+        """Load, memory and latencies as they are now; waits for the step that runs.
+
+        Raises:
+            ClosedError: it is closed.
+        """
+        with self._calls.entered():
+            return measured(self.scheduler, self.stats)
+
+    def close(self) -> None:
+        """End everything: requests that wait or run are cancelled, the background loop stops, pools and
+        graphs are freed, and every later call but this one is refused.
+
+        A transformers model gets back what it had: attention implementations, training mode, the forwards of
+        its mixers; and it is unfused if this Generator has fused it. A `PagedModel` of the caller's stays as
+        it is, pools included. Streams and `generate` calls of other threads end with ``finish_reason``
+        "cancelled". `stats`, `start_report` and the reasons of decisions stay readable.
+
+        Raises:
+            TorchpagedError: called from inside a step.
+        """
+        self._calls.close(self._free)
+
+    def _free(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        """``with Generator(...) as generator``: closed at the end of the block, however it ends."""
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -1,0 +1,150 @@
+"""OpenAI's completions and chat completions over a Generator's background loop, on Starlette.
+
+    pip install starlette uvicorn
+    python examples/openai_server.py HuggingFaceTB/SmolLM2-135M-Instruct --port 8000
+    curl localhost:8000/v1/completions -d '{"prompt": "The capital of France is", "max_tokens": 8}'
+
+An example, not a product: no keys, no limits. A field that it does not know is refused, not ignored. A client
+that goes away while it streams cancels its request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from torchpaged import ArgumentError, TorchpagedError
+from torchpaged.engine import Generator, SamplingParams
+
+RENAMED = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
+SAMPLING = {"temperature", "top_p", "seed", "stop", "top_k", "min_p", "repetition_penalty", "ignore_eos"}
+#: Ends that OpenAI's clients know.
+REASONS = {"stop": "stop", "length": "length", "out_of_blocks": "length"}
+
+
+def sampling_of(body: dict[str, Any]) -> SamplingParams:
+    """The request's sampling; refuses what it does not know, unless it says nothing."""
+    given: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 16}
+    for name, value in body.items():
+        if name in ("model", "prompt", "messages", "stream", "user") or value is None:
+            continue
+        if name in RENAMED or name in SAMPLING:
+            given[RENAMED.get(name, name)] = value
+        elif (name, value) not in (("n", 1), ("frequency_penalty", 0), ("presence_penalty", 0)):
+            raise ArgumentError(name, f"one of {', '.join(sorted(SAMPLING | set(RENAMED)))}", repr(value))
+    stop = given.pop("stop", ())
+    return SamplingParams(**given, stop=(stop,) if isinstance(stop, str) else tuple(stop))
+
+
+def prompt_of(body: dict[str, Any], tokenizer: Any, chat: bool) -> Any:
+    """Text, or token ids."""
+    if (name := "messages" if chat else "prompt") not in body:
+        raise ArgumentError(name, "a prompt", "none")
+    if not chat:
+        return body[name]
+    made = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
+    return made["input_ids"]
+
+
+def choice(chat: bool, text: str, reason: str | None, part: bool) -> dict[str, Any]:
+    """One choice of an answer, or of a part of it."""
+    message = {"delta" if part else "message": {"role": "assistant", "content": text}}
+    content: dict[str, Any] = message if chat else {"text": text}
+    return {"index": 0, **content, "logprobs": None, "finish_reason": reason}
+
+
+def make_app(generator: Generator, name: str) -> Any:
+    """The application; it starts the generator's loop, and closes the generator at its end."""
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.routing import Route
+
+    def refusal(error: Exception, status: int) -> JSONResponse:
+        return JSONResponse({"error": {"message": str(error), "type": type(error).__name__}}, status)
+
+    async def parts(request_id: int, head: dict[str, Any], chat: bool) -> AsyncIterator[str]:
+        try:
+            async for event in generator.events(request_id):
+                if event.finish_reason in ("error", "cancelled"):
+                    raise event.error or TorchpagedError("the server ends")
+                one = choice(chat, event.text, REASONS.get(event.finish_reason or ""), part=True)
+                yield f"data: {json.dumps({**head, 'choices': [one]})}\n\n"
+        except TorchpagedError as error:  # the status is sent already
+            yield f"data: {json.dumps({'error': {'message': str(error)}})}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def answer(request: Request, chat: bool) -> Response:
+        try:
+            body = await request.json()
+            streams, prompt = bool(body.get("stream")), prompt_of(body, generator.tokenizer, chat)
+            request_id = await asyncio.to_thread(generator.submit, prompt, sampling_of(body))
+        except (ValueError, TypeError, AttributeError) as error:  # an ArgumentError is a ValueError
+            return refusal(error, 400)
+        except TorchpagedError as error:
+            return refusal(error, 503)
+        kind = "chat.completion" if chat else "text_completion"
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": name, "object": kind}
+        if streams:
+            head["object"] += ".chunk" if chat else ""
+            return StreamingResponse(parts(request_id, head, chat), media_type="text/event-stream")
+        text, count, reason = "", 0, None
+        try:
+            async for event in generator.events(request_id):
+                text, count = text + event.text, count + (event.token_id is not None)
+                reason = event.finish_reason
+                if reason in ("error", "cancelled"):
+                    raise event.error or TorchpagedError("the server ends")
+        except TorchpagedError as error:
+            return refusal(error, 500)
+        one = choice(chat, text, REASONS.get(reason or ""), part=False)
+        return JSONResponse({**head, "choices": [one], "usage": {"completion_tokens": count}})
+
+    async def completions(request: Request) -> Response:
+        return await answer(request, chat=False)
+
+    async def chat_completions(request: Request) -> Response:
+        return await answer(request, chat=True)
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": name, "object": "model"}]})
+
+    async def metrics(_: Request) -> Response:
+        return PlainTextResponse((await asyncio.to_thread(generator.metrics)).prometheus())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        with generator.start():
+            yield
+
+    posts = {"/v1/completions": completions, "/v1/chat/completions": chat_completions}
+    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+    return Starlette(
+        routes=[*routes, Route("/v1/models", models), Route("/metrics", metrics)], lifespan=lifespan
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Serve a model as OpenAI's API does.")
+    parser.add_argument("model", nargs="?", help="folder or hub id")
+    parser.add_argument("--port", type=int, default=8000)
+    if (options := parser.parse_args()).model is None:
+        return parser.print_help()
+    import torch
+    import uvicorn
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").to(device)
+    generator = Generator(model, AutoTokenizer.from_pretrained(options.model), max_batch_size=32)
+    uvicorn.run(make_app(generator, options.model), port=options.port)
+
+
+if __name__ == "__main__":
+    main()

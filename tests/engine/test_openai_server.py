@@ -1,0 +1,126 @@
+"""examples/openai_server.py, in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchpaged.engine import Generator, SamplingParams
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("starlette", reason="starlette is not installed")
+testclient = pytest.importorskip(
+    "starlette.testclient", reason="its client is not installed", exc_type=Exception
+)
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).parents[2]
+GREEDY = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+
+
+class Words:
+    """A tokenizer whose tokens are numbers: "5 9" is [5, 9]; a message is its own prompt."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f" {token}" for token in ids)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
+        return self(messages[-1]["content"])
+
+
+@pytest.fixture(scope="module")
+def llama(make_llama: Callable[..., Any]) -> Any:
+    return make_llama(vocab_size=99, hidden_size=32, intermediate_size=48, max_position_embeddings=256)
+
+
+@pytest.fixture(scope="module")
+def want(llama: Any) -> list[int]:
+    with Generator(llama, max_seq_len=64, graphs=False) as generator:
+        return generator.generate([[5, 9]], SamplingParams(max_new_tokens=6, ignore_eos=True))[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def client(llama: Any, want: list[int]) -> Iterator[Any]:
+    spec = importlib.util.spec_from_file_location("openai_server", ROOT / "examples" / "openai_server.py")
+    assert spec is not None
+    assert spec.loader is not None
+    server = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(server)
+    generator = Generator(llama, Words(), max_batch_size=4, max_seq_len=64, compile=False)
+    with testclient.TestClient(server.make_app(generator, "tiny")) as client:
+        yield client
+    assert repr(generator) == "Generator(closed)"
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+def test_completions(client: Any, want: list[int]) -> None:
+    answer = client.post("/v1/completions", json={"prompt": "5 9", **GREEDY}).json()
+    [choice] = answer["choices"]
+    assert numbers(choice["text"]) == want
+    assert (choice["finish_reason"], answer["object"]) == ("length", "text_completion")
+    assert answer["usage"]["completion_tokens"] == 6
+    assert client.post("/v1/completions", json={"prompt": [5, 9], **GREEDY}).json()["choices"] == [choice]
+
+
+def test_chat(client: Any, want: list[int]) -> None:
+    body = {"messages": [{"role": "user", "content": "5 9"}], "model": "tiny", **GREEDY}
+    [choice] = client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert choice["message"]["role"] == "assistant"
+    assert numbers(choice["message"]["content"]) == want
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_streams(client: Any, want: list[int], chat: bool) -> None:
+    prompt = {"messages": [{"role": "user", "content": "5 9"}]} if chat else {"prompt": "5 9"}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    lines = client.post(path, json={**prompt, **GREEDY, "stream": True}).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+    text = "".join(part["delta"]["content"] if chat else part["text"] for part in parts)
+    assert numbers(text) == want
+    assert [part["finish_reason"] for part in parts] == [None] * 5 + ["length"]
+
+
+def test_clients_side_by_side(client: Any, want: list[int]) -> None:
+    def ask(_: int) -> list[int]:
+        answer = client.post("/v1/completions", json={"prompt": "5 9", **GREEDY})
+        return numbers(answer.json()["choices"][0]["text"])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(16), timeout=60)) == [want] * 16
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": ""},
+        {"prompt": "500"},
+        {"prompt": "5", "temperature": -1},
+        {"prompt": "5", "logit_bias": {"1": 5}},
+        {"prompt": "5", "n": 2},
+        {"prompt": "5 " * 64},
+        [1],
+    ],
+    ids=str,
+)
+def test_bad_requests(client: Any, body: Any) -> None:
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_metrics_and_models(client: Any) -> None:
+    assert "torchpaged_requests_running 0" in client.get("/metrics").text
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"

@@ -14,16 +14,18 @@ from torchpaged.custom_ops.errors import ArgumentError
 LONG_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def option(words: str, default: Any = ..., *flags: str, **limits: Any) -> Any:
+def option(words: str, default: Any = ..., *flags: str, argument: bool = False, **limits: Any) -> Any:
     """A field of a dataclass that declares a command's options, one per field.
 
     Args:
         words: its help.
         default: left out: it must be given.
         flags: as typed, where they don't follow from the field's name.
+        argument: it is given by its place; one without a default is, too.
         limits: such as ``min``.
     """
-    metadata = {"help": words, "flags": flags, "limits": limits}
+    by_place = argument or default is ...
+    metadata = {"help": words, "flags": flags, "limits": limits, "argument": by_place}
     return field(metadata=metadata) if default is ... else field(default=default, metadata=metadata)
 
 

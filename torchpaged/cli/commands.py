@@ -26,7 +26,8 @@ def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[
             continue
         words, flags, limits = (field.metadata[key] for key in ("help", "flags", "limits"))
         required = field.default is dataclasses.MISSING
-        asked = typer.Argument(help=words) if required else typer.Option(*flags, help=words, **limits)
+        by_place = field.metadata["argument"]
+        asked = typer.Argument(help=words) if by_place else typer.Option(*flags, help=words, **limits)
         parameters.append(
             inspect.Parameter(
                 field.name,

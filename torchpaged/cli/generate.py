@@ -1,5 +1,5 @@
-"""What ``torchpaged generate`` does: load a model, submit the prompts, stream, summarise; with ``--profile``
-traced."""
+"""What ``torchpaged generate`` does: load a model, submit the prompts, stream or write, summarise; with
+``--profile`` traced."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torchpaged import profiling
 from torchpaged.backends.choose.names import requested_name
 from torchpaged.cli.demo import ensure_smollm2
+from torchpaged.cli.jsonl import lines_of_stdin, read_prompts, write_outputs
 from torchpaged.cli.model import load, read_config, reading, source
 from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
@@ -51,15 +52,25 @@ def check_options(settings: Settings) -> SamplingParams:
 def run(settings: Settings) -> int:
     """Run the command; returns the exit code: 0, or 2 if a prompt was refused or failed."""
     sampling = check_options(settings)
+    names: list[int | str] = []
+    if settings.input:
+        named = read_prompts(settings.input, settings.output)
+        names, settings = list(named), dataclasses.replace(settings, prompts=list(named.values()))
+        if not names:
+            print(f"{settings.output}: nothing to do", file=sys.stderr)
+            return 0
+    elif settings.prompts == ["-"]:
+        settings = dataclasses.replace(settings, prompts=lines_of_stdin())
+        settings.check()
     if not settings.model:
         model = ensure_smollm2(offline=settings.offline, progress=not settings.as_json)
         settings = dataclasses.replace(settings, model=str(model))
     with _compile_cache(settings.compile_cache, quiet=settings.as_json):
-        return _generate(settings, sampling)
+        return _generate(settings, sampling, names)
 
 
-def _generate(settings: Settings, sampling: SamplingParams) -> int:
-    """Load, submit, stream, summarise."""
+def _generate(settings: Settings, sampling: SamplingParams, names: list[int | str]) -> int:
+    """Load, submit, stream, or write under these names, summarise."""
     from transformers import AutoTokenizer
 
     config = read_config(settings.model)
@@ -79,7 +90,11 @@ def _generate(settings: Settings, sampling: SamplingParams) -> int:
         with _refusing(refused, index):
             ids[generator.submit(prompt_ids, sampling)] = index
     with _profiled(settings, model):
-        outputs = _stream(generator, ids, settings)
+        if names:
+            named = {request: (names[index], settings.prompts[index]) for request, index in ids.items()}
+            outputs = write_outputs(generator, named, settings.output, ERRORS, quiet=settings.as_json)
+        else:
+            outputs = _stream(generator, ids, settings)
     kernels = _kernels(settings.profile, model, generator) if settings.profile else {}
     if settings.as_json:
         document = _document(generator, settings, outputs, refused)

@@ -58,10 +58,16 @@ def _sizes(text: str, flag: str) -> list[int] | None:
 class Settings:
     """As typed; `check` reads them."""
 
-    prompts: list[str] = option("one or more prompts; they run in one continuous batch")
+    prompts: list[str] = option(
+        "one or more prompts; they run in one continuous batch; -: the lines of stdin", (), argument=True
+    )
     model: str = option(
         "folder or hub id of HuggingFace, or a .gguf file; default: SmolLM2-135M-Instruct, fetched once", ""
     )
+    input: str = option(
+        'prompts from this file instead, a line each: {"id": 1, "prompt": "..."}; -: stdin', ""
+    )
+    output: str = option("append results to this file, a line each; ids that it has are skipped", "")
     max_new_tokens: int = option("new tokens per prompt at most", 64)
     temperature: float = option("0 = greedy", 0.0)
     top_k: int = option("0 = all", 0)
@@ -137,6 +143,10 @@ class Settings:
 
     def check(self) -> None:
         """Refuse options that can't be read; raises `typer.BadParameter` or `ArgumentError`."""
-        if not any(self.prompts):
+        if bool(self.input) != bool(self.output):
+            raise typer.BadParameter("expected both or none of the two", param_hint="--input, --output")
+        if self.input and self.prompts:
+            raise typer.BadParameter("expected none with --input", param_hint="PROMPTS")
+        if not self.input and not any(self.prompts):
             raise typer.BadParameter("expected text, got an empty prompt", param_hint="PROMPTS")
         _ = self.place, self.torch_dtype, self.batch_sizes, self.prompt_sizes

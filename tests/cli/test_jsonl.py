@@ -1,0 +1,108 @@
+"""``torchpaged generate --input --output``: each prompt once, however often the command is broken off; and
+prompts from stdin."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import Done, run
+
+for _package in ("typer", "rich", "transformers"):
+    pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
+
+
+def generate(folder: str, *arguments: str, stdin: str = "") -> Done:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", io.StringIO(stdin))
+        return run("generate", *arguments, "--model", folder, "--max-new-tokens", "4", "--ignore-eos")
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_was_broken_off_goes_on(folder: str, tmp_path: Path) -> None:
+    """Its last line was not written to the end; ids that are there are not computed again."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = {"first": "hello", "second": "a longer prompt", 3: "bye"}
+    source.write_text("".join(json.dumps({"id": i, "prompt": p}) + "\n" for i, p in prompts.items()))
+    arguments = ("--input", str(source), "--output", str(output))
+    done = generate(folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    found = {row["id"]: row for row in rows(output)}
+    assert {name: row["prompt"] for name, row in found.items()} == prompts
+    assert all(len(row["token_ids"]) == 4 and row["finish_reason"] == "length" for row in found.values())
+
+    kept = json.dumps(found["second"] | {"text": "kept"}) + "\n"
+    output.write_text(kept + json.dumps(found["first"])[:20])
+    assert generate(folder, *arguments).returncode == 0
+    assert output.read_text().startswith(kept)
+    again = {row["id"]: row for row in rows(output)}
+    assert len(rows(output)) == 3
+    assert again == found | {"second": again["second"]}
+
+    before = output.read_text()
+    done = generate(folder, *arguments)
+    assert done.returncode == 0
+    assert "nothing to do" in done.stderr
+    assert output.read_text() == before
+
+
+def test_a_prompt_that_is_refused_leaves_the_others(folder: str, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    lines = json.dumps({"prompt": ""}) + "\n\n" + json.dumps({"prompt": "hello"}) + "\n"
+    done = generate(folder, "--input", "-", "--output", str(output), stdin=lines)
+    assert done.returncode == 2
+    assert "error: prompt 1" in done.stderr
+    assert [row["id"] for row in rows(output)] == [3]  # the number of its line
+
+
+def test_prompts_from_stdin(folder: str) -> None:
+    done = generate(folder, "-", "--json", stdin="hello\n\na longer prompt\n")
+    assert done.returncode == 0, done.stderr
+    assert [o["prompt"] for o in json.loads(done.stdout)["outputs"]] == ["hello", "a longer prompt"]
+
+
+BAD = {
+    "no JSON": ("hello", "line 1"),
+    "no object": ("[1]", "line 1"),
+    "another field": ('{"prompt": "hello", "temperature": 1}', "line 1"),
+    "no text": ('{"prompt": [1, 2]}', "line 1"),
+    "an id twice": ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "1 in line 2"),
+    "no id": ('{"id": null, "prompt": "a"}', "None in line 1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(folder: str, tmp_path: Path, case: str) -> None:
+    lines, where = BAD[case]
+    output = tmp_path / "out.jsonl"
+    done = generate(folder, "--input", "-", "--output", str(output), stdin=lines)
+    assert done.returncode == 2
+    assert "--input" in done.stderr
+    assert where in done.stderr
+    assert not output.exists()
+
+
+def test_what_is_not_an_output_is_left_alone(folder: str, tmp_path: Path) -> None:
+    output = tmp_path / "notes.txt"
+    output.write_text("mine\nand more")
+    done = generate(folder, "--input", "-", "--output", str(output), stdin='{"prompt": "hello"}')
+    assert done.returncode == 2
+    assert "--output" in done.stderr
+    assert output.read_text() == "mine\nand more"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--input", "x"), ("--output", "x"), ("hello", "--input", "x", "--output", "y"), ()],
+    ids=str,
+)
+def test_bad_options(folder: str, arguments: tuple[str, ...]) -> None:
+    done = generate(folder, *arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr

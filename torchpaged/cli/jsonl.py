@@ -1,0 +1,128 @@
+"""Prompts from a file or from stdin, and outputs into a file that a later run goes on with.
+
+    torchpaged generate --input prompts.jsonl --output out.jsonl
+
+A line of the input is an object with "prompt", text, and "id", by default the number of its line. Each
+request that ends is a line of the output at once: "id", "prompt", "text", "token_ids", "finish_reason", and
+"error" where it failed. Ids that the output has are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine import Generator, RequestOutput
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[TextIO]:
+    """A file to be read; "-": stdin."""
+    if path == "-":
+        yield sys.stdin
+    else:
+        with open(path, encoding="utf-8") as file:
+            yield file
+
+
+def lines_of_stdin() -> list[str]:
+    """Each line that is not empty, a prompt."""
+    return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+
+
+def _done(path: str) -> set[Any]:
+    """Ids that an output has. A last line that was not written to its end is cut off."""
+    if not Path(path).exists():
+        return set()
+    content, done = Path(path).read_bytes(), set()
+    whole, newline, rest = content.rpartition(b"\n")
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            done.add(json.loads(line)["id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ArgumentError(
+                "--output", "a file that this command wrote, or none", f"line {number} of {path}: {error}"
+            ) from error
+    if rest:
+        with open(path, "r+b") as file:
+            file.truncate(len(whole) + len(newline))
+    return done
+
+
+def read_prompts(source: str, output: str) -> dict[int | str, str]:
+    """Prompts by their ids, those left out that ``output`` has.
+
+    Raises:
+        ArgumentError: a line that is no such object, an id that occurs twice, or another file as the output.
+        OSError: a file can't be read.
+    """
+    found: dict[int | str, str] = {}
+    with _opened(source) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ArgumentError("--input", "a JSON object per line", f"line {number}: {error}") from error
+            known = isinstance(row, dict) and not set(row) - {"id", "prompt"}
+            if not known or not isinstance(row.get("prompt"), str):
+                raise ArgumentError("--input", 'lines with "prompt", text, and "id" alone', f"line {number}")
+            name = row.get("id", number)
+            if not isinstance(name, (int, str)) or isinstance(name, bool) or name in found:
+                raise ArgumentError(
+                    "--input", "ids that are text or integers, each once", f"{name!r} in line {number}"
+                )
+            found[name] = row["prompt"]
+    done = _done(output)
+    return {name: prompt for name, prompt in found.items() if name not in done}
+
+
+def write_outputs(
+    generator: Generator, names: dict[int, tuple[int | str, str]], path: str, console: Console, quiet: bool
+) -> dict[int, RequestOutput]:
+    """Run all submitted requests, and append each that ends to ``path``.
+
+    Args:
+        generator: of the requests.
+        names: id in the file, and prompt, by request.
+        path: of the output.
+        console, quiet: of the progress bar; none where quiet.
+
+    Returns:
+        What came out, by request.
+    """
+    texts = dict.fromkeys(names, "")
+    tokens: dict[int, list[int]] = {request: [] for request in names}
+    outputs: dict[int, RequestOutput] = {}
+    columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with (
+        open(path, "a", encoding="utf-8") as file,
+        Progress(*columns, console=console, transient=True, disable=quiet) as bar,
+    ):
+        task = bar.add_task("", total=len(names))
+        for event in generator.stream():
+            request, reason = event.request_id, event.finish_reason
+            texts[request] += event.text
+            if event.token_id is not None:
+                tokens[request].append(event.token_id)
+            if reason is None:
+                continue
+            name, prompt = names[request]
+            row = {"id": name, "prompt": prompt, "text": texts[request], "token_ids": tokens[request]}
+            row |= {"finish_reason": reason} | ({"error": event.error.reason} if event.error else {})
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            bar.advance(task)
+            outputs[request] = RequestOutput(
+                request, [], tokens[request], texts[request], reason, event.error
+            )
+    return {request: outputs[request] for request in names}

@@ -8,6 +8,7 @@ An output is a `RequestOutput`; `Generator.stream` gives a `TokenEvent` per toke
 `GeneratorStats`, `Generator.metrics` gives `EngineMetrics`, `Generator.start_report` is a `StartReport`.
 """
 
+from torchpaged.engine.device.logits_stage import LogitsRows
 from torchpaged.engine.generate_call import accelerate, unaccelerate
 from torchpaged.engine.generator import Generator
 from torchpaged.engine.metrics import EngineMetrics
@@ -19,6 +20,7 @@ __all__ = [
     "EngineMetrics",
     "Generator",
     "GeneratorStats",
+    "LogitsRows",
     "RequestOutput",
     "SamplingParams",
     "StartPhase",

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import NotCopied
-from torchpaged.engine.device import CopiedTokens, DecodeRows, RowState, WholeStepRunner
+from torchpaged.engine.device import CopiedTokens, DecodeRows, LogitsStage, RowState, WholeStepRunner
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
 from torchpaged.graphs.buckets import bucket_for
@@ -54,6 +54,7 @@ class DecodeLoop(NotCopied):
         max_batch_size: rows.
         max_blocks_per_req: blocks of a row at most.
         steps_per_launch: K, decode steps per launch.
+        stage: what is done to logits in front of sampling; None: nothing.
         options: further arguments of `WholeStepRunner` (``buckets``, ``compile``, ``progress``, ``capture``,
             ``prefixes`` ...).
 
@@ -74,6 +75,7 @@ class DecodeLoop(NotCopied):
         max_batch_size: int,
         max_blocks_per_req: int,
         steps_per_launch: int,
+        stage: LogitsStage | None = None,
         **options: Any,
     ) -> None:
         device, block_size = torch.device(model.device), model.kv_cache.block_size
@@ -86,6 +88,7 @@ class DecodeLoop(NotCopied):
             model.session.ops,
             steps_per_launch,
             MAX_IN_FLIGHT,
+            stage,
         )
         self.runner = WholeStepRunner(
             lambda input_ids, metadata: model(input_ids, metadata, None),
@@ -298,4 +301,5 @@ class DecodeLoop(NotCopied):
             repetition_penalty=params.repetition_penalty,
             stop_token_ids=stops,
             seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
+            logits_words=sequence.logits_words,
         )

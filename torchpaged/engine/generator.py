@@ -32,7 +32,7 @@ from torchpaged.engine.calls import Calls, HandOut
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.device import WholeStepRunner
+from torchpaged.engine.device import LogitsStage, WholeStepRunner
 from torchpaged.engine.lifecycle import Lifecycle
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import as_integer, shown
@@ -137,6 +137,14 @@ class Generator(Lifecycle):
             rows, a step prefills one request, none shares blocks or is put back. The other ops are torch's,
             which gives a row of a matrix product the same bits at any place among as many rows on the
             devices seen, but promises it nowhere. A step that broke off makes its requests begin again.
+        logits_processor: ``logits_processor(logits, rows)`` gives the logits to sample from, in front of
+            repetition penalty and temperature. ``logits``: a copy of the model's, ``[B, vocab_size]``
+            float32, which may be written; ``rows``: a `LogitsRows`. The result has the same shape, dtype and
+            device. It runs over all rows of a step, those without a request included. Decode steps in graphs
+            call it at their capture alone, so that it consists of torch's ops, and the host reads no value of
+            the device; tensors of its own stay where they are, and may be written in place between steps.
+        max_extra_args: numbers that a request may give ``logits_processor``, by
+            ``SamplingParams(extra_args=...)``.
         progress: called with ``(done, total, text)`` while kernels are compiled, buckets are captured and
             steps are warmed up; each counts anew.
 
@@ -184,11 +192,12 @@ class Generator(Lifecycle):
         self.prefix_cache: PrefixCache | None = None
         if decided.shares:
             self.prefix_cache = PrefixCache(self.pool, cache.block_size, keep=decided.keeps)
+        self._stage = LogitsStage(options.logits_processor, options.max_extra_args)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if decided.graphs:
             self.loop, self._prefill_graphs = make_step_graphs(
-                self.model, options, decided, columns, prefixes
+                self.model, options, decided, columns, prefixes, self._stage
             )
         graphs = self.loop, self._prefill_graphs
         self.start_report: StartReport = start(
@@ -210,7 +219,13 @@ class Generator(Lifecycle):
             rings=rings,
         )
         self._stepper = Stepper(
-            self.model, self.scheduler, self.loop, self._prefill_graphs, prefixes, decided.mixes
+            self.model,
+            self.scheduler,
+            self.loop,
+            self._prefill_graphs,
+            prefixes,
+            decided.mixes,
+            self._stage,
         )
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
@@ -397,6 +412,7 @@ class Generator(Lifecycle):
             self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size
         )
         params.check_vocabulary(self.model.vocab_size)
+        words = self._stage.words(params)
         room = self._room
         if len(ids) >= room:
             raise ArgumentError(
@@ -419,6 +435,7 @@ class Generator(Lifecycle):
             max_len=min(asked, room + 1),
             last_reason="length" if asked <= room + 1 else "out_of_blocks",
             inbox=inbox,
+            logits_words=words,
         )
 
     @property

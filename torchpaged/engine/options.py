@@ -15,6 +15,7 @@ from torchpaged.backends import Route
 from torchpaged.backends.choose.names import check_backend
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine.device.logits_stage import LogitsProcessor
 from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.graphs import CaptureBackend
 from torchpaged.graphs.bucketed import check_capture, check_progress
@@ -61,6 +62,8 @@ class GeneratorOptions:
     prefix_cache: bool | str = "auto"
     cascade: bool | CascadeCosts = True
     batch_invariant: bool = False
+    logits_processor: LogitsProcessor | None = None
+    max_extra_args: int = 0
     progress: Callable[[int, int, str], None] | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +71,7 @@ class GeneratorOptions:
         for name in ("max_batch_size", "prefill_chunk_size", "block_size", "steps_per_launch"):
             self._check_size(name)
         self._check_size("lookahead", 0)
+        self._check_size("max_extra_args", 0)
         for name in (
             "compile",
             "graphs",
@@ -88,6 +92,7 @@ class GeneratorOptions:
         self._check_wait()
         self._check_memory()
         self._check_prefill_buckets()
+        self._check_processor()
         if self.prefix_cache is True and self.share_prefixes is False:
             raise ArgumentError("prefix_cache", "'auto' or False with share_prefixes=False", "True")
         if self.rolling is True and self.shall_share is not None:
@@ -107,6 +112,17 @@ class GeneratorOptions:
                 'a tokenizer, for tokenizer(text)["input_ids"] and tokenizer.decode(ids), or None',
                 shown(self.tokenizer),
                 "without one prompts are token ids",
+            )
+
+    def _check_processor(self) -> None:
+        given = self.logits_processor
+        if given is not None and not callable(given):
+            raise ArgumentError("logits_processor", "a callable of (logits, rows), or None", shown(given))
+        if given is None and self.max_extra_args:
+            raise ArgumentError(
+                "max_extra_args",
+                "0 without a logits_processor, which alone reads them",
+                str(self.max_extra_args),
             )
 
     def _check_size(self, name: str, least: int = 1) -> None:
@@ -165,6 +181,11 @@ class GeneratorOptions:
         """Tokens of a step at most: see `Scheduler`, whose chunks leave the decodes room."""
         chunk, rows = self.prefill_chunk_size, self.max_batch_size
         return max(chunk, rows if self.mixed_steps is False else -(-chunk // 2) + rows)
+
+    @property
+    def processes_logits(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's."""
+        return self.logits_processor is not None
 
     @property
     def rolls(self) -> bool:

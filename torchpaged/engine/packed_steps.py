@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchpaged.engine.device import DecodeRows
+from torchpaged.engine.device import DecodeRows, LogitsStage
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
@@ -38,6 +38,7 @@ class PackedSteps:
         graphs: of its prefills; None: all are launched from Python.
         prefixes: who finds the groups of `decode`; None: requests are read one by one.
         rows: where decodes of `prefill` have their newest tokens; None: the host knows them.
+        stage: what `sample` does to logits in front of sampling; None: nothing.
     """
 
     def __init__(
@@ -46,9 +47,11 @@ class PackedSteps:
         graphs: PrefillGraphs | None = None,
         prefixes: AutomaticPrefixes | None = None,
         rows: DecodeRows | None = None,
+        stage: LogitsStage | None = None,
     ) -> None:
         self._model, self._device, self._graphs = model, torch.device(model.device), graphs
         self._prefixes, self._rows = prefixes, rows
+        self._stage = LogitsStage() if stage is None else stage
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """One token each: logits ``[len(sequences), vocab_size]``."""
@@ -114,10 +117,21 @@ class PackedSteps:
             penalised = any(p.repetition_penalty != 1.0 for p in params)
             seen = seen_tokens([s.tokens for s in sequences], logits.shape[1]) if penalised else None
             seeds, counters = [s.seed for s in sequences], [len(s.output) for s in sequences]
+            logits = self._processed(logits, sequences, counters)
             tokens: list[int] = sample(
                 logits, params, seeds, counters, seen, ops=self._model.session.ops
             ).tolist()
             return tokens
+
+    def _processed(self, logits: Tensor, sequences: list[Sequence], counters: list[int]) -> Tensor:
+        """The logits to sample from."""
+        if not self._stage.processes:
+            return logits
+        words = to_device([word for s in sequences for word in s.logits_words], torch.int32, self._device)
+        newest = [s.token_at(len(s) - 1) for s in sequences]
+        seq_lens = to_device([len(s) for s in sequences], torch.int32, self._device)
+        words = words.view(len(sequences), self._stage.num_words)
+        return self._stage.process(logits, words, self._longs(counters), self._longs(newest), seq_lens)
 
     def _longs(self, numbers: Seq[int]) -> Tensor:
         return to_device(numbers, torch.int64, self._device)

@@ -47,6 +47,8 @@ class SamplingParams:
         ignore_eos: go on past the model's end token.
         cache_salt: with the prefix cache: keys and values are shared with requests of the same salt alone,
             of tenants that must not learn what others asked; None: with all that have none.
+        extra_args: numbers for the `Generator`'s ``logits_processor``, at most its ``max_extra_args``; as
+            float32.
 
     Numbers of NumPy become Python's, lists become tuples. Nothing else is converted: True is no number, 2.0
     is no integer.
@@ -66,6 +68,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     cache_salt: str | None = None
+    extra_args: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self._integer("max_new_tokens", "an integer of at least 1", 1)
@@ -95,6 +98,12 @@ class SamplingParams:
             raise ArgumentError("ignore_eos", "True or False", shown(self.ignore_eos))
         if not isinstance(self.cache_salt, str | None):
             raise ArgumentError("cache_salt", "None or a string", shown(self.cache_salt))
+        args = self.extra_args if isinstance(self.extra_args, (tuple, list)) else [None]
+        numbers = tuple(as_float(number) for number in args)
+        if any(number is None or not -_LARGEST <= number <= _LARGEST for number in numbers):
+            expected = "a tuple or list of numbers of float32's range"
+            raise ArgumentError("extra_args", expected, shown(self.extra_args))
+        object.__setattr__(self, "extra_args", numbers)
 
     def _integer(self, name: str, expected: str, low: int, high: int | None = None) -> None:
         value = as_integer(getattr(self, name))

@@ -89,6 +89,7 @@ class Sequence:
         step_count, steps_read: the loop's count, and where in it the host is with reading this
             sequence's tokens.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
+        logits_words: what it asks of logits in front of sampling, of `LogitsStage.words`.
         cached: its text in the prefix cache; None: it has not asked yet, or there is no cache.
     """
 
@@ -101,6 +102,7 @@ class Sequence:
     last_reason: str = "length"
     inbox: Inbox = field(default_factory=Inbox)
     submitted: float = 0.0
+    logits_words: tuple[int, ...] = ()
     log: EventLog = field(init=False)
     taken: int = 0
     taker: object = None

@@ -63,7 +63,7 @@ def start(
             one_prompt=options.batch_invariant,
             num_sms=torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 0,
         )
-        return WarmUp(model, loop, forms)
+        return WarmUp(model, loop, forms, float32=options.processes_logits)
 
     if decided.warm_up and on_gpu:
         with clock.phase("kernels") as phase:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchpaged.custom_ops.errors import CaptureError
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.options import GeneratorOptions
 from torchpaged.graphs import PackedGraphRunner
@@ -116,6 +117,7 @@ def make_step_graphs(
     decided: Decisions,
     max_blocks_per_req: int,
     prefixes: AutomaticPrefixes | None = None,
+    stage: LogitsStage | None = None,
 ) -> tuple[DecodeLoop, PrefillGraphs | None]:
     """The decode loop, and the graphs of prefills, or None where there are none; nothing is captured yet.
 
@@ -124,6 +126,7 @@ def make_step_graphs(
         options, decided: of the engine.
         max_blocks_per_req: columns of the block table.
         prefixes: of decode steps, as in `WholeStepRunner`.
+        stage: as in `DecodeLoop`.
     """
     shared: dict[str, Any] = {
         "max_batch_size": options.max_batch_size,
@@ -134,6 +137,7 @@ def make_step_graphs(
     loop = DecodeLoop(
         model,
         steps_per_launch=options.steps_per_launch,
+        stage=stage,
         capture=options.capture,
         compile=decided.compile,
         buckets=decided.buckets,

@@ -25,6 +25,7 @@ import torch
 from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
+from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.outputs import GeneratorStats, TokenEvent
 from torchpaged.engine.packed_steps import PackedSteps
@@ -54,6 +55,7 @@ class Stepper:
         prefill_graphs: of prefills; None: all are launched from Python.
         prefixes: finds the groups of decode steps without a loop; None: no groups.
         mixes: decodes and chunks run in one pass.
+        stage: as in `PackedSteps`.
 
     Attributes:
         requests: by id, those that wait or run.
@@ -69,9 +71,11 @@ class Stepper:
         prefill_graphs: PrefillGraphs | None = None,
         prefixes: AutomaticPrefixes | None = None,
         mixes: bool = False,
+        stage: LogitsStage | None = None,
     ) -> None:
         self._model, self._scheduler, self._loop, self._mixes = model, scheduler, loop, mixes
-        self._packed = PackedSteps(model, prefill_graphs, prefixes, None if loop is None else loop.rows)
+        rows = None if loop is None else loop.rows
+        self._packed = PackedSteps(model, prefill_graphs, prefixes, rows, stage)
         self._lost = Lost.NOTHING
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self._first_tokens, self._last_tokens_at = 0, 0.0

@@ -120,9 +120,18 @@ class WarmUp:
         model: the paged model.
         loop: the decode loop; None without graphs.
         forms: of the steps.
+        float32: tokens are drawn from logits of this dtype, not the model's.
     """
 
-    def __init__(self, model: PagedModelProtocol, loop: DecodeLoop | None, forms: Sequence[Form]) -> None:
+    def __init__(
+        self,
+        model: PagedModelProtocol,
+        loop: DecodeLoop | None,
+        forms: Sequence[Form],
+        *,
+        float32: bool = False,
+    ) -> None:
+        self._float32 = float32
         self._model, self._loop, self._forms = model, loop, forms
         self._most = max(forms, key=lambda form: form.num_reqs)  # whose first tokens are drawn, too
         self._device = torch.device(model.device)
@@ -188,6 +197,7 @@ class WarmUp:
             with rows.padding(rows.max_batch_size):
                 rows.finish_rows(logits, range(count))
             return
+        logits = logits.float() if self._float32 else logits
         params, ops = [SamplingParams(temperature=0.5)] * count, self._model.session.ops
         for seen in (None, seen_tokens([[0]] * count, logits.shape[1])):
             sample(logits, params, [0] * count, [0] * count, seen, ops=ops)

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine.device.logits_stage import LogitsStage
 from torchpaged.engine.device.request_state import (
     FLOATS,
     HEAD_WORDS,
@@ -74,6 +75,7 @@ class DecodeRows:
         ops: whose ``finish_step`` ends a step.
         steps_per_launch: rows of ``tokens_out``.
         launches_in_flight: launches whose tokens may be unread at once, for ``ring``.
+        stage: what is done to logits in front of ``finish_step``; None: nothing.
 
     Attributes:
         input_ids, positions, slot_mapping, seeds, counters: ``[max_batch_size]`` int64.
@@ -82,6 +84,7 @@ class DecodeRows:
         stop_token_ids: ``[max_batch_size, 16]`` int64, -1 = none.
         block_table: ``[max_batch_size, max_blocks_per_req]`` int32.
         seen: ``[max_batch_size, ceil(vocab_size / 32)]`` int32, a bit per token.
+        logits_words: ``[max_batch_size, stage.num_words]`` int32, what requests bring for ``stage``.
         query_start_loc: ``[max_batch_size + 1]`` int32, 0, 1, 2 ...: every row has one query token, idle
             ones too.
         tokens_out: ``[steps_per_launch, max_batch_size]`` int64, what the last launch produced; -1 where a
@@ -102,6 +105,7 @@ class DecodeRows:
         ops: BackendOps,
         steps_per_launch: int = 1,
         launches_in_flight: int = 4,
+        stage: LogitsStage | None = None,
     ) -> None:
         sizes = {
             "max_batch_size": max_batch_size,
@@ -117,6 +121,7 @@ class DecodeRows:
         self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
         self.block_size, self.vocab_size, self.device = block_size, vocab_size, torch.device(device)
         self.steps_per_launch, self._ops = steps_per_launch, ops
+        self._stage = LogitsStage() if stage is None else stage
         rows = max_batch_size
         padded = -(-rows // 16) * 16  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
@@ -126,6 +131,7 @@ class DecodeRows:
             self.stop_token_ids = torch.full((rows, MAX_STOP_TOKEN_IDS), -1, dtype=torch.int64, device=device)
             self.block_table = FIELDS["block_table"].make(BatchSizes(rows, rows, max_blocks_per_req), device)
             self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
+            self.logits_words = torch.zeros(rows, self._stage.num_words, dtype=torch.int32, device=device)
             self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
             self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
         self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (
@@ -140,7 +146,7 @@ class DecodeRows:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
-        names = (*_FINISHED, "query_start_loc", "tokens_out")
+        names = (*_FINISHED, "query_start_loc", "tokens_out", "logits_words")
         own = {name: getattr(self, name) for name in names}
         return own | {"ring": self.ring.slots, "launches": self.ring.launches}
 
@@ -166,8 +172,9 @@ class DecodeRows:
             step: of the launch: which row of ``tokens_out`` receives the tokens.
         """
         n = slice(num_rows)
+        described = self.logits_words[n], self.counters[n], self.input_ids[n], self.seq_lens[n]
         self._ops.finish_step(
-            logits,
+            self._stage.process(logits, *described),
             *[tensor[n] for tensor in _finished_of(self)],
             self.tokens_out[step, n],
             block_size=self.block_size,
@@ -195,11 +202,14 @@ class DecodeRows:
             x.index_select(1, padded)[:, :count] for x in (self._longs, self._ints, self._floats)
         )
         fields = dict(zip((*LONGS, *INTS, *FLOATS), chain(longs, ints, floats), strict=True))
-        # `seen` last: of what finish_step takes it alone is not read early, so that it may be written right
-        # in front of it
+        words = self.logits_words.index_select(0, index) if self._stage.num_words else self.logits_words
+        # `seen` and logits last: of what finish_step takes these alone are not read early, so that they may
+        # be written right in front of it
         for name in ("block_table", "stop_token_ids", "seen"):
             fields[name] = getattr(self, name).index_select(0, index)
         tokens = torch.empty_like(longs[0])
+        described = words, *(fields[name] for name in ("counters", "input_ids", "seq_lens"))
+        logits = self._stage.process(logits, *described)
         self._ops.finish_step(
             logits, *[fields[name] for name in _FINISHED], tokens, block_size=self.block_size
         )
@@ -238,7 +248,12 @@ class DecodeRows:
         with_seen = any(state.seen is not None for state in states.values())
         num_words = self.seen.shape[1] if with_seen else 0
         staged = packed_rows(
-            states, self.block_size, self.max_blocks_per_req, num_words, self.device.type == "cuda"
+            states,
+            self.block_size,
+            self.max_blocks_per_req,
+            num_words,
+            self._stage.num_words,
+            self.device.type == "cuda",
         )
         data = staged.to(self.device, non_blocking=True)
         index, data = data[:, 0].long(), data[:, 2:]
@@ -250,8 +265,11 @@ class DecodeRows:
         self._floats.index_copy_(
             1, index, _copied(rest[:, len(INTS) : len(INTS) + len(FLOATS)]).view(torch.float32).t()
         )
-        words = HEAD_WORDS + self.max_blocks_per_req
-        self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:words])
+        blocks = HEAD_WORDS + self.max_blocks_per_req
+        words = blocks + self._stage.num_words
+        self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:blocks])
+        if self._stage.num_words:
+            self.logits_words.index_copy_(0, index, data[:, blocks:words])
         if with_seen:
             self.seen.index_copy_(0, index, data[:, words:])
 
@@ -297,7 +315,8 @@ class DecodeRows:
             old, new = data[: len(pairs)], data[len(pairs) :]
             for fields in (self._longs, self._ints, self._floats):
                 fields.index_copy_(1, new, fields.index_select(1, old))
-            for table in (self.block_table, self.stop_token_ids, self.seen):
+            words = (self.logits_words,) if self._stage.num_words else ()
+            for table in (self.block_table, self.stop_token_ids, self.seen, *words):
                 table.index_copy_(0, new, table.index_select(0, old))
             self._make_idle(old)
 

@@ -47,6 +47,7 @@ class RowState:
         stop_token_ids: ids that end it; the first `MAX_STOP_TOKEN_IDS` are seen on the device.
         seen: ids that a repetition penalty applies to; None with a penalty of 1: the row's bits are of no
             meaning then.
+        logits_words: of `LogitsStage.words`.
     """
 
     input_id: int
@@ -62,6 +63,7 @@ class RowState:
     repetition_penalty: float = 1.0
     stop_token_ids: Sequence[int] = ()
     seen: Sequence[int] | None = None
+    logits_words: Sequence[int] = ()
 
     def check(self, block_size: int, max_blocks_per_req: int) -> None:
         """Refuse, with an `ArgumentError`, what a row can't hold."""
@@ -122,20 +124,28 @@ def packed_rows(
     block_size: int,
     max_blocks_per_req: int,
     num_seen_words: int,
+    num_logits_words: int = 0,
     pin_memory: bool = False,
 ) -> Tensor:
     """Rows on their way to the device, a line each: ``[len(states), words]`` int32 on the host.
 
     A line holds the row's number in two words, `RowState.packed`, ``max_blocks_per_req`` blocks, those past
-    the request's own 0, and ``num_seen_words`` of `token_bits`, 0 where the state has no ``seen``.
+    the request's own 0, ``num_logits_words``, and ``num_seen_words`` of `token_bits`, 0 where the state has
+    no ``seen``.
     """
     begin = 2 + HEAD_WORDS
-    words = begin + max_blocks_per_req + num_seen_words
-    lines = torch.zeros(len(states), words, dtype=torch.int32, pin_memory=pin_memory, device="cpu")
+    behind = begin + max_blocks_per_req
+    seen = behind + num_logits_words
+    lines = torch.zeros(
+        len(states), seen + num_seen_words, dtype=torch.int32, pin_memory=pin_memory, device="cpu"
+    )
     for line, (row, state) in zip(lines, states.items(), strict=True):
         line[0] = row
         line[2:begin] = torch.frombuffer(bytearray(state.packed(block_size)), dtype=torch.int32)
         line[begin : begin + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32, device="cpu")
+        line[behind : behind + len(state.logits_words)] = torch.tensor(
+            state.logits_words, dtype=torch.int32, device="cpu"
+        )
         if state.seen is not None:
-            line[begin + max_blocks_per_req :] = token_bits(state.seen, num_seen_words)
+            line[seen:] = token_bits(state.seen, num_seen_words)
     return lines

@@ -1,0 +1,92 @@
+"""What requests ask of logits: a user's processor on the device, biases, a minimum of tokens, log
+probabilities. Tokens are those of transformers with the same logits processors, in every kind of step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchpaged.engine import Generator, LogitsRows, SamplingParams
+from torchpaged.graphs import TapeCapture
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+PROMPTS = [[5, 6, 7], [9], list(range(11, 40)), [50, 51, 52, 53, 54, 55, 56], [3, 3, 3, 3]]
+SIZES: dict[str, Any] = {"block_size": 4, "max_batch_size": 3, "max_seq_len": 96, "prefill_chunk_size": 16}
+WAYS: dict[str, dict[str, Any]] = {
+    "graphs": {"buckets": [2, 3]},
+    "launches of 3": {"steps_per_launch": 3, "prefill_buckets": [8, 16]},
+    "on a tape": {
+        "capture": TapeCapture(),
+        "backend": "reference",
+        "buckets": [1, 3],
+        "prefill_buckets": [16],
+        "steps_per_launch": 2,
+    },
+    "one by one": {"graphs": False},
+    "steps apart": {"graphs": False, "mixed_steps": False},
+    "short of blocks": {"num_blocks": 15, "max_seq_len": 56},
+    "short of blocks, one by one": {"num_blocks": 15, "max_seq_len": 56, "graphs": False},
+    "fused": {"fuse": True, "steps_per_launch": 2},
+    "batch invariant": {"batch_invariant": True},
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {**SIZES, **WAYS[request.param]}
+
+
+def eager(model: Any, prompt: list[int], count: int, *processors: Any, **options: Any) -> list[int]:
+    """Greedy tokens of transformers with these logits processors."""
+    model.set_attn_implementation("eager")
+    out = model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=count,
+        do_sample=False,
+        logits_processor=transformers.LogitsProcessorList(processors),
+        **options,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+# ------------------------------------------------------------------------------------ a user's processor
+def no_step_beyond(logits: Tensor, rows: LogitsRows) -> Tensor:
+    """Bans tokens within ``extra_args[0]`` of the newest one; for every third token also those below
+    ``extra_args[1]``; behind a text of 30 tokens favours the one of its length."""
+    token = torch.arange(logits.shape[1])
+    near = (token - rows.last_token_ids[:, None]).abs() <= rows.extra_args[:, :1]
+    low = (rows.num_generated[:, None] % 3 == 2) & (token < rows.extra_args[:, 1:])
+    logits += 0.5 * ((rows.seq_lens[:, None] > 30) & (token == rows.seq_lens[:, None]))
+    return logits.masked_fill(near | low, float("-inf"))
+
+
+class NoStepBeyond(transformers.LogitsProcessor):
+    """The same for one row of transformers."""
+
+    def __init__(self, prompt: list[int], *extra_args: float) -> None:
+        self.begin, self.args = len(prompt), torch.tensor([extra_args])
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        count = torch.tensor([input_ids.shape[1]])
+        return no_step_beyond(
+            scores.clone(), LogitsRows(count - self.begin, input_ids[:, -1], count, self.args)
+        )
+
+
+def test_a_processor_gives_the_tokens_of_transformers(model: Any, way: dict[str, Any]) -> None:
+    args = [(float(i), 20.0 * i) for i in range(5)]
+    want = [
+        eager(model, p, 14, NoStepBeyond(p, *a), eos_token_id=None)
+        for p, a in zip(PROMPTS, args, strict=True)
+    ]
+    assert len({*map(tuple, want)}) == 5
+    assert want != [eager(model, p, 14, eos_token_id=None) for p in PROMPTS]
+    generator = Generator(model, **way, logits_processor=no_step_beyond, max_extra_args=2)
+    params = [SamplingParams(max_new_tokens=14, ignore_eos=True, extra_args=a) for a in args]
+    outputs = generator.generate(PROMPTS, params)
+    assert [o.token_ids for o in outputs] == want
+    if "num_blocks" in way:
+        assert generator.stats.preemptions

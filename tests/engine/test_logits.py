@@ -90,3 +90,30 @@ def test_a_processor_gives_the_tokens_of_transformers(model: Any, way: dict[str,
     assert [o.token_ids for o in outputs] == want
     if "num_blocks" in way:
         assert generator.stats.preemptions
+
+
+# ---------------------------------------------------------------------------- biases and a minimum of tokens
+def test_biases_and_a_minimum_give_the_tokens_of_transformers(model: Any, way: dict[str, Any]) -> None:
+    """Ends are tokens that the texts would have early."""
+    plain = [eager(model, p, 12, eos_token_id=None) for p in PROMPTS]
+    ends = [tokens[2:4] for tokens in plain]
+    biases = [{}, {plain[1][0]: -1.5}, {17: 0.7, 98: -0.5, plain[2][1]: float("-inf")}, {}, {60: 100.0}]
+    least = [0, 6, 7, 10, 9]
+    want = []
+    for prompt, end, bias, count in zip(PROMPTS, ends, biases, least, strict=True):
+        options: dict[str, Any] = {"eos_token_id": end, "pad_token_id": 0}
+        if count:
+            options["min_new_tokens"] = count
+        if bias:
+            options["sequence_bias"] = {(token,): added for token, added in bias.items()}
+        want.append(eager(model, prompt, 12, **options))
+    assert [len(tokens) for tokens in want][:2] == [3, 12]
+    generator = Generator(model, **way, max_logit_bias=5)
+    params = [
+        SamplingParams(
+            max_new_tokens=12, min_new_tokens=count, logit_bias=bias, stop_token_ids=end, ignore_eos=True
+        )
+        for end, bias, count in zip(ends, biases, least, strict=True)
+    ]
+    outputs = generator.generate(PROMPTS, params)
+    assert [o.token_ids for o in outputs] == want

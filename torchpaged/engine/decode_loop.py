@@ -286,7 +286,6 @@ class DecodeLoop(NotCopied):
 
     def _state(self, sequence: Sequence) -> RowState:
         params = sequence.sampling
-        stops = [*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)]
         return RowState(
             input_id=sequence.token_at(len(sequence) - 1),
             seq_len=len(sequence),
@@ -299,7 +298,7 @@ class DecodeLoop(NotCopied):
             top_p=params.top_p,
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,
-            stop_token_ids=stops,
+            stop_token_ids=params.end_token_ids(self._eos_token_ids),
             seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
             logits_words=sequence.logits_words,
         )

@@ -145,6 +145,9 @@ class Generator(Lifecycle):
             the device; tensors of its own stay where they are, and may be written in place between steps.
         max_extra_args: numbers that a request may give ``logits_processor``, by
             ``SamplingParams(extra_args=...)``.
+        max_logit_bias: tokens of a request that ``SamplingParams(logit_bias=...)`` may be for; with
+            ``min_new_tokens`` each of its end tokens is one of them. 0: requests with either are refused.
+            They cost a float32 copy of the logits per step.
         progress: called with ``(done, total, text)`` while kernels are compiled, buckets are captured and
             steps are warmed up; each counts anew.
 
@@ -192,7 +195,7 @@ class Generator(Lifecycle):
         self.prefix_cache: PrefixCache | None = None
         if decided.shares:
             self.prefix_cache = PrefixCache(self.pool, cache.block_size, keep=decided.keeps)
-        self._stage = LogitsStage(options.logits_processor, options.max_extra_args)
+        self._stage = LogitsStage(options.logits_processor, options.max_extra_args, options.max_logit_bias)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if decided.graphs:
@@ -412,7 +415,7 @@ class Generator(Lifecycle):
             self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size
         )
         params.check_vocabulary(self.model.vocab_size)
-        words = self._stage.words(params)
+        words = self._stage.words(params, self.model.eos_token_ids, self.model.vocab_size)
         room = self._room
         if len(ids) >= room:
             raise ArgumentError(
@@ -431,7 +434,7 @@ class Generator(Lifecycle):
             ids,
             params,
             seed,
-            TextStream(self.tokenizer, params.stop),
+            TextStream(self.tokenizer, params.stop, params.min_new_tokens),
             max_len=min(asked, room + 1),
             last_reason="length" if asked <= room + 1 else "out_of_blocks",
             inbox=inbox,

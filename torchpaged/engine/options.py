@@ -64,14 +64,15 @@ class GeneratorOptions:
     batch_invariant: bool = False
     logits_processor: LogitsProcessor | None = None
     max_extra_args: int = 0
+    max_logit_bias: int = 0
     progress: Callable[[int, int, str], None] | None = None
 
     def __post_init__(self) -> None:
         self._check_tokenizer()
         for name in ("max_batch_size", "prefill_chunk_size", "block_size", "steps_per_launch"):
             self._check_size(name)
-        self._check_size("lookahead", 0)
-        self._check_size("max_extra_args", 0)
+        for name in ("lookahead", "max_extra_args", "max_logit_bias"):
+            self._check_size(name, 0)
         for name in (
             "compile",
             "graphs",
@@ -185,7 +186,7 @@ class GeneratorOptions:
     @property
     def processes_logits(self) -> bool:
         """Whether tokens are drawn from other logits than the model's."""
-        return self.logits_processor is not None
+        return self.logits_processor is not None or self.max_logit_bias > 0
 
     @property
     def rolls(self) -> bool:

@@ -113,13 +113,14 @@ class TextStream:
     Args:
         tokenizer: anything with ``decode(ids, skip_special_tokens=True)``; None gives no text.
         stop: strings that end it.
+        min_new_tokens: tokens at the beginning whose text is not searched for these.
 
     Attributes:
         stopped: a stop string was met; nothing follows.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_new_tokens: int = 0) -> None:
+        self._tokenizer, self._stop, self._least = tokenizer, tuple(stop), min_new_tokens
         self._ids: list[int] = []
         # Tokens before `_known` are text already; decoding starts at `_shown`, for context.
         self._shown, self._known = 0, 0
@@ -135,7 +136,7 @@ class TextStream:
 
     def replayed(self, token_ids: Sequence[int]) -> TextStream:
         """A new stream of the same tokenizer and stop strings that has taken ``token_ids``."""
-        stream = TextStream(self._tokenizer, self._stop)
+        stream = TextStream(self._tokenizer, self._stop, self._least)
         for token_id in token_ids:
             stream.push(token_id)
         return stream
@@ -159,6 +160,8 @@ class TextStream:
         return str(after[len(before) :])
 
     def _release(self, text: str) -> str:
+        if len(self._ids) <= self._least:
+            return text
         self._held += text
         ends = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
         if ends:

@@ -6,8 +6,9 @@ never change it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,6 +48,11 @@ class SamplingParams:
         ignore_eos: go on past the model's end token.
         cache_salt: with the prefix cache: keys and values are shared with requests of the same salt alone,
             of tenants that must not learn what others asked; None: with all that have none.
+        min_new_tokens: tokens at least, 0 = off: before them the tokens that end the request have logits of
+            -inf, and stop strings are not looked for. These tokens count against the `Generator`'s
+            ``max_logit_bias``.
+        logit_bias: numbers that are added to logits, by token id, in front of repetition penalty and
+            temperature; -inf rules a token out. At most the `Generator`'s ``max_logit_bias`` of them.
         extra_args: numbers for the `Generator`'s ``logits_processor``, at most its ``max_extra_args``; as
             float32.
 
@@ -68,6 +74,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     cache_salt: str | None = None
+    min_new_tokens: int = 0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     extra_args: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -98,12 +106,27 @@ class SamplingParams:
             raise ArgumentError("ignore_eos", "True or False", shown(self.ignore_eos))
         if not isinstance(self.cache_salt, str | None):
             raise ArgumentError("cache_salt", "None or a string", shown(self.cache_salt))
+        most = f"an integer from 0 to max_new_tokens ({self.max_new_tokens})"
+        self._integer("min_new_tokens", most, 0, self.max_new_tokens)
+        self._check_bias()
         args = self.extra_args if isinstance(self.extra_args, (tuple, list)) else [None]
         numbers = tuple(as_float(number) for number in args)
         if any(number is None or not -_LARGEST <= number <= _LARGEST for number in numbers):
             expected = "a tuple or list of numbers of float32's range"
             raise ArgumentError("extra_args", expected, shown(self.extra_args))
         object.__setattr__(self, "extra_args", numbers)
+
+    def _check_bias(self) -> None:
+        given = self.logit_bias
+        pairs = given.items() if isinstance(given, Mapping) else [(None, None)]
+        biases = [(as_integer(token), as_float(bias)) for token, bias in pairs]
+        if any(
+            token is None or token < 0 or bias is None or not (bias == -math.inf or abs(bias) <= _LARGEST)
+            for token, bias in biases
+        ):
+            expected = "a dict of token ids with numbers of float32's range or -inf"
+            raise ArgumentError("logit_bias", expected, shown(given))
+        object.__setattr__(self, "logit_bias", dict(biases))
 
     def _integer(self, name: str, expected: str, low: int, high: int | None = None) -> None:
         value = as_integer(getattr(self, name))
@@ -118,10 +141,15 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Refuse stop ids that no token of a vocabulary of ``vocab_size`` has."""
-        wrong = next((token for token in self.stop_token_ids if token >= vocab_size), None)
-        if wrong is not None:
-            raise ArgumentError("stop_token_ids", f"token ids in [0, {vocab_size})", shown(wrong))
+        """Refuse stop ids and biases of tokens that a vocabulary of ``vocab_size`` does not have."""
+        for name in ("stop_token_ids", "logit_bias"):
+            wrong = next((token for token in getattr(self, name) if token >= vocab_size), None)
+            if wrong is not None:
+                raise ArgumentError(name, f"token ids in [0, {vocab_size})", shown(wrong))
+
+    def end_token_ids(self, eos_token_ids: Sequence[int]) -> list[int]:
+        """The tokens that end a request of a model with these ends of its own."""
+        return [*self.stop_token_ids, *(() if self.ignore_eos else eos_token_ids)]
 
 
 def seen_tokens(tokens: Sequence[Sequence[int]], vocab_size: int) -> Tensor:

@@ -1,8 +1,8 @@
 """LogitsStage: what is done to logits in front of sampling, besides what the op ``finish_step`` does.
 
-    stage = LogitsStage(processor=mine, max_extra_args=2)
-    words = stage.words(sampling)                                       # of a request, for its row
-    logits = stage.process(logits, words, counters, input_ids, seq_lens)   # torch's ops alone
+    stage = LogitsStage(processor=mine, max_extra_args=2, max_logit_bias=8)
+    words = stage.words(sampling, eos_token_ids, vocab_size)                # of a request, for its row
+    logits = stage.process(logits, words, counters, input_ids, seq_lens)    # torch's ops alone
 
 Where nothing was asked for, ``process`` gives the model's own logits, and a captured step has no further
 kernel.
@@ -10,8 +10,9 @@ kernel.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -43,6 +44,9 @@ class LogitsRows(NamedTuple):
 
 LogitsProcessor = Callable[[Tensor, LogitsRows], Tensor]
 
+#: More tokens than any request has.
+_ALWAYS = 2**31 - 1
+
 
 class LogitsStage:
     """What requests of an engine may ask of logits.
@@ -50,18 +54,29 @@ class LogitsStage:
     Args:
         processor: ``processor(logits, rows)``: gives the logits to sample from; None: the model's.
         max_extra_args: numbers that a request may give it.
+        max_logit_bias: tokens of a request whose logits something is added to.
 
     Attributes:
         processes: whether `process` may give other logits than the model's.
         num_words: words of 4 bytes that a request brings into its row.
     """
 
-    def __init__(self, processor: LogitsProcessor | None = None, max_extra_args: int = 0) -> None:
-        self._processor, self._max_extra_args = processor, max_extra_args
-        self.processes, self.num_words = processor is not None, max_extra_args
+    def __init__(
+        self, processor: LogitsProcessor | None = None, max_extra_args: int = 0, max_logit_bias: int = 0
+    ) -> None:
+        self._processor, self._max_extra_args, self._max_bias = processor, max_extra_args, max_logit_bias
+        self.processes = processor is not None or max_logit_bias > 0
+        self.num_words = 3 * max_logit_bias + max_extra_args
 
-    def words(self, sampling: SamplingParams) -> tuple[int, ...]:
+    def words(
+        self, sampling: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int
+    ) -> tuple[int, ...]:
         """The request's part of a row: ``num_words`` signed integers of 32 bits.
+
+        Args:
+            sampling: of the request.
+            eos_token_ids: the model's own ends.
+            vocab_size: tokens that have logits.
 
         Raises:
             ArgumentError: it asks for more than the engine was made for.
@@ -69,7 +84,26 @@ class LogitsStage:
         args, most = sampling.extra_args, self._max_extra_args
         if len(args) > most:
             raise _too_much("extra_args", f"at most {most} numbers", str(len(args)), "max_extra_args")
-        packed = struct.pack(f"={most}f", *args, *([0.0] * (most - len(args))))
+        biases = [(token, _ALWAYS, bias) for token, bias in sampling.logit_bias.items()]
+        if sampling.min_new_tokens:
+            ends = {token for token in sampling.end_token_ids(eos_token_ids) if 0 <= token < vocab_size}
+            biases += [(token, min(sampling.min_new_tokens, _ALWAYS), -math.inf) for token in sorted(ends)]
+        if len(biases) > self._max_bias:
+            asked = ("logit_bias", sampling.logit_bias), ("min_new_tokens", sampling.min_new_tokens)
+            raise _too_much(
+                " and ".join(name for name, given in asked if given),
+                f"at most {self._max_bias} tokens with a bias, end tokens under min_new_tokens included",
+                str(len(biases)),
+                "max_logit_bias",
+            )
+        # A bias of 0 changes nothing, whatever token it is for.
+        biases += [(0, 0, 0.0)] * (self._max_bias - len(biases))
+        tokens, until, added = zip(*biases, strict=True) if biases else ((), (), ())
+        packed = struct.pack(
+            f"={2 * len(biases)}i{len(biases)}f{most}f",
+            *(*tokens, *until, *added),
+            *(*args, *[0.0] * (most - len(args))),
+        )
         return struct.unpack(f"={self.num_words}i", packed)
 
     def process(
@@ -93,10 +127,20 @@ class LogitsStage:
         Raises:
             ArgumentError: the processor gave something else.
         """
-        if self._processor is None:
+        if not self.processes:
             return logits
         logits = logits.to(torch.float32, copy=True)
-        rows = LogitsRows(num_generated, last_token_ids, seq_lens, words.view(torch.float32))
+        most = self._max_bias
+        if most:
+            tokens, until, added = words[:, : 3 * most].unflatten(1, (3, most)).unbind(1)
+            added = torch.where(num_generated[:, None] < until, added.view(torch.float32), 0.0)
+            # Not `scatter_`: entries of one token add up, in any order: one of them at most is finite and
+            # not 0.
+            logits.scatter_add_(1, tokens.long(), added)
+        if self._processor is None:
+            return logits
+        extra_args = words[:, 3 * most :].view(torch.float32)
+        rows = LogitsRows(num_generated, last_token_ids, seq_lens, extra_args)
         processed = self._processor(logits, rows)
         if not isinstance(processed, Tensor):
             raise ArgumentError(

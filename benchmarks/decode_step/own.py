@@ -248,7 +248,7 @@ class OwnStep:
                 start = time.perf_counter()
                 loop.launch()
                 times.append((time.perf_counter() - start) * 1e6)
-                for request, tokens in loop.collect(keep=1):
+                for request, tokens, _ in loop.collect(keep=1):
                     request.output += tokens
             loop.collect()
         for request in requests:

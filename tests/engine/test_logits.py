@@ -3,6 +3,8 @@ probabilities. Tokens are those of transformers with the same logits processors,
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from torchpaged.engine import Generator, LogitsRows, SamplingParams
 from torchpaged.graphs import TapeCapture
+from torchpaged.hf import unfuse
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 PROMPTS = [[5, 6, 7], [9], list(range(11, 40)), [50, 51, 52, 53, 54, 55, 56], [3, 3, 3, 3]]
@@ -35,13 +38,22 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return {**SIZES, **WAYS[request.param]}
+def way(request: pytest.FixtureRequest, model: Any) -> Iterator[dict[str, Any]]:
+    yield {**SIZES, **WAYS[request.param]}
+    if request.param == "fused":
+        unfuse(model)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Any) -> Any:
+    """The model as transformers runs it."""
+    copied = copy.deepcopy(model)
+    copied.set_attn_implementation("eager")
+    return copied
 
 
 def eager(model: Any, prompt: list[int], count: int, *processors: Any, **options: Any) -> list[int]:
     """Greedy tokens of transformers with these logits processors."""
-    model.set_attn_implementation("eager")
     out = model.generate(
         torch.tensor([prompt]),
         max_new_tokens=count,
@@ -76,14 +88,14 @@ class NoStepBeyond(transformers.LogitsProcessor):
         )
 
 
-def test_a_processor_gives_the_tokens_of_transformers(model: Any, way: dict[str, Any]) -> None:
+def test_a_processor_gives_the_tokens_of_transformers(model: Any, plain: Any, way: dict[str, Any]) -> None:
     args = [(float(i), 20.0 * i) for i in range(5)]
     want = [
-        eager(model, p, 14, NoStepBeyond(p, *a), eos_token_id=None)
+        eager(plain, p, 14, NoStepBeyond(p, *a), eos_token_id=None)
         for p, a in zip(PROMPTS, args, strict=True)
     ]
     assert len({*map(tuple, want)}) == 5
-    assert want != [eager(model, p, 14, eos_token_id=None) for p in PROMPTS]
+    assert want != [eager(plain, p, 14, eos_token_id=None) for p in PROMPTS]
     generator = Generator(model, **way, logits_processor=no_step_beyond, max_extra_args=2)
     params = [SamplingParams(max_new_tokens=14, ignore_eos=True, extra_args=a) for a in args]
     outputs = generator.generate(PROMPTS, params)
@@ -93,11 +105,13 @@ def test_a_processor_gives_the_tokens_of_transformers(model: Any, way: dict[str,
 
 
 # ---------------------------------------------------------------------------- biases and a minimum of tokens
-def test_biases_and_a_minimum_give_the_tokens_of_transformers(model: Any, way: dict[str, Any]) -> None:
+def test_biases_and_a_minimum_give_the_tokens_of_transformers(
+    model: Any, plain: Any, way: dict[str, Any]
+) -> None:
     """Ends are tokens that the texts would have early."""
-    plain = [eager(model, p, 12, eos_token_id=None) for p in PROMPTS]
-    ends = [tokens[2:4] for tokens in plain]
-    biases = [{}, {plain[1][0]: -1.5}, {17: 0.7, 98: -0.5, plain[2][1]: float("-inf")}, {}, {60: 100.0}]
+    free = [eager(plain, p, 12, eos_token_id=None) for p in PROMPTS]
+    ends = [tokens[2:4] for tokens in free]
+    biases = [{}, {free[1][0]: -1.5}, {17: 0.7, 98: -0.5, free[2][1]: float("-inf")}, {}, {60: 100.0}]
     least = [0, 6, 7, 10, 9]
     want = []
     for prompt, end, bias, count in zip(PROMPTS, ends, biases, least, strict=True):
@@ -106,7 +120,7 @@ def test_biases_and_a_minimum_give_the_tokens_of_transformers(model: Any, way: d
             options["min_new_tokens"] = count
         if bias:
             options["sequence_bias"] = {(token,): added for token, added in bias.items()}
-        want.append(eager(model, prompt, 12, **options))
+        want.append(eager(plain, prompt, 12, **options))
     assert [len(tokens) for tokens in want][:2] == [3, 12]
     generator = Generator(model, **way, max_logit_bias=5)
     params = [
@@ -117,3 +131,43 @@ def test_biases_and_a_minimum_give_the_tokens_of_transformers(model: Any, way: d
     ]
     outputs = generator.generate(PROMPTS, params)
     assert [o.token_ids for o in outputs] == want
+
+
+# ------------------------------------------------------------------------------------------ log probabilities
+def check_logprobs(model: Any, output: Any, count: int) -> None:
+    """Against eager logits of the whole text."""
+    text, begin = output.prompt_token_ids + output.token_ids, len(output.prompt_token_ids)
+    with torch.inference_mode():
+        want = model(torch.tensor([text])).logits[0, begin - 1 : -1].log_softmax(-1)
+    assert len(output.logprobs) == len(output.token_ids) == len(want)
+    for token, got, row in zip(output.token_ids, output.logprobs, want, strict=True):
+        likeliest = row.topk(count).indices.tolist()
+        assert list(got) == list(dict.fromkeys([token, *likeliest]))
+        torch.testing.assert_close(torch.tensor(list(got.values())), row[list(got)], atol=2e-5, rtol=0)
+
+
+def test_logprobs_are_of_the_models_own_logits(model: Any, plain: Any, way: dict[str, Any]) -> None:
+    """Whatever the tokens are drawn from; of requests that want others or none beside them."""
+    generator = Generator(
+        model,
+        **way,
+        max_logprobs=4,
+        max_logit_bias=1,
+        max_extra_args=2,
+        logits_processor=lambda logits, rows: logits + rows.extra_args[:, :1] * rows.extra_args[:, 1:],
+    )
+    drawn = {"temperature": 1.3, "repetition_penalty": 1.2, "logit_bias": {8: 9.0}, "extra_args": (1.0, 2.0)}
+    counts = [4, 0, None, 2, 3]
+    params = [
+        SamplingParams(max_new_tokens=11, logprobs=count, seed=i, **(drawn if i != 3 else {}))
+        for i, count in enumerate(counts)
+    ]
+    outputs = generator.generate(PROMPTS, params)
+    for output, count in zip(outputs, counts, strict=True):
+        if count is None:
+            assert output.logprobs is None
+        else:
+            check_logprobs(plain, output, count)
+    # the draws are those of a Generator that tells nothing
+    silent = [SamplingParams(max_new_tokens=11, seed=i, **(drawn if i != 3 else {})) for i in range(5)]
+    assert [o.token_ids for o in generator.generate(PROMPTS, silent)] == [o.token_ids for o in outputs]

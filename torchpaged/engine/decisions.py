@@ -75,6 +75,9 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
             f"1 with backend {model.choice.name!r}, which plans every step on the host",
             str(options.steps_per_launch),
         )
+    if options.max_logprobs is not None and options.max_logprobs > model.vocab_size:
+        expected = f"None, or at most the {model.vocab_size} tokens of the vocabulary"
+        raise ArgumentError("max_logprobs", expected, str(options.max_logprobs))
     support = model.choice.backend.capabilities.graph_support
     chunk = options.prefill_chunk_size
     prefills, why = decide_prefill_buckets(options.prefill_buckets, chunk, on_gpu, graphs, reason, support)

@@ -7,7 +7,7 @@ launch runs.
 
     loop.place(sequence)            # or loop.finish_packed(sequences, logits)
     loop.launch()                   # K steps; returns at once
-    for sequence, tokens in loop.collect(keep=1): ...
+    for sequence, tokens, logprobs in loop.collect(keep=1): ...
 
 Blocks of a finished request may be given away at once: whatever still writes into them was launched earlier
 on the same stream.
@@ -22,7 +22,14 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import NotCopied
-from torchpaged.engine.device import CopiedTokens, DecodeRows, LogitsStage, RowState, WholeStepRunner
+from torchpaged.engine.device import (
+    CopiedTokens,
+    DecodeRows,
+    LogitsStage,
+    RowState,
+    TokenLogprobs,
+    WholeStepRunner,
+)
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
 from torchpaged.graphs.buckets import bucket_for
@@ -37,6 +44,7 @@ class _Launch(NamedTuple):
     in how many of the first columns prompts have not just ended.
 
     ``number``: of a launch, in ``rows.ring``. ``copied``: of a packed batch, which has no number.
+    ``records``: what is told of the latter's tokens; None: nobody asked.
     """
 
     number: int
@@ -44,6 +52,7 @@ class _Launch(NamedTuple):
     columns: list[tuple[int, Sequence]]
     num_steps: int
     decodes: int
+    records: CopiedTokens | None = None
 
 
 class DecodeLoop(NotCopied):
@@ -145,10 +154,13 @@ class DecodeLoop(NotCopied):
             self.place(sequence)
         self._flush()
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        tokens = CopiedTokens(self.rows.finish_rows(logits, rows))
+        drawn = self.rows.finish_rows(logits, rows)
+        tokens, records = CopiedTokens(drawn), None
+        if any(sequence.sampling.logprobs is not None for sequence in sequences):
+            records = CopiedTokens(self.rows.stage.logprobs(logits, drawn))
         for sequence in sequences:
             sequence.steps_read -= 1
-        self._launches.append(_Launch(-1, tokens, list(enumerate(sequences)), 1, decodes))
+        self._launches.append(_Launch(-1, tokens, list(enumerate(sequences)), 1, decodes, records))
 
     def reset(self) -> None:
         """After a call that raised: every row idle, nothing in flight, tokens that were not read lost. Waits
@@ -206,8 +218,9 @@ class DecodeLoop(NotCopied):
         self.runner.find_groups(tables, lens)
         self._regroup = False
 
-    def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int]]]:
-        """Tokens of all launches but the newest ``keep``, in order, per request; waits for them."""
+    def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
+        """Tokens of all launches but the newest ``keep``, in order, per request, and the log probabilities
+        of those of a request that wants them; waits for them."""
         results = []
         while len(self._launches) > keep:
             launch = self._launches.pop(0)
@@ -215,7 +228,9 @@ class DecodeLoop(NotCopied):
             live = [
                 (column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None
             ]
+            wanted = any(sequence.sampling.logprobs is not None for _, sequence in live)
             with profile_range("collect", batch=len(live)):
+                told = self._told(launch) if wanted else None
                 if launch.copied is not None:
                     steps = [launch.copied.read()]
                 else:
@@ -223,10 +238,20 @@ class DecodeLoop(NotCopied):
             for column, sequence in live:
                 # -1: idle by then; NO_TOKEN is the caller's.
                 tokens = [step[column] for step in steps if step[column] != -1]
+                logprobs, count = None, sequence.sampling.logprobs
+                if told is not None and count is not None:
+                    places = [n for n, step in enumerate(steps) if step[column] != -1]
+                    logprobs = [told.of(n * len(steps[0]) + column, count) for n in places]
                 sequence.steps_read += launch.num_steps
                 self.decoded += len(tokens) if column < launch.decodes else 0
-                results.append((sequence, tokens))
+                results.append((sequence, tokens, logprobs))
         return results
+
+    def _told(self, launch: _Launch) -> TokenLogprobs:
+        """What is told of a launch's tokens, which were not read yet."""
+        if launch.records is not None:
+            return TokenLogprobs(launch.records.wait())
+        return TokenLogprobs(self.rows.ring.read_records(launch.number, launch.columns[-1][0] + 1))
 
     # ------------------------------------------------------------------------------------------ to the device
     def _flush(self) -> None:

@@ -148,6 +148,9 @@ class Generator(Lifecycle):
         max_logit_bias: tokens of a request that ``SamplingParams(logit_bias=...)`` may be for; with
             ``min_new_tokens`` each of its end tokens is one of them. 0: requests with either are refused.
             They cost a float32 copy of the logits per step.
+        max_logprobs: likeliest tokens whose log probabilities a request may ask for by
+            ``SamplingParams(logprobs=...)``; None: requests that ask for any are refused. They are computed
+            in every launch then, for all rows.
         progress: called with ``(done, total, text)`` while kernels are compiled, buckets are captured and
             steps are warmed up; each counts anew.
 
@@ -195,7 +198,12 @@ class Generator(Lifecycle):
         self.prefix_cache: PrefixCache | None = None
         if decided.shares:
             self.prefix_cache = PrefixCache(self.pool, cache.block_size, keep=decided.keeps)
-        self._stage = LogitsStage(options.logits_processor, options.max_extra_args, options.max_logit_bias)
+        self._stage = LogitsStage(
+            options.logits_processor,
+            options.max_extra_args,
+            options.max_logit_bias,
+            options.max_logprobs,
+        )
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if decided.graphs:

@@ -65,13 +65,14 @@ class GeneratorOptions:
     logits_processor: LogitsProcessor | None = None
     max_extra_args: int = 0
     max_logit_bias: int = 0
+    max_logprobs: int | None = None
     progress: Callable[[int, int, str], None] | None = None
 
     def __post_init__(self) -> None:
         self._check_tokenizer()
         for name in ("max_batch_size", "prefill_chunk_size", "block_size", "steps_per_launch"):
             self._check_size(name)
-        for name in ("lookahead", "max_extra_args", "max_logit_bias"):
+        for name in ("lookahead", "max_extra_args", "max_logit_bias", "max_logprobs"):
             self._check_size(name, 0)
         for name in (
             "compile",

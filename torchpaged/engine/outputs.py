@@ -19,7 +19,9 @@ class TokenEvent:
 
     ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is
     what became certain with it. ``finish_reason``: None, "stop", "length", "out_of_blocks", "cancelled" or
-    "error"; then ``error`` says what it was.
+    "error"; then ``error`` says what it was. ``logprobs``: natural logarithms of probabilities by token id,
+    where ``SamplingParams.logprobs`` asks for them: first of the token itself, then of the likeliest ones,
+    which it may be among.
     """
 
     request_id: int
@@ -27,12 +29,13 @@ class TokenEvent:
     text: str
     finish_reason: str | None = None
     error: RequestError | None = None
+    logprobs: dict[int, float] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are
-    those before it."""
+    those before it. ``logprobs``: as in `TokenEvent`, of each token; None where they were not asked for."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -40,6 +43,7 @@ class RequestOutput:
     text: str
     finish_reason: str
     error: RequestError | None = None
+    logprobs: list[dict[int, float]] | None = None
 
 
 @dataclass

@@ -5,7 +5,7 @@ with decodes in front of them or without, and decodes without graphs.
     logits = steps.prefill([(sequence, 512)])    # of the sequences whose prompt ends with the chunk
     logits = steps.prefill([(sequence, 512)], decodes)
     logits = steps.decode(sequences)
-    tokens = steps.sample(logits, sequences)     # waits for them
+    drawn = steps.sample(logits, sequences)      # waits for them
 
 Steps with chunks that have a graph (`PrefillGraphs`) are replayed, everything else is launched from Python.
 Steps never overlap: all share the model's session.
@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torchpaged.engine.device import DecodeRows, LogitsStage
+from torchpaged.engine.device import DecodeRows, LogitsStage, TokenLogprobs
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
@@ -110,18 +110,24 @@ class PackedSteps:
     ) -> None:
         rows.copy_to([s.row for s in decodes if s.row is not None], input_ids, metadata)
 
-    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """The next token of each sequence from ``logits [len(sequences), vocab_size]``."""
+    def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[tuple[int, dict[int, float] | None]]:
+        """The next token of each sequence from ``logits [len(sequences), vocab_size]``, and its log
+        probabilities where they are wanted."""
         with profile_range("sample", batch=len(sequences)):
             params = [sequence.sampling for sequence in sequences]
             penalised = any(p.repetition_penalty != 1.0 for p in params)
             seen = seen_tokens([s.tokens for s in sequences], logits.shape[1]) if penalised else None
             seeds, counters = [s.seed for s in sequences], [len(s.output) for s in sequences]
-            logits = self._processed(logits, sequences, counters)
-            tokens: list[int] = sample(
-                logits, params, seeds, counters, seen, ops=self._model.session.ops
-            ).tolist()
-            return tokens
+            processed = self._processed(logits, sequences, counters)
+            tokens = sample(processed, params, seeds, counters, seen, ops=self._model.session.ops)
+            numbers: list[int] = tokens.tolist()
+            if all(p.logprobs is None for p in params):
+                return [(token, None) for token in numbers]
+            told = TokenLogprobs(self._stage.logprobs(logits, tokens).cpu())
+            return [
+                (token, None if p.logprobs is None else told.of(index, p.logprobs))
+                for index, (token, p) in enumerate(zip(numbers, params, strict=True))
+            ]
 
     def _processed(self, logits: Tensor, sequences: list[Sequence], counters: list[int]) -> Tensor:
         """The logits to sample from."""

@@ -53,6 +53,9 @@ class SamplingParams:
             ``max_logit_bias``.
         logit_bias: numbers that are added to logits, by token id, in front of repetition penalty and
             temperature; -inf rules a token out. At most the `Generator`'s ``max_logit_bias`` of them.
+        logprobs: log probabilities that come with each token: of itself, and of so many likeliest tokens;
+            None = none. Of the softmax of the model's logits, before anything changes these, temperature
+            included. At most the `Generator`'s ``max_logprobs``.
         extra_args: numbers for the `Generator`'s ``logits_processor``, at most its ``max_extra_args``; as
             float32.
 
@@ -76,6 +79,7 @@ class SamplingParams:
     cache_salt: str | None = None
     min_new_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
     extra_args: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -109,6 +113,8 @@ class SamplingParams:
         most = f"an integer from 0 to max_new_tokens ({self.max_new_tokens})"
         self._integer("min_new_tokens", most, 0, self.max_new_tokens)
         self._check_bias()
+        if self.logprobs is not None:
+            self._integer("logprobs", "None or an integer of at least 0", 0)
         args = self.extra_args if isinstance(self.extra_args, (tuple, list)) else [None]
         numbers = tuple(as_float(number) for number in args)
         if any(number is None or not -_LARGEST <= number <= _LARGEST for number in numbers):

@@ -163,4 +163,7 @@ class Sequence:
             self.text,
             self.finish_reason or "cancelled",
             self.error,
+            None
+            if self.sampling.logprobs is None
+            else [e.logprobs for e in self.log if e.logprobs is not None],
         )

@@ -269,16 +269,16 @@ class Stepper:
         self._lost = Lost.ROWS
         results = loop.collect(keep)
         self._lost = Lost.BLOCKS
-        for sequence, tokens in results:
-            for token in tokens:
+        for sequence, tokens, logprobs in results:
+            for index, token in enumerate(tokens):
                 # What a row produced after a stop that only the host could see is dropped.
                 if sequence.finish_reason is None:
                     sequence.num_computed = len(sequence)  # the step that drew it wrote the one before
-                    self._accept(sequence, token)
+                    self._accept(sequence, token, None if logprobs is None else logprobs[index])
 
     def _advance(self, plan: Schedule) -> float | None:
         """Decode, prefill, sample and read: a step without graphs; returns as `_launch` does."""
-        logits, tokens, started = [], [], time.perf_counter()
+        logits, drawn, started = [], [], time.perf_counter()
         self._lost = Lost.ROWS
         rows = [*plan.decodes, *(sequence for sequence, count in plan.chunks if count == sequence.remaining)]
         mixed = plan.decodes if self._mixes and plan.chunks else []
@@ -290,18 +290,18 @@ class Stepper:
             logits.append(self._packed.prefill(plan.chunks, mixed))
             self.stats.add_pass(bool(mixed))
         if rows:
-            tokens = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
+            drawn = self._packed.sample(torch.cat(logits) if len(logits) > 1 else logits[0], rows)
         self._lost = Lost.BLOCKS
         for sequence in plan.decodes:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
             self._scheduler.computed(sequence)
-        for sequence, token in zip(rows, tokens, strict=True):
-            self._accept(sequence, token)
+        for sequence, (token, logprobs) in zip(rows, drawn, strict=True):
+            self._accept(sequence, token, logprobs)
         return decode_seconds
 
-    def _accept(self, sequence: Sequence, token: int) -> None:
+    def _accept(self, sequence: Sequence, token: int, logprobs: dict[int, float] | None) -> None:
         """Add a sampled token; end the request if it is its last, or none."""
         if token < 0:
             return self._fail(
@@ -328,7 +328,7 @@ class Stepper:
             return self._fail(
                 sequence, f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}"
             )
-        self._emit(sequence, TokenEvent(sequence.request_id, token, text, reason))
+        self._emit(sequence, TokenEvent(sequence.request_id, token, text, reason, logprobs=logprobs))
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
         """End one request with an error."""

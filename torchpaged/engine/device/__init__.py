@@ -6,7 +6,7 @@ them, tokens on their way to the host.
     runner = WholeStepRunner(step, rows)
 """
 
-from torchpaged.engine.device.logits_stage import LogitsRows, LogitsStage
+from torchpaged.engine.device.logits_stage import LogitsRows, LogitsStage, TokenLogprobs
 from torchpaged.engine.device.request_rows import DecodeRows
 from torchpaged.engine.device.request_state import RowState
 from torchpaged.engine.device.token_rings import CopiedTokens, LaunchRing, RingFullError
@@ -20,5 +20,6 @@ __all__ = [
     "LogitsStage",
     "RingFullError",
     "RowState",
+    "TokenLogprobs",
     "WholeStepRunner",
 ]

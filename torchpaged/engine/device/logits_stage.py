@@ -55,16 +55,23 @@ class LogitsStage:
         processor: ``processor(logits, rows)``: gives the logits to sample from; None: the model's.
         max_extra_args: numbers that a request may give it.
         max_logit_bias: tokens of a request whose logits something is added to.
+        max_logprobs: likeliest tokens of which `logprobs` tells; None: it is not called.
 
     Attributes:
         processes: whether `process` may give other logits than the model's.
         num_words: words of 4 bytes that a request brings into its row.
+        record_words: words of 8 bytes that `logprobs` gives for a token, 0 where it is not called.
     """
 
     def __init__(
-        self, processor: LogitsProcessor | None = None, max_extra_args: int = 0, max_logit_bias: int = 0
+        self,
+        processor: LogitsProcessor | None = None,
+        max_extra_args: int = 0,
+        max_logit_bias: int = 0,
+        max_logprobs: int | None = None,
     ) -> None:
         self._processor, self._max_extra_args, self._max_bias = processor, max_extra_args, max_logit_bias
+        self._max_logprobs, self.record_words = max_logprobs, 0 if max_logprobs is None else max_logprobs + 1
         self.processes = processor is not None or max_logit_bias > 0
         self.num_words = 3 * max_logit_bias + max_extra_args
 
@@ -84,6 +91,10 @@ class LogitsStage:
         args, most = sampling.extra_args, self._max_extra_args
         if len(args) > most:
             raise _too_much("extra_args", f"at most {most} numbers", str(len(args)), "max_extra_args")
+        likeliest = -1 if self._max_logprobs is None else self._max_logprobs
+        if sampling.logprobs is not None and sampling.logprobs > likeliest:
+            expected = "None" if likeliest < 0 else f"None, or at most {likeliest}"
+            raise _too_much("logprobs", expected, str(sampling.logprobs), "max_logprobs")
         biases = [(token, _ALWAYS, bias) for token, bias in sampling.logit_bias.items()]
         if sampling.min_new_tokens:
             ends = {token for token in sampling.end_token_ids(eos_token_ids) if 0 <= token < vocab_size}
@@ -150,6 +161,42 @@ class LogitsStage:
         if got != wanted:
             raise ArgumentError("logits_processor", _described(logits), _described(processed))
         return processed.contiguous()
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Log probabilities of drawn tokens, and of the likeliest ones.
+
+        Args:
+            logits: ``[B, vocab_size]``, the model's, whose softmax they are of.
+            tokens: ``[B]`` int64; rows of a negative one give values of no meaning.
+
+        Returns:
+            ``[B, record_words]`` int64, to be read by `TokenLogprobs`.
+        """
+        logits = logits.float()
+        own = logits.gather(1, tokens.clamp_min(0)[:, None])
+        likeliest, ids = logits.topk(self.record_words - 1)
+        values = torch.cat([own, likeliest], 1) - logits.logsumexp(1, keepdim=True)
+        # an id that is not used makes as many as there are values
+        return torch.cat([values.view(torch.int32), tokens[:, None].int(), ids.int()], 1).view(torch.int64)
+
+
+class TokenLogprobs:
+    """What `LogitsStage.logprobs` says, on the host.
+
+    Args:
+        records: ``[..., record_words]`` int64; tokens are counted over the dimensions in front.
+    """
+
+    def __init__(self, records: Tensor) -> None:
+        words = records.shape[-1]
+        records = records.reshape(-1, words)
+        self._values: list[list[float]] = records.view(torch.float32)[:, :words].tolist()
+        self._ids: list[list[int]] = records.view(torch.int32)[:, words:].tolist()
+
+    def of(self, index: int, count: int) -> dict[int, float]:
+        """Of token ``index``: itself and the ``count`` likeliest, those last, in their order."""
+        values, ids = self._values[index], self._ids[index]
+        return dict(zip(ids[: count + 1], values, strict=False))
 
 
 def _described(logits: Tensor) -> str:

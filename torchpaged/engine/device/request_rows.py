@@ -121,7 +121,7 @@ class DecodeRows:
         self.max_batch_size, self.max_blocks_per_req = max_batch_size, max_blocks_per_req
         self.block_size, self.vocab_size, self.device = block_size, vocab_size, torch.device(device)
         self.steps_per_launch, self._ops = steps_per_launch, ops
-        self._stage = LogitsStage() if stage is None else stage
+        self.stage = LogitsStage() if stage is None else stage
         rows = max_batch_size
         padded = -(-rows // 16) * 16  # each field starts at a multiple of 64 bytes
         with torch.inference_mode(False):
@@ -131,7 +131,7 @@ class DecodeRows:
             self.stop_token_ids = torch.full((rows, MAX_STOP_TOKEN_IDS), -1, dtype=torch.int64, device=device)
             self.block_table = FIELDS["block_table"].make(BatchSizes(rows, rows, max_blocks_per_req), device)
             self.seen = torch.zeros(rows, -(-vocab_size // 32), dtype=torch.int32, device=device)
-            self.logits_words = torch.zeros(rows, self._stage.num_words, dtype=torch.int32, device=device)
+            self.logits_words = torch.zeros(rows, self.stage.num_words, dtype=torch.int32, device=device)
             self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
             self.tokens_out = torch.full((steps_per_launch, padded), -1, dtype=torch.int64, device=device)
         self.input_ids, self.positions, self.slot_mapping, self.seeds, self.counters = (
@@ -142,12 +142,16 @@ class DecodeRows:
         self.slot_mapping.fill_(IDLE["slot_mapping"])
         self.repetition_penalty.fill_(1.0)
         self.top_p.fill_(1.0)
-        self.ring = LaunchRing(launches_in_flight, steps_per_launch, max_batch_size, device)
+        self.ring = LaunchRing(
+            launches_in_flight, steps_per_launch, max_batch_size, device, self.stage.record_words
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything a captured step reads or writes, by name."""
         names = (*_FINISHED, "query_start_loc", "tokens_out", "logits_words")
         own = {name: getattr(self, name) for name in names}
+        if self.ring.records is not None:
+            own["records"] = self.ring.records
         return own | {"ring": self.ring.slots, "launches": self.ring.launches}
 
     def view(self, num_rows: int) -> tuple[Tensor, AttentionMetadata]:
@@ -173,8 +177,10 @@ class DecodeRows:
         """
         n = slice(num_rows)
         described = self.logits_words[n], self.counters[n], self.input_ids[n], self.seq_lens[n]
+        records = self.ring.records
+        slot = None if records is None else self.ring.slot()
         self._ops.finish_step(
-            self._stage.process(logits, *described),
+            self.stage.process(logits, *described),
             *[tensor[n] for tensor in _finished_of(self)],
             self.tokens_out[step, n],
             block_size=self.block_size,
@@ -182,6 +188,9 @@ class DecodeRows:
             launches=self.ring.launches,
             step=step,
         )
+        if records is not None and slot is not None:
+            told = self.stage.logprobs(logits, self.tokens_out[step, n])
+            records[:, step, n].index_copy_(0, slot, told[None])
 
     def finish_rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """As `finish_step` for chosen rows, whose logits come from a packed batch. Not for captures: it reads
@@ -202,14 +211,14 @@ class DecodeRows:
             x.index_select(1, padded)[:, :count] for x in (self._longs, self._ints, self._floats)
         )
         fields = dict(zip((*LONGS, *INTS, *FLOATS), chain(longs, ints, floats), strict=True))
-        words = self.logits_words.index_select(0, index) if self._stage.num_words else self.logits_words
+        words = self.logits_words.index_select(0, index) if self.stage.num_words else self.logits_words
         # `seen` and logits last: of what finish_step takes these alone are not read early, so that they may
         # be written right in front of it
         for name in ("block_table", "stop_token_ids", "seen"):
             fields[name] = getattr(self, name).index_select(0, index)
         tokens = torch.empty_like(longs[0])
         described = words, *(fields[name] for name in ("counters", "input_ids", "seq_lens"))
-        logits = self._stage.process(logits, *described)
+        logits = self.stage.process(logits, *described)
         self._ops.finish_step(
             logits, *[fields[name] for name in _FINISHED], tokens, block_size=self.block_size
         )
@@ -252,7 +261,7 @@ class DecodeRows:
             self.block_size,
             self.max_blocks_per_req,
             num_words,
-            self._stage.num_words,
+            self.stage.num_words,
             self.device.type == "cuda",
         )
         data = staged.to(self.device, non_blocking=True)
@@ -266,9 +275,9 @@ class DecodeRows:
             1, index, _copied(rest[:, len(INTS) : len(INTS) + len(FLOATS)]).view(torch.float32).t()
         )
         blocks = HEAD_WORDS + self.max_blocks_per_req
-        words = blocks + self._stage.num_words
+        words = blocks + self.stage.num_words
         self.block_table.index_copy_(0, index, data[:, HEAD_WORDS:blocks])
-        if self._stage.num_words:
+        if self.stage.num_words:
             self.logits_words.index_copy_(0, index, data[:, blocks:words])
         if with_seen:
             self.seen.index_copy_(0, index, data[:, words:])
@@ -315,7 +324,7 @@ class DecodeRows:
             old, new = data[: len(pairs)], data[len(pairs) :]
             for fields in (self._longs, self._ints, self._floats):
                 fields.index_copy_(1, new, fields.index_select(1, old))
-            words = (self.logits_words,) if self._stage.num_words else ()
+            words = (self.logits_words,) if self.stage.num_words else ()
             for table in (self.block_table, self.stop_token_ids, self.seen, *words):
                 table.index_copy_(0, new, table.index_select(0, old))
             self._make_idle(old)

@@ -96,6 +96,7 @@ class LaunchRing:
         num_steps: steps per launch.
         num_rows: rows.
         device: where the launches run; on a CPU everything is immediate.
+        record_words: words that are told of each token besides, by torch's ops of the launch.
 
     Attributes:
         slots: ``[depth + 1, num_steps + 1, num_rows]`` int64, pinned, as a tensor of ``device``;
@@ -103,19 +104,22 @@ class LaunchRing:
             for warm-ups.
         launches: ``[2]`` int64 on the device: launches so far, and 0. Negative: a warm-up, which goes to the
             last slot and is not counted.
+        records: ``[depth + 1, num_steps, num_rows, record_words]`` int64, pinned
+            likewise; None without words.
     """
 
-    def __init__(self, depth: int, num_steps: int, num_rows: int, device: torch.device | str) -> None:
+    def __init__(
+        self, depth: int, num_steps: int, num_rows: int, device: torch.device | str, record_words: int = 0
+    ) -> None:
         device = torch.device(device)
         on_gpu = device.type == "cuda"
         self._depth, self._num_steps = depth, num_steps
         with torch.inference_mode(False):
-            shape = (depth + 1, num_steps + 1, num_rows)
-            if on_gpu:
-                self._host, self.slots = shared_memory(shape, device)
-                weakref.finalize(self, _retired.append, (device, self._host)).atexit = False
-            else:
-                self._host = self.slots = torch.full(shape, -1, dtype=torch.int64, device="cpu")
+            self._host, self.slots = self._memory((depth + 1, num_steps + 1, num_rows), device)
+            self.records: Tensor | None = None
+            if record_words:
+                shape = (depth + 1, num_steps, num_rows, record_words)
+                self._host_records, self.records = self._memory(shape, device)
             self.launches = torch.zeros(2, dtype=torch.int64, device=device)
         # torch.Event finds the current stream in C++: 0.5 us to record; torch.cuda.Event makes a Python
         # object of it, 4.5 us
@@ -123,6 +127,20 @@ class LaunchRing:
         self._launched = 0
         self._unread: list[int] = []  # taken launches, in order
         self._views: dict[tuple[int, int], Tensor] = {}  # made once, since reading is host time
+
+    def _memory(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Memory of -1 of the host, and the same as a tensor of the device."""
+        if device.type != "cuda":
+            host = torch.full(shape, -1, dtype=torch.int64, device="cpu")
+            return host, host
+        host, tensor = shared_memory(shape, device)
+        weakref.finalize(self, _retired.append, (device, host)).atexit = False
+        return host, tensor
+
+    def slot(self) -> Tensor:
+        """``[1]`` int64 on the device: the slot of the launch that runs; in it, before its last step ends."""
+        launch, last = self.launches[:1], self._depth
+        return torch.where(launch < 0, last, launch % last)
 
     @property
     def launched(self) -> int:
@@ -175,6 +193,20 @@ class LaunchRing:
         self._unread.append(launch)
         return launch
 
+    def _wait(self, launch: int) -> int:
+        """Wait for a launch that was taken and not read; returns its slot."""
+        if launch not in self._unread:
+            raise ArgumentError("launch", f"one of those taken and not read, {self._unread}", str(launch))
+        slot = launch % self._depth
+        if self._events is not None:
+            self._events[slot].synchronize()
+        return slot
+
+    def read_records(self, launch: int, num_rows: int) -> Tensor:
+        """``[num_steps, num_rows, record_words]`` int64 on the host: the slot itself, which `read` frees, as
+        long as that is not called. Raises as `read`."""
+        return self._host_records[self._wait(launch), :, :num_rows]
+
     def read(self, launch: int, num_rows: int) -> list[list[int]]:
         """Tokens of a launch that was taken, as ``[steps][rows]``; waits until they are there, and frees
         the slot.
@@ -183,11 +215,7 @@ class LaunchRing:
             ArgumentError: the launch was not taken, or read before.
             TorchpagedError: the slot holds another launch's tokens: one was counted that did not run.
         """
-        if launch not in self._unread:
-            raise ArgumentError("launch", f"one of those taken and not read, {self._unread}", str(launch))
-        slot = launch % self._depth
-        if self._events is not None:
-            self._events[slot].synchronize()
+        slot = self._wait(launch)
         view = self._views.get((slot, num_rows))
         if view is None:
             view = self._views[slot, num_rows] = self._host[slot, :, :num_rows]
@@ -202,7 +230,8 @@ class LaunchRing:
 
 
 class CopiedTokens:
-    """Tokens on their way to pinned memory of their own, by a copy with an event behind it.
+    """Tokens, or what is told of them, on their way to pinned memory of their own, by a copy with an event
+    behind it.
 
     Args:
         tokens: int64; on a CPU the copy is immediate.
@@ -218,9 +247,13 @@ class CopiedTokens:
         if self._event is not None:
             self._event.record()
 
-    def read(self) -> list[int]:
-        """The tokens; waits until they are there."""
+    def wait(self) -> Tensor:
+        """The tokens in host memory; waits until they are there."""
         if self._event is not None:
             self._event.synchronize()
-        tokens: list[int] = self._host.tolist()
+        return self._host
+
+    def read(self) -> list[int]:
+        """The tokens of ``[n]``; waits until they are there."""
+        tokens: list[int] = self.wait().tolist()
         return tokens

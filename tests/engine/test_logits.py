@@ -171,3 +171,29 @@ def test_logprobs_are_of_the_models_own_logits(model: Any, plain: Any, way: dict
     # the draws are those of a Generator that tells nothing
     silent = [SamplingParams(max_new_tokens=11, seed=i, **(drawn if i != 3 else {})) for i in range(5)]
     assert [o.token_ids for o in generator.generate(PROMPTS, silent)] == [o.token_ids for o in outputs]
+
+
+# ------------------------------------------------------------------------------------------ several samples
+@pytest.mark.parametrize("graphs", [True, False])
+def test_samples_share_their_prompt_and_are_those_of_their_seeds(model: Any, graphs: bool) -> None:
+    generator = Generator(model, **SIZES, graphs=graphs)
+    sampling = SamplingParams(max_new_tokens=9, temperature=1.1, seed=2**63 - 2, n=4)
+    several = [PROMPTS[2], PROMPTS[0]]
+    outputs = generator.generate(several, [sampling, SamplingParams(max_new_tokens=9)])
+    assert [o.prompt_token_ids for o in outputs] == [PROMPTS[2]] * 4 + [PROMPTS[0]]
+    assert len({tuple(o.token_ids) for o in outputs}) == 5
+    # 29 tokens are 7 full blocks of 4
+    assert generator.stats.shared_tokens == 3 * 28
+    seeds = [2**63 - 2, 2**63 - 1, -(2**63), -(2**63) + 1]
+    alone = Generator(model, **SIZES, graphs=False, share_prefixes=False)
+    for output, seed in zip(outputs[:4], seeds, strict=True):
+        one = SamplingParams(max_new_tokens=9, temperature=1.1, seed=seed)
+        assert alone.generate([PROMPTS[2]], one)[0].token_ids == output.token_ids
+    ids = [generator.submit(PROMPTS[2], one) for one in sampling.samples()]
+    tokens: dict[int, list[int]] = {number: [] for number in ids}
+    for event in generator.stream():
+        assert event.token_id is not None
+        tokens[event.request_id].append(event.token_id)
+    assert list(tokens.values()) == [o.token_ids for o in outputs[:4]]
+    free = [one.seed for one in SamplingParams(n=3, temperature=1.0).samples()]
+    assert free == [None] * 3

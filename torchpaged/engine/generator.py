@@ -268,12 +268,12 @@ class Generator(Lifecycle):
 
         Args:
             prompt: text, or token ids: integers in a list, an array or a tensor of one dimension.
-            sampling: default: `SamplingParams()`.
+            sampling: default: `SamplingParams()`; of one sample.
 
         Raises:
             ArgumentError: an empty prompt, ids that are no integers or outside the vocabulary, a prompt that
-                does not fit ``max_seq_len`` or the pool, or strings without a tokenizer. Nothing is queued
-                then.
+                does not fit ``max_seq_len`` or the pool, strings without a tokenizer, or a ``sampling`` that
+                this Generator was not made for. Nothing is queued then.
         """
         sequence = None
         try:
@@ -328,28 +328,28 @@ class Generator(Lifecycle):
     def generate(
         self, prompts: str | Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Run ``prompts`` to their ends, in one continuous batch; results in their order.
+        """Run ``prompts`` to their ends, in one continuous batch; results in their order, ``n`` samples of a
+        prompt one behind the other.
 
         Args:
             prompts: strings or lists of token ids. One string is one prompt, as if it stood in a list.
             sampling: for all of them, or one each.
 
         Returns:
-            One result per prompt. A request that failed alone, of NaN logits for instance, has
-            ``finish_reason`` "error" and an ``error``.
+            One result per prompt, or ``sampling.n``. A request that failed alone, of NaN logits for instance,
+            has ``finish_reason`` "error" and an ``error``.
 
         Raises:
             ArgumentError: a prompt or parameter that `submit` refuses; then none of them runs.
         """
         texts = list_prompts(prompts)
         each = list_sampling(sampling, len(texts))
+        samples = [(text, one) for text, params in zip(texts, each, strict=True) for one in params.samples()]
         inbox = Inbox()
         with self._calls.entered():
             self._require_unchanged()
             self._forget_other_weights()
-            sequences = [
-                self._sequence(text, params, inbox) for text, params in zip(texts, each, strict=True)
-            ]
+            sequences = [self._sequence(text, one, inbox) for text, one in samples]
         try:
             with self._calls.entered():
                 for sequence in sequences:
@@ -417,6 +417,9 @@ class Generator(Lifecycle):
         params = SamplingParams() if sampling is None else sampling
         if not isinstance(params, SamplingParams):
             raise ArgumentError("sampling", "SamplingParams", shown(params))
+        if params.n > 1:
+            fix = "submit each of sampling.samples(), or call generate()"
+            raise ArgumentError("n", "1 for a request", str(params.n), fix)
         if (isinstance(prompt, str) or params.stop) and self.tokenizer is None:
             raise ArgumentError("tokenizer", "a tokenizer for string prompts and stop strings", "None")
         ids = token_ids(

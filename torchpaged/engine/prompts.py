@@ -35,7 +35,7 @@ def list_sampling(sampling: Any, count: int) -> list[SamplingParams]:
         raise ArgumentError("sampling", "SamplingParams, or a list of them", shown(wrong[0]))
     if len(each) != count:
         raise ArgumentError("sampling", f"one SamplingParams per prompt ({count})", str(len(each)))
-    return each
+    return [SamplingParams() if params is None else params for params in each]
 
 
 def token_ids(prompt: Any, vocab_size: int) -> list[int]:

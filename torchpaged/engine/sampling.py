@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class SamplingParams:
         logprobs: log probabilities that come with each token: of itself, and of so many likeliest tokens;
             None = none. Of the softmax of the model's logits, before anything changes these, temperature
             included. At most the `Generator`'s ``max_logprobs``.
+        n: samples of a prompt, each a request of its own: `Generator.generate` gives as many outputs,
+            `Generator.submit` takes `samples` one by one. Sample i has the seed ``seed + i``.
         extra_args: numbers for the `Generator`'s ``logits_processor``, at most its ``max_extra_args``; as
             float32.
 
@@ -80,6 +82,7 @@ class SamplingParams:
     min_new_tokens: int = 0
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     logprobs: int | None = None
+    n: int = 1
     extra_args: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -113,6 +116,9 @@ class SamplingParams:
         most = f"an integer from 0 to max_new_tokens ({self.max_new_tokens})"
         self._integer("min_new_tokens", most, 0, self.max_new_tokens)
         self._check_bias()
+        self._integer("n", "an integer of at least 1", 1)
+        if self.n > 1 and not self.temperature:
+            raise ArgumentError("n", "1 with temperature 0, whose samples are all alike", str(self.n))
         if self.logprobs is not None:
             self._integer("logprobs", "None or an integer of at least 0", 0)
         args = self.extra_args if isinstance(self.extra_args, (tuple, list)) else [None]
@@ -145,6 +151,15 @@ class SamplingParams:
         if value is None or not low <= value <= high:
             raise ArgumentError(name, expected, shown(getattr(self, name)))
         object.__setattr__(self, name, value)
+
+    def samples(self) -> list[SamplingParams]:
+        """Those of each of the ``n`` samples: ``n`` is 1 there, and sample i has the seed ``seed + i``, as
+        signed 64-bit integers count; None stays None."""
+        if self.n == 1:
+            return [self]
+        first = self.seed
+        seeds = [None if first is None else (first + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse stop ids and biases of tokens that a vocabulary of ``vocab_size`` does not have."""

@@ -137,6 +137,13 @@ BAD = {
     "stop": ["text", ("",), (1,), {"a"}, None, (None,), b"x"],
     "stop_token_ids": [3, (1.5,), (True,), "12", {3}, None, (2**63,), (-1,), ("a",)],
     "ignore_eos": [1, None, "yes"],
+    **{name: [x for x in INTEGERS if x is not INTEGERS[8]] + [-1] for name in ("logprobs", "n")},
+    "min_new_tokens": [*INTEGERS, None, -1, 65],
+    "logit_bias": [
+        *(None, [(3, 0.5)], {3: "1"}, {3: None}, {3: True}, {1.5: 1.0}, {-1: 1.0}, {"3": 1.0}),
+        *({3: float("nan")}, {3: float("inf")}, {3: 1e39}),
+    ],
+    "extra_args": [3.0, None, "12", {3.0}, ("1",), (True,), (float("nan"),), (float("inf"),), (1e39,)],
 }
 
 
@@ -157,9 +164,23 @@ def test_numbers_of_numpy_become_plain() -> None:
         top_p=1,
         stop=["a"],
         stop_token_ids=[numpy.int64(4)],
+        logit_bias={numpy.int64(4): numpy.float32(0.5)},
+        extra_args=[1, numpy.float64(0.5)],
     )
+    assert [type(x) for x in (*params.logit_bias, *params.logit_bias.values(), *params.extra_args)] == [
+        *(int, float),
+        *(float, float),
+    ]
     assert params == SamplingParams(
-        max_new_tokens=3, seed=-5, top_k=4, temperature=0.5, top_p=1.0, stop=("a",), stop_token_ids=(4,)
+        max_new_tokens=3,
+        seed=-5,
+        top_k=4,
+        temperature=0.5,
+        top_p=1.0,
+        stop=("a",),
+        stop_token_ids=(4,),
+        logit_bias={4: 0.5},
+        extra_args=(1.0, 0.5),
     )
     assert [
         type(x)

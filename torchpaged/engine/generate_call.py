@@ -23,6 +23,7 @@ from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.engine.call_options import PlainSteps, call_sampling, require_plain_call
 from torchpaged.engine.generator import Generator
+from torchpaged.engine.numbers import shown
 from torchpaged.engine.sampling import SamplingParams
 
 
@@ -253,6 +254,13 @@ def accelerate(
             "call torchpaged.hf.unaccelerate(model) first",
         )
     switch("fuse", fuse, "auto")
+    if options.get("logits_processor") is not None:
+        raise ArgumentError(
+            "logits_processor",
+            "None: a call may run in transformers' own loop, which would leave it out",
+            shown(options["logits_processor"]),
+            "give generate() a list of transformers' processors, or use torchpaged.engine.Generator",
+        )
     takes = inspect.signature(type(model).generate).parameters if hasattr(type(model), "generate") else {}
     if "custom_generate" not in takes:
         raise UnsupportedModelError(

@@ -39,7 +39,7 @@ from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.options import GeneratorOptions, taking
 from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TextStream, TokenEvent
 from torchpaged.engine.paged import paged_model, tokens_per_request
-from torchpaged.engine.prompts import list_prompts, list_sampling, token_ids
+from torchpaged.engine.prompts import list_prompts, list_sampling, logits_words, token_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Inbox, Sequence
@@ -426,7 +426,7 @@ class Generator(Lifecycle):
             self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size
         )
         params.check_vocabulary(self.model.vocab_size)
-        words = self._stage.words(params, self.model.eos_token_ids, self.model.vocab_size)
+        words = logits_words(self._stage, params, self.model.eos_token_ids, self.model.vocab_size)
         room = self._room
         if len(ids) >= room:
             raise ArgumentError(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import struct
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.sampling import SamplingParams
+
+#: More tokens than any request has.
+_ALWAYS = 2**31 - 1
 
 
 def list_prompts(prompts: Any) -> list[Any]:
@@ -60,3 +66,51 @@ def token_ids(prompt: Any, vocab_size: int) -> list[int]:
     if not ids:
         raise ArgumentError("prompt", "at least one token", "an empty prompt")
     return ids
+
+
+def logits_words(
+    stage: LogitsStage, sampling: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int
+) -> tuple[int, ...]:
+    """What a request brings into its row for ``stage``: ``num_words`` signed integers of 32 bits.
+
+    Args:
+        stage: of the engine.
+        sampling: of the request.
+        eos_token_ids: the model's own ends.
+        vocab_size: tokens that have logits.
+
+    Raises:
+        ArgumentError: it asks for more than the engine was made for.
+    """
+    args, most = sampling.extra_args, stage.max_extra_args
+    if len(args) > most:
+        raise _too_much("extra_args", f"at most {most} numbers", len(args), "max_extra_args")
+    likeliest = -1 if stage.max_logprobs is None else stage.max_logprobs
+    if sampling.logprobs is not None and sampling.logprobs > likeliest:
+        expected = "None" if likeliest < 0 else f"None, or at most {likeliest}"
+        raise _too_much("logprobs", expected, sampling.logprobs, "max_logprobs")
+    biases = [(token, _ALWAYS, bias) for token, bias in sampling.logit_bias.items()]
+    if sampling.min_new_tokens:
+        ends = {token for token in sampling.end_token_ids(eos_token_ids) if 0 <= token < vocab_size}
+        biases += [(token, min(sampling.min_new_tokens, _ALWAYS), -math.inf) for token in sorted(ends)]
+    if len(biases) > stage.max_logit_bias:
+        asked = ("logit_bias", sampling.logit_bias), ("min_new_tokens", sampling.min_new_tokens)
+        raise _too_much(
+            " and ".join(name for name, given in asked if given),
+            f"at most {stage.max_logit_bias} tokens with a bias, end tokens under min_new_tokens included",
+            len(biases),
+            "max_logit_bias",
+        )
+    # A bias of 0 changes nothing, whatever token it is for.
+    biases += [(0, 0, 0.0)] * (stage.max_logit_bias - len(biases))
+    tokens, until, added = zip(*biases, strict=True) if biases else ((), (), ())
+    packed = struct.pack(
+        f"={2 * len(biases)}i{len(biases)}f{most}f",
+        *(*tokens, *until, *added),
+        *(*args, *[0.0] * (most - len(args))),
+    )
+    return struct.unpack(f"={stage.num_words}i", packed)
+
+
+def _too_much(name: str, expected: str, got: int, option: str) -> ArgumentError:
+    return ArgumentError(name, expected, str(got), f"make the Generator with a larger {option}")

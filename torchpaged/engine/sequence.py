@@ -89,7 +89,7 @@ class Sequence:
         step_count, steps_read: the loop's count, and where in it the host is with reading this
             sequence's tokens.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
-        logits_words: what it asks of logits in front of sampling, of `LogitsStage.words`.
+        logits_words: what it asks of logits, of `torchpaged.engine.prompts.logits_words`.
         cached: its text in the prefix cache; None: it has not asked yet, or there is no cache.
     """
 

@@ -1,7 +1,6 @@
 """LogitsStage: what is done to logits in front of sampling, besides what the op ``finish_step`` does.
 
     stage = LogitsStage(processor=mine, max_extra_args=2, max_logit_bias=8)
-    words = stage.words(sampling, eos_token_ids, vocab_size)                # of a request, for its row
     logits = stage.process(logits, words, counters, input_ids, seq_lens)    # torch's ops alone
 
 Where nothing was asked for, ``process`` gives the model's own logits, and a captured step has no further
@@ -10,18 +9,13 @@ kernel.
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from torchpaged.engine.sampling import SamplingParams
 
 
 class LogitsRows(NamedTuple):
@@ -44,9 +38,6 @@ class LogitsRows(NamedTuple):
 
 LogitsProcessor = Callable[[Tensor, LogitsRows], Tensor]
 
-#: More tokens than any request has.
-_ALWAYS = 2**31 - 1
-
 
 class LogitsStage:
     """What requests of an engine may ask of logits.
@@ -58,6 +49,7 @@ class LogitsStage:
         max_logprobs: likeliest tokens of which `logprobs` tells; None: it is not called.
 
     Attributes:
+        max_extra_args, max_logit_bias, max_logprobs: as given.
         processes: whether `process` may give other logits than the model's.
         num_words: words of 4 bytes that a request brings into its row.
         record_words: words of 8 bytes that `logprobs` gives for a token, 0 where it is not called.
@@ -70,52 +62,10 @@ class LogitsStage:
         max_logit_bias: int = 0,
         max_logprobs: int | None = None,
     ) -> None:
-        self._processor, self._max_extra_args, self._max_bias = processor, max_extra_args, max_logit_bias
-        self._max_logprobs, self.record_words = max_logprobs, 0 if max_logprobs is None else max_logprobs + 1
+        self._processor, self.max_extra_args, self.max_logit_bias = processor, max_extra_args, max_logit_bias
+        self.max_logprobs, self.record_words = max_logprobs, 0 if max_logprobs is None else max_logprobs + 1
         self.processes = processor is not None or max_logit_bias > 0
         self.num_words = 3 * max_logit_bias + max_extra_args
-
-    def words(
-        self, sampling: SamplingParams, eos_token_ids: Sequence[int], vocab_size: int
-    ) -> tuple[int, ...]:
-        """The request's part of a row: ``num_words`` signed integers of 32 bits.
-
-        Args:
-            sampling: of the request.
-            eos_token_ids: the model's own ends.
-            vocab_size: tokens that have logits.
-
-        Raises:
-            ArgumentError: it asks for more than the engine was made for.
-        """
-        args, most = sampling.extra_args, self._max_extra_args
-        if len(args) > most:
-            raise _too_much("extra_args", f"at most {most} numbers", str(len(args)), "max_extra_args")
-        likeliest = -1 if self._max_logprobs is None else self._max_logprobs
-        if sampling.logprobs is not None and sampling.logprobs > likeliest:
-            expected = "None" if likeliest < 0 else f"None, or at most {likeliest}"
-            raise _too_much("logprobs", expected, str(sampling.logprobs), "max_logprobs")
-        biases = [(token, _ALWAYS, bias) for token, bias in sampling.logit_bias.items()]
-        if sampling.min_new_tokens:
-            ends = {token for token in sampling.end_token_ids(eos_token_ids) if 0 <= token < vocab_size}
-            biases += [(token, min(sampling.min_new_tokens, _ALWAYS), -math.inf) for token in sorted(ends)]
-        if len(biases) > self._max_bias:
-            asked = ("logit_bias", sampling.logit_bias), ("min_new_tokens", sampling.min_new_tokens)
-            raise _too_much(
-                " and ".join(name for name, given in asked if given),
-                f"at most {self._max_bias} tokens with a bias, end tokens under min_new_tokens included",
-                str(len(biases)),
-                "max_logit_bias",
-            )
-        # A bias of 0 changes nothing, whatever token it is for.
-        biases += [(0, 0, 0.0)] * (self._max_bias - len(biases))
-        tokens, until, added = zip(*biases, strict=True) if biases else ((), (), ())
-        packed = struct.pack(
-            f"={2 * len(biases)}i{len(biases)}f{most}f",
-            *(*tokens, *until, *added),
-            *(*args, *[0.0] * (most - len(args))),
-        )
-        return struct.unpack(f"={self.num_words}i", packed)
 
     def process(
         self,
@@ -129,7 +79,9 @@ class LogitsStage:
 
         Args:
             logits: ``[B, vocab_size]``, the model's; not written.
-            words: ``[B, num_words]`` int32, of `words`.
+            words: ``[B, num_words]`` int32, of each row's request: ``max_logit_bias`` tokens, numbers of
+                generated tokens before which something is added to their logits, what this is, as bits of
+                float32, and likewise ``max_extra_args`` numbers.
             num_generated, last_token_ids, seq_lens: as in `LogitsRows`.
 
         Returns:
@@ -141,7 +93,7 @@ class LogitsStage:
         if not self.processes:
             return logits
         logits = logits.to(torch.float32, copy=True)
-        most = self._max_bias
+        most = self.max_logit_bias
         if most:
             tokens, until, added = words[:, : 3 * most].unflatten(1, (3, most)).unbind(1)
             added = torch.where(num_generated[:, None] < until, added.view(torch.float32), 0.0)
@@ -203,7 +155,3 @@ def _described(logits: Tensor) -> str:
     return (
         f"{str(logits.dtype).removeprefix('torch.')} logits of shape {list(logits.shape)} on {logits.device}"
     )
-
-
-def _too_much(name: str, expected: str, got: str, option: str) -> ArgumentError:
-    return ArgumentError(name, expected, got, f"make the Generator with a larger {option}")

@@ -47,7 +47,7 @@ class RowState:
         stop_token_ids: ids that end it; the first `MAX_STOP_TOKEN_IDS` are seen on the device.
         seen: ids that a repetition penalty applies to; None with a penalty of 1: the row's bits are of no
             meaning then.
-        logits_words: of `LogitsStage.words`.
+        logits_words: what it asks of logits in front of sampling, as `LogitsStage.process` takes it.
     """
 
     input_id: int

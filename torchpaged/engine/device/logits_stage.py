@@ -97,8 +97,8 @@ class LogitsStage:
         if most:
             tokens, until, added = words[:, : 3 * most].unflatten(1, (3, most)).unbind(1)
             added = torch.where(num_generated[:, None] < until, added.view(torch.float32), 0.0)
-            # Not `scatter_`: entries of one token add up, in any order: one of them at most is finite and
-            # not 0.
+            # `scatter_add_`, since a token may have several entries. Their order does not matter: one of them
+            # at most is neither 0 nor -inf.
             logits.scatter_add_(1, tokens.long(), added)
         if self._processor is None:
             return logits
@@ -128,7 +128,6 @@ class LogitsStage:
         own = logits.gather(1, tokens.clamp_min(0)[:, None])
         likeliest, ids = logits.topk(self.record_words - 1)
         values = torch.cat([own, likeliest], 1) - logits.logsumexp(1, keepdim=True)
-        # an id that is not used makes as many as there are values
         return torch.cat([values.view(torch.int32), tokens[:, None].int(), ids.int()], 1).view(torch.int64)
 
 

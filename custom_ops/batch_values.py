@@ -111,9 +111,7 @@ def check_batch_values(
             f"{int(block_table[row, column])} in row {row}, column {column}",
         )
     first = (seq_lens - query_lens).clamp_min(0)
-    oldest = (first - window_left).clamp_min(0) if window_left >= 0 else torch.zeros_like(first)
-    if chunk_size > 0:
-        oldest = torch.maximum(oldest, first // chunk_size * chunk_size)
+    oldest = _oldest_seen(first, window_left, chunk_size)
     seen = used & (columns >= oldest[:, None] // block_size)
     shown = torch.where(seen, block_table, 0).sort(-1).values
     twice = (shown[:, 1:] == shown[:, :-1]) & (shown[:, 1:] > 0)
@@ -124,6 +122,12 @@ def check_batch_values(
             "every block once per request (block 0, the null block, excepted)",
             f"block {int(shown[row, column])} several times in row {row}",
         )
+
+
+def _oldest_seen(first: Tensor, window_left: int, chunk_size: int) -> Tensor:
+    """The first key that each request's first query, at position ``first``, sees."""
+    oldest = (first - window_left).clamp_min(0) if window_left >= 0 else torch.zeros_like(first)
+    return torch.maximum(oldest, first // chunk_size * chunk_size) if chunk_size > 0 else oldest
 
 
 def _is_good_batch(

@@ -82,6 +82,16 @@ def bucket_for(buckets: Sequence[int], num_rows: int) -> int:
     return buckets[index]
 
 
+def _check_counts(counts: Mapping[int, float], max_batch_size: int) -> None:
+    wrong = next((n for n, count in counts.items() if not 1 <= n <= max_batch_size or count < 0), None)
+    if wrong is not None:
+        raise ArgumentError(
+            "seen",
+            f"counts of at least 0 for 1 to {max_batch_size} rows",
+            f"{counts[wrong]} for {wrong} rows",
+        )
+
+
 def buckets_by_cost(
     max_batch_size: int,
     step_ms: Callable[[int], float],
@@ -113,13 +123,7 @@ def buckets_by_cost(
     if max_buckets is not None and max_buckets < 1:
         raise ArgumentError("max_buckets", "at least 1", str(max_buckets))
     counts = dict.fromkeys(range(1, max_batch_size + 1), 1000.0) if seen is None else dict(seen)
-    wrong = next((n for n, count in counts.items() if not 1 <= n <= max_batch_size or count < 0), None)
-    if wrong is not None:
-        raise ArgumentError(
-            "seen",
-            f"counts of at least 0 for 1 to {max_batch_size} rows",
-            f"{counts[wrong]} for {wrong} rows",
-        )
+    _check_counts(counts, max_batch_size)
     sizes = range(1, max_batch_size + 1)
     below = [0.0, *itertools.accumulate(counts.get(n, 0.0) for n in sizes)]  # steps of up to n rows
     times = [0.0, *map(step_ms, sizes)]

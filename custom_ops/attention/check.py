@@ -83,14 +83,7 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
         **batch,
     )
     check_cache_dtype(q, k_cache, call.k_scale, call.v_scale)
-    if call.max_query_len < 1:
-        raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
-    check_softmax(call.scale, call.logits_soft_cap)
-    for name, size in (("window_left", call.window_left), ("window_right", call.window_right)):
-        if size < -1:
-            raise ArgumentError(name, "-1 (open) or a number of keys >= 0", str(size))
-    if call.chunk_size < 0:
-        raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(call.chunk_size))
+    _check_numbers(call)
     if call.semaphore is not None:
         _check_semaphore(call.semaphore, block_table.shape[0] * num_kv_heads, q.device)
     if call.tree_mask is not None:
@@ -109,6 +102,17 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
         )
         if call.tree_mask is not None:
             _check_tree_values(call.tree_mask, seq_lens, query_start_loc)
+
+
+def _check_numbers(call: AttentionCall) -> None:
+    if call.max_query_len < 1:
+        raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
+    check_softmax(call.scale, call.logits_soft_cap)
+    for name, size in (("window_left", call.window_left), ("window_right", call.window_right)):
+        if size < -1:
+            raise ArgumentError(name, "-1 (open) or a number of keys >= 0", str(size))
+    if call.chunk_size < 0:
+        raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(call.chunk_size))
 
 
 def _check_query_dtype(q: Tensor, k_cache: Tensor, out: Tensor, fp8_queries: bool) -> None:

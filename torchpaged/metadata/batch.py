@@ -289,13 +289,7 @@ class AttentionMetadata:
             raise ArgumentError(
                 "max_query_len", f"at least the longest query ({longest})", str(max_query_len)
             )
-        width = max((len(row) for row in block_tables), default=1) or 1
-        if max_blocks_per_req is not None:
-            if width > max_blocks_per_req:
-                raise ArgumentError(
-                    "block_tables", f"at most {max_blocks_per_req} blocks per request", str(width)
-                )
-            width = max_blocks_per_req
+        width = _width(block_tables, max_blocks_per_req)
         device = device_here(device)
         pin = device.type == "cuda"  # a copy from other memory waits for everything before it
         fields: Any = {
@@ -308,6 +302,14 @@ class AttentionMetadata:
             block_size=block_size,
             query_lens=tuple(int(n) for n in query_lens),
         )
+
+
+def _width(block_tables: Sequence[Sequence[int]], asked: int | None) -> int:
+    """Columns of the table: as many as asked for, or those of the longest row."""
+    width = max((len(row) for row in block_tables), default=1) or 1
+    if asked is not None and width > asked:
+        raise ArgumentError("block_tables", f"at most {asked} blocks per request", str(width))
+    return width if asked is None else asked
 
 
 class HostLengths(NamedTuple):

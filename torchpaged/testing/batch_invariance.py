@@ -125,20 +125,31 @@ def check_batch_invariance(
                 assert_attention_close(attempt.out, attempt.lse, batch, **given)
                 alone = bits
                 continue
-            for what, got in bits.items():
-                if not torch.equal(got, alone[what]):
-                    difference = float((got.double() - alone[what].double()).abs().max())
-                    raise AssertionError(
-                        f"{backend.name}: {what} of a request of {query_len} tokens and {length} keys "
-                        f"differs by up to {difference:.1e} next to {rest.name!r} from what it is "
-                        f"alone{f', with {given}' if given else ''}; do not declare batch_invariant"
-                    )
+            which = f"of a request of {query_len} tokens and {length} keys", f"next to {rest.name!r}"
+            _require_same(backend, bits, alone, which, given)
             report.calls += 1
     if not report.calls:
         raise BackendUnavailableError(
             f"backend {backend.name!r} cannot run this attention: {'; '.join(reasons)}"
         )
     return report
+
+
+def _require_same(
+    backend: Backend,
+    bits: dict[str, Tensor],
+    alone: dict[str, Tensor],
+    which: tuple[str, str],
+    given: dict[str, Any],
+) -> None:
+    """``which``: request, and what it is next to, for the message."""
+    for what, got in bits.items():
+        if not torch.equal(got, alone[what]):
+            difference = float((got.double() - alone[what].double()).abs().max())
+            raise AssertionError(
+                f"{backend.name}: {what} {which[0]} differs by up to {difference:.1e} {which[1]} from what "
+                f"it is alone{f', with {given}' if given else ''}; do not declare batch_invariant"
+            )
 
 
 def _batch(

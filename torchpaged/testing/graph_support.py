@@ -7,8 +7,10 @@ print(report)                                       # my_backend: ALWAYS, proved
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -98,30 +100,34 @@ def check_graph_support(
     held = GraphSupport.NEVER
     for level in (level for level in GraphSupport if GraphSupport.NEVER < level <= declared):
         new = [case for case in _cases(backend, level) if case not in conformance_cases(held)]
-        for case in new:
-            for dtype in taken:
-                try:
-                    done = check_replays(backend, case, capture, device, dtype=dtype, **sizes)
-                    if device.type == "cpu" and backend.capabilities.planning == Planning.EVERY_STEP:
-                        check_forgotten_plan(backend, case, capture, device, dtype=dtype, **sizes)
-                        report.forgotten_plans = True
-                except Exception as error:
-                    raise AssertionError(
-                        f"backend {backend.name!r} declares graph support {declared.name} and holds "
-                        f"{held.name}: case {case.name!r} in {str(dtype).removeprefix('torch.')}: {error}"
-                    ) from error
-                report.replays[f"{case.name}[{str(dtype).removeprefix('torch.')}]"] = done
+        for case, dtype in product(new, taken):
+            with _failing_as(backend, f" and holds {held.name}", case, dtype):
+                done = check_replays(backend, case, capture, device, dtype=dtype, **sizes)
+                if device.type == "cpu" and backend.capabilities.planning == Planning.EVERY_STEP:
+                    check_forgotten_plan(backend, case, capture, device, dtype=dtype, **sizes)
+                    report.forgotten_plans = True
+            report.replays[f"{case.name}[{str(dtype).removeprefix('torch.')}]"] = done
         held = level
-    for case in _cases(backend, GraphSupport.ALWAYS):
-        for dtype in taken if case not in conformance_cases(declared) else ():
-            try:
-                report.eager += check_eager(backend, case, device, dtype=dtype, **sizes)
-            except Exception as error:
-                raise AssertionError(
-                    f"backend {backend.name!r} declares graph support {declared.name}, and is wrong without "
-                    f"a graph: case {case.name!r} in {str(dtype).removeprefix('torch.')}: {error}"
-                ) from error
+    beyond = [
+        case for case in _cases(backend, GraphSupport.ALWAYS) if case not in conformance_cases(declared)
+    ]
+    for case, dtype in product(beyond, taken):
+        with _failing_as(backend, ", and is wrong without a graph", case, dtype):
+            report.eager += check_eager(backend, case, device, dtype=dtype, **sizes)
     return report
+
+
+@contextlib.contextmanager
+def _failing_as(backend: Backend, what: str, case: Case, dtype: torch.dtype) -> Iterator[None]:
+    """Whatever a case raises, as an AssertionError that says ``what`` failed."""
+    try:
+        yield
+    except Exception as error:
+        declared = backend.capabilities.graph_support.name
+        raise AssertionError(
+            f"backend {backend.name!r} declares graph support {declared}{what}: case {case.name!r} in "
+            f"{str(dtype).removeprefix('torch.')}: {error}"
+        ) from error
 
 
 def _cases(backend: Backend, level: GraphSupport) -> list[Case]:

@@ -126,11 +126,33 @@ class TorchpagedAttentionImpl(AttentionImpl):
             raise NotImplementedError("torchpaged: a window or ALiBi where keys after the query are seen")
         batch, (k_cache, v_cache) = attn_metadata, self._pools(kv_cache)
         refuse_grad(query=query, key=key, value=value)
-        num_tokens = batch.num_actual_tokens
         scales: tuple[Any, Any] = (None, None)
         if self.kv_cache_dtype in FP8_NAMES:
             scales = layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
-        call = AttentionCall(
+        call = self._call(query, k_cache, v_cache, batch, output, scales)
+        session, workspace = self._session_of(call)
+        if self.writes and key is not None and value is not None:
+            slots = batch.slot_mapping[: batch.num_actual_tokens]
+            k, v = (x.view(-1, self.num_kv_heads, self.head_size)[: slots.shape[0]] for x in (key, value))
+            session.ops.write_kv(
+                k, v, k_cache, v_cache, slots, *scales, are_query_tokens=batch.max_query_len == 1
+            )
+        tensors, options = call.flat()
+        kept = session.workspace_for(workspace, call.num_reqs)
+        session.ops.paged_attention(*tensors, **{**options, **kept})
+        return output
+
+    def _call(
+        self,
+        query: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: TorchpagedMetadata,
+        output: Tensor,
+        scales: tuple[Any, Any],
+    ) -> AttentionCall:
+        num_tokens = batch.num_actual_tokens
+        return AttentionCall(
             query.view(-1, self.num_heads, self.head_size)[:num_tokens],
             k_cache,
             v_cache,
@@ -149,17 +171,6 @@ class TorchpagedAttentionImpl(AttentionImpl):
             self.sinks,
             *scales,
         )
-        session, workspace = self._session_of(call)
-        if self.writes and key is not None and value is not None:
-            slots = batch.slot_mapping[:num_tokens]
-            k, v = (x.view(-1, self.num_kv_heads, self.head_size)[: slots.shape[0]] for x in (key, value))
-            session.ops.write_kv(
-                k, v, k_cache, v_cache, slots, *scales, are_query_tokens=batch.max_query_len == 1
-            )
-        tensors, options = call.flat()
-        kept = session.workspace_for(workspace, call.num_reqs)
-        session.ops.paged_attention(*tensors, **{**options, **kept})
-        return output
 
     def _pools(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         if self.kv_cache_dtype in FP8_NAMES and kv_cache.dtype == torch.uint8:

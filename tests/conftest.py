@@ -6,14 +6,13 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import python
 from torch import Tensor
 
 from torchpaged.custom_ops import native_status
@@ -148,10 +147,7 @@ def interpreter() -> None:
     import numpy
 
     probe = Path(__file__).parent / "support/probe_interpreter.py"
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(probe)], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = python(str(probe), timeout=120, TRITON_INTERPRET="1")
     if done.returncode:
         assert "only 0-dimensional arrays can be converted" in done.stderr, done.stderr
         pytest.skip(

@@ -6,10 +6,21 @@ from __future__ import annotations
 import pytest
 import torch
 from flex_backend import FLEX, FlexSession
-from small_gpt import BLOCK, BLOCKS, GPT, STEPS, TABLES, TOKENS, WIDTH, batch, close_to_dense, fed
+from small_gpt import (
+    BLOCK,
+    BLOCKS,
+    GPT,
+    STEPS,
+    TABLES,
+    TOKENS,
+    WIDTH,
+    batch,
+    close_to_dense,
+    decode_runner,
+    fed,
+)
 
 from torchpaged import Limits, PlanError
-from torchpaged.graphs import DecodeGraphRunner
 from torchpaged.graphs.capture import EagerCapture
 
 
@@ -56,17 +67,7 @@ def test_one_trace_for_all_batches(gpt: GPT, backend: str) -> None:
 def test_a_runner_plans_every_step(gpt: GPT) -> None:
     session = gpt.session
     assert isinstance(session, FlexSession)
-    runner = DecodeGraphRunner(
-        gpt,
-        max_batch_size=4,
-        max_blocks_per_req=WIDTH,
-        block_size=BLOCK,
-        num_blocks=BLOCKS,
-        buckets=[4],
-        compile=False,
-        capture=EagerCapture(),
-        session=session,
-    )
+    runner = decode_runner(gpt, num_blocks=BLOCKS, buckets=[4], capture=EagerCapture())
     runner.capture()
     for length in range(1, 8):
         logits = runner.run(TOKENS[:2, length - 1], [length] * 2, TABLES[:2])

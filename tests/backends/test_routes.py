@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from sessions import KEPT, PLANNING
-from small_gpt import BLOCK, GPT, STEPS, TABLES, WIDTH, batch, close_to_dense, fed
+from small_gpt import BLOCK, GPT, STEPS, WIDTH, batch, check_packed_steps, close_to_dense, fed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from wrapper_backend import WRAPPER
 
 import torchpaged
-from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, Limits, PagedAttention
+from torchpaged import ArgumentError, BackendUnavailableError, Limits, PagedAttention
 from torchpaged.backends import (
     AttentionSpec,
     Backend,
@@ -31,7 +31,6 @@ from torchpaged.backends import (
 from torchpaged.backends.choose import names as names_module
 from torchpaged.backends.choose.route import parse_route, route_backend
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.graphs import PackedGraphRunner, TapeCapture
 from torchpaged.testing import (
     BATCH_SPECS,
     BatchSpec,
@@ -241,25 +240,7 @@ def test_decodes_need_no_plan_of_the_other_part(monkeypatch: pytest.MonkeyPatch,
 def test_a_gpt_is_captured_on_a_route(planning_route: str, native: None) -> None:
     """Mixed steps of all lengths, one graph per number of tokens."""
     session = get_backend(planning_route).open([], LIMITS, "cpu")
-    gpt = GPT(session)
-
-    def step(input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Tensor:
-        return gpt(input_ids, metadata)[logits_indices]
-
-    runner = PackedGraphRunner(
-        step,
-        buckets=[8, 16],
-        max_num_reqs=3,
-        max_blocks_per_req=WIDTH,
-        block_size=BLOCK,
-        capture=TapeCapture(),
-        session=session,
-        debug=True,
-    )
-    for query_lens, seq_lens in STEPS:
-        ends = [sum(query_lens[: i + 1]) - 1 for i in range(2)]
-        logits = runner.run(fed(query_lens, seq_lens).tolist(), query_lens, seq_lens, TABLES[:2], ends)
-        close_to_dense(gpt, logits, [1, 1], seq_lens)
+    check_packed_steps(GPT(session))
 
 
 @torch.no_grad()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from command import printed, python
 
 import torchpaged
 from torchpaged.backends import (
@@ -148,13 +147,11 @@ def test_importing_is_light() -> None:
         "'matplotlib'};"
         "assert not bad, bad; assert not torch.cuda.is_initialized()"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+    printed("-c", code)
 
 
 def test_bare_imports_are_refused() -> None:
     for package in ("custom_ops", "graphs"):
-        done = subprocess.run(
-            [sys.executable, "-c", f"import {package}"], cwd=ROOT, capture_output=True, text=True
-        )
+        done = python("-c", f"import {package}")
         assert done.returncode
         assert f"torchpaged.{package}" in done.stderr

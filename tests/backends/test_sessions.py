@@ -26,10 +26,11 @@ from small_gpt import (
     VOCAB,
     WIDTH,
     batch,
+    check_packed_steps,
     close_to_dense,
+    decode_runner,
     fed,
 )
-from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from wrapper_backend import WRAPPER
 
@@ -55,7 +56,7 @@ from torchpaged.backends import (
 from torchpaged.backends import semaphore as semaphore_module
 from torchpaged.backends.choose import names as names_module
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.graphs import DecodeGraphRunner, PackedGraphRunner, TapeCapture
+from torchpaged.graphs import DecodeGraphRunner, TapeCapture
 from torchpaged.graphs.capture import EagerCapture
 
 LIMITS = Limits(max_num_reqs=4, max_blocks_per_req=WIDTH)
@@ -108,17 +109,9 @@ def test_a_gpt_is_captured(session: PlanningSession, compile: bool) -> None:
     """A plan before each capture and each replay, from the host's lengths, and none inside."""
     torch._dynamo.reset()
     gpt = GPT(session)
-    runner = DecodeGraphRunner(
-        gpt,
-        max_batch_size=4,
-        max_blocks_per_req=WIDTH,
-        block_size=BLOCK,
-        num_blocks=BLOCKS,
-        buckets=[2, 4],
-        compile=compile,
-        capture=EagerCapture() if compile else TapeCapture(),
-        session=session,
-        debug=True,
+    capture = EagerCapture() if compile else TapeCapture()
+    runner = decode_runner(
+        gpt, num_blocks=BLOCKS, buckets=[2, 4], compile=compile, capture=capture, debug=True
     )
     runner.capture()
     assert session.plans_made == 2
@@ -152,16 +145,7 @@ def test_a_library_whose_state_is_an_object(compile: bool) -> None:
                 session.plan(metadata)
                 close_to_dense(gpt, compiled(fed([1, 1], [length] * 2), metadata), [1, 1], [length] * 2)
         return
-    runner = DecodeGraphRunner(
-        gpt,
-        max_batch_size=4,
-        max_blocks_per_req=WIDTH,
-        block_size=BLOCK,
-        buckets=[2, 4],
-        compile=False,
-        capture=TapeCapture(),
-        session=session,
-    )
+    runner = decode_runner(gpt, buckets=[2, 4], capture=TapeCapture())
     runner.capture()
     assert sorted(session.wrappers) == [2, 4]
     for length in range(1, 8):
@@ -189,16 +173,7 @@ def test_a_plan_of_shapes_alone_is_made_once_at_each_capture() -> None:
         OfShapes,
     )
     gpt = GPT(backend.open([], LIMITS, "cpu"))
-    runner = DecodeGraphRunner(
-        gpt,
-        max_batch_size=4,
-        max_blocks_per_req=WIDTH,
-        block_size=BLOCK,
-        buckets=[2, 4],
-        compile=False,
-        capture=EagerCapture(),
-        session=gpt.session,
-    )
+    runner = decode_runner(gpt, buckets=[2, 4], capture=EagerCapture())
     runner.capture()
     OfShapes.seen.clear()
     for length in range(1, 7):
@@ -237,25 +212,7 @@ def test_a_layer_that_comes_later_is_planned_for_every_shape() -> None:
 
 
 def test_packed_prefills_are_captured(session: PlanningSession) -> None:
-    gpt = GPT(session)
-
-    def step(input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Tensor:
-        return gpt(input_ids, metadata)[logits_indices]
-
-    runner = PackedGraphRunner(
-        step,
-        buckets=[8, 16],
-        max_num_reqs=3,
-        max_blocks_per_req=WIDTH,
-        block_size=BLOCK,
-        capture=TapeCapture(),
-        session=session,
-        debug=True,
-    )
-    for query_lens, seq_lens in STEPS:
-        ends = [sum(query_lens[: i + 1]) - 1 for i in range(2)]
-        logits = runner.run(fed(query_lens, seq_lens).tolist(), query_lens, seq_lens, TABLES[:2], ends)
-        close_to_dense(gpt, logits, [1, 1], seq_lens)
+    check_packed_steps(GPT(session))
     assert session.plans_from_host == len(STEPS)
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from attention_peers.contenders import contenders
 from attention_peers.in_parts import in_parts, num_decodes
 from attention_peers.suites import SUITES
 from attention_peers.summary import compare, summarise
+from command import python
 from torch import Tensor
 
 from torchpaged.bench import timing
@@ -624,10 +624,7 @@ def test_without_typer_and_rich() -> None:
         f"SystemExit(main({[*ARGUMENTS, '--case', 'edges', '--backends', 'reference', '--skip', 'sdpa']!r}))"
     )
     path = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = python("-c", code, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows"][0]["contenders"]["reference"]["status"] == "timed"
     assert "peer/own" in done.stderr

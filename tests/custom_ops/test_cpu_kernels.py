@@ -185,17 +185,7 @@ def test_bad_batches_are_refused_before_anything_is_written(argument: str, chang
         setattr(batch, key, value)
     out = torch.full((*batch.q.shape[:2], 64), 7.0)
     with pytest.raises(RuntimeError, match=argument):
-        CPU.paged_attention(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            out,
-            max_query_len=batch.max_query_len,
-            scale=1.0,
-        )
+        CPU.paged_attention(*batch.tensors, out, max_query_len=batch.max_query_len, scale=1.0)
     assert torch.all(out == 7.0)
 
 
@@ -206,16 +196,7 @@ def test_numbers_per_head_must_be_contiguous(name: str, kind: str) -> None:
     batch = make_batch(BATCH_SPECS["decode_edges"])
     values = torch.arange(8.0)[::2] if kind == "strided" else torch.ones(1).expand(4)
     with pytest.raises(ArgumentError, match=name):
-        torchpaged.paged_attention(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            max_query_len=1,
-            **{name: values},
-        )
+        torchpaged.paged_attention(*batch.tensors, max_query_len=1, **{name: values})
 
 
 def test_no_path_of_the_machine_that_built_it() -> None:

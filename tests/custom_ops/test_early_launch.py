@@ -4,13 +4,13 @@ would start early."""
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from command import printed
 
 from torchpaged import BackendUnavailableError
 from torchpaged.custom_ops import early_launch
@@ -22,11 +22,7 @@ def test_inductors_option_is_where_we_look() -> None:
     assert sys.modules["torch._inductor.config"] is inductor_config
     assert inductor_config.triton.enable_pdl is (os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1")
     code = "import torch._inductor.config as c; print(c.triton.enable_pdl)"
-    environment = {**os.environ, "TORCHINDUCTOR_ENABLE_PDL": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "True"
+    assert printed("-c", code, TORCHINDUCTOR_ENABLE_PDL="1").strip() == "True"
 
 
 def test_refused_while_it_is_on() -> None:
@@ -154,5 +150,4 @@ def test_nothing_is_imported_to_ask() -> None:
         "import sys, torch; from torchpaged.custom_ops import early_launch as e; e.refuse_inductors(); "
         "print('torch._inductor.config' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    assert printed("-c", code).strip() == "False"

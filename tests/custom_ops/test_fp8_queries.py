@@ -47,14 +47,7 @@ def dequantised(batch: Batch, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def call(batch: Batch, **options: Any) -> Any:
-    tensors = (
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-    )
+    tensors = batch.tensors
     options = {**batch.extras, "max_query_len": batch.max_query_len, **options}
     return torchpaged.paged_attention(*tensors, **options)
 

@@ -10,6 +10,7 @@ import torch
 from op_inputs.latent import (
     SELECTIONS,
     assert_sparse_close,
+    latent_tensors,
     make_latent_batch,
     run_mla_attention,
     selected,
@@ -73,15 +74,7 @@ def test_what_is_refused(case: str) -> None:
     for ops in (REFERENCE, CPU):
         with pytest.raises(ArgumentError, match="^indices: expected"):
             ops.mla_attention(
-                batch.q,
-                batch.k_cache,
-                batch.block_table,
-                batch.seq_lens,
-                batch.query_start_loc,
-                out,
-                max_query_len=batch.max_query_len,
-                scale=0.1,
-                indices=indices,
+                *latent_tensors(batch), out, max_query_len=batch.max_query_len, scale=0.1, indices=indices
             )
     assert not out.any()
 

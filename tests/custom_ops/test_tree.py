@@ -185,14 +185,7 @@ def test_bad_trees_are_refused_and_nothing_is_written(case: str, backend: str, n
     batch = make_tree_batch(tree_spec("one", (4,), ((64, 0, "random"),)), head_dim=16)
     out = torch.full_like(batch.q, 7.0)
     options = {"max_query_len": 64, "scale": 1.0, **batch.extras, **change(batch)}
-    tensors = (
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-    )
+    tensors = batch.tensors
     with pytest.raises((ArgumentError, RuntimeError), match=match):
         BACKEND_OPS[backend].paged_attention(*tensors, out, **options)
     assert bool((out == 7.0).all())
@@ -255,14 +248,7 @@ def test_the_module_takes_trees_from_the_metadata_eagerly_and_compiled() -> None
 
 def test_the_function_takes_trees_eagerly_and_compiled() -> None:
     batch = make_tree_batch(TREE_SPECS["tree_mixed"], head_dim=16)
-    tensors = (
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-    )
+    tensors = batch.tensors
 
     def attend(tree_mask: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torchpaged.paged_attention(*tensors, max_query_len=8, tree_mask=tree_mask)

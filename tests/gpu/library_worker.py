@@ -69,23 +69,19 @@ def compiled(backend: Backend, name: str) -> None:
     workspace = session.workspace(spec_of(batch))
     session.plan(step_of(batch), host_of(batch))
 
+    call = caller(session, batch, workspace)
+    assert_attention_close(torch.compile(call, fullgraph=True)(batch.q), None, batch)
+
+
+def caller(session: Any, batch: Any, workspace: dict[str, torch.Tensor]) -> Any:
+    """Attention of the batch with other queries, for a trace."""
+
     def call(q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q)
-        session.ops.paged_attention(
-            q + 0.0,
-            batch.k_cache,
-            batch.v_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            out,
-            max_query_len=batch.max_query_len,
-            scale=batch.scale,
-            **workspace,
-        )
+        out, numbers = torch.empty_like(q), {"max_query_len": batch.max_query_len, "scale": batch.scale}
+        session.ops.paged_attention(q + 0.0, *batch.tensors[1:], out, **numbers, **workspace)
         return out
 
-    assert_attention_close(torch.compile(call, fullgraph=True)(batch.q), None, batch)
+    return call
 
 
 def cascade() -> None:
@@ -128,24 +124,7 @@ def with_mods(name: str, how: str) -> None:
     batch.extras["alibi_slopes"] = SLOPES
     plain = get_backend("flex").open([], limits_of(batch), DEVICE)
     spec = dataclasses.replace(spec_of(batch, lse=False), uses=frozenset(), **MODS)
-    workspace = plain.workspace(spec)
-
-    def call(q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q)
-        plain.ops.paged_attention(
-            q + 0.0,
-            batch.k_cache,
-            batch.v_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            out,
-            max_query_len=batch.max_query_len,
-            scale=batch.scale,
-            **workspace,
-        )
-        return out
-
+    call = caller(plain, batch, plain.workspace(spec))
     if how == "compiled":
         out = torch.compile(call, fullgraph=True)(batch.q)
     elif how == "captured":

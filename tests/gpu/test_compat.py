@@ -4,11 +4,11 @@ captured graph that serves other lengths."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from documented import Pools, documented_attention, starts_of
 from torch import Tensor
 
@@ -17,16 +17,6 @@ from torchpaged.prefixes import SharedPrefixes, cascade_attention, find_prefix_g
 
 pytestmark = pytest.mark.gpu
 BF16 = {"rtol": 2e-2, "atol": 2e-2}
-
-
-def captured(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=side):
-        out = call()
-    return graph, out
 
 
 def documented(queries: list[Tensor], keys: list[Tensor], values: list[Tensor], **known: Any) -> Tensor:

@@ -7,10 +7,8 @@ begins late. In a process of its own: a part that is counted twice makes a merge
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from command import printed
 
 pytestmark = pytest.mark.gpu
 LIMIT_S = 120
@@ -72,10 +70,4 @@ for batch in batches:
     ids=str,
 )
 def test_bits_do_not_depend_on_who_arrives_last(heads: tuple[int, int, int], batches: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, heads), str(REPLAYS), batches],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    printed("-c", SCRIPT, *map(str, heads), str(REPLAYS), batches, timeout=LIMIT_S)

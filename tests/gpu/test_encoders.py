@@ -3,11 +3,11 @@ kernels that start early; compiled and captured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from torch import Tensor
 
 from torchpaged.cache import PagedKVCache
@@ -15,16 +15,6 @@ from torchpaged.layers import CrossAttention, EncoderOnlyAttention, encoder_meta
 
 pytestmark = pytest.mark.gpu
 LENS = ([30, 9, 1], [4, 20, 16], [17, 1, 22])
-
-
-def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=side):
-        out = call()
-    return graph, out
 
 
 def dense(query_lens: list[int], key_lens: list[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:

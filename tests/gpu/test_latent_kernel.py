@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
+from op_inputs.latent import assert_latent_close, latent_tensors, make_latent_batch, run_mla_attention
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cuda import jit
@@ -41,11 +41,7 @@ def check_that_it_is_taken(batch: Batch) -> None:
     """Not left to Triton."""
     shapes = (*batch.q.shape[:2], batch.v_cache.shape[-1])
     call = LatentCall(
-        batch.q,
-        batch.k_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
+        *latent_tensors(batch),
         torch.empty(shapes, dtype=batch.q.dtype, device="cuda"),
         None,
         batch.max_query_len,

@@ -27,6 +27,11 @@ def successor(input_ids: Tensor, metadata: Any) -> Tensor:
     return -(torch.arange(VOCAB)[None] - best[:, None]).abs().float()
 
 
+def packed_runner(step: Any, **options: Any) -> PackedGraphRunner:
+    sizes: dict[str, Any] = {"max_num_reqs": 2, "max_blocks_per_req": 4, "block_size": BLOCK}
+    return PackedGraphRunner(step, buckets=[8], debug=True, session=SESSION, **sizes, **options)
+
+
 class Interrupted(TapeCapture):
     """Raises KeyboardInterrupt once, at a chosen point."""
 
@@ -197,15 +202,7 @@ def test_a_semaphore_that_is_left_set_is_reported() -> None:
         semaphore_of(SESSION)[1].fill_(left[0])
         return input_ids.float()
 
-    packed = PackedGraphRunner(
-        prefill,
-        buckets=[8],
-        max_num_reqs=2,
-        max_blocks_per_req=4,
-        block_size=BLOCK,
-        debug=True,
-        session=SESSION,
-    )
+    packed = packed_runner(prefill)
     packed.run([5], [1], [1], [[1]], [0])
     left[0] += 2
     with pytest.raises(SemaphoreError, match="expected zeros after a replay of bucket 8"):
@@ -227,16 +224,7 @@ def test_a_prefill_begins_with_a_clear_semaphore() -> None:
         semaphore[1] = 0
         return input_ids.float()
 
-    runner = PackedGraphRunner(
-        prefill,
-        buckets=[8],
-        max_num_reqs=2,
-        max_blocks_per_req=4,
-        block_size=BLOCK,
-        debug=True,
-        warmup_iters=1,
-        session=SESSION,
-    )
+    runner = packed_runner(prefill, warmup_iters=1)
     fail[:] = [True]
     with pytest.raises(KeyboardInterrupt):
         runner.capture()

@@ -50,7 +50,7 @@ class Toy(nn.Module):
         return self(input_ids, metadata)
 
 
-def runner(toy: Toy, capture: Any = None, **options: Any) -> DecodeGraphRunner:
+def runner(toy: Any, capture: Any = None, **options: Any) -> DecodeGraphRunner:
     settings = {
         "max_batch_size": 4,
         "max_blocks_per_req": 12,
@@ -59,7 +59,8 @@ def runner(toy: Toy, capture: Any = None, **options: Any) -> DecodeGraphRunner:
         "buckets": [1, 2, 4],
         "compile": False,
     }
-    return DecodeGraphRunner(toy.step, **{**settings, "capture": capture or EagerCapture(), **options})
+    step = getattr(toy, "step", toy)
+    return DecodeGraphRunner(step, **{**settings, "capture": capture or EagerCapture(), **options})
 
 
 TABLES = [list(range(1 + 12 * i, 13 + 12 * i)) for i in range(4)]
@@ -121,16 +122,7 @@ def test_compiles_once_per_bucket() -> None:
 @pytest.mark.slow
 def test_many_buckets_stay_under_dynamos_recompile_limit() -> None:
     torch._dynamo.reset()
-    toy = Toy()
-    r = DecodeGraphRunner(
-        toy.step,
-        max_batch_size=11,
-        max_blocks_per_req=2,
-        block_size=BLOCK,
-        buckets=range(1, 12),
-        compile=True,
-        warmup_iters=0,
-    )
+    r = runner(Toy(), max_batch_size=11, buckets=range(1, 12), compile=True, warmup_iters=0)
     r.capture()
     assert len(r.report()) == 11
     assert all(b.capture_ms > 0 for b in r.report())
@@ -190,16 +182,8 @@ def test_capture_writes_nothing_and_goes_largest_first() -> None:
 
 def test_a_step_that_reads_the_device_is_refused_by_bucket() -> None:
     toy = Toy()
-    r = DecodeGraphRunner(
-        lambda ids, m: toy(ids, m) * int(m.seq_lens.max()),
-        max_batch_size=2,
-        max_blocks_per_req=2,
-        block_size=BLOCK,
-        compile=False,
-        capture=TapeCapture(),
-        warmup_iters=0,
-    )
-    with pytest.raises(CaptureError, match="bucket 2: .*run_eager"):
+    r = runner(lambda ids, m: toy(ids, m) * int(m.seq_lens.max()), TapeCapture(), warmup_iters=0)
+    with pytest.raises(CaptureError, match="bucket 4: .*run_eager"):
         r.capture()
     assert r.run_eager([5], [1], [[3]]).shape == (1, VOCAB)
 
@@ -207,14 +191,7 @@ def test_a_step_that_reads_the_device_is_refused_by_bucket() -> None:
 def test_a_frozen_host_value_shows() -> None:
     """What CUDA graphs would get wrong, the tape gets wrong too: a Python number baked in at capture."""
     ticks = iter(range(100))
-    r = DecodeGraphRunner(
-        lambda ids, m: (ids + next(ticks)).float(),
-        max_batch_size=1,
-        max_blocks_per_req=2,
-        block_size=BLOCK,
-        compile=False,
-        capture=TapeCapture(),
-    )
+    r = runner(lambda ids, m: (ids + next(ticks)).float(), TapeCapture(), buckets=[1], max_batch_size=1)
     assert float(r.run([10], [1], [[1]])) == float(r.run([10], [2], [[1]]))
     assert float(r.run_eager([10], [1], [[1]])) != float(r.run([10], [1], [[1]]))
 
@@ -233,7 +210,6 @@ def test_moved_memory_is_noticed() -> None:
 def test_advance_step_inside_the_graph_needs_no_host() -> None:
     """Sampling and advance_step captured with the step: replays generate on their own."""
     toy = Toy()
-    r: DecodeGraphRunner
 
     def step(ids: Tensor, m: AttentionMetadata) -> Tensor:
         tokens = toy(ids, m).argmax(-1)
@@ -242,16 +218,7 @@ def test_advance_step_inside_the_graph_needs_no_host() -> None:
         )
         return tokens
 
-    r = DecodeGraphRunner(
-        step,
-        max_batch_size=2,
-        max_blocks_per_req=12,
-        block_size=BLOCK,
-        num_blocks=BLOCKS,
-        buckets=[2],
-        compile=False,
-        capture=TapeCapture(),
-    )
+    r = runner(step, TapeCapture(), max_batch_size=2, buckets=[2])
     rows = [[3], [4]]
     first = r.run([3, 4], [1, 1], TABLES[:2]).tolist()
     for row, token in zip(rows, first, strict=True):
@@ -309,14 +276,7 @@ def test_the_tape_refuses_host_reads(step: str) -> None:
         "boolean_index": lambda ids, m: ids[m.seq_lens > 0],
         "branch": lambda ids, m: ids if m.seq_lens.any() else -ids,
     }
-    r = DecodeGraphRunner(
-        steps[step],
-        max_batch_size=2,
-        max_blocks_per_req=2,
-        block_size=BLOCK,
-        compile=False,
-        capture=TapeCapture(),
-    )
+    r = runner(steps[step], TapeCapture(), max_batch_size=2, buckets=[2])
     with pytest.raises(CaptureError, match="bucket 2"):
         r.capture()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_gpt import BLOCK, BLOCKS, DIM, GPT, HEADS, KV_HEADS, TOKENS, WIDTH
+from small_gpt import BLOCK, BLOCKS, DIM, GPT, HEADS, KV_HEADS, TOKENS, WIDTH, decode_runner
 from torch import Tensor
 
 from torchpaged import ArgumentError, AttentionMetadata, Limits, PagedAttention, open_session
@@ -106,23 +106,18 @@ def test_a_layer_reads_prefixes_once(passes: list[int], compile: bool, sinks: bo
 
 @pytest.mark.parametrize(
     "options",
-    [{"window_size": (9, -1)}, {"chunk_size": 8}, {"alibi_slopes": [0.5] * HEADS}, {"causal": False}],
+    [
+        {"window_size": (9, -1)},
+        {"chunk_size": 8},
+        {"alibi_slopes": [0.5] * HEADS},
+        {"causal": False},
+        {"batch_invariant": True, "backend": "reference"},
+    ],
     ids=str,
 )
 def test_a_layer_that_can_not_reads_alone(passes: list[int], options: dict[str, Any]) -> None:
+    """Of one that is batch invariant: whether a request is in a group depends on the others."""
     layer = PagedAttention(HEADS, DIM, KV_HEADS, **options)
-    pools = torch.randn(20, BLOCK, KV_HEADS, DIM), torch.randn(20, BLOCK, KV_HEADS, DIM)
-    metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
-    q = torch.randn(4, HEADS, DIM)
-    with torch.no_grad():
-        want = layer(q, None, None, pools, metadata)
-        assert torch.equal(layer(q, None, None, pools, automatic().prepare(metadata, ROWS)), want)
-    assert not passes
-
-
-def test_a_batch_invariant_layer_reads_alone(passes: list[int]) -> None:
-    """Whether a request is in a group depends on the others."""
-    layer = PagedAttention(HEADS, DIM, KV_HEADS, batch_invariant=True, backend="reference")
     pools = torch.randn(20, BLOCK, KV_HEADS, DIM), torch.randn(20, BLOCK, KV_HEADS, DIM)
     metadata = AttentionMetadata.from_lists(QUERIES, LENS, ROWS, block_size=BLOCK, max_blocks_per_req=WIDTH)
     q = torch.randn(4, HEADS, DIM)
@@ -232,18 +227,8 @@ def test_a_runner_takes_the_graph_that_pays(passes: list[int], native: None) -> 
         block_size=BLOCK,
     )
     gpt = GPT(open_session(spec, Limits(max_num_reqs=4), "cpu"))
-    runner = DecodeGraphRunner(
-        gpt,
-        max_batch_size=4,
-        max_blocks_per_req=WIDTH,
-        block_size=BLOCK,
-        num_blocks=BLOCKS,
-        buckets=[4],
-        compile=False,
-        capture=TapeCapture(),
-        session=gpt.session,
-        prefixes=automatic(),
-        debug=True,
+    runner = decode_runner(
+        gpt, num_blocks=BLOCKS, buckets=[4], capture=TapeCapture(), prefixes=automatic(), debug=True
     )
     shared = [1, 2, 3]  # 12 tokens of sequence 0, which requests continue as they like
     rows = [[*shared, 4, 5, 6], [*shared, 7, 8, 9], [*shared, 10, 11, 12]]

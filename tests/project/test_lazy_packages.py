@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import printed, python
 
 import torchpaged
 
 PACKAGES = ("compat", "engine", "fuse", "graphs", "hf", "layers", "profiling", "testing")
 
 
-def python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_packages_are_imported_when_asked_for() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
-    print(
-        python(
-            "import sys, torchpaged\n"
-            "loaded = [name for name in sys.modules if name.startswith('torchpaged.')]\n"
-            f"assert not [n for n in loaded if n.split('.')[1] in {PACKAGES}], loaded\n"
-            "assert not {'transformers', 'triton', 'nvtx', 'flashinfer'} & set(sys.modules)\n"
-            "assert torchpaged.engine.Generator.__name__ == 'Generator'\n"
-            "assert torchpaged.hf.PagedCache and torchpaged.graphs.DecodeGraphRunner\n"
-        )
+    printed(
+        "-c",
+        "import sys, torchpaged\n"
+        "loaded = [name for name in sys.modules if name.startswith('torchpaged.')]\n"
+        f"assert not [n for n in loaded if n.split('.')[1] in {PACKAGES}], loaded\n"
+        "assert not {'transformers', 'triton', 'nvtx', 'flashinfer'} & set(sys.modules)\n"
+        "assert torchpaged.engine.Generator.__name__ == 'Generator'\n"
+        "assert torchpaged.hf.PagedCache and torchpaged.graphs.DecodeGraphRunner\n",
     )
 
 
@@ -56,12 +48,6 @@ def test_type_checkers_know_what_calls_give(tmp_path: Path) -> None:
         "    c.nonsense\n"
         "    torchpaged.engine.SamplingParams(temperature='hot')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(file)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    done = python("-m", "mypy", "--config-file", "pyproject.toml", str(file), timeout=500)
     errors = [line for line in done.stdout.splitlines() if "calls.py" in line]
     assert [line.split(":")[1] for line in errors] == ["7", "8", "9"], done.stdout

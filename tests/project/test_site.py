@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import ROOT, printed
 from site_links import broken_links
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 MODULES = sorted((DOCS / "reference").glob("torchpaged*.rst"))
 
@@ -59,13 +57,7 @@ def test_quoted_messages_exist() -> None:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("furo", reason="pip install 'torchpaged[docs]'")
     pytest.importorskip("transformers", reason="transformers is not installed")
-    done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    printed("-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path), timeout=500)
     page = (tmp_path / "reference/api/torchpaged.PagedAttention.html").read_text()
     assert 'id="torchpaged.PagedAttention.forward"' in page
     assert not broken_links(tmp_path)

@@ -9,7 +9,7 @@ import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -24,16 +24,24 @@ class Done(NamedTuple):
     stderr: str
 
 
+def python(*arguments: str, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
+    """``python ...`` in a process of its own, over this checkout, with further variables."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
+
+
+def printed(*arguments: str, **options: Any) -> str:
+    """What such a process prints, once it has ended well."""
+    done = python(*arguments, **options)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
 def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, seconds of imports long."""
-    settings = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-    return subprocess.run(
-        [sys.executable, "-m", "torchpaged", *arguments],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    """The command in a process of its own, seconds of imports long."""
+    return python("-m", "torchpaged", *arguments, HF_HUB_OFFLINE="1", COLUMNS="200")
 
 
 def run(*arguments: str, **environment: str) -> Done:

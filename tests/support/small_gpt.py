@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchpaged import AttentionMetadata, PagedAttention, PagedKVCache
 from torchpaged.backends import Session
+from torchpaged.graphs import DecodeGraphRunner, PackedGraphRunner, TapeCapture
 
 LAYERS, HEADS, KV_HEADS, DIM, BLOCK, BLOCKS, WIDTH, VOCAB = 2, 4, 2, 16, 4, 40, 8, 50
 HIDDEN = HEADS * DIM
@@ -87,3 +88,24 @@ def close_to_dense(gpt: GPT, logits: Tensor, query_lens: list[int], seq_lens: li
 
 #: Two sequences in uneven pieces: query and sequence lengths of each step.
 STEPS = [([5, 4], [5, 4]), ([1, 4], [6, 8]), ([1, 1], [7, 9]), ([9, 1], [16, 10]), ([1, 1], [17, 11])]
+
+
+def decode_runner(gpt: GPT, **options: Any) -> DecodeGraphRunner:
+    settings = {"max_batch_size": 4, "max_blocks_per_req": WIDTH, "block_size": BLOCK, "compile": False}
+    return DecodeGraphRunner(gpt, session=gpt.session, **{**settings, **options})
+
+
+def check_packed_steps(gpt: GPT) -> None:
+    """Captured steps of all lengths, one graph per number of tokens."""
+
+    def step(input_ids: Tensor, metadata: AttentionMetadata, logits_indices: Tensor) -> Tensor:
+        return gpt(input_ids, metadata)[logits_indices]
+
+    sizes = {"max_num_reqs": 3, "max_blocks_per_req": WIDTH, "block_size": BLOCK}
+    runner = PackedGraphRunner(
+        step, buckets=[8, 16], capture=TapeCapture(), session=gpt.session, debug=True, **sizes
+    )
+    for query_lens, seq_lens in STEPS:
+        ends = [sum(query_lens[: i + 1]) - 1 for i in range(2)]
+        logits = runner.run(fed(query_lens, seq_lens).tolist(), query_lens, seq_lens, TABLES[:2], ends)
+        close_to_dense(gpt, logits, [1, 1], seq_lens)

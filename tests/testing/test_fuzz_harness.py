@@ -442,12 +442,7 @@ def test_batches_of_a_gpu_are_valid() -> None:
         batch = random_batch(configuration, 0)
         out = batch.q.new_empty(*batch.q.shape[:2], configuration.head_dim_v)
         call = AttentionCall.of(
-            batch.q,
-            batch.k_cache,
-            batch.v_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
+            *batch.tensors,
             out,
             max_query_len=batch.max_query_len,
             scale=batch.scale,

@@ -98,11 +98,15 @@ class Batch:
             return out, None
         return out, torch.full(shape[:2], float("nan"), dtype=torch.float32, device=self.q.device)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What every call takes by place: queries, pools, block table, lengths, query starts."""
+        return self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc
+
     def arguments(self, out: Tensor, lse: Tensor | None, **options: Any) -> tuple[Any, ...]:
         """Those of ``paged_attention`` up to ``lse``, and the dictionary of the others."""
-        tensors = (self.q, self.k_cache, self.v_cache, self.block_table, self.seq_lens, self.query_start_loc)
         named = {"max_query_len": self.max_query_len, "scale": self.scale, **self.extras, **options}
-        return (*tensors, out, lse), named
+        return (*self.tensors, out, lse), named
 
 
 @on_host

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import printed
 from cuda_sources import GXX, needs_gxx
 
 #: Structs as cuda.h lays them out: CUlaunchConfig, and CUlaunchAttribute of 72 bytes.
@@ -146,11 +146,4 @@ def test_the_driver_gets_what_a_launcher_says(tmp_path: Path) -> None:
     library = tmp_path / "libcuda.so.1"
     subprocess.run([str(GXX), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     found = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("LD_LIBRARY_PATH"))))
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "LD_LIBRARY_PATH": found},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.strip() == SEEN.strip()
+    assert printed("-c", SCRIPT, LD_LIBRARY_PATH=found).strip() == SEEN.strip()

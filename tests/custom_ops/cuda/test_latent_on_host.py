@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_sources import needs_gxx
-from op_inputs.latent import assert_latent_close, make_latent_batch
+from op_inputs.latent import assert_latent_close, latent_tensors, make_latent_batch
 
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
@@ -134,18 +134,7 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         seeds.append(seed)
         out = torch.full(shapes, float("nan"), dtype=batch.q.dtype)
         lse = torch.full(shapes[:2], float("nan"))
-        call = LatentCall(
-            batch.q,
-            batch.k_cache,
-            batch.block_table,
-            batch.seq_lens,
-            batch.query_start_loc,
-            out,
-            lse,
-            batch.max_query_len,
-            batch.scale,
-            causal,
-        )
+        call = LatentCall(*latent_tensors(batch), out, lse, batch.max_query_len, batch.scale, causal)
         latent.attend(call, LatentSpec.of(call, CTAS))
         assert_latent_close(out, lse, batch, causal=causal)
         results.append((out, lse))

@@ -6,13 +6,12 @@ from __future__ import annotations
 import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command import printed
 
 pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -111,5 +110,4 @@ def test_a_process_that_needs_no_triton_does_not_import_it_for_the_notice() -> N
         "from triton import knobs\n"
         "print(getattr(knobs.compilation.listener, '__module__', None))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["False", notice.__name__], done.stdout + done.stderr[-2000:]
+    assert printed("-c", code).split() == ["False", notice.__name__]

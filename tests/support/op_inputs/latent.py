@@ -35,22 +35,18 @@ def make_latent_batch(
     return replace(batch, v_cache=batch.k_cache[..., :rank])
 
 
+def latent_tensors(batch: Batch) -> tuple[Tensor, ...]:
+    """What every call over latents takes by place."""
+    return batch.q, batch.k_cache, *batch.tensors[3:]
+
+
 def run_mla_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
     """Call one backend's op on a `make_latent_batch`; outputs start as NaN; returns ``(out, lse)``."""
     shape = (*batch.q.shape[:2], batch.v_cache.shape[-1])
     out = torch.full(shape, float("nan"), dtype=batch.q.dtype, device=batch.q.device)
     lse = torch.full(shape[:2], float("nan"), dtype=torch.float32, device=batch.q.device)
     ops.mla_attention(
-        batch.q,
-        batch.k_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-        out,
-        lse,
-        max_query_len=batch.max_query_len,
-        scale=batch.scale,
-        **options,
+        *latent_tensors(batch), out, lse, max_query_len=batch.max_query_len, scale=batch.scale, **options
     )
     return out, lse
 

@@ -33,26 +33,12 @@ def opcheck_cases(
         torch.randn(7, 4, dtype=torch.float32, device=device),
     )
     lse[0] = float("-inf")
-    attention = (
-        batch.q,
-        batch.k_cache,
-        batch.v_cache,
-        batch.block_table,
-        batch.seq_lens,
-        batch.query_start_loc,
-    )
+    attention = batch.tensors
     out = torch.zeros_like(batch.q)
     common = {"max_query_len": batch.max_query_len, "scale": batch.scale}
     trees = make_tree_batch(TREE_SPECS["tree_chain"], head_dim=16, dtype=dtype, device=device)
     trees.k_cache.nan_to_num_(0.5), trees.v_cache.nan_to_num_(0.5)
-    tree = (
-        trees.q,
-        trees.k_cache,
-        trees.v_cache,
-        trees.block_table,
-        trees.seq_lens,
-        trees.query_start_loc,
-    )
+    tree = trees.tensors
     tree_options = {"max_query_len": trees.max_query_len, "scale": trees.scale, **trees.extras}
     latents = make_batch(
         BATCH_SPECS["mixed_padded"], num_kv_heads=1, head_dim=24, head_dim_v=16, dtype=dtype, device=device

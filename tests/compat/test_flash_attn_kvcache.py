@@ -54,6 +54,10 @@ def turned(x: Tensor, positions: list[int], cos: Tensor, sin: Tensor, interleave
     return out
 
 
+def in_pages(pools: Pools) -> dict[str, Any]:
+    return {"k_cache": pools.k_cache, "v_cache": pools.v_cache, "page_table": pools.table}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("paged", [True, False])
 def test_cache_alone(variant: str, paged: bool) -> None:
@@ -62,11 +66,7 @@ def test_cache_alone(variant: str, paged: bool) -> None:
     pools = Pools(LENS)
     queries = [torch.randn(3, 4, 16) for _ in LENS]
     if paged:
-        where: dict[str, Any] = {
-            "k_cache": pools.k_cache,
-            "v_cache": pools.v_cache,
-            "page_table": pools.table,
-        }
+        where = in_pages(pools)
     else:
         rows = torch.tensor([3, 0, 1], dtype=torch.int32)
         where = {name: torch.full((4, 32, 2, 16), float("nan")) for name in ("k_cache", "v_cache")}
@@ -123,11 +123,7 @@ def test_new_keys(variant: str, interleaved: bool | None, paged: bool) -> None:
             for q, p in zip(queries, at, strict=True)
         ]
     if paged:
-        where: dict[str, Any] = {
-            "k_cache": pools.k_cache,
-            "v_cache": pools.v_cache,
-            "page_table": pools.table,
-        }
+        where = in_pages(pools)
     else:
         where = {name: torch.full((3, 32, 2, 16), float("nan")) for name in ("k_cache", "v_cache")}
         for row, (k, v) in enumerate(zip(pools.k, pools.v, strict=True)):

@@ -295,20 +295,16 @@ def test_refused_by_its_name(argument: str, value: Any) -> None:
     assert error.value.argument == argument
 
 
+def short_call(pools: Pools, q: torch.Tensor, **options: Any) -> None:
+    """Of one request, 2 queries over 4 keys."""
+    options |= {"seqused_k": pools.lens, "block_table": pools.table}
+    flash_attn_varlen_func(q, pools.k_cache, pools.v_cache, 2, starts_of([2]), 4, **options)
+
+
 def test_slopes_of_later_keys_are_refused() -> None:
     pools, q, _ = batch([2], [4])
     with pytest.raises(torchpaged.ArgumentError, match="alibi_slopes: .*wrong sign"):
-        flash_attn_varlen_func(
-            q,
-            pools.k_cache,
-            pools.v_cache,
-            2,
-            starts_of([2]),
-            4,
-            seqused_k=pools.lens,
-            block_table=pools.table,
-            alibi_slopes=torch.ones(4),
-        )
+        short_call(pools, q, alibi_slopes=torch.ones(4))
 
 
 def test_hints_are_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,18 +312,7 @@ def test_hints_are_told_of(caplog: pytest.LogCaptureFixture, monkeypatch: pytest
     pools, q, _ = batch([2], [4])
     with caplog.at_level(logging.INFO, logger="torchpaged.compat"):
         for _ in range(2):
-            flash_attn_varlen_func(
-                q,
-                pools.k_cache,
-                pools.v_cache,
-                2,
-                starts_of([2]),
-                4,
-                seqused_k=pools.lens,
-                block_table=pools.table,
-                num_splits=32,
-                fa_version=3,
-            )
+            short_call(pools, q, num_splits=32, fa_version=3)
     assert [record.getMessage().split(" tunes")[0] for record in caplog.records] == [
         "flash_attn_varlen_func: num_splits"
     ]

@@ -46,33 +46,14 @@ def test_grid(window: tuple[int, int], paged: bool) -> None:
         }
     else:
         keys = {"key": torch.cat(pools.k), "value": torch.cat(pools.v), "cu_seq_k": starts_of(key_lens)}
-    out, lse = compat.varlen_attn(
-        q,
-        cu_seq_q=starts_of(query_lens),
-        max_q=9,
-        max_k=10,
-        window_size=window,
-        enable_gqa=True,
-        scale=0.3,
-        return_aux=LSE,
-        **keys,
-    )
+    keys |= {"cu_seq_q": starts_of(query_lens), "max_q": 9, "max_k": 10}
+    keys |= {"window_size": window, "enable_gqa": True, "scale": 0.3}
+    out, lse = compat.varlen_attn(q, return_aux=LSE, **keys)
     want, want_lse = expected(queries, pools, window, 0.3)
     torch.testing.assert_close(out, want, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(lse, want_lse, rtol=2e-5, atol=2e-5)
     room = torch.full_like(q, float("nan"))
-    again = compat.varlen_attn_out(
-        room,
-        q,
-        cu_seq_q=starts_of(query_lens),
-        max_q=9,
-        max_k=10,
-        window_size=window,
-        enable_gqa=True,
-        scale=0.3,
-        **keys,
-    )
-    assert again is room
+    assert compat.varlen_attn_out(room, q, **keys) is room
     assert torch.equal(room, out)
 
 

@@ -185,22 +185,24 @@ def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
         results=results,
         parts=parts,
     )
-    sizes = Sizes(
-        num_heads=num_heads,
-        rank=rank,
-        rank_pad=rank_pad,
-        rope=rope,
-        rope_pad=rope_pad,
-        block_size=block_size,
+    widths = {"rank": rank, "rank_pad": rank_pad, "rope": rope, "rope_pad": rope_pad}
+    sizes = _sizes(call, chosen, num_parts, tile_heads, **widths)
+    options = {"SIZES": sizes, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+    Launch(_ATTEND, (programs * num_parts,), arguments, options)()
+    MergeArguments(num_reqs, num_parts, call.query_start_loc, results, parts).launch(sizes)
+
+
+def _sizes(call: LatentCall, chosen: config.Tiles, num_parts: int, tile_heads: int, **widths: int) -> Sizes:
+    return Sizes(
+        num_heads=call.q.shape[1],
+        block_size=call.kv_cache.shape[1],
         causal=call.causal,
         split=num_parts > 1,
         tile_m=chosen.rows,
         tile_heads=tile_heads,
         tile_kv=chosen.keys,
+        **widths,
     )
-    options = {"SIZES": sizes, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-    Launch(_ATTEND, (programs * num_parts,), arguments, options)()
-    MergeArguments(num_reqs, num_parts, call.query_start_loc, results, parts).launch(sizes)
 
 
 def _launch_selected(call: LatentCall, indices: torch.Tensor, rank: int, rope: int, num_reqs: int) -> None:
@@ -224,19 +226,8 @@ def _launch_selected(call: LatentCall, indices: torch.Tensor, rank: int, rope: i
         results=results,
         parts=parts,
     )
-    sizes = Sizes(
-        num_heads=num_heads,
-        rank=rank,
-        rank_pad=rank_pad,
-        rope=rope,
-        rope_pad=rope_pad,
-        block_size=call.kv_cache.shape[1],
-        causal=call.causal,
-        split=num_parts > 1,
-        tile_m=chosen.rows,
-        tile_heads=chosen.rows,
-        tile_kv=chosen.keys,
-    )
+    widths = {"rank": rank, "rank_pad": rank_pad, "rope": rope, "rope_pad": rope_pad}
+    sizes = _sizes(call, chosen, num_parts, chosen.rows, **widths)
     options = {"SIZES": sizes, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     Launch(_SELECTED, (programs * num_parts,), arguments, options)()
     MergeArguments(num_reqs, num_parts, call.query_start_loc, results, parts).launch(sizes)

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchpaged.testing.pools import PoolLayout
 
@@ -39,6 +39,23 @@ PREFILL_WIDTHS = (
 CASCADE_WIDTHS = tuple(itertools.product((32, 64, 80, 96, 128, 192, 256), repeat=2))
 _GROUPS = (1, 1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 11, 12, 16, 16, 32, 64, 128)
 _LONGEST = (9, 17, 64, 65, 129, 257, 300, 513, 1100)
+
+
+def _of_cuda(c: Configuration, sizes: tuple[int, int, int, int], dtype: str) -> dict[str, Any]:
+    """What the CUDA kernels take in common; ``sizes``: kv heads, group, head_dim and head_dim_v."""
+    kv_heads, group, dim, dim_v = sizes
+    return {
+        "backend": "cuda",
+        "num_heads": kv_heads * group,
+        "num_kv_heads": kv_heads,
+        "head_dim": dim,
+        "head_dim_v": dim_v,
+        "dtype": dtype,
+        "kv_dtype": dtype,
+        "scales": "none",
+        "q_padding": _eights(c.q_padding),
+        "out_padding": _eights(c.out_padding),
+    }
 
 
 def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
@@ -75,19 +92,10 @@ def for_cuda_prefill(c: Configuration, r: random.Random) -> Configuration:
         rows = min(longest * r.choice((1, 2, 3)) + num_reqs * 2, num_reqs * max_query_len - 1)
     return dataclasses.replace(
         c,
-        backend="cuda",
+        **_of_cuda(c, (kv_heads, group, dim, dim_v), dtype),
         kernel="mixed" if mixed else "prefill",
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        head_dim_v=dim_v,
-        dtype=dtype,
-        kv_dtype=dtype,
-        scales="none",
         block_size=block_size,
         layout=layout,
-        q_padding=_eights(c.q_padding),
-        out_padding=_eights(c.out_padding),
         num_reqs=num_reqs,
         num_tokens=None if varies else rows,
         max_query_len=max_query_len,
@@ -135,19 +143,10 @@ def for_cuda_decode(c: Configuration, r: random.Random) -> Configuration:
     least = -(-min(12_000, 2**23 // (kv_heads * max(dim, dim_v))) // block_size)
     return dataclasses.replace(
         c,
-        backend="cuda",
+        **_of_cuda(c, (kv_heads, group, dim, dim_v), dtype),
         kernel="decode",
-        num_heads=kv_heads * group,
-        num_kv_heads=kv_heads,
-        head_dim=dim,
-        head_dim_v=dim_v,
-        dtype=dtype,
-        kv_dtype=dtype,
-        scales="none",
         block_size=block_size,
         layout=layout,
-        q_padding=_eights(c.q_padding),
-        out_padding=_eights(c.out_padding),
         num_reqs=num_reqs,
         num_tokens=num_reqs * longest + r.choice((0, 3)),
         max_query_len=longest,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from documented import Pools, documented_attention, starts_of
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import torchpaged
 from torchpaged import compat
@@ -79,12 +80,7 @@ def test_fewer_keys_count_than_lie_there() -> None:
 
 def test_compiled_with_other_numbers_of_requests() -> None:
     """fullgraph; sizes become symbols once they have changed, and then no more graphs are made."""
-    graphs = 0
-
-    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
+    graphs = CompileCounter()
 
     def call(q: Tensor, pools: Any, starts: Tensor, lens: Tensor, table: Tensor) -> Tensor:
         return compat.varlen_attn(
@@ -101,7 +97,7 @@ def test_compiled_with_other_numbers_of_requests() -> None:
         )
 
     torch.compiler.reset()
-    compiled = torch.compile(call, backend=count, fullgraph=True)
+    compiled = torch.compile(call, backend=graphs, fullgraph=True)
     for query_lens, key_lens in (
         ([2, 5], [9, 12]),
         ([1, 8, 3], [30, 8, 20]),
@@ -114,7 +110,7 @@ def test_compiled_with_other_numbers_of_requests() -> None:
             torch.cat(queries), (pools.k_cache, pools.v_cache), starts_of(query_lens), pools.lens, pools.table
         )
         torch.testing.assert_close(got, expected(queries, pools, (-1, 0))[0], rtol=2e-5, atol=2e-5)
-    assert graphs == 2
+    assert graphs.frame_count == 2
 
 
 @pytest.mark.parametrize(

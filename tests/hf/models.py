@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import transformers
+from model_coverage.checks import prompts as padded_prompts
 from transformers import PreTrainedModel
+
+__all__ = ["COMMON", "MODELS", "SUFFIX", "padded_prompts", "paged", "tiny"]
 
 COMMON: dict[str, Any] = {
     "vocab_size": 99,
@@ -46,9 +49,7 @@ def tiny(name: str, **options: Any) -> PreTrainedModel:
     return model
 
 
-def padded_prompts(rows: int = 2, length: int = 20, padding: int = 7) -> dict[str, torch.Tensor]:
-    """Prompts with the first row left-padded."""
-    ids = torch.randint(3, 99, (rows, length), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    ids[0, :padding], mask[0, :padding] = 0, 0
-    return {"input_ids": ids, "attention_mask": mask}
+def paged(name: str = "Llama", **options: Any) -> PreTrainedModel:
+    model = tiny(name, **options)
+    model.set_attn_implementation("torchpaged")
+    return model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import padded_prompts, tiny
+from models import padded_prompts, paged, tiny
 from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
 from torchpaged import ArgumentError
@@ -19,12 +19,6 @@ from torchpaged.custom_ops.errors import NotCopyableError
 from torchpaged.hf import PagedCache, compile_layers, fuse
 from torchpaged.hf.attention import paged_attention_forward
 from torchpaged.hf.call_mask import MaskRequest
-
-
-def paged(name: str = "Llama", **options: Any) -> PreTrainedModel:
-    model = tiny(name, **options)
-    model.set_attn_implementation("torchpaged")
-    return model
 
 
 def filled(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_coverage.architectures import model_of
-from models import MODELS, padded_prompts, tiny
+from models import MODELS, padded_prompts, paged, tiny
 from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, DynamicCache
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
@@ -26,12 +26,6 @@ DIFF: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-
-
-def paged(name: str = "Llama", **options: Any) -> Any:
-    model = tiny(name, **options)
-    model.set_attn_implementation("torchpaged")
-    return model
 
 
 def test_a_model_that_ignores_the_interface() -> None:

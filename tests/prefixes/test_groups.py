@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 import torchpaged
 from torchpaged import ArgumentError
@@ -131,12 +132,7 @@ def test_equal_to_the_plain_path(name: str) -> None:
 def test_one_graph_for_all_groups_and_lengths() -> None:
     """fullgraph; other groups, none, and lengths that advance need no other graph."""
     torch.compiler.reset()
-    graphs = 0
-
-    def count(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return graph.forward
+    graphs = CompileCounter()
 
     prefixes = SharedPrefixes.allocate(
         max_num_groups=3, num_reqs=6, num_tokens=6, max_blocks_per_req=11, block_size=BLOCK
@@ -145,7 +141,7 @@ def test_one_graph_for_all_groups_and_lengths() -> None:
     def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lens: Tensor, starts: Tensor) -> Tensor:
         return cascade_attention(q, k, v, table, lens, starts, prefixes, max_query_len=1)
 
-    compiled = torch.compile(call, backend=count, fullgraph=True)
+    compiled = torch.compile(call, backend=graphs, fullgraph=True)
     rng = random.Random(3)
     found = []
     for step in range(4):
@@ -158,7 +154,7 @@ def test_one_graph_for_all_groups_and_lengths() -> None:
         q = torch.randn(6, 4, 16)
         want = torchpaged.paged_attention(q, *pools, table, seq_lens, starts, max_query_len=1)
         torch.testing.assert_close(compiled(q, *pools, table, seq_lens, starts), want, rtol=2e-5, atol=2e-5)
-    assert graphs == 1
+    assert graphs.frame_count == 1
     assert max(found) > 0 == found[0]
 
 

@@ -189,10 +189,13 @@ def test_a_cut_into_padding_is_asked_about_once(still_padding: int) -> None:
     assert cache.rows.seq_lens.tolist() == [5 - still_padding, 9]
 
 
-def test_padding_told_late_is_refused_without_reading_it() -> None:
+@pytest.mark.parametrize("padded", [False, True])
+def test_padding_told_late_is_refused_without_reading_it(padded: bool) -> None:
     """By an assertion on the device, where a decode step's mask is not read."""
     model, inputs = tiny("Llama"), padded_prompts()
     model.set_attn_implementation("torchpaged")
+    if not padded:
+        inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
     cache, mask = PagedCache(model.config, 2, 32, block_size=4), inputs["attention_mask"]
     with torch.no_grad():
         model(**inputs, past_key_values=cache)

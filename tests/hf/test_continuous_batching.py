@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from families import build
+from model_coverage.architectures import model_of
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
@@ -243,6 +244,17 @@ def test_models_that_batches_would_get_wrong(stem: str, words: str) -> None:
     """transformers' own attention gives wrong tokens of these there, too."""
     with pytest.raises(UnsupportedModelError, match=words):
         build(stem, implementation="torchpaged").generate_batch(inputs=[[5, 6], [7, 8, 9]])
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "falcon_h1"])
+def test_hybrids_are_refused(name: str) -> None:
+    """By name, and with what runs them; transformers says "Invalid layer type"."""
+    model = model_of(name, "torchpaged")
+    with pytest.raises(
+        UnsupportedModelError, match=r"layer 0 keeps a state per request.*accelerate\(model\)"
+    ):
+        model.generate_batch(inputs=[[5, 6], [7, 8, 9]])
+    assert model.config._attn_implementation == "torchpaged"
 
 
 def test_what_is_asked_first() -> None:

@@ -1,4 +1,5 @@
-"""Recurrent states in a paged cache: they follow its rows, and survive a `reset` that changes the batch."""
+"""Recurrent states in a paged cache, transformers' own and, of attached models that are known, in pools: they
+follow its rows, and survive a `reset` that changes the batch."""
 
 from __future__ import annotations
 
@@ -25,10 +26,12 @@ def cached(model: PreTrainedModel) -> PagedCache:
     return PagedCache(model.config, 4, 32, block_size=4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_states_follow_the_rows(family: str) -> None:
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("family", [*FAMILIES, "bamba"])
+def test_states_follow_the_rows(family: str, attached: bool) -> None:
     """Selected, repeated and reordered, against rows that were so from the start in transformers' cache."""
-    eager, model = model_of(family, "eager"), attach(model_of(family, "eager"))
+    eager = model_of(family, "eager")
+    model = attach(model_of(family, "eager")) if attached else model_of(family, "torchpaged")
     prompts, step = tokens(3, 7), tokens(4, 1)
     changes = {
         "batch_select_indices": (torch.tensor([2, 0]), [2, 0]),
@@ -65,7 +68,7 @@ def test_another_batch_size_behind_reset(family: str) -> None:
 
 def test_states_stay_where_compiled_code_knows_them() -> None:
     """A batch of the same size, and rows in another order."""
-    model = attach(model_of("qwen3_next"))
+    model = model_of("qwen3_next", "torchpaged")
     cache, ids = cached(model), tokens(2, 7)
     states = [layer for layer in cache.layers if isinstance(layer, StateLayer)]
     with torch.no_grad():
@@ -82,7 +85,7 @@ def test_states_stay_where_compiled_code_knows_them() -> None:
 @pytest.mark.parametrize("rows", [1, 3])
 def test_other_rows_without_a_reset_change_no_state(rows: int) -> None:
     """One row would be copied into both, before the first layer of attention refuses it."""
-    model = attach(model_of("qwen3_next"))
+    model = model_of("qwen3_next", "torchpaged")
     cache = cached(model)
     with torch.no_grad():
         model(tokens(2, 7), past_key_values=cache)

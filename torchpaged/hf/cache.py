@@ -36,8 +36,10 @@ from torchpaged.hf.forward_order import TWO_CACHES, ForwardOrder
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
 from torchpaged.hf.layer import SET_UP, PagedLayer
 from torchpaged.hf.owner import PagedOwner
+from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.row_changes import crop, reindex
+from torchpaged.hf.row_states import describe_states, keys_like, slots_of_rows
 from torchpaged.hf.support import (
     NAME,
     require_implementation,
@@ -49,6 +51,9 @@ from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.prefixes import CascadeCosts
 from torchpaged.prefixes.rows import RowPrefixes
+
+#: A layer that writes in a forward.
+Writer = PagedLayer | PackedState
 
 
 class PagedCache(PagedOwner):
@@ -153,7 +158,9 @@ class PagedCache(PagedOwner):
         # A model of several parts: tokens may stand for images, and see each other.
         self.masks = CacheMasks(self.name, self.rows, self.paged, config is not self._text_config)
         self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)
-        self.order = ForwardOrder(self.name, self.paged, crosses)
+        self.num_states = max_batch_size + 1
+        writing = [layer for layer in self.layers if isinstance(layer, (PagedLayer, PackedState))]
+        self.order = ForwardOrder(self.name, writing, crosses)
         self.prefixes = RowPrefixes(self.rows, self.paged, cascade if self.keys_of_queries else False)
         self._rolling_chosen = False
         # By default generate() runs the models of some configs without a cache, even if it is given one.
@@ -192,7 +199,7 @@ class PagedCache(PagedOwner):
 
     # ------------------------------------------------------------------------------------------------ set-up
     @torch.compiler.disable(reason=SET_UP)
-    def prepare(self, layer: PagedLayer, key_states: Tensor, head_dim_v: int | None = None) -> None:
+    def prepare(self, layer: Writer, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, give each row its blocks, fill the rows' tensors; once per batch, never
         traced."""
         if not layer.is_initialized:
@@ -216,6 +223,12 @@ class PagedCache(PagedOwner):
         self._choose_rolling()
         self.rows.begin(batch, key_states.device, padding, key_states.shape[2])
         self.session.reset()  # a forward that was cut short may have left it in any state
+
+    def prepare_states(self, layer: PackedState, x: Tensor) -> None:
+        """See `PagedOwner`; by keys as the config has them, of which there are none yet."""
+        self.prepare(layer, keys_like(self._text_config, x))
+        if self.state_slots is None or self.state_slots.device != x.device:
+            self.state_slots = slots_of_rows(self.rows.max_rows, x.device)
 
     def _choose_rolling(self) -> None:
         """Before the first pools are made: which layers need only the blocks of their window. Not where keys
@@ -242,11 +255,11 @@ class PagedCache(PagedOwner):
         if not self.dense and self._text_config._attn_implementation != NAME:
             require_implementation(self._text_config, "with a PagedCache")
 
-    def advance(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
+    def advance(self, layer: Writer, batch: int, query_len: int) -> AttentionMetadata:
         """See `PagedOwner`; lengths move on in place, in the graph."""
         if self.dense:
             self.order.require_masks_asked()
-        if self.kv.dtype is not None and not layer.scales:
+        if self.kv.dtype is not None and isinstance(layer, PagedLayer) and not layer.scales:
             raise UnsupportedModelError(
                 f"{self.name}: the first keys of a cache with fp8 pools come in compiled or fused code, "
                 "where no scales can be found; run a forward eagerly and unfused before, or give kv_scales"
@@ -267,18 +280,18 @@ class PagedCache(PagedOwner):
         self.order.leave(layer, query_len, traced)
         return self._step(layer, batch, query_len, writes=True)
 
-    def written(self, layer: PagedLayer) -> None:
+    def written(self, layer: Writer) -> None:
         """The last layer's word completes the forward."""
         if layer.is_last:
             self.rows.complete()
 
-    def metadata_of(self, layer: PagedLayer, batch: int, query_len: int) -> AttentionMetadata:
+    def metadata_of(self, layer: Writer, batch: int, query_len: int) -> AttentionMetadata:
         """See `PagedOwner`."""
         if not self.keys_of_queries:  # cross attention: what `advance` was told of are the encoder's tokens
             self.rows.fill_query_starts(query_len)
         return self._step(layer, batch, query_len)
 
-    def _step(self, layer: PagedLayer, batch: int, query_len: int, writes: bool = False) -> AttentionMetadata:
+    def _step(self, layer: Any, batch: int, query_len: int, writes: bool = False) -> AttentionMetadata:
         """With the prefixes that rows share, and none of rings."""
         step = self.rows.step(batch, query_len, layer.rolls, writes)
         return self.prefixes.prepare(step) if self.prefixes.active and not layer.rolls else step
@@ -377,8 +390,8 @@ class PagedCache(PagedOwner):
 
     def activate_past_recording(self) -> None:
         """generate() asks for it before it adds candidates that it may take back."""
+        super().activate_past_recording()  # layers that keep states refuse
         self.masks.expect_candidates()
-        super().activate_past_recording()
 
     def __repr__(self) -> str:
         choice = getattr(self.backend, "choice", None)  # made with the first keys
@@ -402,6 +415,7 @@ class PagedCache(PagedOwner):
                 f"a row keeps {rolling.blocks.blocks_per_ring} blocks in "
                 f"{counted(len(self.paged) - len(grows), 'layer')} with a window of {rolling.blocks.window}"
             )
+        parts += describe_states(self.layers)
         if self.dense_reason:
             parts.append(f"gathered: {self.name} {self.dense_reason}")
         return "; ".join(parts)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 from transformers.generation.continuous_batching import ContinuousBatchingManager, initialization
 
 from torchpaged.compat.dense import packed_pools
@@ -329,6 +330,14 @@ def _require_batchable(model: Any) -> None:
     name, model_type = type(model).__name__, getattr(model.config, "model_type", "")
     if has_own_attention(model_type):
         raise UnsupportedModelError(f"{name} has attention of its own, which knows no paged cache")
+    layers = DynamicCache(config=model.config).layers
+    states = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    if states:
+        raise UnsupportedModelError(
+            f"{name}: layer {states[0]} keeps a state per request, and continuous batching stores keys and "
+            "values alone: its allocators count pages of tokens, and hand mixers neither requests nor slots; "
+            "run torchpaged.engine.Generator, or generate after torchpaged.hf.accelerate(model)"
+        )
     why = family_of(model_type).needs_dense
     if why and not why.startswith("expands"):  # latents are expanded before they are stored
         raise UnsupportedModelError(

@@ -40,6 +40,8 @@ class PagedOwner(Cache):
         rows: the `CacheRows`; None where another object owns them.
         ready: whether the batch that comes has its blocks.
         keys_of_queries: written tokens are the queries of the attention behind; not in cross attention.
+        num_states: slots of the layers that keep states (`PackedState`), that of padding included.
+        state_slots: ``[num_reqs]`` int32, those of the requests; None before there are any.
     """
 
     backend: ChosenBackend
@@ -50,6 +52,8 @@ class PagedOwner(Cache):
     rows: Any = None
     ready: bool
     keys_of_queries = True
+    num_states = 2
+    state_slots: Tensor | None = None
 
     def __init__(
         self,
@@ -141,6 +145,9 @@ class PagedOwner(Cache):
         """Before ``layer`` gets its pools, and before a batch's first tokens: set up everything that depends
         on the device and the batch, once; ``head_dim_v`` if it is not the keys'."""
         raise NotImplementedError
+
+    def prepare_states(self, layer: Any, x: Tensor) -> None:
+        """`prepare` for a layer that keeps states, before its first tokens ``x [batch, query_len, *]``."""
 
     def advance(self, layer: Any, batch: int, query_len: int) -> AttentionMetadata:
         """Before ``layer`` writes: the first layer of a forward moves the lengths on by ``query_len`` tokens

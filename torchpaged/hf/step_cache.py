@@ -18,7 +18,7 @@ from torchpaged.hf.kv_scales import KVScales, require_paged
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_functions import is_causal
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.packed_state import PackedState, keeps_nothing
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.hf.support import require_paged_layers
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
@@ -77,7 +77,7 @@ class StepCache(PagedOwner):
     ) -> None:
         super().__init__(config, max_seq_len, paged_layers)
         for index, layer in enumerate(self.layers):
-            if keeps_nothing(config, index):
+            if keeps_nothing(config, index) or isinstance(layer, PackedState):
                 continue
             if type(layer) is StateLayer:
                 self.layers[index] = PackedState(self, index)
@@ -104,7 +104,6 @@ class StepCache(PagedOwner):
         self.kv = KVScales(kv_dtype, ones, len(self.paged))
         self.metadata: AttentionMetadata | None = None
         self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
-        self.state_slots: Tensor | None = None  # of its requests, for layers that keep states
         self.ready = False
 
     @property
@@ -190,9 +189,3 @@ class StepCache(PagedOwner):
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """0: no mask is built."""
         return 0
-
-
-def keeps_nothing(config: Any, index: int) -> bool:
-    """Whether a layer is of experts or a feed-forward alone, as in Nemotron-H."""
-    types = getattr(config, "layer_types", None) or ()
-    return index < len(types) and types[index] in ("mlp", "moe")

@@ -1,6 +1,6 @@
-"""Gated delta nets over packed tokens: those of Qwen3-Next, Qwen3.5 and OLMo hybrid.
+"""Gated delta nets over the states of a paged cache: those of Qwen3-Next, Qwen3.5 and OLMo hybrid.
 
-The modules' fields are not public; ``tests/hf/test_packed_states.py`` runs every class under each supported
+The modules' fields are not public; ``tests/engine/test_states.py`` runs every class under each supported
 transformers.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.packed_state import packed_state
+from torchpaged.hf.packed_state import packed_functions, packed_state, state_of_attached
 
 
 def _forward(
@@ -23,7 +23,7 @@ def _forward(
     if layer is None:
         plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
         return plain
-    mixed, gate, b, a = (x.flatten(0, 1) for x in _projected(self, hidden_states))
+    mixed, gate, b, a = _projected(self, hidden_states)
     mixed = layer.convolve(mixed, self.conv1d, self.activation)
     q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
     beta = b.sigmoid() * (2.0 if getattr(self, "allow_neg_eigval", False) else 1.0)
@@ -38,14 +38,15 @@ def _forward(
     )
     is_olmo = hasattr(self, "o_norm")
     norm, project = (self.o_norm, self.o_proj) if is_olmo else (self.norm, self.out_proj)
-    normed = norm(out.flatten(0, 1), gate.reshape(-1, self.head_v_dim))
+    layer.complete()
+    normed = norm(out.flatten(0, 2), gate.reshape(-1, self.head_v_dim))
     projected: Tensor = project(normed.view(*hidden_states.shape[:2], -1))
     return projected
 
 
 def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values side by side, the output's gate, and what beta and the decay are made of;
-    ``[1, num_tokens, *]``."""
+    ``[batch, query_len, *]``."""
     if hasattr(self, "in_proj_qkvz"):  # Qwen3-Next
         q, k, v, gate, b, a = self.fix_query_key_value_ordering(self.in_proj_qkvz(x), self.in_proj_ba(x))
         return torch.cat([y.flatten(2) for y in (q, k, v)], dim=-1), gate.flatten(2), b, a
@@ -61,4 +62,11 @@ _CLASSES = (
     "Qwen3_5GatedDeltaNet",
     "Qwen3_5MoeGatedDeltaNet",
 )
-register_family(Family(packed=dict.fromkeys(_CLASSES, _forward)))
+register_family(
+    Family(
+        ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        packed=dict.fromkeys(_CLASSES, _forward),
+        functions=packed_functions,
+        layer=state_of_attached,
+    )
+)

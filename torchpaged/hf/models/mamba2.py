@@ -1,6 +1,6 @@
-"""Mamba 2 mixers over packed tokens: those of Bamba, Granite 4 and Nemotron-H.
+"""Mamba 2 mixers over the states of a paged cache: those of Bamba, Granite 4 and Nemotron-H.
 
-The modules' fields are not public; ``tests/hf/test_packed_states.py`` runs every class under each supported
+The modules' fields are not public; ``tests/engine/test_states.py`` runs every class under each supported
 transformers.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.packed_state import packed_state
+from torchpaged.hf.packed_state import packed_functions, packed_state, state_of_attached
 
 
 def _forward(
@@ -23,7 +23,7 @@ def _forward(
         plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
         return plain
     sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
-    gate, mixed, dt = self.in_proj(hidden_states).flatten(0, 1).split(sizes, dim=-1)
+    gate, mixed, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
     mixed = layer.convolve(mixed, self.conv1d, self.activation)
     groups = self.n_groups * self.ssm_state_size
     x, b, c = mixed.split([self.intermediate_size, groups, groups], dim=-1)
@@ -39,11 +39,19 @@ def _forward(
         scale=1.0,
         delta_rule=False,
     )
-    out = (out.float() + self.D[:, None] * x.float()).flatten(1)
+    layer.complete()
+    out = (out.float() + self.D[:, None] * x.float()).flatten(2)
     normed = self.norm(out, gate).to(hidden_states.dtype)
-    projected: Tensor = self.out_proj(normed[None])
+    projected: Tensor = self.out_proj(normed)
     return projected
 
 
 _CLASSES = ("BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
-register_family(Family(packed=dict.fromkeys(_CLASSES, _forward)))
+register_family(
+    Family(
+        ("bamba", "granitemoehybrid", "nemotron_h"),
+        packed=dict.fromkeys(_CLASSES, _forward),
+        functions=packed_functions,
+        layer=state_of_attached,
+    )
+)

@@ -1,6 +1,6 @@
-"""Gated short convolutions over packed tokens: those of LFM2.
+"""Gated short convolutions over the states of a paged cache: those of LFM2.
 
-The modules' fields are not public; ``tests/hf/test_packed_states.py`` runs every class under each supported
+The modules' fields are not public; ``tests/engine/test_states.py`` runs every class under each supported
 transformers.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.packed_state import packed_state
+from torchpaged.hf.packed_state import packed_functions, packed_state, state_of_attached
 
 
 def _forward(
@@ -22,10 +22,19 @@ def _forward(
         options |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
         plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
-    b, c, x = self.in_proj(hidden_states).flatten(0, 1).chunk(3, dim=-1)
-    projected: Tensor = self.out_proj((c * layer.convolve(b * x, self.conv))[None])
+    b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)
+    mixed = layer.convolve(b * x, self.conv)
+    layer.complete()
+    projected: Tensor = self.out_proj(c * mixed)
     return projected
 
 
 _CLASSES = ("Lfm2MoeShortConv", "Lfm2ShortConv", "Lfm3ShortConv")
-register_family(Family(packed=dict.fromkeys(_CLASSES, _forward)))
+register_family(
+    Family(
+        ("lfm2", "lfm2_moe", "lfm3"),
+        packed=dict.fromkeys(_CLASSES, _forward),
+        functions=packed_functions,
+        layer=state_of_attached,
+    )
+)

@@ -1,0 +1,343 @@
+"""States of hybrids in the pools of a `PagedCache`: the tokens of transformers' own states every way, slots
+that others left, rows that move, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from model_coverage.architectures import model_of
+from model_coverage.checks import compiling
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache, PreTrainedModel
+
+from torchpaged import ArgumentError, UnsupportedModelError
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import PagedCache, attach, detach, paged
+from torchpaged.hf.packed_state import PackedState, is_packed, mixers_of
+from torchpaged.hf.state_layer import StateLayer
+
+#: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions.
+MODELS = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "lfm2",
+    "lfm2_moe",
+)
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "disable_compile": True,
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "beams returned": {"num_beams": 3, "num_return_sequences": 2},
+    "chunks of padding": {"prefill_chunk_size": 4},
+    "tokens alone": {"prefill_chunk_size": 1},
+}
+
+
+def prompts(rows: int = 2, length: int = 11, padding: int = 6) -> dict[str, Tensor]:
+    """The first row has ``padding`` tokens of left padding."""
+    generator = torch.Generator().manual_seed(rows + length)
+    ids = torch.randint(3, 97, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[0, :padding], mask[0, :padding] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@functools.cache
+def eager(name: str, way: str = "greedy", **sizes: int) -> Tensor:
+    """Tokens of transformers' own states and attention."""
+    options = {key: value for key, value in WAYS[way].items() if key != "prefill_chunk_size"}
+    return model_of(name, "eager").generate(**prompts(**sizes), **GREEDY, **options)
+
+
+def cached(model: PreTrainedModel, **options: Any) -> PagedCache:
+    return PagedCache(model.config, 6, 48, block_size=4, **options)
+
+
+def states_of(cache: PagedCache) -> list[PackedState]:
+    return [layer for layer in cache.layers if isinstance(layer, PackedState)]
+
+
+def poison(cache: PagedCache) -> None:
+    """NaN in every state, as of rows that went wrong."""
+    for layer in states_of(cache):
+        for pool in layer.stored.block_tensors(layer.pools).values():
+            pool.fill_(float("nan"))
+
+
+@pytest.mark.slow_cases(but=("qwen3_next-*", "bamba-beams", "bamba-chunks*", "lfm2-*", "nemotron_h-greedy"))
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_gives_eager_tokens(name: str, way: str) -> None:
+    """Twice through one cache, whose slots hold NaN of rows before the second time."""
+    want, model = eager(name, way), model_of(name)
+    with paged(model):
+        cache = cached(model)
+        for _ in range(2):
+            got = model.generate(**prompts(), **GREEDY, **WAYS[way], past_key_values=cache)
+            assert torch.equal(got, want)
+            assert states_of(cache)
+            poison(cache)
+            cache.reset()
+
+
+@pytest.mark.slow_cases("bamba", "olmo_hybrid")
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "olmo_hybrid"])
+def test_decode_is_one_graph_for_every_cache(name: str) -> None:
+    """Compiled by generate(), left-padded; another cache, rows in another order and a reset take the same."""
+    model = attach(model_of(name))
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    call = GREEDY | compiling(counter)
+    caches = [cached(model), cached(model)]
+    for cache in (*caches, caches[0]):
+        cache.reset()
+        assert torch.equal(model.generate(**prompts(), **call, past_key_values=cache), eager(name))
+    assert counter.frame_count == 1
+
+
+def test_another_batch_behind_a_reset() -> None:
+    model = attach(model_of("qwen3_next"))
+    cache = cached(model)
+    for rows in (2, 4, 1):
+        call = prompts(rows, 9, 3)
+        got = model.generate(**call, **GREEDY, past_key_values=cache)
+        assert torch.equal(got, eager("qwen3_next", rows=rows, length=9, padding=3))
+        cache.reset()
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_a_conversation_goes_on(name: str) -> None:
+    """Several tokens behind those that are cached: the states go on from there."""
+    model, plain = attach(model_of(name)), model_of(name, "eager")
+    cache, ids = cached(model), prompts(padding=0)["input_ids"]
+    first = model.generate(ids, **GREEDY, past_key_values=cache)
+    longer = torch.cat((first, prompts(2, 7, 0)["input_ids"]), dim=1)
+    got = model.generate(longer, **GREEDY, past_key_values=cache)
+    assert torch.equal(got, plain.generate(longer, **GREEDY))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
+def test_no_token_is_taken_back(name: str) -> None:
+    """Refused before anything changes: the rows go on as if nobody had asked."""
+    model, plain = attach(model_of(name)), model_of(name, "eager")
+    cache, ids = cached(model), prompts(padding=0)["input_ids"]
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        before = [x.clone() for x in states_of(cache)[0].pools if x is not None]
+        cache.crop(0)
+        with pytest.raises(UnsupportedModelError, match=rf"^{name}: layer 0 keeps a state.*crop"):
+            cache.crop(-2)
+        now = [x for x in states_of(cache)[0].pools if x is not None]
+        assert all(map(torch.equal, now, before))
+        assert not cache.is_croppable
+        got = model(ids[:, 8:], past_key_values=cache).logits
+        theirs = DynamicCache(config=model.config)
+        want = [plain(part, past_key_values=theirs).logits for part in (ids[:, :8], ids[:, 8:])][1]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_assisted_decoding_is_refused() -> None:
+    """lfm2 is the one that transformers itself assists; as its own states do here, not attached."""
+    model = model_of("lfm2")
+    call = {"input_ids": prompts(padding=0)["input_ids"][:1], **GREEDY, "prompt_lookup_num_tokens": 3}
+    want = model.generate(**call)
+    with paged(model):
+        cache = cached(model)
+        with pytest.raises(UnsupportedModelError, match=r"^lfm2: layer 0 keeps a state.*assisted decoding"):
+            model.generate(**call, past_key_values=cache)
+        cache.reset()
+        plain = {key: value for key, value in call.items() if key != "prompt_lookup_num_tokens"}
+        assert torch.equal(model.generate(**plain, past_key_values=cache), want)
+    model.set_attn_implementation("torchpaged")
+    assert torch.equal(model.generate(**call, past_key_values=cached(model)), want)
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_forward_that_broke_off_is_not_continued(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers hold a token more than others then."""
+    model = attach(model_of("qwen3_next"))
+    cache, call = cached(model), prompts()
+    with torch.no_grad():
+        model(**call, past_key_values=cache)
+        step = call["input_ids"][:, :1]
+        mask = torch.cat((call["attention_mask"], torch.ones(2, 1, dtype=torch.int64)), 1)
+
+        def raises(*_: Any, **__: Any) -> Any:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model.model.layers[at].mlp, "forward", raises)
+            with pytest.raises(KeyboardInterrupt):
+                model(step, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ArgumentError, match=r"forwards all completed.*reset\(\)"):
+            model(step, attention_mask=mask, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model.generate(**call, **GREEDY, past_key_values=cache), eager("qwen3_next"))
+
+
+def test_other_rows_change_no_state() -> None:
+    model = attach(model_of("qwen3_next"))
+    cache, ids = cached(model), prompts(padding=0)["input_ids"]
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        before = [layer.pools.state.clone() for layer in states_of(cache)]
+        for rows in (1, 3):
+            with pytest.raises(ArgumentError, match=r"input_ids: expected 2 rows"):
+                model(torch.ones(rows, 1, dtype=torch.int64), past_key_values=cache)
+    for layer, kept in zip(states_of(cache), before, strict=True):
+        assert torch.equal(layer.pools.state, kept)
+
+
+def test_two_threads_with_a_cache_each() -> None:
+    model = attach(model_of("lfm2"))
+    found: dict[int, Tensor] = {}
+
+    def run(rows: int) -> None:
+        found[rows] = model.generate(**prompts(rows), **GREEDY, past_key_values=cached(model))
+
+    threads = [threading.Thread(target=run, args=(rows,)) for rows in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[rows], eager("lfm2", rows=rows)) for rows in (2, 3))
+
+
+def test_memory_is_that_of_the_rows() -> None:
+    """A slot per row and the void one, whatever ``max_seq_len`` is; said by the cache."""
+    model = attach(model_of("qwen3_next"))
+    cache = cached(model)
+    assert cache.describe().endswith("3 layers with a state per row, made with the first tokens")
+    model.generate(**prompts(), **GREEDY, past_key_values=cache)
+    assert {layer.pools.state.shape[0] for layer in states_of(cache)} == {7}
+    assert {layer.pools.state.dtype for layer in states_of(cache)} == {torch.float32}
+    size = sum(x.nbytes for layer in states_of(cache) for x in layer.pools)
+    assert sum(layer.num_bytes for layer in states_of(cache)) == size
+    assert cache.describe().endswith(f"3 layers with a state per row, {size / 1024:.2f} KiB")
+
+
+def test_whose_states_a_cache_keeps() -> None:
+    """Pools for an attached model; transformers' own for one that is not, or was not when the cache was made,
+    or whose mixer another one changed."""
+    model = model_of("lfm2")
+    early = cached(model)
+    model.set_attn_implementation("torchpaged")
+    unattached = cached(model)
+    assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=unattached), eager("lfm2"))
+    with paged(model):
+        assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=early), eager("lfm2"))
+    mixer = mixers_of(model)[0]
+    mixer.forward = lambda *args, **options: type(mixer).forward(mixer, *args, **options)
+    with paged(model):
+        changed = cached(model)
+        assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=changed), eager("lfm2"))
+    for cache in (early, unattached, changed):
+        assert {type(layer) for layer in cache.layers if isinstance(layer, StateLayer)} == {StateLayer}
+
+
+def test_a_detached_model_is_refused_its_pools() -> None:
+    model = attach(model_of("lfm2"))
+    cache = cached(model)
+    detach(model)
+    assert not any(is_packed(mixer) for mixer in mixers_of(model))
+    model.set_attn_implementation("torchpaged")
+    with (
+        pytest.raises(UnsupportedModelError, match=r"^lfm2: layer 0 keeps states.*attach\(model\)"),
+        torch.no_grad(),
+    ):
+        model(prompts()["input_ids"], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["bamba", "lfm2"])
+def test_the_engine_and_a_cache_over_one_attached_model(name: str) -> None:
+    model = attach(model_of(name))
+    model.generation_config.eos_token_id = None
+    call, cache = prompts(padding=0), cached(model)
+    want = model.generate(**call, **GREEDY, past_key_values=cache)
+    assert torch.equal(want, eager(name, padding=0))
+    generator = Generator(model, max_batch_size=2, max_seq_len=48, block_size=4)
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    outputs = generator.generate(call["input_ids"].tolist(), sampling)
+    assert [output.token_ids for output in outputs] == want[:, 11:].tolist()
+    cache.reset()
+    assert torch.equal(model.generate(**call, **GREEDY, past_key_values=cache), want)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gathered keys": {"dense": True},
+    "fp8 keys": {"kv_dtype": "fp8_e4m3", "backend": "reference"},
+    "the reference": {"backend": "reference"},
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_options_of_the_cache(case: str) -> None:
+    """The tokens of a cache of transformers' own states with the same options."""
+    model = model_of("bamba", "torchpaged")
+    want = model.generate(**prompts(), **GREEDY, past_key_values=cached(model, **OPTIONS[case]))
+    with paged(model):
+        cache = cached(model, **OPTIONS[case])
+        assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=cache), want)
+        assert states_of(cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_dtypes(dtype: torch.dtype) -> None:
+    """Logits of a prompt and a step, within what the dtype gives transformers' own states."""
+    model, ids = model_of("qwen3_5_text", "eager").to(dtype), prompts(padding=0)["input_ids"]
+    exact = model_of("qwen3_5_text", "eager")
+    options = {"backend": "reference"} if dtype == torch.float64 else {}
+    with torch.no_grad():
+        want, theirs = exact(ids).logits.double(), model(ids, use_cache=False).logits.double()
+        with paged(model):
+            cache = cached(model, **options)
+            parts = [model(part, past_key_values=cache).logits for part in (ids[:, :-1], ids[:, -1:])]
+    error = (torch.cat(parts, 1).double() - want).abs().max()
+    assert error <= 2 * (theirs - want).abs().max() + 1e-5 * want.abs().max()
+
+
+def test_autocast() -> None:
+    model, ids = model_of("bamba", "eager"), prompts(padding=0)["input_ids"]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        want = model(ids, use_cache=False).logits
+        with paged(model):
+            cache = cached(model)
+            parts = [model(part, past_key_values=cache).logits for part in (ids[:, :-1], ids[:, -1:])]
+    assert states_of(cache)
+    torch.testing.assert_close(torch.cat(parts, 1), want, rtol=0.05, atol=0.05 * float(want.abs().max()))
+
+
+def test_copies() -> None:
+    """Of a cache: an unused one runs, a used one is refused. Of an attached model: with transformers' own
+    states."""
+    model = attach(model_of("lfm2"))
+    cache = copy.deepcopy(cached(model))
+    assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=cache), eager("lfm2"))
+    with pytest.raises(Exception, match="can't be copied"):
+        copy.deepcopy(cache)
+    copied = copy.deepcopy(model)
+    got = copied.generate(**prompts(), **GREEDY, past_key_values=cached(copied))
+    assert torch.equal(got, eager("lfm2"))
+
+
+def test_gradients_are_refused() -> None:
+    model = attach(model_of("lfm2"))
+    with pytest.raises(ArgumentError, match=r"no_grad"):
+        model(prompts(padding=0)["input_ids"], past_key_values=cached(model))

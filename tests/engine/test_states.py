@@ -17,7 +17,8 @@ from torchpaged.backends import Limits
 from torchpaged.cache import StateLayerSpec
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel, accelerate, unaccelerate
-from torchpaged.hf.packed_state import PackedState, is_packed, mixers_of
+from torchpaged.hf.packed_mixers import is_packed, mixers_of
+from torchpaged.hf.packed_state import PackedState
 
 #: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions.
 MODELS = (

@@ -19,7 +19,8 @@ from transformers import DynamicCache, PreTrainedModel
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, detach, paged
-from torchpaged.hf.packed_state import PackedState, is_packed, mixers_of
+from torchpaged.hf.packed_mixers import is_packed, mixers_of
+from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.state_layer import StateLayer
 
 #: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions.

@@ -26,8 +26,8 @@ from torchpaged.custom_ops.checks import is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
+from torchpaged.hf.packed_mixers import pack_mixers
 from torchpaged.hf.packed_scales import PackedScales, run_once
-from torchpaged.hf.packed_state import pack_mixers
 from torchpaged.hf.rolling_attention import choose_rolling
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.hf.step_rings import StepRings

@@ -18,7 +18,8 @@ from torchpaged.hf.kv_scales import KVScales, require_paged
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_functions import is_causal
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.packed_state import PackedState, keeps_nothing
+from torchpaged.hf.packed_mixers import keeps_nothing
+from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.hf.support import require_paged_layers
 from torchpaged.hf.template import HybridPagedLayer, paged_layers

@@ -24,7 +24,7 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attached import MARK, give_functions, replace_attention, take_out
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.families import family_of
-from torchpaged.hf.packed_state import is_packed, mixers_of
+from torchpaged.hf.packed_mixers import is_packed, mixers_of
 from torchpaged.hf.support import lacks_causal_mask, require_supported, uses_attention_interface
 from torchpaged.hf.wrapped import unwrapped
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.packed_state import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
 
 
 def _forward(

@@ -1,0 +1,85 @@
+"""Mixers of hybrids with a forward over the states of a paged cache: projections and norms as they are, their
+convolution and recurrence by a `torchpaged.hf.packed_state.PackedState`.
+
+The engine gives it to the mixers of its model (`pack_mixers`), `torchpaged.hf.attach` to those of an attached
+one. With any other cache they run their class's own.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.cache_utils import LinearAttentionLayer
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.attached import was_given_functions
+from torchpaged.hf.families import PACKED, Function
+from torchpaged.hf.owner import PagedOwner
+from torchpaged.hf.packed_state import PackedState
+
+
+def packed_state(cache: Any, index: int) -> PackedState | None:
+    """The layer of a cache that a mixer was given; None if its tokens are not packed."""
+    layer = None if cache is None else cache.layers[index]
+    return layer if isinstance(layer, PackedState) else None
+
+
+def mixers_of(model: Any) -> list[Any]:
+    """The modules of a model that have a forward over packed tokens."""
+    return [module for module in model.modules() if type(module).__name__ in PACKED]
+
+
+def is_packed(mixer: Any) -> bool:
+    """Whether a mixer has that forward now."""
+    return getattr(vars(mixer).get("forward"), "__func__", None) is PACKED[type(mixer).__name__]
+
+
+def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
+    """Give the mixers of a model their forward over packed tokens; with any other cache they run their
+    class's own.
+
+    Args:
+        model: of transformers.
+        states: the layers that keep states in a cache of its config.
+
+    Raises:
+        UnsupportedModelError: a layer's mixer is not known, or has a forward of its own, as a hook makes it.
+    """
+    mixers = mixers_of(model)
+    known = {mixer.layer_idx for mixer in mixers}
+    for layer in states:
+        if layer.index not in known:
+            raise layer.unknown()
+    for mixer in mixers:
+        if is_packed(mixer):  # what graphs were made with stays the same object
+            continue
+        if "forward" in vars(mixer):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: a {type(mixer).__name__} has a forward that another one replaced, "
+                "and packed batches need one of theirs; take the hook out"
+            )
+        mixer.forward = types.MethodType(PACKED[type(mixer).__name__], mixer)
+
+
+def packed_functions(model: Any) -> dict[Any, Function]:
+    """What attaching gives the mixers of a model, see `Family.functions`; nothing where one of them has a
+    forward or a hook that another one put there: its caches keep states as transformers does."""
+    mixers = mixers_of(model)
+    hooked = any(hasattr(part, "_hf_hook") for mixer in mixers for part in mixer.modules())
+    if hooked or any("forward" in vars(mixer) and not is_packed(mixer) for mixer in mixers):
+        return {}
+    return {mixer: ("forward", PACKED[type(mixer).__name__]) for mixer in mixers}
+
+
+def keeps_nothing(config: Any, index: int) -> bool:
+    """Whether a layer is of experts or a feed-forward alone, as in Nemotron-H."""
+    types = getattr(config, "layer_types", None) or ()
+    return index < len(types) and types[index] in ("mlp", "moe")
+
+
+def state_of_attached(owner: PagedOwner, index: int, config: Any, template: Any) -> PackedState | None:
+    """The layer of a cache for an attached model whose mixers got their functions, see `Family.layer`."""
+    keeps = type(template) is LinearAttentionLayer and not keeps_nothing(config, index)
+    return PackedState(owner, index) if keeps and was_given_functions(config) else None

@@ -281,10 +281,28 @@ def test_the_engine_and_a_cache_over_one_attached_model(name: str) -> None:
     assert torch.equal(model.generate(**call, **GREEDY, past_key_values=cache), want)
 
 
+def test_a_model_that_an_engine_runs_can_be_attached() -> None:
+    """The engine's graphs go on with the forwards that they were made with, before and behind."""
+    model, call, want = model_of("lfm2"), prompts(padding=0), eager("lfm2", padding=0)
+    model.generation_config.eos_token_id = None
+    generator = Generator(model, max_batch_size=2, max_seq_len=48, block_size=4)
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+    def tokens() -> list[list[int]]:
+        outputs = generator.generate(call["input_ids"].tolist(), sampling)
+        return [output.token_ids for output in outputs]
+
+    with paged(model):
+        assert tokens() == want[:, 11:].tolist()
+        assert torch.equal(model.generate(**call, **GREEDY, past_key_values=cached(model)), want)
+    assert tokens() == want[:, 11:].tolist()
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "gathered keys": {"dense": True},
     "fp8 keys": {"kv_dtype": "fp8_e4m3", "backend": "reference"},
     "the reference": {"backend": "reference"},
+    "rows that grow": {"num_blocks": 16},
 }
 
 

@@ -86,7 +86,7 @@ def reindex(cache: PagedOwner, prefixes: RowPrefixes, parents: Sequence[int]) ->
     _copy_blocks(cache, rows.reindex(parents, lengths))
     for layer in cache.layers:
         if isinstance(layer, StateLayer):
-            layer.reorder_cache(torch.tensor(parents, dtype=torch.int64, device="cpu"))
+            layer.reorder_cache(to_device(parents, torch.int64, rows.seq_lens.device))
     prefixes.find([lengths[parent] for parent in parents])
 
 

@@ -109,9 +109,7 @@ def put_in(functions: Mapping[Any, Function | Functions | None]) -> None:
         by_name = dict(made if isinstance(made[0], tuple) else [made])
         setattr(module, MARK, {name: Replaced(vars(module).get(name)) for name in by_name})
         for name, function in by_name.items():
-            if (
-                getattr(vars(module).get(name), "__func__", None) is not function
-            ):  # engines compare objects
+            if getattr(vars(module).get(name), "__func__", None) is not function:  # engines compare objects
                 setattr(module, name, types.MethodType(function, module))
 
 

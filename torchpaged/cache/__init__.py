@@ -12,6 +12,7 @@ requests.py      requests that grow, and the metadata of their steps
 row_blocks.py    the blocks of a batch's rows, and what they share
 prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike; its counters are
                  `PrefixCacheStats`
+snapshots.py     what a `PrefixCache` knows, in a safetensors file
 rolling.py       `RollingBlocks`: rings of blocks, for layers with a sliding window
 """
 

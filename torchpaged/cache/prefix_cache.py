@@ -22,8 +22,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from torchpaged.cache.block_pool import BlockPool
+from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 
@@ -51,6 +52,20 @@ class PrefixCacheStats:
     hit_tokens: int = 0
     missed_tokens: dict[str, int] = field(default_factory=dict)
     evicted_blocks: int = 0
+
+
+class KnownBlock(NamedTuple):
+    """A block's tokens and what is in front of them.
+
+    Attributes:
+        parent: the place of the block in front in a list of such; -1: it begins a text.
+        tokens: ids, 8 bytes each.
+        extra: what `PrefixCache.text` was told, of a block that begins a text.
+    """
+
+    parent: int
+    tokens: bytes
+    extra: Hashable
 
 
 class PrefixCache(NotCopied):
@@ -121,6 +136,44 @@ class PrefixCache(NotCopied):
         self._keys = [None] * len(self._keys)
         self._version, self._drops, self._epoch = self._version + 1, self._drops + 1, self._epoch + 1
         self.pool.drop_all()
+
+    # ---------------------------------------------------------------------------------------------- snapshots
+    def known(self) -> list[tuple[KnownBlock, int]]:
+        """What is known, and in which block, what is in front of a block before it. Blocks whose beginning
+        was given up are left out: nobody finds them."""
+        step, behind = self.block_size * _TOKEN_BYTES, dict[bytes, list[tuple[bytes, int]]]()
+        found: list[tuple[KnownBlock, int]] = []
+        for key, block in self._table.items():
+            if isinstance(key, bytes) and len(key) > step:
+                behind.setdefault(key[:-step], []).append((key[-step:], block))
+            else:
+                extra, tokens = key if isinstance(key, tuple) else (None, key)
+                found.append((KnownBlock(-1, tokens, extra), block))
+        for parent, (_, block) in enumerate(found):  # it grows meanwhile
+            for tokens, child in behind.get(self._names[block], ()):
+                found.append((KnownBlock(parent, tokens, None), child))
+        return found
+
+    def find(self, texts: Sequence[KnownBlock]) -> list[int | None]:
+        """The blocks that hold these; None: unknown."""
+        found: list[int | None] = []
+        for text in texts:
+            parent = found[text.parent] if text.parent >= 0 else NULL_BLOCK
+            found.append(None if parent is None else self._table.get(self._key_of(text, parent)))
+        return found
+
+    def publish(self, texts: Sequence[KnownBlock], blocks: Sequence[int]) -> None:
+        """Each of ``texts`` is in one of ``blocks``, which the caller holds: others find it from now on. What
+        is known already stays where it is."""
+        for text, block in zip(texts, blocks, strict=True):
+            key = self._key_of(text, blocks[text.parent] if text.parent >= 0 else NULL_BLOCK)
+            if key not in self._table:
+                self._fill(key, block)
+
+    def _key_of(self, text: KnownBlock, parent: int) -> Hashable:
+        if text.parent >= 0:
+            return self._names[parent] + text.tokens
+        return text.tokens if text.extra is None else (text.extra, text.tokens)
 
     # ------------------------------------------------------------------------------------------- the books
     def _name(self, key: Hashable) -> bytes:

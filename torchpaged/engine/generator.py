@@ -18,6 +18,7 @@ steps; `Generator.close` ends it all.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
 from torchpaged.engine.calls import Calls, HandOut
@@ -48,7 +50,7 @@ from torchpaged.engine.start_report import LateCompiles, StartClock, StartReport
 from torchpaged.engine.step_graphs import PrefillGraphs, make_step_graphs
 from torchpaged.engine.stepper import Stepper
 from torchpaged.graphs import PackedGraphRunner
-from torchpaged.model_state import ModelState, undone_if_it_raises
+from torchpaged.model_state import ModelState, fingerprint, undone_if_it_raises
 from torchpaged.prefixes.automatic import find_prefixes
 
 if TYPE_CHECKING:
@@ -391,6 +393,53 @@ class Generator(Lifecycle):
         model that torch does not count, of ``parameter.data`` for instance."""
         with self._calls.entered():
             self._stepper.forget_prefixes("reset_prefix_cache()")
+
+    def snapshot(self, path: str | os.PathLike[str]) -> int:
+        """Write what the prefix cache knows to a safetensors file, for `restore` in another process.
+
+        Returns:
+            Tokens that it holds.
+
+        Raises:
+            ArgumentError: nothing is kept (`prefix_cache_reason`).
+            OSError: it can't be written; a file of before stays as it was.
+            ImportError: safetensors is not installed.
+        """
+        with self._calls.entered():
+            self._forget_other_weights()
+            return save_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
+
+    def restore(self, path: str | os.PathLike[str]) -> int:
+        """Know what a `snapshot` of the same model knew: requests to come find it.
+
+        Returns:
+            Tokens that were not known before.
+
+        Raises:
+            ArgumentError: the file is truncated, altered or no snapshot, or of another model, dtype, block
+                size or other scales: says what differs. Or nothing is kept, or requests run. Nothing is
+                changed then.
+            BlockPoolExhaustedError: it holds more than the pool; nothing is changed then.
+            OSError: it can't be read.
+            ImportError: safetensors is not installed.
+        """
+        with self._calls.entered():
+            if self.has_unfinished:
+                raise ArgumentError("path", "given when no request runs", "requests that have not ended")
+            self._forget_other_weights()
+            return load_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
+
+    def _kept_prefixes(self) -> PrefixCache:
+        if self.prefix_cache is None or not self.prefix_cache.keeps:
+            raise ArgumentError("prefix_cache", "one that keeps blocks", self.prefix_cache_reason)
+        return self.prefix_cache
+
+    def _identity(self) -> dict[str, str]:
+        """Whose keys and values the pools hold."""
+        model = getattr(self.model, "model", self.model)
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        weights = fingerprint(model) if isinstance(model, torch.nn.Module) else type(model).__name__
+        return {"model_type": str(kind), "weights": weights}
 
     def _require_unchanged(self) -> None:
         """Refuse to replay graphs over a model that changed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import json
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
@@ -24,6 +25,9 @@ _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling"
 #: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse.py notices if that changes)
 #: and the ranges of a profile.
 _WATCHERS = ("transformers.utils.output_capturing", "torchpaged.profiling.kernel_report.trace")
+#: Of a config: what says nothing about a model's numbers that its tensors don't.
+_NO_NUMBERS = ("_name_or_path", "architectures", "dtype", "transformers_version")
+_AT_ONCE = 1 << 24  # numbers
 P = ParamSpec("P")
 Modules = Mapping[str, nn.Module]
 
@@ -42,16 +46,32 @@ def _adapters(module: nn.Module) -> dict[str, str]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of a model's parameters, buffers and active adapters: names, shapes, dtypes and the first 64
-    numbers of each. It tells models apart, and does not prove that all numbers are equal."""
+    """A hash of a model's parameters, buffers, active adapters and config: names, shapes, dtypes, and sums by
+    which a change of any number shows, made where the numbers are."""
     digest = hashlib.sha256()
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        first = tensor.detach().flatten()[:64].double().cpu()
-        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} {first.tolist()};".encode())
+        digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} {_sum_of(tensor)};".encode())
     for name, module in model.named_modules():
         if adapters := _adapters(module):
             digest.update(f"{name} {adapters};".encode())
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_diff_dict"):
+        kept = {key: value for key, value in config.to_diff_dict().items() if key not in _NO_NUMBERS}
+        digest.update(json.dumps(kept, sort_keys=True, default=str).encode())
     return digest.hexdigest()
+
+
+@torch.no_grad()
+def _sum_of(tensor: Tensor) -> int:
+    """Of all numbers' bits, each times an odd number of its own, modulo 2**64."""
+    numbers, total = tensor.detach().flatten(), 0
+    numbers = torch.view_as_real(numbers).flatten() if numbers.is_complex() else numbers
+    for begin in range(0, numbers.shape[0], _AT_ONCE):
+        part = numbers[begin : begin + _AT_ONCE]
+        bits = part.double().view(torch.int64) if part.is_floating_point() else part.long()
+        places = torch.arange(begin, begin + bits.shape[0], device=bits.device)
+        total += int((bits * (2 * places + 1)).sum())
+    return total % 2**64
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:

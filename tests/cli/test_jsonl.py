@@ -45,6 +45,11 @@ def test_a_run_that_was_broken_off_goes_on(folder: str, tmp_path: Path) -> None:
     assert len(rows(output)) == 3
     assert again == found | {"second": again["second"]}
 
+    output.write_text(output.read_text().rstrip("\n"))  # its last line is whole
+    done = generate(folder, *arguments)
+    assert done.returncode == 0
+    assert {row["id"]: row for row in rows(output)} == again
+
     before = output.read_text()
     done = generate(folder, *arguments)
     assert done.returncode == 0
@@ -88,13 +93,15 @@ def test_bad_input(folder: str, tmp_path: Path, case: str) -> None:
     assert not output.exists()
 
 
-def test_what_is_not_an_output_is_left_alone(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["mine\nand more", "a line", '{"id": 1, "prompt": "hello"}\n'], ids=repr)
+def test_what_is_not_an_output_is_left_alone(folder: str, tmp_path: Path, content: str) -> None:
+    """Notes, a line without an end, an input."""
     output = tmp_path / "notes.txt"
-    output.write_text("mine\nand more")
+    output.write_text(content)
     done = generate(folder, "--input", "-", "--output", str(output), stdin='{"prompt": "hello"}')
     assert done.returncode == 2
     assert "--output" in done.stderr
-    assert output.read_text() == "mine\nand more"
+    assert output.read_text() == content
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from torchpaged import ArgumentError, BlockPool, BlockPoolExhaustedError, PagedKVCache
+from torchpaged import ArgumentError, BlockPool, BlockPoolExhaustedError, PagedKVCache, TorchpagedError
 from torchpaged.cache import KVLayerSpec, LatentLayerSpec, PrefixCache, StateLayerSpec
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import PagedModel
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 BLOCK = 4
@@ -251,10 +252,70 @@ def test_tokens_behind_a_restore_are_those_without(model: Any, options: Any, tmp
     salted = SamplingParams(max_new_tokens=10, ignore_eos=True, cache_salt="tenant")
     want = [first.generate([PROMPT], each)[0].token_ids for each in (TEN, salted)]
     first.snapshot(tmp_path / "a")
+    if "kv_dtype" in options:
+        with pytest.raises(ArgumentError, match="kv_scales"):
+            Generator(model, **{**SIZES, **options}).restore(tmp_path / "a")
+        scales = first.model.kv_scales
+        other = Generator(model, **{**SIZES, **options}, kv_scales=[(k * 2, v) for k, v in scales])
+        with pytest.raises(ArgumentError, match="whose kv_scales are"):
+            other.restore(tmp_path / "a")
+        options = {**options, "kv_scales": scales}
     second = Generator(model, **{**SIZES, **options})
     second.restore(tmp_path / "a")
     assert [second.generate([PROMPT], each)[0].token_ids for each in (TEN, salted)] == want
     assert second.stats.prefix_cache.hit_tokens == 2 * 24
+
+
+def test_what_is_found_is_not_given_up_for_the_rest(model: Any, tmp_path: Path) -> None:
+    """The pool has idle blocks alone, the oldest of which the file holds, too."""
+    sizes = {**SIZES, "max_batch_size": 1, "max_seq_len": 32, "num_blocks": 9}
+    texts = [
+        [10 + (place * 11 + i * 7) % 80 for i in range(length)] for place, length in enumerate((13, 17, 17))
+    ]
+    one = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    first = Generator(model, **sizes)
+    for text in texts[:2]:
+        first.generate([text], one)
+    first.snapshot(tmp_path / "a")
+    want = [
+        Generator(model, **SIZES, prefix_cache=False).generate([text], TEN)[0].token_ids for text in texts
+    ]
+    second = Generator(model, **sizes)
+    for text in (texts[0], texts[2]):
+        second.generate([text], one)
+    assert second.restore(tmp_path / "a") == 16
+    assert [second.generate([text], TEN)[0].token_ids for text in texts] == want
+
+
+def test_two_engines_over_one_cache(model: Any, tmp_path: Path) -> None:
+    """What the other one wrote is in no snapshot, and none is restored under its requests."""
+    paged = PagedModel(model, num_blocks=40, block_size=4)
+    first, second = (Generator(paged, max_seq_len=64, graphs=False) for _ in range(2))
+    first.generate([PROMPT], TEN)
+    assert first.snapshot(tmp_path / "a") == 32
+    second.generate([PROMPT[::-1]], TEN)
+    assert first.snapshot(tmp_path / "b") == 0
+    second.submit(PROMPT, TEN)
+    second.step()
+    with pytest.raises(TorchpagedError, match="another"):
+        first.restore(tmp_path / "a")
+
+
+def test_models_that_differ_in_one_number(make_llama: Any, tmp_path: Path) -> None:
+    def made(**options: Any) -> Any:
+        sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 256}
+        return make_llama(**sizes, **options)
+
+    generator = Generator(made(), **SIZES)
+    generator.generate([PROMPT], TEN)
+    generator.snapshot(tmp_path / "a")
+    changed, other_norms = made(), made(rms_norm_eps=0.1)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.down_proj.weight[40, 60] += 1e-6
+    for other in (changed, other_norms):
+        with pytest.raises(ArgumentError, match="whose weights are"):
+            Generator(other, **SIZES).restore(tmp_path / "a")
+    assert Generator(made(), **SIZES).restore(tmp_path / "a") == 32
 
 
 def test_a_generator_that_can_not(model: Any, make_llama: Any, tmp_path: Path) -> None:

@@ -107,7 +107,14 @@ def load_prefixes(
     ]
     found = prefixes.find(texts)
     new = [place for place, block in enumerate(found) if block is None]
-    own = prefixes.pool.allocate(len(new))
+    held = prefixes.pool.fork(
+        [block for block in found if block is not None]
+    )  # allocating may give up others
+    try:
+        own = prefixes.pool.allocate(len(new))
+    except BaseException:
+        prefixes.pool.free(held)
+        raise
     try:
         index = torch.tensor(own, dtype=torch.int64, device=cache.device)
         for name, pool in pools.items():
@@ -118,6 +125,7 @@ def load_prefixes(
         prefixes.publish(texts, [taken.get(i, block or 0) for i, block in enumerate(found)])
     finally:
         prefixes.pool.free(own)
+        prefixes.pool.free(held)
     return len(new) * cache.block_size
 
 

@@ -22,6 +22,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput
 
+#: How each line of an output begins.
+_ROW = b'{"id": '
+
 
 @contextlib.contextmanager
 def _opened(path: str) -> Iterator[TextIO]:
@@ -44,16 +47,23 @@ def _done(path: str) -> set[Any]:
         return set()
     content, done = Path(path).read_bytes(), set()
     whole, newline, rest = content.rpartition(b"\n")
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate([*whole.splitlines(), *([rest] if rest else [])], 1):
         try:
-            done.add(json.loads(line)["id"])
+            row = json.loads(line)
+            done.add(row["id"])
+            row["finish_reason"]
         except (ValueError, KeyError, TypeError) as error:
+            if line is rest and isinstance(error, ValueError) and _ROW.startswith(rest[: len(_ROW)]):
+                break
             raise ArgumentError(
                 "--output", "a file that this command wrote, or none", f"line {number} of {path}: {error}"
             ) from error
-    if rest:
-        with open(path, "r+b") as file:
-            file.truncate(len(whole) + len(newline))
+    else:
+        if rest:
+            Path(path).write_bytes(content + b"\n")
+        return done
+    with open(path, "r+b") as file:
+        file.truncate(len(whole) + len(newline))
     return done
 
 

@@ -406,6 +406,7 @@ class Generator(Lifecycle):
             ImportError: safetensors is not installed.
         """
         with self._calls.entered():
+            self._stepper.require_cache()
             self._forget_other_weights()
             return save_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
 
@@ -424,8 +425,16 @@ class Generator(Lifecycle):
             ImportError: safetensors is not installed.
         """
         with self._calls.entered():
-            if self.has_unfinished:
+            if self._requests:
                 raise ArgumentError("path", "given when no request runs", "requests that have not ended")
+            if getattr(self.model, "needs_scales", False):
+                raise ArgumentError(
+                    "kv_scales",
+                    "scales of an fp8 cache",
+                    "none yet",
+                    "give the Generator those of the snapshot's",
+                )
+            self._stepper.require_cache()
             self._forget_other_weights()
             return load_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
 
@@ -439,7 +448,8 @@ class Generator(Lifecycle):
         model = getattr(self.model, "model", self.model)
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         weights = fingerprint(model) if isinstance(model, torch.nn.Module) else type(model).__name__
-        return {"model_type": str(kind), "weights": weights}
+        scales = [[x.tolist() for x in pair] for pair in getattr(self.model, "kv_scales", ())]
+        return {"model_type": str(kind), "weights": weights, "kv_scales": str(scales)}
 
     def _require_unchanged(self) -> None:
         """Refuse to replay graphs over a model that changed."""

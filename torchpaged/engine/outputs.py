@@ -117,7 +117,7 @@ class TextStream:
     Args:
         tokenizer: anything with ``decode(ids, skip_special_tokens=True)``; None gives no text.
         stop: strings that end it.
-        min_new_tokens: tokens at the beginning whose text is not searched for these.
+        min_new_tokens: tokens at the beginning within which none of these ends.
 
     Attributes:
         stopped: a stop string was met; nothing follows.
@@ -164,10 +164,9 @@ class TextStream:
         return str(after[len(before) :])
 
     def _release(self, text: str) -> str:
-        if len(self._ids) <= self._least:
-            return text
         self._held += text
-        ends = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
+        searched = self._stop if len(self._ids) > self._least else ()
+        ends = [at for at in (self._held.find(s) for s in searched) if at >= 0]
         if ends:
             self.stopped = True
             shown, self._held = self._held[: min(ends)], ""

@@ -93,7 +93,7 @@ class Stepper:
         Raises:
             TorchpagedError: another engine runs requests in the model's cache.
         """
-        self._require_cache()
+        self.require_cache()
         if getattr(self._model, "needs_scales", False):
             self._model.find_scales(sequence.prompt)  # type: ignore[attr-defined]
         sequence.submitted = time.perf_counter()
@@ -129,12 +129,17 @@ class Stepper:
             TorchpagedError: another engine has the model's cache.
         """
         if self.requests:
-            self._require_cache()
+            self.require_cache()
         named = profile_range("step", self.stats.steps)
         with self.late.counted(), self._at_work(), named, torch.inference_mode():
             self._step()
 
-    def _require_cache(self) -> None:
+    def require_cache(self) -> None:
+        """Have the pools; what another engine wrote there meanwhile is not taken for this one's.
+
+        Raises:
+            TorchpagedError: another engine runs requests in the model's cache.
+        """
         if self._owner.require():
             self.forget_prefixes("another Generator had the pools")
 

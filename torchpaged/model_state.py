@@ -54,7 +54,7 @@ def fingerprint(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if adapters := _adapters(module):
             digest.update(f"{name} {adapters};".encode())
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
         kept = {key: value for key, value in config.to_diff_dict().items() if key not in _NO_NUMBERS}
         digest.update(json.dumps(kept, sort_keys=True, default=str).encode())

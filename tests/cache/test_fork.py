@@ -246,3 +246,13 @@ def test_requests_do_not_keep_their_cache_alive() -> None:
         assert forks.seq_lens == [2]
     finally:
         gc.enable()
+
+
+def test_a_shallow_copy_takes_nothing_from_the_first() -> None:
+    cache = PagedKVCache.uniform(1, 1, 16, block_size=BLOCK, num_blocks=8, dtype=torch.float32)
+    rows = cache.allocate(1)
+    rows.append([3])
+    twin = copy.copy(cache)
+    del twin
+    gc.collect()
+    rows.fork().append([1])

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage.architectures import model_of
 
 from torchpaged import ClosedError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import PagedCache, attach, detach
 from torchpaged.model_state import hooks_of
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -209,3 +211,23 @@ def test_a_request_that_fills_the_pool_says_so(make_llama: Callable[..., Any]) -
     with engine(make_llama(**TINY), num_blocks=40, graphs=False) as generator:
         many = SamplingParams(max_new_tokens=1000, ignore_eos=True)
         assert generator.generate([PROMPT], many)[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_a_model_that_was_attached_meanwhile_stays_so(name: str) -> None:
+    """Until it is detached, which gives back what was before the engine."""
+    model = model_of(name)
+    before = model.config._attn_implementation, [vars(part).get("forward") for part in model.modules()]
+    generator = engine(model)
+    attach(model)
+    generator.close()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        cache = PagedCache(model.config, 1, 40, block_size=4)
+        torch.testing.assert_close(model(ids, past_key_values=cache).logits, want, rtol=1e-4, atol=1e-4)
+    detach(model)
+    assert before == (
+        model.config._attn_implementation,
+        [vars(part).get("forward") for part in model.modules()],
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import padded_prompts, tiny
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig, PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
@@ -170,3 +171,27 @@ def test_a_step_compiled_by_hand_fails_where_the_rows_end() -> None:
         with pytest.raises(RuntimeError, match="compiled by hand"):
             compiled(position_ids=torch.tensor([[8]]), **step)
         cache.reset()
+
+
+def test_rows_are_reordered_behind_a_graph_that_was_replayed() -> None:
+    """Which moved them on without the host."""
+    model = paged()
+    ids = torch.randint(3, 99, (2, 20))
+    cache = PagedCache(model.config, 2, 40, block_size=4, cascade=False)
+
+    def step(token: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(token, position_ids=place, past_key_values=cache).logits
+        return logits
+
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache)
+        graph = make_fx(step)(ids[:, 6:7], torch.full((2, 1), 6))
+        for place in range(7, 14):
+            graph(ids[:, place : place + 1], torch.full((2, 1), place))
+        assert cache.rows.lengths() == [14, 14]
+        cache.reorder_cache(torch.tensor([1, 1]))
+        got = step(ids[:, 14:15], torch.full((2, 1), 14))
+        for row in (0, 1):  # a step of one writes over what the other one shares
+            text = torch.cat([ids[1:, :14], ids[row : row + 1, 14:15]], 1)
+            want = model(text, use_cache=False).logits[:, -1]
+            torch.testing.assert_close(got[row : row + 1, -1], want, rtol=1e-4, atol=1e-4)

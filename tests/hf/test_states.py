@@ -314,7 +314,20 @@ def test_options_of_the_cache(case: str) -> None:
     with paged(model):
         cache = cached(model, **OPTIONS[case])
         assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=cache), want)
-        assert states_of(cache)
+        assert bool(states_of(cache)) != ("dense" in OPTIONS[case])
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "olmo_hybrid"])
+def test_left_padding_where_keys_are_gathered(name: str) -> None:
+    """By larger weights, to which a state that read padding matters."""
+    model = model_of(name, "eager")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.4 if weight.dim() > 1 else 1.0)
+        want = model(**prompts(), use_cache=False).logits[:, -1]
+        with paged(model):
+            got = model(**prompts(), past_key_values=cached(model, dense=True)).logits[:, -1]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

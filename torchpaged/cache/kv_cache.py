@@ -197,8 +197,9 @@ class PagedKVCache:
         return self._pool
 
     def _tell(self, pool: BlockPool) -> None:
-        """Requests may fork where a block is all that its tokens have."""
-        if not self.blocks_of:
+        """Requests may fork where a block is all that its tokens have. A shallow copy of a cache has its
+        pool, which stays with the first of them."""
+        if not self.blocks_of and pool.copier is None:
             pool.copied_by(self._copy_pairs)
 
     def _copy_pairs(self, pairs: list[tuple[int, int]]) -> None:

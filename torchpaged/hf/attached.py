@@ -113,6 +113,13 @@ def put_in(functions: Mapping[Any, Function | Functions | None]) -> None:
                 setattr(module, name, types.MethodType(function, module))
 
 
+def forget_before(module: Any, name: str) -> None:
+    """What stood in the place of one of ours is not to come back: its class's function does."""
+    kept: Replaced | None = getattr(module, MARK, {}).get(name)
+    if kept is not None:
+        kept.before = None
+
+
 def take_out(model: PreTrainedModel) -> None:
     """Take the functions out again; what was on the instance before them comes back."""
     _GIVEN.pop(id(model.config.get_text_config(decoder=True)), None)

@@ -329,11 +329,8 @@ class CacheRows:
 
     # --------------------------------------------------------------------------------------- between forwards
     def lengths(self) -> list[int]:
-        """Tokens of each row without padding; reads the device where a compiled forward moved them on."""
-        batch = len(self.blocks)
-        if self._counted is not None:
-            return [self._counted - left for left in self.padding or [0] * batch]
-        lengths: list[int] = self.seq_lens[:batch].tolist()
+        """Tokens of each row without padding; reads the device, which graphs move on without the host."""
+        lengths: list[int] = self.seq_lens[: len(self.blocks)].tolist()
         return lengths
 
     def take_back(self, count: int) -> None:
@@ -387,7 +384,7 @@ class CacheRows:
         """
         exact = self.ready and self.total.device.type == "cpu"
         if exact or self._bound + query_len > self._covered:
-            self._bound = self._count() if self.ready else 0
+            self._bound = int(self.total) if self.ready else 0
         if self._bound + query_len > self.max_seq_len:
             raise ArgumentError(
                 "max_seq_len",
@@ -399,10 +396,6 @@ class CacheRows:
         if self._bound + query_len > self._covered:
             self._grow(self._bound + query_len)
         self._bound += query_len
-
-    def _count(self) -> int:
-        """Tokens per row, padding included; reads the device where a compiled forward moved them on."""
-        return int(self.total) if self._counted is None or self.total.device.type == "cpu" else self._counted
 
     def require_complete(self) -> None:
         """Refuse rows whose last forward raised between two layers. On a GPU a compiled one is found by

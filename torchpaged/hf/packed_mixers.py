@@ -80,6 +80,7 @@ def keeps_nothing(config: Any, index: int) -> bool:
 
 
 def state_of_attached(owner: PagedOwner, index: int, config: Any, template: Any) -> PackedState | None:
-    """The layer of a cache for an attached model whose mixers got their functions, see `Family.layer`."""
-    keeps = type(template) is LinearAttentionLayer and not keeps_nothing(config, index)
+    """The layer of a cache for an attached model whose mixers got their functions, see `Family.layer`; none
+    in a cache that gathers, which is not told where rows' padding ends."""
+    keeps = type(template) is LinearAttentionLayer and not keeps_nothing(config, index) and not owner.dense
     return PackedState(owner, index) if keeps and was_given_functions(config) else None

@@ -21,7 +21,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.attached import MARK, give_functions, replace_attention, take_out
+from torchpaged.hf.attached import MARK, forget_before, give_functions, replace_attention, take_out
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.families import family_of
 from torchpaged.hf.packed_mixers import is_packed, mixers_of
@@ -60,15 +60,24 @@ class Settings:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
         self._before = [(config, config._attn_implementation) for config in _configs(model)]
         self._training = [module for module in model.modules() if module.training]
         self._mixers = [module for module in mixers_of(model) if not is_packed(module)]
 
     def give_back(self) -> None:
-        """Set what was before; an implementation that someone else has chosen since stays."""
-        _set([pair for pair in self._before if pair[0]._attn_implementation == NAME])
+        """Set what was before; an implementation that someone else has chosen since stays. A model that was
+        attached meanwhile stays so, and `detach` sets what was before this."""
         for module in self._training:
             module.training = True
+        if hasattr(self._model, _BEFORE):
+            names = {id(config): name for config, name in self._before}
+            before = getattr(self._model, _BEFORE)
+            setattr(self._model, _BEFORE, [(config, names.get(id(config), name)) for config, name in before])
+            for mixer in self._mixers:
+                forget_before(mixer, "forward")
+            return
+        _set([pair for pair in self._before if pair[0]._attn_implementation == NAME])
         for mixer in filter(is_packed, self._mixers):
             del mixer.forward
 

@@ -119,14 +119,16 @@ def test_samples_of_one_prompt(model: Any, passes: list[int]) -> None:
 
 @pytest.mark.slow
 def test_compiled_steps(model: Any, alone: list[list[int]]) -> None:
-    """One compile for each of the two graphs."""
+    """One compile for each graph that ran: both, or the one that reads prefixes."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     generator = Generator(model, block_size=4, max_batch_size=3, buckets=[3], compile=True, cascade=FREE)
     outputs = generator.generate([PROMPTS[i] for i in (0, 1, 3)], TEN)
     assert [output.token_ids for output in outputs] == [alone[i] for i in (0, 1, 3)]
     assert generator.loop.runner.prefix_graphs.report()[0].hits > 0  # type: ignore[union-attr]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    reports = [*generator.loop.runner.report(), *generator.loop.runner.prefix_graphs.report()]  # type: ignore[union-attr]
+    captured = sum(report.captured for report in reports)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == captured > 0
 
 
 def test_a_fused_model(make_llama: Callable[..., Any], passes: list[int]) -> None:

@@ -49,7 +49,8 @@ class PackedMasks:
     def observe(self, asked: MaskRequest) -> None:
         """Note whether the model is causal; raises UnsupportedModelError if it has a mask of its own."""
         self.causal = is_causal(asked.mask_function)
-        self.local |= asked.local_size is not None
+        if asked.local_size is not None:  # set without being read, which a trace would guard
+            self.local = True
         if asked.padding is not None and asked.padding is not self.given:
             raise UnsupportedModelError(
                 f"{self.name} makes an attention mask of its own, by the tokens of its cache, and the packed "

@@ -197,7 +197,12 @@ def test_a_disk_that_is_full_leaves_the_file_of_before(
 ) -> None:
     pools, prefixes = made()
     (tmp_path / "a").write_text("before")
-    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+
+    def full(path: Path, content: bytes) -> int:
+        path.open("wb").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
         save_prefixes(tmp_path / "a", prefixes, pools, OURS)
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("a", "before")]

@@ -9,11 +9,11 @@ tensor and of the manifest itself. Nothing is written into the pools before all 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.prefix_cache import KnownBlock, PrefixCache
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.whole_files import replacing
 
 _FORMAT = 1
 _TOKENS, _PARENTS = "tokens", "parents"
@@ -67,7 +68,8 @@ def save_prefixes(
     sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
     manifest = json.dumps({"holds": {**identity, **layout}, "extras": extras, "sha256": sums})
     metadata = {"manifest": manifest, "sha256": hashlib.sha256(manifest.encode()).hexdigest()}
-    _replace(Path(path), save(tensors, metadata))
+    with replacing(Path(path)) as beside:
+        beside.write_bytes(save(tensors, metadata))
     return len(known) * cache.block_size
 
 
@@ -107,25 +109,18 @@ def load_prefixes(
     ]
     found = prefixes.find(texts)
     new = [place for place, block in enumerate(found) if block is None]
-    held = prefixes.pool.fork(
-        [block for block in found if block is not None]
-    )  # allocating may give up others
-    try:
+    with contextlib.ExitStack() as held:
+        known = prefixes.pool.fork([block for block in found if block is not None])
+        held.callback(prefixes.pool.free, known)  # else allocating might give them up
         own = prefixes.pool.allocate(len(new))
-    except BaseException:
-        prefixes.pool.free(held)
-        raise
-    try:
+        held.callback(prefixes.pool.free, own)
         index = torch.tensor(own, dtype=torch.int64, device=cache.device)
         for name, pool in pools.items():
             values = tensors[name][new].to(pool.device).view(len(new), *pool.shape[1:])
             pool.index_copy_(0, index, values)
         _settle(cache.device)
         taken = dict(zip(new, own, strict=True))
-        prefixes.publish(texts, [taken.get(i, block or 0) for i, block in enumerate(found)])
-    finally:
-        prefixes.pool.free(own)
-        prefixes.pool.free(held)
+        prefixes.publish(texts, [taken[i] if block is None else block for i, block in enumerate(found)])
     return len(new) * cache.block_size
 
 
@@ -185,21 +180,6 @@ def _broken(path: Any, what: str) -> ArgumentError:
     return ArgumentError("path", "a snapshot as it was written", f"{path}: {what}", "make it anew")
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file beside ``path`` and move it there, once it is complete."""
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with beside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            beside.unlink()
-        raise
-
-
 def _settle(device: torch.device) -> None:
     """Steps run on streams of their own."""
     if device.type == "cuda":
@@ -208,7 +188,9 @@ def _settle(device: torch.device) -> None:
 
 def _of_bytes(content: bytes) -> Tensor:
     """``[len(content)]`` uint8."""
-    return torch.tensor(list(content), dtype=torch.uint8, device="cpu")
+    if not content:  # frombuffer takes no empty one
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _checksum(tensor: Tensor) -> str:

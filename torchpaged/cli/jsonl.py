@@ -41,29 +41,41 @@ def lines_of_stdin() -> list[str]:
     return [line.rstrip("\n") for line in sys.stdin if line.strip()]
 
 
+def _id_of(line: bytes, where: str) -> Any:
+    """Of a line that this command wrote."""
+    try:
+        row = json.loads(line)
+        name, _ = row["id"], row["finish_reason"]
+    except (ValueError, KeyError, TypeError) as error:
+        expected = "a file that this command wrote, or none"
+        raise ArgumentError("--output", expected, f"{where}: {error}") from error
+    return name
+
+
+def _is_cut(line: bytes) -> bool:
+    """Whether a line without an end is the beginning of one that this command writes."""
+    with contextlib.suppress(ValueError):
+        json.loads(line)
+        return False
+    return _ROW.startswith(line[: len(_ROW)])
+
+
 def _done(path: str) -> set[Any]:
-    """Ids that an output has. A last line that was not written to its end is cut off."""
+    """Ids that an output has. A last line that was not written to its end is cut off, and one that lacks
+    nothing but its end gets it, once all others are known to be lines of an output."""
     if not Path(path).exists():
         return set()
-    content, done = Path(path).read_bytes(), set()
+    content = Path(path).read_bytes()
     whole, newline, rest = content.rpartition(b"\n")
-    for number, line in enumerate([*whole.splitlines(), *([rest] if rest else [])], 1):
-        try:
-            row = json.loads(line)
-            done.add(row["id"])
-            row["finish_reason"]
-        except (ValueError, KeyError, TypeError) as error:
-            if line is rest and isinstance(error, ValueError) and _ROW.startswith(rest[: len(_ROW)]):
-                break
-            raise ArgumentError(
-                "--output", "a file that this command wrote, or none", f"line {number} of {path}: {error}"
-            ) from error
-    else:
-        if rest:
-            Path(path).write_bytes(content + b"\n")
-        return done
-    with open(path, "r+b") as file:
-        file.truncate(len(whole) + len(newline))
+    cut = bool(rest) and _is_cut(rest)
+    lines = [*whole.splitlines(), *([rest] if rest and not cut else [])]
+    done = {_id_of(line, f"line {number} of {path}") for number, line in enumerate(lines, 1)}
+    if cut:
+        with open(path, "r+b") as file:
+            file.truncate(len(whole) + len(newline))
+    elif rest:
+        with open(path, "ab") as file:
+            file.write(b"\n")
     return done
 
 

@@ -18,7 +18,6 @@ steps; `Generator.close` ends it all.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -27,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
 from torchpaged.engine.calls import Calls, HandOut
@@ -35,6 +33,7 @@ from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage, WholeStepRunner
+from torchpaged.engine.kept_prefixes import KeptPrefixes
 from torchpaged.engine.lifecycle import Lifecycle
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import as_integer, shown
@@ -50,14 +49,14 @@ from torchpaged.engine.start_report import LateCompiles, StartClock, StartReport
 from torchpaged.engine.step_graphs import PrefillGraphs, make_step_graphs
 from torchpaged.engine.stepper import Stepper
 from torchpaged.graphs import PackedGraphRunner
-from torchpaged.model_state import ModelState, fingerprint, undone_if_it_raises
+from torchpaged.model_state import ModelState, undone_if_it_raises
 from torchpaged.prefixes.automatic import find_prefixes
 
 if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
 
 
-class Generator(Lifecycle):
+class Generator(Lifecycle, KeptPrefixes):
     """Continuous batching over one model.
 
     Args:
@@ -388,69 +387,6 @@ class Generator(Lifecycle):
         """Whether a step would do anything."""
         return not self._calls.closed and bool(self._requests or self._calls.inbox.waiting)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget what is known of earlier requests; those that run keep their blocks. For changes of the
-        model that torch does not count, of ``parameter.data`` for instance."""
-        with self._calls.entered():
-            self._stepper.forget_prefixes("reset_prefix_cache()")
-
-    def snapshot(self, path: str | os.PathLike[str]) -> int:
-        """Write what the prefix cache knows to a safetensors file, for `restore` in another process.
-
-        Returns:
-            Tokens that it holds.
-
-        Raises:
-            ArgumentError: nothing is kept (`prefix_cache_reason`).
-            OSError: it can't be written; a file of before stays as it was.
-            ImportError: safetensors is not installed.
-        """
-        with self._calls.entered():
-            self._stepper.require_cache()
-            self._forget_other_weights()
-            return save_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
-
-    def restore(self, path: str | os.PathLike[str]) -> int:
-        """Know what a `snapshot` of the same model knew: requests to come find it.
-
-        Returns:
-            Tokens that were not known before.
-
-        Raises:
-            ArgumentError: the file is truncated, altered or no snapshot, or of another model, dtype, block
-                size or other scales: says what differs. Or nothing is kept, or requests run. Nothing is
-                changed then.
-            BlockPoolExhaustedError: it holds more than the pool; nothing is changed then.
-            OSError: it can't be read.
-            ImportError: safetensors is not installed.
-        """
-        with self._calls.entered():
-            if self._requests:
-                raise ArgumentError("path", "given when no request runs", "requests that have not ended")
-            if getattr(self.model, "needs_scales", False):
-                raise ArgumentError(
-                    "kv_scales",
-                    "scales of an fp8 cache",
-                    "none yet",
-                    "give the Generator those of the snapshot's",
-                )
-            self._stepper.require_cache()
-            self._forget_other_weights()
-            return load_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
-
-    def _kept_prefixes(self) -> PrefixCache:
-        if self.prefix_cache is None or not self.prefix_cache.keeps:
-            raise ArgumentError("prefix_cache", "one that keeps blocks", self.prefix_cache_reason)
-        return self.prefix_cache
-
-    def _identity(self) -> dict[str, str]:
-        """Whose keys and values the pools hold."""
-        model = getattr(self.model, "model", self.model)
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        weights = fingerprint(model) if isinstance(model, torch.nn.Module) else type(model).__name__
-        scales = [[x.tolist() for x in pair] for pair in getattr(self.model, "kv_scales", ())]
-        return {"model_type": str(kind), "weights": weights, "kv_scales": str(scales)}
-
     def _require_unchanged(self) -> None:
         """Refuse to replay graphs over a model that changed."""
         if self.loop is not None:
@@ -459,17 +395,6 @@ class Generator(Lifecycle):
                 "make a new Generator (unaccelerate and accelerate again), or give graphs=False, which looks "
                 "at them at every step",
             )
-
-    def _forget_other_weights(self) -> None:
-        """Keys and values of weights or adapters that the model had before are of no use."""
-        if self.prefix_cache is None:
-            return
-        if self.loop is None and self._state.changed() is not None:  # with graphs that is refused
-            self._state, self._num_writes = ModelState.of(getattr(self.model, "model", self.model)), -1
-        num_writes = self._state.num_writes()
-        if num_writes != self._num_writes:
-            self._stepper.forget_prefixes("the model changed")
-            self._num_writes = num_writes
 
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""
@@ -542,11 +467,6 @@ class Generator(Lifecycle):
     def compile_reason(self) -> str:
         """Whether decode steps are compiled, and why."""
         return self._decided.compile_reason
-
-    @property
-    def prefix_cache_reason(self) -> str:
-        """Whether blocks are kept for requests to come, and why."""
-        return self._decided.keep_reason
 
     @property
     def mixed_reason(self) -> str:

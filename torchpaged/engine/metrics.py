@@ -31,7 +31,8 @@ class EngineMetrics:
         useful_tokens: tokens whose keys and values are in blocks in use, each block counted once.
         utilisation: share of the places in blocks in use that hold one of these; 1 while none is in use.
         prompt_tokens, new_tokens: of all requests.
-        prefix_hit_rate: share of prompt tokens that were found in the prefix cache; 0 before any.
+        prefix_hit_rate: share of the tokens looked up in the prefix cache that were found; 0 before any. A
+            request that was put back looks its own up again.
         first_token: seconds from `Generator.submit` to a request's first token.
         between_tokens: seconds from one token of a request to its next one. Tokens of one launch share its
             seconds. The wait of a request that was put back is not in it.
@@ -71,7 +72,7 @@ class EngineMetrics:
         yield from _metric("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens)
         yield from _metric("new_tokens_total", "counter", "Tokens of outputs.", self.new_tokens)
         yield from _metric(
-            "prefix_hit_ratio", "gauge", "Share of prompt tokens found in the cache.", self.prefix_hit_rate
+            "prefix_hit_ratio", "gauge", "Share of tokens looked up that were found.", self.prefix_hit_rate
         )
         yield from _histogram("first_token_seconds", "Seconds to the first token.", self.first_token)
         yield from _histogram("between_tokens_seconds", "Seconds between tokens.", self.between_tokens)

@@ -1,0 +1,112 @@
+"""What a `Generator` keeps of requests that ended, for those to come: forgotten, written to a file, read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchpaged.cache import PrefixCache
+from torchpaged.cache.snapshots import load_prefixes, save_prefixes
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine.calls import Calls
+from torchpaged.engine.decisions import Decisions
+from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.stepper import Stepper
+from torchpaged.model_state import ModelState, fingerprint
+
+
+class KeptPrefixes:
+    """What `Generator` has of it."""
+
+    model: PagedModelProtocol
+    loop: Any
+    prefix_cache: PrefixCache | None
+    _calls: Calls
+    _decided: Decisions
+    _num_writes: int
+    _requests: Mapping[int, Sequence]
+    _state: ModelState
+    _stepper: Stepper
+
+    @property
+    def prefix_cache_reason(self) -> str:
+        """Whether blocks are kept for requests to come, and why."""
+        return self._decided.keep_reason
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is known of earlier requests; those that run keep their blocks. For changes of the
+        model that torch does not count, of ``parameter.data`` for instance."""
+        with self._calls.entered():
+            self._stepper.forget_prefixes("reset_prefix_cache()")
+
+    def snapshot(self, path: str | os.PathLike[str]) -> int:
+        """Write what the prefix cache knows to a safetensors file, for `restore` in another process.
+
+        Returns:
+            Tokens that it holds.
+
+        Raises:
+            ArgumentError: nothing is kept (`prefix_cache_reason`).
+            OSError: it can't be written; a file of before stays as it was.
+            ImportError: safetensors is not installed.
+        """
+        with self._calls.entered():
+            self._stepper.require_cache()
+            self._forget_other_weights()
+            return save_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
+
+    def restore(self, path: str | os.PathLike[str]) -> int:
+        """Know what a `snapshot` of the same model knew: requests to come find it.
+
+        Returns:
+            Tokens that were not known before.
+
+        Raises:
+            ArgumentError: the file is truncated, altered or no snapshot, or of another model, dtype, block
+                size or other scales: says what differs. Or nothing is kept, or requests run. Nothing is
+                changed then.
+            BlockPoolExhaustedError: it holds more than the pool; nothing is changed then.
+            OSError: it can't be read.
+            ImportError: safetensors is not installed.
+        """
+        with self._calls.entered():
+            if self._requests:
+                raise ArgumentError("path", "given when no request runs", "requests that have not ended")
+            if getattr(self.model, "needs_scales", False):
+                raise ArgumentError(
+                    "kv_scales",
+                    "scales of an fp8 cache",
+                    "none yet",
+                    "give the Generator those of the snapshot's",
+                )
+            self._stepper.require_cache()
+            self._forget_other_weights()
+            return load_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
+
+    def _kept_prefixes(self) -> PrefixCache:
+        if self.prefix_cache is None or not self.prefix_cache.keeps:
+            raise ArgumentError("prefix_cache", "one that keeps blocks", self.prefix_cache_reason)
+        return self.prefix_cache
+
+    def _identity(self) -> dict[str, str]:
+        """Whose keys and values the pools hold."""
+        model = getattr(self.model, "model", self.model)
+        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        weights = fingerprint(model) if isinstance(model, torch.nn.Module) else type(model).__name__
+        scales = [[x.tolist() for x in pair] for pair in getattr(self.model, "kv_scales", ())]
+        return {"model_type": str(kind), "weights": weights, "kv_scales": str(scales)}
+
+    def _forget_other_weights(self) -> None:
+        """Keys and values of weights or adapters that the model had before are of no use."""
+        if self.prefix_cache is None:
+            return
+        if self.loop is None and self._state.changed() is not None:  # with graphs that is refused
+            self._state, self._num_writes = ModelState.of(getattr(self.model, "model", self.model)), -1
+        num_writes = self._state.num_writes()
+        if num_writes != self._num_writes:
+            self._stepper.forget_prefixes("the model changed")
+            self._num_writes = num_writes

@@ -20,7 +20,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Llama model; ``tied``: lm_head and embedding are one tensor."""
+    """Sizes of a model of transformers' ``family``; ``tied``: lm_head and embedding are one tensor."""
 
     name: str
     hidden_size: int
@@ -31,6 +31,7 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tied: bool
+    family: str = "llama"
 
     def weights_read(self) -> int:
         """Weights that a decode step reads: all layers and the lm_head once; of the embedding, a row per
@@ -54,6 +55,7 @@ SHAPES = {
     for shape in (
         ModelShape("llama-1b", 2048, 8192, 16, 32, 8, 64, 128256, tied=True),  # Llama-3.2-1B
         ModelShape("llama-8b", 4096, 14336, 32, 32, 8, 128, 128256, tied=False),  # Llama-3-8B
+        ModelShape("qwen3-0.6b", 1024, 3072, 28, 16, 8, 128, 151936, tied=True, family="qwen3"),
         ModelShape("tiny", 64, 128, 3, 4, 2, 16, 512, tied=True),  # for a CPU: seconds
     )
 }
@@ -82,15 +84,16 @@ def select_shapes(names: Sequence[str]) -> list[ModelShape]:
 
 
 def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Any:
-    """A HuggingFace Llama of that shape with normal weights, made on ``device`` itself; the same ones
+    """A HuggingFace model of that shape with normal weights, made on ``device`` itself; the same ones
     every time.
 
     Their deviation is 0.9 / sqrt(hidden_size), 0.02 for 2048: a layer's output is then about as large as its
     normalised input at any size, so that an error in any layer shows in the logits.
     """
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        shape.family,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
         num_hidden_layers=shape.num_layers,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from model_coverage.architectures import model_of
 from model_coverage.checks import compiling
+from model_coverage.hybrids import HYBRIDS, UNSERVED, poison, unserved
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, PreTrainedModel
@@ -23,18 +24,6 @@ from torchpaged.hf.packed_mixers import is_packed, mixers_of
 from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.state_layer import StateLayer
 
-#: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions.
-MODELS = (
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "olmo_hybrid",
-    "bamba",
-    "granitemoehybrid",
-    "nemotron_h",
-    "lfm2",
-    "lfm2_moe",
-)
 GREEDY: dict[str, Any] = {
     "max_new_tokens": 6,
     "do_sample": False,
@@ -75,16 +64,9 @@ def states_of(cache: PagedCache) -> list[PackedState]:
     return [layer for layer in cache.layers if isinstance(layer, PackedState)]
 
 
-def poison(cache: PagedCache) -> None:
-    """NaN in every state, as of rows that went wrong."""
-    for layer in states_of(cache):
-        for pool in layer.stored.block_tensors(layer.pools).values():
-            pool.fill_(float("nan"))
-
-
 @pytest.mark.slow_cases(but=("qwen3_next-*", "bamba-beams", "bamba-chunks*", "lfm2-*", "nemotron_h-greedy"))
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", HYBRIDS)
 def test_every_way_gives_eager_tokens(name: str, way: str) -> None:
     """Twice through one cache, whose slots hold NaN of rows before the second time."""
     want, model = eager(name, way), model_of(name)
@@ -94,7 +76,7 @@ def test_every_way_gives_eager_tokens(name: str, way: str) -> None:
             got = model.generate(**prompts(), **GREEDY, **WAYS[way], past_key_values=cache)
             assert torch.equal(got, want)
             assert states_of(cache)
-            poison(cache)
+            poison(states_of(cache))
             cache.reset()
 
 
@@ -251,6 +233,32 @@ def test_whose_states_a_cache_keeps() -> None:
         assert torch.equal(model.generate(**prompts(), **GREEDY, past_key_values=changed), eager("lfm2"))
     for cache in (early, unattached, changed):
         assert {type(layer) for layer in cache.layers if isinstance(layer, StateLayer)} == {StateLayer}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_convolutions_that_the_op_does_not_take(name: str) -> None:
+    """Attached, states stay transformers' own; the engine refuses the model by its name."""
+    plain, model = unserved(name), unserved(name, "torchpaged")
+    with paged(model):
+        cache = cached(model)
+        got = model.generate(**prompts(), **GREEDY, past_key_values=cache)
+    assert torch.equal(got, plain.generate(**prompts(), **GREEDY))
+    assert not states_of(cache)
+    with pytest.raises(UnsupportedModelError, match=f"^{type(model).__name__}: .*convolution of another"):
+        Generator(model, max_batch_size=2, max_seq_len=64, block_size=4)
+    assert not any(map(is_packed, mixers_of(model)))
+
+
+def test_states_of_another_dtype_are_refused_before_rows_begin() -> None:
+    model, ids = attach(model_of("lfm2")), prompts(padding=0)["input_ids"]
+    cache = cached(model)
+    with torch.no_grad():
+        want = model(ids, past_key_values=cache).logits
+        cache.reset()
+        with pytest.raises(ArgumentError, match=r"^x: .*float32 on cpu.*bfloat16.*make a new PagedCache"):
+            model.to(torch.bfloat16)(ids, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+        assert torch.equal(attach(model_of("lfm2"))(ids, past_key_values=cache).logits, want)
 
 
 def test_a_detached_model_is_refused_its_pools() -> None:

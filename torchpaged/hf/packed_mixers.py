@@ -14,6 +14,7 @@ from typing import Any
 from transformers.cache_utils import LinearAttentionLayer
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.custom_ops.state.check import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
 from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import PACKED, Function
 from torchpaged.hf.owner import PagedOwner
@@ -45,7 +46,8 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
         states: the layers that keep states in a cache of its config.
 
     Raises:
-        UnsupportedModelError: a layer's mixer is not known, or has a forward of its own, as a hook makes it.
+        UnsupportedModelError: a layer's mixer is not known, has a forward of its own, as a hook makes it, or
+            a convolution that the op does not take.
     """
     mixers = mixers_of(model)
     known = {mixer.layer_idx for mixer in mixers}
@@ -53,6 +55,12 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
         if layer.index not in known:
             raise layer.unknown()
     for mixer in mixers:
+        if not _is_served(mixer):
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: a {type(mixer).__name__} has a convolution of another width than "
+                f"{MIN_WIDTH} to {MAX_WIDTH}, or another activation than {' or '.join(ACTIVATIONS)}, which "
+                "packed batches do not take; use generate() with torchpaged.hf.PagedCache"
+            )
         if is_packed(mixer):  # what graphs were made with stays the same object
             continue
         if "forward" in vars(mixer):
@@ -63,10 +71,20 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
         mixer.forward = types.MethodType(PACKED[type(mixer).__name__], mixer)
 
 
+def _is_served(mixer: Any) -> bool:
+    """Whether the op takes its convolution."""
+    conv = mixer.conv1d if hasattr(mixer, "conv1d") else mixer.conv
+    width, activation = conv.kernel_size[0], getattr(mixer, "activation", "none")
+    return MIN_WIDTH <= width <= MAX_WIDTH and activation in ACTIVATIONS
+
+
 def packed_functions(model: Any) -> dict[Any, Function]:
     """What attaching gives the mixers of a model, see `Family.functions`; nothing where one of them has a
-    forward or a hook that another one put there: its caches keep states as transformers does."""
+    forward or a hook that another one put there, or a convolution that the op does not take: its caches keep
+    states as transformers does."""
     mixers = mixers_of(model)
+    if not all(map(_is_served, mixers)):
+        return {}
     hooked = any(hasattr(part, "_hf_hook") for mixer in mixers for part in mixer.modules())
     if hooked or any("forward" in vars(mixer) and not is_packed(mixer) for mixer in mixers):
         return {}

@@ -16,7 +16,7 @@ from torch import Tensor
 from torchpaged.cache import LayerStates, StateLayerSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.checks import refuse_grad
-from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.metadata import AttentionMetadata
@@ -73,10 +73,26 @@ class PackedState(StateLayer):
     @torch.compiler.disable(reason=_SET_UP)
     def _prepare(self, x: Tensor, weight: Tensor) -> None:
         """Before the first states of a batch; makes the pool of inputs, once."""
+        if self.is_initialized:
+            self._require_own(x)
         self.cache.prepare_states(self, x)
         if not self.is_initialized:
             sizes = self.cache.num_states, weight.shape[1] - 1, weight.shape[0]
             self.pools, self.is_initialized = LayerStates(_zeros(sizes, x.dtype, x.device), None), True
+
+    def _require_own(self, x: Tensor) -> None:
+        """Refuse what the pools were not made for, before rows begin."""
+        pool = self.pools.conv_state
+        takes, got = (pool.shape[2], pool.dtype, pool.device), (x.shape[2], x.dtype, x.device)
+        if got != takes:
+            raise ArgumentError(
+                "x",
+                f"{takes[0]} channels, {takes[1]} on {takes[2]}, as this cache's layer {self.index} was made "
+                "for",
+                f"{got[0]} channels, {got[1]} on {got[2]}",
+                "a cache keeps the layout of the model that used it first: make a new PagedCache of the "
+                "model's config",
+            )
 
     @torch.compiler.disable(reason=_SET_UP)
     def _make_matrices(self, num_heads: int, key_dim: int, v: Tensor) -> None:

@@ -1,0 +1,41 @@
+"""Hybrids whose mixers have a forward over pools of states, and what tests do to these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from model_coverage.architectures import config_of, with_random_weights
+from torchpaged.hf.packed_state import PackedState
+
+#: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions.
+HYBRIDS = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "olmo_hybrid",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "lfm2",
+    "lfm2_moe",
+)
+#: Changes of configs by which the op does not take a mixer's convolution: too wide, another activation.
+UNSERVED = {"lfm2": {"conv_L_cache": 9}, "bamba": {"hidden_act": "gelu"}}
+
+
+def unserved(name: str, implementation: str = "eager") -> PreTrainedModel:
+    """A tiny hybrid of `UNSERVED`."""
+    config = config_of(name)
+    config.update(UNSERVED[name])
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._from_config(config, attn_implementation=implementation)
+    return with_random_weights(model)
+
+
+def poison(layers: Iterable[PackedState]) -> None:
+    """NaN in every state, as of requests that went wrong."""
+    for layer in layers:
+        for pool in layer.stored.block_tensors(layer.pools).values():
+            pool.fill_(float("nan"))

@@ -435,8 +435,8 @@ class Machine:
                 holders[block] += 1
         assert holders[1:] == pool._ref_counts[1:]
         assert len(pool._free) + len(pool._idle) == holders[1:].count(0)
-        assert not set(pool._free) & pool._idle.keys()
-        assert pool._idle.keys() == {block for block in pool._kept if not holders[block]}
+        assert not set(pool._free) & set(pool._idle)
+        assert set(pool._idle) == {block for block in pool._kept if not holders[block]}
         assert cache.keeps or not pool._idle
         known = set(cache._table.values())
         assert pool._kept == known

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchpaged import ArgumentError, BlockPool
-from torchpaged.cache import PrefixCache
+from torchpaged.cache import LRU, PrefixCache
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.scheduler import Scheduler
@@ -474,3 +474,56 @@ def test_any_order_of_requests(seed: int) -> None:
         books.check()
     assert books.finished > 20
     assert books.pool.num_free == books.pool.num_usable
+
+
+# ---------------------------------------------------------------------------------------- policies and pins
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "not pinned"])
+@pytest.mark.parametrize("options", [{}, {"graphs": False}], ids=["graphs", "no graphs"])
+def test_what_is_pinned_outlives_a_flood(model: Any, pinned: bool, options: dict[str, Any]) -> None:
+    """Requests that need more blocks than there are wait, or are put back, and their tokens are the same."""
+    flood = [[40 + i, *range(3, 15)] for i in range(6)]
+    want = tokens_of(Generator(model, **SIZES, prefix_cache=False).generate(flood, TEN))
+    generator = Generator(model, **SIZES, **options, max_batch_size=4, num_blocks=18)
+    generator.generate([SYSTEM], SamplingParams(max_new_tokens=1))
+    if pinned:
+        assert generator.pin(SYSTEM).num_tokens == 20
+    assert tokens_of(generator.generate(flood, TEN)) == want
+    assert generator.prefix_cache is not None
+    known = generator.prefix_cache.text(SYSTEM).known()
+    assert len(known) == (5 if pinned else 0)
+    assert generator.pool.num_free == generator.pool.num_usable
+    got = generator.generate([PROMPTS[0]], TEN)[0].token_ids
+    assert got == Generator(model, **SIZES).generate([PROMPTS[0]], TEN)[0].token_ids
+
+
+def test_a_request_that_could_not_run_at_all_takes_pinned_blocks(model: Any) -> None:
+    generator = Generator(model, **SIZES, num_blocks=9, max_batch_size=2)
+    generator.generate([SYSTEM], SamplingParams(max_new_tokens=1))
+    pin = generator.pin(SYSTEM, ttl=3600, priority=2)
+    long, short = [50, *SYSTEM], [60, 61, 62]
+    outputs = generator.generate([long, short], TEN)
+    plain = Generator(model, **SIZES, prefix_cache=False)
+    assert tokens_of(outputs) == tokens_of(plain.generate([long, short], TEN))
+    generator.unpin(pin)
+    assert generator.pool.num_pinned == 0
+
+
+def test_a_policy_given_to_an_engine(model: Any) -> None:
+    class Newest(LRU):
+        """The one left last goes first."""
+
+        def evict(self) -> int:
+            return self._order.popitem()[0]
+
+    generator = Generator(model, **SIZES, num_blocks=12, eviction=Newest())
+    for prompt in ([*range(3, 20)], [*range(40, 57)], [*range(60, 77)]):
+        generator.generate([prompt], SamplingParams(max_new_tokens=2))
+    assert generator.prefix_cache is not None
+    known = [len(generator.prefix_cache.text(range(first, first + 17)).known()) for first in (3, 40)]
+    assert known == [4, 0], "the first text; the beginning of the second was left last"
+    with pytest.raises(
+        ArgumentError, match="^eviction: expected None where nothing is kept, got .*switched off"
+    ):
+        Generator(model, **SIZES, prefix_cache=False, eviction=Newest())
+    with pytest.raises(ArgumentError, match="^prefix_cache: expected one that keeps blocks"):
+        Generator(model, **SIZES, prefix_cache=False).pin(SYSTEM)

@@ -12,11 +12,13 @@ requests.py      requests that grow, and the metadata of their steps
 row_blocks.py    the blocks of a batch's rows, and what they share
 prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike; its counters are
                  `PrefixCacheStats`
+eviction.py      which of these blocks are given up first: an `EvictionPolicy`, `LRU` by default, and a `Pin`
 snapshots.py     what a `PrefixCache` knows, in a safetensors file
 rolling.py       `RollingBlocks`: rings of blocks, for layers with a sliding window
 """
 
 from torchpaged.cache.block_pool import BlockPool
+from torchpaged.cache.eviction import LRU, EvictionPolicy, Pin
 from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
@@ -26,7 +28,9 @@ from torchpaged.cache.rolling import RollingBlocks
 from torchpaged.cache.state import LayerStates, StateLayerSpec
 
 __all__ = [
+    "LRU",
     "BlockPool",
+    "EvictionPolicy",
     "KVLayerSpec",
     "LatentLayerSpec",
     "LayerKVCache",
@@ -34,6 +38,7 @@ __all__ = [
     "LayerSpec",
     "LayerStates",
     "PagedKVCache",
+    "Pin",
     "PrefixCache",
     "PrefixCacheStats",
     "RollingBlocks",

@@ -9,16 +9,16 @@ no tensors.
 Allocating and freeing a block cost O(1). A call that fails changes nothing.
 
 What a block holds may outlive its holders (`PrefixCache`): such blocks are idle, count as free, and are
-handed out when no others are left, the one that was given back first before the others.
+handed out when no others are left, in the order of an `EvictionPolicy`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torchpaged.cache.eviction import LRU, EvictionPolicy, IdleBlocks, Pin
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 from torchpaged.custom_ops.words import counted
@@ -62,7 +62,7 @@ class BlockPool:
         self._ref_counts[NULL_BLOCK] = 1
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
         self._kept: set[int] = set()  # what they hold outlives their holders
-        self._idle: OrderedDict[int, None] = OrderedDict()  # those of `_kept` without holders, oldest first
+        self._idle = IdleBlocks(LRU())  # those of `_kept` without holders
         self._given_up: Callable[[int], None] | None = None
         self._keeps_idle = True
         self.peak_used = 0
@@ -71,8 +71,8 @@ class BlockPool:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: who knows what the blocks hold is not copied with it."""
-        free = [*self._free, *reversed(self._idle)]
-        forgotten: dict[str, Any] = {"_free": free, "_kept": set(), "_idle": OrderedDict(), "_given_up": None}
+        free, idle = [*self._free, *reversed(list(self._idle))], IdleBlocks(LRU())
+        forgotten: dict[str, Any] = {"_free": free, "_kept": set(), "_idle": idle, "_given_up": None}
         return self.__dict__ | forgotten | {"_copier": None, "is_alone": True}
 
     @property
@@ -89,6 +89,11 @@ class BlockPool:
     def num_idle(self) -> int:
         """Blocks without holders that hold what may be wanted again."""
         return len(self._idle)
+
+    @property
+    def num_pinned(self) -> int:
+        """Idle blocks that are pinned (`pin`): those to be handed out last."""
+        return self._idle.num_pinned
 
     @property
     def num_used(self) -> int:
@@ -122,7 +127,7 @@ class BlockPool:
         if not count:
             return []
         while len(self._free) < count:
-            self._give_up(self._idle.popitem(last=False)[0])
+            self._give_up(self._idle.evict())
         taken = self._free[-count:][::-1]
         del self._free[-count:]
         for block in taken:
@@ -143,7 +148,7 @@ class BlockPool:
             raise ArgumentError("blocks", "every block once", str(list(blocks)))
         for block in blocks:
             if not self._ref_counts[block]:
-                del self._idle[block]
+                self._idle.hit(block)
             self._ref_counts[block] += 1
         self.peak_used = max(self.peak_used, self.num_used)
         return list(blocks)
@@ -172,7 +177,7 @@ class BlockPool:
                 if block not in self._kept:
                     self._free.append(block)
                 elif self._keeps_idle:
-                    self._idle[block] = None
+                    self._idle.add(block)
                 else:
                     self._give_up(block)
 
@@ -188,13 +193,19 @@ class BlockPool:
         return None if self._copier is None else self._copier()
 
     # ----------------------------------------------------------------------------- what outlives its holders
-    def watch(self, given_up: Callable[[int], None], keeps_idle: bool = True) -> None:
+    def watch(
+        self,
+        given_up: Callable[[int], None],
+        keeps_idle: bool = True,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
         """Be told of blocks whose contents are lost.
 
         Args:
             given_up: called with each block of `keep` when what it holds is no longer kept.
             keeps_idle: blocks of `keep` stay idle without holders until others need them; False: they are
                 given up with their last holder.
+            policy: which idle block is given up first; None: `LRU`.
 
         Raises:
             ArgumentError: another watches.
@@ -202,6 +213,7 @@ class BlockPool:
         if self._given_up is not None:
             raise ArgumentError("pool", "a BlockPool of no other PrefixCache", "one that has one")
         self._given_up, self._keeps_idle = given_up, keeps_idle
+        self._idle = IdleBlocks(LRU() if policy is None else policy)
 
     def keep(self, block: int) -> None:
         """What ``block``, which has a holder, holds may outlive its holders."""
@@ -213,13 +225,30 @@ class BlockPool:
         """What ``block`` holds is of no use any more; nothing if it was not kept."""
         self._kept.discard(block)
         if block in self._idle:
-            del self._idle[block]
             self._free.append(block)
+        self._idle.drop(block)
 
     def drop_all(self) -> None:
         """The same, of all blocks."""
-        self._free += reversed(self._idle)
-        self._kept, self._idle = set(), OrderedDict()
+        self._free += reversed(list(self._idle))
+        self._kept = set()
+        self._idle.drop_all()
+
+    def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
+        """Hand out ``blocks`` after the other idle ones, once they are idle: see `IdleBlocks.pin`. It ends
+        with what they hold (`drop`).
+
+        Raises:
+            ArgumentError: a block whose contents are not kept, or as `IdleBlocks.pin`.
+        """
+        for block in blocks:
+            if block not in self._kept:
+                raise ArgumentError("blocks", "blocks whose contents are kept", f"block {block}")
+        return self._idle.pin(blocks, num_tokens, ttl, priority)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; nothing if it has ended."""
+        self._idle.unpin(pin)
 
     def _give_up(self, block: int) -> None:
         self._kept.discard(block)
@@ -234,7 +263,8 @@ class BlockPool:
             self._give_up(next(iter(self._kept)))
         self._ref_counts[NULL_BLOCK + 1 :] = [0] * self.num_usable
         self._free = list(range(self.num_blocks - 1, 0, -1))
-        self._kept, self._idle = set(), OrderedDict()
+        self._kept = set()
+        self._idle.drop_all()
 
     def _check(self, block: int, held: bool = True) -> None:
         if not is_int(block) or not NULL_BLOCK < block < self.num_blocks:

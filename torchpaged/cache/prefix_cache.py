@@ -12,8 +12,9 @@ bytes of its tokens, and each key has a name of its own, a number that no other 
 hash: keys are compared byte by byte (Python's dict does), no collision gives another text's keys and values,
 and nobody can make texts that collide.
 
-When the pool runs dry it gives up the block that was left longest ago, the last of a text first
-(`BlockPool`). Looking up, publishing and giving up a block cost O(1). Host data only.
+When the pool runs dry it gives up the block that was left longest ago, the last of a text first, or the one
+that an `EvictionPolicy` says; what is pinned goes last. Looking up, publishing and giving up a block cost
+O(1). Host data only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
+from torchpaged.cache.eviction import EvictionPolicy, Pin, check_policy
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 
@@ -76,20 +78,25 @@ class PrefixCache(NotCopied):
         block_size: tokens per block.
         keep: False: what nobody holds is given up at once, so that only texts that are there at the same time
             share.
+        eviction: which of the blocks that nobody holds is given up first; None: the one left longest ago
+            (`LRU`).
 
     Attributes:
         stats: counters.
 
     Raises:
-        ArgumentError: a block size below 1, or the pool has another cache.
+        ArgumentError: a block size below 1, the pool has another cache, or ``eviction`` is no policy.
         NotCopyableError: it is copied or pickled.
     """
 
     BOUND, ADVICE = "it says what the blocks of one pool hold", "make a new one of the copied pool"
 
-    def __init__(self, pool: BlockPool, block_size: int, *, keep: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, keep: bool = True, eviction: EvictionPolicy | None = None
+    ) -> None:
         check_sizes(block_size=block_size)
-        pool.watch(self._given_up, keep)
+        check_policy(eviction)
+        pool.watch(self._given_up, keep, eviction)
         self.pool, self.block_size, self.keeps = pool, block_size, keep
         self.stats = PrefixCacheStats()
         self._table: dict[Hashable, int] = {}  # blocks by key
@@ -123,6 +130,41 @@ class PrefixCache(NotCopied):
         except TypeError as error:
             raise ArgumentError("extra", "something that can be hashed", repr(extra)) from error
         return CachedText(self, tokens, extra)
+
+    def pin(
+        self,
+        tokens: Sequence[int],
+        extra: Hashable = None,
+        *,
+        ttl: float | None = None,
+        priority: int = 0,
+    ) -> Pin:
+        """Give up what is known of a text's first tokens after all that is not pinned: a system prompt. No
+        memory is taken from requests that need it: pinned blocks that nobody holds count as free.
+
+            pin = cache.pin(system_prompt, ttl=3600)
+            print(pin.num_tokens, "tokens of it are known")
+            cache.unpin(pin)
+
+        Args:
+            tokens, extra: as of `text`; all of their full blocks that are known by now.
+            ttl: seconds until it ends by itself; None: `unpin` ends it, or `clear`.
+            priority: of pinned blocks those of lower priority go first. Those of several pins have the
+                highest of these.
+
+        Raises:
+            ArgumentError: as `text`, a ``ttl`` or ``priority`` that can't be, or nothing is kept.
+        """
+        if not self.keeps:
+            raise ArgumentError("keep", "True for pins: what nobody holds is given up at once", "False")
+        blocks = self.text(tokens, extra).known()
+        self._version += 1
+        return self.pool.pin(blocks, len(blocks) * self.block_size, ttl, priority)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; nothing if it has ended."""
+        self._version += 1
+        self.pool.unpin(pin)
 
     def clear(self, reason: str) -> None:
         """Forget all blocks; those that are held stay so. Texts of before publish nothing any more.
@@ -282,13 +324,26 @@ class CachedText:
         self._next = None
         return False
 
+    def known(self) -> list[int]:
+        """The blocks that hold its first tokens, full ones, that of its last token among them; nobody holds
+        them for the caller."""
+        blocks, name = list[int](), b""
+        for place in range(len(self) // self._cache.block_size):
+            block = self._cache._table.get(self._key(place, name))
+            if block is None:
+                break
+            blocks.append(block)
+            name = self._cache._names[block]
+        return blocks
+
     def num_shared(self) -> int:
-        """How many of its first blocks other texts hold, or are computing: they cost no further block. 0 once
-        it has begun."""
+        """How many of its first blocks other texts hold, or are computing, or are pinned: they cost none of
+        the blocks that are free and not pinned. 0 once it has begun."""
         if self.has_begun or self._counted == self._cache._version:
             return 0 if self.has_begun else self._count
-        waits, refs, promised = self._find(), self._cache.pool._ref_counts, self._cache._promised
-        self._count = sum(1 for block in self._blocks if refs[block])
+        waits, pool, promised = self._find(), self._cache.pool, self._cache._promised
+        refs, idle = pool._ref_counts, pool._idle
+        self._count = sum(1 for block in self._blocks if refs[block] or idle.is_pinned(block))
         place, key = len(self._blocks), self._next
         while waits and key in promised:
             self._count, place = self._count + 1, place + 1

@@ -90,6 +90,8 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
     ahead = on_gpu if options.capture_ahead == "auto" else options.capture_ahead is True
     warm = decide_warm_up(options.warm_up, on_gpu, ahead)
     shares, keeps, keep_reason = decide_sharing(options, _own_of_requests(model))
+    if options.eviction is not None and not keeps:
+        raise ArgumentError("eviction", "None where nothing is kept", shown(options.eviction), keep_reason)
     lookahead = options.lookahead
     if lookahead is None:
         lookahead = _LOOKAHEAD if on_gpu and graphs else 0

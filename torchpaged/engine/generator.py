@@ -40,7 +40,7 @@ from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.options import GeneratorOptions, taking
 from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TextStream, TokenEvent
 from torchpaged.engine.paged import paged_model, tokens_per_request
-from torchpaged.engine.prompts import list_prompts, list_sampling, logits_words, token_ids
+from torchpaged.engine.prompts import list_prompts, list_sampling, logits_words, prompt_ids
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Inbox, Sequence
@@ -128,6 +128,8 @@ class Generator(Lifecycle, KeptPrefixes):
             step breaks off, when another Generator over the same PagedModel has run, and when a weight, a
             module or an adapter of the model is seen to have changed; after other changes call
             `reset_prefix_cache`.
+        eviction: which of these blocks goes first instead: an `torchpaged.cache.EvictionPolicy` of this
+            Generator alone. What `pin` has pinned goes last, whatever it says.
         cascade: decode steps read blocks that several requests share once, where that pays
             (`torchpaged.prefixes`): with graphs by a second graph of each bucket in which that can pay, which
             ``capture_ahead`` captures, too. True: by the device's own costs;
@@ -198,7 +200,9 @@ class Generator(Lifecycle, KeptPrefixes):
         self.pool = BlockPool(cache.num_blocks)
         self.prefix_cache: PrefixCache | None = None
         if decided.shares:
-            self.prefix_cache = PrefixCache(self.pool, cache.block_size, keep=decided.keeps)
+            self.prefix_cache = PrefixCache(
+                self.pool, cache.block_size, keep=decided.keeps, eviction=options.eviction
+            )
         self._stage = LogitsStage(
             options.logits_processor,
             options.max_extra_args,
@@ -404,11 +408,7 @@ class Generator(Lifecycle, KeptPrefixes):
         if params.n > 1:
             fix = "submit each of sampling.samples(), or call generate()"
             raise ArgumentError("n", "1 for a request", str(params.n), fix)
-        if (isinstance(prompt, str) or params.stop) and self.tokenizer is None:
-            raise ArgumentError("tokenizer", "a tokenizer for string prompts and stop strings", "None")
-        ids = token_ids(
-            self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, self.model.vocab_size
-        )
+        ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size, bool(params.stop))
         params.check_vocabulary(self.model.vocab_size)
         words = logits_words(self._stage, params, self.model.eos_token_ids, self.model.vocab_size)
         room = self._room

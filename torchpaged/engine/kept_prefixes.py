@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
 
-from torchpaged.cache import PrefixCache
+from torchpaged.cache import Pin, PrefixCache
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.calls import Calls
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.prompts import prompt_ids
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.stepper import Stepper
 from torchpaged.model_state import ModelState, fingerprint
@@ -24,6 +26,7 @@ class KeptPrefixes:
 
     model: PagedModelProtocol
     loop: Any
+    tokenizer: Any
     prefix_cache: PrefixCache | None
     _calls: Calls
     _decided: Decisions
@@ -42,6 +45,41 @@ class KeptPrefixes:
         model that torch does not count, of ``parameter.data`` for instance."""
         with self._calls.entered():
             self._stepper.forget_prefixes("reset_prefix_cache()")
+
+    def pin(
+        self,
+        prompt: str | Seq[int],
+        *,
+        cache_salt: str | None = None,
+        ttl: float | None = None,
+        priority: int = 0,
+    ) -> Pin:
+        """Keep what is known of the first tokens of ``prompt``, of earlier requests, until a request could
+        not run at all without these blocks; others wait.
+
+            generator.generate([system], SamplingParams(max_new_tokens=1))
+            pin = generator.pin(system, ttl=3600)
+            print(pin.num_tokens, "tokens are pinned")
+
+        Args:
+            prompt: text, or token ids.
+            cache_salt: of the requests that may find it.
+            ttl, priority: as of `torchpaged.cache.PrefixCache.pin`.
+
+        Raises:
+            ArgumentError: no prompt, a ``ttl`` or ``priority`` that can't be, or nothing is kept
+                (`prefix_cache_reason`).
+        """
+        with self._calls.entered():
+            ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+            self._stepper.require_cache()
+            self._forget_other_weights()
+            return self._kept_prefixes().pin(ids, cache_salt, ttl=ttl, priority=priority)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; nothing if it has ended."""
+        with self._calls.entered():
+            self._kept_prefixes().unpin(pin)
 
     def snapshot(self, path: str | os.PathLike[str]) -> int:
         """Write what the prefix cache knows to a safetensors file, for `restore` in another process.

@@ -13,6 +13,7 @@ import torch
 
 from torchpaged.backends import Route
 from torchpaged.backends.choose.names import check_backend
+from torchpaged.cache.eviction import EvictionPolicy, check_policy
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device.logits_stage import LogitsProcessor
@@ -60,6 +61,7 @@ class GeneratorOptions:
     capture: str | CaptureBackend = "auto"
     share_prefixes: bool | str = "auto"
     prefix_cache: bool | str = "auto"
+    eviction: EvictionPolicy | None = None
     cascade: bool | CascadeCosts = True
     batch_invariant: bool = False
     logits_processor: LogitsProcessor | None = None
@@ -91,6 +93,7 @@ class GeneratorOptions:
         check_progress(self.progress)
         check_cascade(self.cascade)
         check_backend(self.backend)
+        check_policy(self.eviction)
         self._check_wait()
         self._check_memory()
         self._check_prefill_buckets()

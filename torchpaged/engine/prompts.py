@@ -44,6 +44,17 @@ def list_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     return [SamplingParams() if params is None else params for params in each]
 
 
+def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bool = False) -> list[int]:
+    """As `token_ids`, of text too, by ``tokenizer``.
+
+    Raises:
+        ArgumentError: as `token_ids`, or there is no tokenizer for a text, or for what ``needs_tokenizer``.
+    """
+    if (isinstance(prompt, str) or needs_tokenizer) and tokenizer is None:
+        raise ArgumentError("tokenizer", "a tokenizer for string prompts and stop strings", "None")
+    return token_ids(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, vocab_size)
+
+
 def token_ids(prompt: Any, vocab_size: int) -> list[int]:
     """A prompt's ids as plain integers within the vocabulary; at least one.
 

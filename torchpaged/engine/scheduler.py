@@ -178,7 +178,12 @@ class Scheduler:
         missing += sum(
             self._missing(s, self._tokens_after(s, s.remaining)) for s in self.running if not _decodes(s)
         )
-        return missing > self.pool.num_free
+        return missing > self._room()
+
+    def _room(self) -> int:
+        """Blocks that running requests may be given: pinned ones only where one runs alone, which no other
+        can make room for."""
+        return self.pool.num_free - (self.pool.num_pinned if len(self.running) > 1 else 0)
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
         """Tokens that a decoding request needs room for. Keys and values of a request's last token are
@@ -205,7 +210,7 @@ class Scheduler:
             (s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1)))
             for s in step.decodes
         ]
-        if 2 * sum(count for _, count in extra) <= self.pool.num_free:
+        if 2 * sum(count for _, count in extra) <= self.pool.num_free - self.pool.num_pinned:
             for sequence, count in extra:
                 sequence.blocks += self.pool.allocate(count)
 
@@ -223,9 +228,9 @@ class Scheduler:
         promised = sum(self._need(s) for s in self.running if not _decodes(s))
         while self.waiting and len(self.running) < self.max_batch_size:
             need = self._need(self.waiting[0])
-            if self.running and need + promised > self.pool.num_free:
+            if self.running and need + promised > self.pool.num_free - self.pool.num_pinned:
                 self._trim()
-                if need + promised > self.pool.num_free:
+                if need + promised > self.pool.num_free - self.pool.num_pinned:
                     return
             promised += need
             # Behind the others, whatever its id, which a thread may have got before it got in: put back for
@@ -265,10 +270,10 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
         missing = self._missing(sequence, num_tokens)
-        if missing > self.pool.num_free:
+        if missing > self._room():
             self._trim()
         # Never for the oldest alone: `max_len` keeps a request within the pool.
-        while missing > self.pool.num_free:
+        while missing > self._room():
             youngest = self.running[-1]
             self._put_back(youngest)
             step.put_back.append(youngest)

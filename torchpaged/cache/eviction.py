@@ -1,0 +1,244 @@
+"""Which blocks a pool gives up first: a policy, and pins.
+
+    class Oldest:  # first in, first out: an `EvictionPolicy`
+        def __init__(self):
+            self.blocks = {}
+        def add(self, block):
+            self.blocks.setdefault(block)
+        def hit(self, block): ...
+        def drop(self, block):
+            self.blocks.pop(block, None)
+        def evict(self):
+            return self.blocks.pop(next(iter(self.blocks)))
+
+    prefixes = PrefixCache(pool, block_size=16, eviction=Oldest())
+    pin = prefixes.pin(system_prompt, ttl=3600, priority=1)  # given up after all others
+
+Host data only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+from torchpaged.custom_ops.checks import is_int
+from torchpaged.custom_ops.errors import ArgumentError
+
+
+@runtime_checkable
+class EvictionPolicy(Protocol):
+    """The order in which idle blocks without a pin are given up: blocks without holders whose contents are
+    kept. Called within a step, once per block: each call should cost O(1). A policy belongs to one pool."""
+
+    def add(self, block: int) -> None:
+        """``block`` has lost its last holder; of a text's blocks the last comes first."""
+
+    def hit(self, block: int) -> None:
+        """``block``, which was added, is held again, with the same contents; it may be added again."""
+
+    def drop(self, block: int) -> None:
+        """``block``, which was added, has contents that are of no use any more."""
+
+    def evict(self) -> int:
+        """The block to give up, of those that were added and not hit, dropped or evicted since."""
+
+
+def check_policy(eviction: object) -> None:
+    """Refuse what is neither None nor an `EvictionPolicy`."""
+    if eviction is not None and (isinstance(eviction, type) or not isinstance(eviction, EvictionPolicy)):
+        raise ArgumentError(
+            "eviction", "None, or an object with add, hit, drop and evict (EvictionPolicy)", repr(eviction)
+        )
+
+
+class LRU:
+    """The block that lost its last holder longest ago goes first: the default."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, block: int) -> None:
+        """See `EvictionPolicy`."""
+        self._order[block] = None
+
+    def hit(self, block: int) -> None:
+        """See `EvictionPolicy`."""
+        del self._order[block]
+
+    drop = hit
+
+    def evict(self) -> int:
+        """See `EvictionPolicy`."""
+        return self._order.popitem(last=False)[0]
+
+
+class Pin:
+    """What `PrefixCache.pin` pinned.
+
+    Attributes:
+        blocks: those that it was given.
+        num_tokens: that they hold.
+        priority: as given.
+        until: by `time.monotonic`; infinite where no ``ttl`` was given.
+    """
+
+    def __init__(self, blocks: Sequence[int], num_tokens: int, priority: int, until: float) -> None:
+        self.blocks, self.num_tokens, self.priority, self.until = tuple(blocks), num_tokens, priority, until
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_tokens={self.num_tokens}, priority={self.priority})"
+
+
+class IdleBlocks:
+    """The idle blocks of a pool, in the order in which it gives them up: those without a pin, as the policy
+    says, then pinned ones, of the lowest priority first, and of equal ones the one that was left longest
+    ago. Each operation costs O(1), and O(priorities in use) where all idle blocks are pinned.
+
+    Args:
+        policy: for those without a pin.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
+        self._priorities: dict[int, int | None] = {}  # of idle blocks; None: no pin, the policy has it
+        self._pinned: dict[int, OrderedDict[int, None]] = {}  # idle blocks by priority, longest left first
+        self._num_pinned = 0
+        self._pins: dict[int, dict[Pin, None]] = {}  # by block, idle or held
+        self._ends: list[tuple[float, int, Pin]] = []  # a heap
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._priorities)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._priorities
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._priorities)
+
+    @property
+    def num_pinned(self) -> int:
+        """Idle blocks that are pinned now."""
+        if self._ends:
+            self._expire()
+        return self._num_pinned
+
+    def is_pinned(self, block: int) -> bool:
+        """Whether ``block`` is idle and pinned."""
+        return self._priorities.get(block) is not None
+
+    def add(self, block: int) -> None:
+        """``block`` has lost its last holder."""
+        pins = self._pins.get(block) if self._pins else None
+        self._place(block, max(pin.priority for pin in pins) if pins else None)
+
+    def hit(self, block: int) -> None:
+        """An idle block is held again."""
+        if self._take(block):
+            self._policy.hit(block)
+
+    def drop(self, block: int) -> None:
+        """What ``block`` holds is of no use any more, nor are its pins."""
+        self._pins.pop(block, None)
+        if block in self._priorities and self._take(block):
+            self._policy.drop(block)
+
+    def drop_all(self) -> None:
+        """The same of all blocks."""
+        for block in list(self._priorities):
+            self.drop(block)
+        self._pins, self._ends = {}, []
+
+    def evict(self) -> int:
+        """Take out the block to give up; there is one.
+
+        Raises:
+            ArgumentError: the policy gave a block that it did not have; it is not given up.
+        """
+        if len(self._priorities) == self.num_pinned:
+            priority = min(priority for priority, blocks in self._pinned.items() if blocks)
+            block = next(iter(self._pinned[priority]))
+            self.drop(block)
+            return block
+        block = self._policy.evict()
+        if self._priorities.get(block, 0) is not None:
+            raise ArgumentError(
+                "eviction",
+                "a policy whose evict() gives a block that it was given by add() and that is still idle",
+                f"block {block!r} of {type(self._policy).__name__}",
+            )
+        del self._priorities[block]
+        return block
+
+    # ------------------------------------------------------------------------------------------------- pins
+    def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
+        """Give up these blocks, idle or held, after all without a pin; several pins of a block count as the
+        one of the highest priority.
+
+        Args:
+            blocks: with contents that are kept.
+            num_tokens: that they hold.
+            ttl: seconds until the pin ends by itself; None: it does not.
+            priority: pins of lower ones go first.
+
+        Raises:
+            ArgumentError: a ``ttl`` that is no positive number, or a ``priority`` that is no integer.
+        """
+        if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, (int, float)) or not ttl > 0):
+            raise ArgumentError("ttl", "None, or seconds above 0", repr(ttl))
+        if not is_int(priority):
+            raise ArgumentError("priority", "an integer", repr(priority))
+        pin = Pin(blocks, num_tokens, priority, math.inf if ttl is None else time.monotonic() + ttl)
+        for block in pin.blocks:
+            self._pins.setdefault(block, {})[pin] = None
+            self._place_again(block)
+        if ttl is not None:
+            heapq.heappush(self._ends, (pin.until, next(self._numbers), pin))
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; nothing if it has ended. Its idle blocks are those that were left last."""
+        for block in reversed(pin.blocks):
+            pins = self._pins.get(block, {})
+            if pin in pins:
+                del pins[pin]
+                if not pins:
+                    del self._pins[block]
+                self._place_again(block)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._ends and self._ends[0][0] <= now:
+            self.unpin(heapq.heappop(self._ends)[2])
+
+    def _place(self, block: int, priority: int | None) -> None:
+        self._priorities[block] = priority
+        if priority is None:
+            self._policy.add(block)
+        else:
+            self._pinned.setdefault(priority, OrderedDict())[block] = None
+            self._num_pinned += 1
+
+    def _take(self, block: int) -> bool:
+        """Take an idle block out; whether the policy has it."""
+        priority = self._priorities.pop(block)
+        if priority is None:
+            return True
+        of_priority = self._pinned[priority]
+        del of_priority[block]
+        if not of_priority:
+            del self._pinned[priority]
+        self._num_pinned -= 1
+        return False
+
+    def _place_again(self, block: int) -> None:
+        """The pins of a block have changed."""
+        if block in self._priorities:
+            self.hit(block)
+            self.add(block)

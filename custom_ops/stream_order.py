@@ -237,7 +237,10 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             "latent_merge.cu:latent_merge", True, ("out", "lse"), "wait", case="cuda, merge of cut requests"
         ),
     ),
-    "write_latent": (Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),),
+    "write_latent": (
+        Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),
+        Launch("write_latent.py:write_fp8_kernel", True, (CONTEXT,), fence=True, case="rows of fp8"),
+    ),
     "causal_conv": (
         Launch("causal_conv.py:causal_conv_kernel", False, ("conv_state", "out"), waits="launch"),
     ),

@@ -20,6 +20,7 @@ from torchpaged.custom_ops.checks import (
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, check_rows
 from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.slots import check_slots
 
@@ -29,27 +30,35 @@ def _check_pool(kv_cache: Tensor) -> None:
         raise ArgumentError("kv_cache", "shape [num_blocks, block_size, 1, rank + rope]", shape_of(kv_cache))
     if min(kv_cache.shape) < 1:
         raise ArgumentError("kv_cache", "at least one block, token per block and column", shape_of(kv_cache))
-    check_dtype("kv_cache", kv_cache, *FLOATS)
+    check_dtype("kv_cache", kv_cache, *FLOATS, ROW_DTYPE)
     check_last_dim(kv_cache=kv_cache)
+
+
+def _states_of(kv_cache: Tensor) -> tuple[torch.dtype, ...]:
+    """Dtypes that queries and tokens may have over a pool."""
+    return FLOATS if kv_cache.dtype == ROW_DTYPE else (kv_cache.dtype,)
 
 
 def check_mla_attention(call: LatentCall) -> None:
     """Every argument of ``mla_attention``; raises `ArgumentError` before anything is written."""
     q, kv_cache, block_table, seq_lens, query_start_loc, out, lse = call[:7]
     _check_pool(kv_cache)
-    check_dims("q", q, None, None, kv_cache.shape[3])
+    fp8 = kv_cache.dtype == ROW_DTYPE
+    check_dims("q", q, None, None, None if fp8 else kv_cache.shape[3])
     if not q.shape[1]:
         raise ArgumentError("q", "at least one head", shape_of(q))
-    check_dtype("q", q, kv_cache.dtype)
+    check_dtype("q", q, *_states_of(kv_cache))
     check_dims("out", out, q.shape[0], q.shape[1], None)
     check_dtype("out", out, q.dtype)
-    rank = out.shape[2]
-    if not 0 < rank < kv_cache.shape[3]:
+    rank, width = out.shape[2], q.shape[2]
+    if not 0 < rank < width:
         raise ArgumentError(
             "out",
-            f"rank columns, at least 1 and fewer than the pool's {kv_cache.shape[3]} (rank + rope)",
+            f"rank columns, at least 1 and fewer than the queries' {width} (rank + rope)",
             f"{rank} columns",
         )
+    if fp8:
+        check_rows(kv_cache, rank, width - rank)
     check_results(q, out, lse, kv_cache=kv_cache, **given(indices=call.indices))
     batch = check_batch(block_table, seq_lens, query_start_loc)
     check_last_dim(q=q, out=out)
@@ -77,17 +86,16 @@ def check_write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mappin
     _check_pool(kv_cache)
     check_dims("slot_mapping", slot_mapping, None)
     check_dtype("slot_mapping", slot_mapping, torch.int64)
-    width = kv_cache.shape[3]
-    for name, x in (("kv_c", kv_c), ("k_pe", k_pe)):
+    for name, x, dtypes in (("kv_c", kv_c, _states_of(kv_cache)), ("k_pe", k_pe, (kv_c.dtype,))):
         check_dims(name, x, slot_mapping.shape[0], None)
-        check_dtype(name, x, kv_cache.dtype)
+        check_dtype(name, x, *dtypes)
         check_last_dim(**{name: x})
-    if kv_c.shape[1] + k_pe.shape[1] != width or not kv_c.shape[1] or not k_pe.shape[1]:
-        raise ArgumentError(
-            "kv_c, k_pe",
-            f"at least one column each, {width} together, as the pool has",
-            f"{kv_c.shape[1]} and {k_pe.shape[1]} columns",
-        )
+    rank, rope, fp8 = kv_c.shape[1], k_pe.shape[1], kv_cache.dtype == ROW_DTYPE
+    if not rank or not rope or not (fp8 or rank + rope == kv_cache.shape[3]):
+        together = "" if fp8 else f", {kv_cache.shape[3]} together, as the pool has"
+        raise ArgumentError("kv_c, k_pe", f"at least one column each{together}", f"{rank} and {rope} columns")
+    if fp8:
+        check_rows(kv_cache, rank, rope)
     check_device(kv_cache.device, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
     check_apart({"kv_cache": kv_cache}, {"kv_c": kv_c, "k_pe": k_pe}, "pass a copy: .clone()")
     check_slots(slot_mapping, kv_cache)

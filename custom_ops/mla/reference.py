@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import as_keys_and_values, check_mla_attention, check_write_latent
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, store
 from torchpaged.custom_ops.mla.selection import dense_calls
 
 
@@ -27,4 +28,7 @@ def mla_attention(call: LatentCall) -> None:
 def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store each token's latent and rotated key in its row of the pool; slot -1 skips."""
     check_write_latent(kv_c, k_pe, kv_cache, slot_mapping)
+    if kv_cache.dtype == ROW_DTYPE:
+        store(kv_c, k_pe, kv_cache, slot_mapping)
+        return
     torch.ops.torchpaged.write_kv.reference(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)

@@ -9,12 +9,14 @@ SCHEMAS = {
     # rank + rope], out [T, num_heads, rank]; scale: of the scores, never guessed from a width. indices
     # [T, top_k] int32: the positions in its request that each query token attends to, in any order (sparse
     # attention); a negative one is none, and so is one that the token would not see without them. One that
-    # stands there twice counts twice. Everything else as in paged_attention.
+    # stands there twice counts twice. Everything else as in paged_attention. kv_cache may be of
+    # float8_e4m3fn instead, rows of rank + 4 * ceil(rank / 128) + 2 * rope bytes, as fp8_rows.py has them:
+    # each number counts as its e4m3 times its scale, rounded to q's dtype.
     "mla_attention": """(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens,
         Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
         bool causal=True, Tensor? indices=None) -> ()""",
     # kv_c [T, rank], the normalised latents; k_pe [T, rope], the rotated keys that all heads share; they
-    # stand behind each other in a row of kv_cache [num_blocks, block_size, 1, rank + rope]. slot_mapping [T]
-    # int64 = block * block_size + offset, -1 = skip.
+    # stand behind each other in a row of kv_cache [num_blocks, block_size, 1, rank + rope], or in a row of
+    # fp8 as above. slot_mapping [T] int64 = block * block_size + offset, -1 = skip.
     "write_latent": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
 }

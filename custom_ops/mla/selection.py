@@ -1,5 +1,5 @@
-"""Sparse latent attention as dense attention, for the reference and the CPU's kernels: each query token
-becomes a request of its own, over a pool of the rows that it selects."""
+"""Latent attention as dense attention over numbers, for the reference and the CPU's kernels: each query token
+that selects keys becomes a request of its own, over a pool of these rows; rows of fp8 become numbers."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, of_numbers, rows_at, unpack
 
 #: Most numbers of a pool of selected rows: as many tokens at once as have fewer.
 _AT_ONCE = 1 << 24
 
 
 def dense_calls(call: LatentCall) -> Iterator[LatentCall]:
-    """A checked call, or calls without indices that together are one with them."""
+    """A checked call, or calls without indices that together are one with them; over pools of the queries'
+    dtype."""
     if call.indices is None:
-        yield call
+        yield of_numbers(call) if call.kv_cache.dtype == ROW_DTYPE else call
         return
     num_tokens, num_reqs = call.q.shape[0], call.block_table.shape[0]
     if not num_tokens or not num_reqs:
@@ -29,7 +31,7 @@ def dense_calls(call: LatentCall) -> Iterator[LatentCall]:
     most = max(int(counts.max()), 1)
     first = visible.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
     positions = call.indices.gather(1, first).where(visible.gather(1, first), 0).long()
-    at_once = max(1, _AT_ONCE // (most * call.kv_cache.shape[3]))
+    at_once = max(1, _AT_ONCE // (most * call.q.shape[2]))
     for begin in range(0, num_tokens, at_once):
         part = slice(begin, begin + at_once)
         yield _over_rows(call, part, requests[part], positions[part], counts[part].int())
@@ -55,7 +57,9 @@ def _over_rows(
     else:
         blocks = torch.zeros_like(positions)
     # A token that selects fewer has the null block's row in their places: nothing reads it.
-    rows = call.kv_cache[blocks.where(selected, 0).long(), positions % block_size]
+    rows = rows_at(call.kv_cache, blocks.where(selected, 0).long(), positions % block_size)
+    if rows.dtype == ROW_DTYPE:
+        rows = unpack(rows, call.rank, call.q.dtype)
     numbers = torch.arange(num_tokens + 1, dtype=torch.int32, device=positions.device)
     return LatentCall(
         call.q[part],

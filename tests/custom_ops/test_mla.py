@@ -155,7 +155,7 @@ def test_one_graph_for_all_sizes() -> None:
         REFERENCE.mla_attention(q, pool, table, lens, starts, want, max_query_len=1, scale=0.2)
         torch.testing.assert_close(got, want)
     assert counter.frame_count == 1
-    with pytest.raises(Exception, match="out: expected at most the pool's width"):
+    with pytest.raises(Exception, match="out: expected at most the queries' width"):
         torch.compile(lambda q, out, *rest: CPU.mla_attention(q, *rest, out, max_query_len=1, scale=0.2))(
             q, torch.empty(rows, 2, 25), pool, table, lens, starts
         )

@@ -286,7 +286,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     import launched
     import torch
     from hanging_batches import SEEN, Case, make_hanging_batch
-    from op_inputs.latent import make_latent_batch, run_mla_attention
+    from op_inputs.latent import as_fp8, make_latent_batch, run_mla_attention
     from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
     from op_inputs.opcheck import opcheck_cases
     from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
@@ -325,7 +325,8 @@ def triton_launches() -> list[tuple[str, Any]]:
                 run_mla_attention(ops, latents, **options)
             found.extend(("mla_attention", launch) for launch in launches)
     kv_c, k_pe = latents.q[0].split((32, 16), dim=-1)
-    record("write_latent", kv_c, k_pe, latents.k_cache, torch.arange(16, 20))
+    for pool in (latents.k_cache, as_fp8(latents).k_cache):
+        record("write_latent", kv_c, k_pe, pool, torch.arange(16, 20))
     decode = Case(8, 2, 64, (1000, 33), (1, 1))
     for case in (decode, Case(8, 2, 64, (300, 400, 33), (120, 1, 1)), next(iter(SEEN.values()))):
         with launched.recorded() as launches:

@@ -79,6 +79,7 @@ def recorded(target: str = "sm_90") -> Iterator[list[Launch]]:
         (config, "decode_options", decode_options),
         (latent_config, "tiles", functools.partial(latent_config.tiles, hip=hip)),
         (mla_attention, "_is_hopper", lambda device: target == "sm_90"),
+        (mla_attention, "_takes_ptx", lambda: not hip),
     ]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:

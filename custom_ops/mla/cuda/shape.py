@@ -66,6 +66,8 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return "indices: each query token attends to keys of its own"
     if q.dtype not in _DTYPES:
         return f"{q.dtype}, not bfloat16 or float16"
+    if pool.dtype != q.dtype:
+        return f"a pool of {pool.dtype}"
     if (rank, q.shape[2] - rank) not in WIDTHS:
         return f"{rank} + {q.shape[2] - rank} columns"
     if pool.shape[1] not in (16, 32, 64):

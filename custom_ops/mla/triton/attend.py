@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchpaged.custom_ops.mla.triton.fp8_rows import fp8_tile
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 from torchpaged.custom_ops.triton.results import store_rows
 
@@ -168,11 +169,15 @@ def attend(q, q_pe, end, first, last, table_ptr, inputs, SIZES: tl.constexpr):
         slot = tl.minimum(n, last - 1) % BLOCK_SIZE
         next_block = tl.load(table_ptr + tl.minimum(n + TILE_KV, last - 1) // BLOCK_SIZE)
         kv_at = inputs.kv + block.to(tl.int64) * inputs.kv_block + slot.to(tl.int64) * inputs.kv_slot
-        if RANK == RANK_PAD:
+        if SIZES.fp8:
+            kv, k_pe = fp8_tile(kv_at, None, q.dtype, SIZES)
+        elif RANK == RANK_PAD:
             kv = tl.load(kv_at[:, None] + d[None, :])  # [N, C]
         else:
             kv = tl.load(kv_at[:, None] + d[None, :], mask=(d < RANK)[None, :], other=0.0)
-        if SIZES.rope == SIZES.rope_pad:
+        if SIZES.fp8:
+            pass  # read above
+        elif SIZES.rope == SIZES.rope_pad:
             k_pe = tl.load(kv_at[None, :] + RANK + e[:, None])  # [E, N]
         else:
             k_pe = tl.load(kv_at[None, :] + RANK + e[:, None], mask=(e < SIZES.rope)[:, None], other=0.0)

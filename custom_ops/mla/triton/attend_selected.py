@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.mla.triton.attend import add_keys, store_part, store_whole
+from torchpaged.custom_ops.mla.triton.fp8_rows import fp8_tile
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 
 
@@ -105,9 +106,13 @@ def attend_selected(q, q_pe, end, first, last, table_ptr, indices_ptr, inputs, S
         block = tl.load(table_ptr + n // SIZES.block_size, mask=seen, other=0)
         slot = tl.where(seen, n % SIZES.block_size, 0)
         kv_at = inputs.kv + block.to(tl.int64) * inputs.kv_block + slot.to(tl.int64) * inputs.kv_slot
-        kv = tl.load(kv_at[:, None] + d[None, :], mask=seen[:, None] & (d < SIZES.rank)[None, :], other=0.0)
-        k_pe_mask = seen[None, :] & (e < SIZES.rope)[:, None]
-        k_pe = tl.load(kv_at[None, :] + SIZES.rank + e[:, None], mask=k_pe_mask, other=0.0)
+        if SIZES.fp8:
+            kv, k_pe = fp8_tile(kv_at, seen, q.dtype, SIZES)
+        else:
+            kv_mask = seen[:, None] & (d < SIZES.rank)[None, :]
+            kv = tl.load(kv_at[:, None] + d[None, :], mask=kv_mask, other=0.0)
+            k_pe_mask = seen[None, :] & (e < SIZES.rope)[:, None]
+            k_pe = tl.load(kv_at[None, :] + SIZES.rank + e[:, None], mask=k_pe_mask, other=0.0)
         maximum, total, acc = add_keys(
             q,
             q_pe,

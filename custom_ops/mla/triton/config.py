@@ -29,7 +29,12 @@ class Tiles(NamedTuple):
 
 
 def tiles(
-    width: int, rows: int, itemsize: int, hopper: bool, hip: bool = torch.version.hip is not None
+    width: int,
+    rows: int,
+    itemsize: int,
+    hopper: bool,
+    fp8: bool = False,
+    hip: bool = torch.version.hip is not None,
 ) -> Tiles:
     """Tiles for a pool of ``width`` columns.
 
@@ -38,11 +43,14 @@ def tiles(
         rows: query tokens times heads of a request, rounded up to powers of two.
         itemsize: bytes of a number.
         hopper: the device has compute capability 9.0: products of 64 rows, and 227 KiB of shared memory.
+        fp8: the pool's rows are of fp8, whose conversion needs registers: tiles of 32 rows spill 500 bytes.
         hip: it is AMD's, with 64 KiB.
     """
     if itemsize == 4:  # plain FMAs, whose operands fill the registers
         return Tiles(16, 16, 4 if hip else 8, 1)
-    if rows <= 16 or hip:
+    if fp8 and hip:
+        return Tiles(16, 16, 4, 1, 2)
+    if rows <= 16 or hip or (fp8 and not (hopper and rows > 32)):
         return Tiles(16, 32, 4, 1 if hip else 3, 2)
     if rows <= 32 or not hopper:
         return Tiles(32, 32, 8 if width > 320 else 4, 2)

@@ -10,6 +10,7 @@ import torch
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import check_mla_attention
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 from torchpaged.custom_ops.mla.triton import config
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.kernel_store import KernelRef, Launch
@@ -61,6 +62,8 @@ class Sizes(NamedTuple):
 
     Attributes:
         rank_pad, rope_pad: columns of a tile of latents and of one of rotated keys.
+        fp8: rows of the pool are those of ``mla/fp8_rows.py``.
+        pinned: what they are converted to, 16 bits, goes through shared memory, by an instruction in PTX.
         split: contexts are cut into parts.
         tile_m, tile_kv: rows and keys of a tile; ``tile_heads``: heads of its rows.
     """
@@ -71,6 +74,8 @@ class Sizes(NamedTuple):
     rope: int
     rope_pad: int
     block_size: int
+    fp8: bool
+    pinned: bool
     causal: bool
     split: bool
     tile_m: int
@@ -135,6 +140,7 @@ def mla_attention(call: LatentCall) -> None:
     """
     launching.require_launchable(call.q)
     check_mla_attention(call)
+    launching.require_fp8(call.kv_cache)
     q, rank = call.q, call.rank
     rope, num_reqs = q.shape[2] - rank, call.block_table.shape[0]
     if q.dtype == torch.float64 or rank > config.MAX_RANK or rope > config.MAX_ROPE:
@@ -160,7 +166,8 @@ def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
     heads = launching.next_power_of_2(num_heads)
     rows = heads * launching.next_power_of_2(min(call.max_query_len, num_tokens))
     rank_pad, rope_pad = (max(16, launching.next_power_of_2(size)) for size in (rank, rope))
-    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device))
+    fp8 = call.kv_cache.dtype == ROW_DTYPE
+    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device), fp8)
     tile_heads = min(chosen.rows, heads)
     tokens, head_tiles = chosen.rows // tile_heads, -(-num_heads // tile_heads)
     per_req = -(-call.max_query_len // tokens)
@@ -193,9 +200,12 @@ def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
 
 
 def _sizes(call: LatentCall, chosen: config.Tiles, num_parts: int, tile_heads: int, **widths: int) -> Sizes:
+    fp8 = call.kv_cache.dtype == ROW_DTYPE
     return Sizes(
         num_heads=call.q.shape[1],
         block_size=call.kv_cache.shape[1],
+        fp8=fp8,
+        pinned=fp8 and call.q.element_size() == 2 and _takes_ptx(),
         causal=call.causal,
         split=num_parts > 1,
         tile_m=chosen.rows,
@@ -210,7 +220,8 @@ def _launch_selected(call: LatentCall, indices: torch.Tensor, rank: int, rope: i
     num_tokens, num_heads, _ = q.shape
     rank_pad, rope_pad = (max(16, launching.next_power_of_2(size)) for size in (rank, rope))
     rows = launching.next_power_of_2(num_heads)
-    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device))
+    fp8 = call.kv_cache.dtype == ROW_DTYPE
+    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device), fp8)
     programs = num_tokens * -(-num_heads // chosen.rows)
     num_parts = config.num_parts(programs, indices.shape[1], device, chosen)
     parts, results = Parts.of(call, num_parts), Results.of(call.out, call.lse)
@@ -237,3 +248,7 @@ def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return launching.INTERPRET
     return launching.capability(device)[0] == 9
+
+
+def _takes_ptx() -> bool:
+    return torch.version.hip is None

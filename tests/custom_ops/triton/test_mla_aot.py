@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import aot
 import launched
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes
 from torchpaged.custom_ops.mla.triton import config
 
 #: Bytes per thread that Hopper's may keep in local memory: its sums take half of 255 registers.
@@ -22,16 +24,25 @@ HOPPERS_SPILLS = 512
 
 
 def latent_launches(
-    target: str, dtype: torch.dtype, heads: int, split: bool, rope: int = 64, sparse: bool = False
+    target: str,
+    dtype: torch.dtype,
+    heads: int,
+    split: bool,
+    rope: int = 64,
+    sparse: bool = False,
+    fp8: bool = False,
 ) -> list[launched.Launch]:
     """Of ``mla_attention`` for one token; ``split``: its context is long enough for parts; ``sparse``: it
-    selects as many keys."""
+    selects as many keys; ``fp8``: rows of the pool are."""
     columns = 64 if split else 1
     positions = torch.zeros(1, 16 * columns, dtype=torch.int32) if sparse else None
+    pool = torch.zeros(columns + 1, 16, 1, 512 + rope, dtype=dtype)
+    if fp8:
+        pool = torch.zeros(columns + 1, 16, 1, row_bytes(512, rope), dtype=torch.uint8).view(ROW_DTYPE)
     with launched.recorded(target) as launches:
         BACKEND_OPS["triton"].mla_attention(
             torch.zeros(1, heads, 512 + rope, dtype=dtype),
-            torch.zeros(columns + 1, 16, 1, 512 + rope, dtype=dtype),
+            pool,
             torch.arange(1, columns + 1, dtype=torch.int32)[None],
             torch.tensor([9], dtype=torch.int32),
             torch.tensor([0, 1], dtype=torch.int32),
@@ -61,6 +72,31 @@ def test_attend_compiles(sparse: bool, target: str, dtype: torch.dtype, heads: i
         assert found["spilled"] <= (HOPPERS_SPILLS if target == "sm_90" and dtype != torch.float32 else 0), (
             found
         )
+
+
+@pytest.mark.slow_cases(but=("dense-sm_90-16",))
+@pytest.mark.parametrize("heads", [16, 32, 128])
+@pytest.mark.parametrize("target", [target for target in aot.TARGETS if target != "sm_80"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_rows_of_fp8_compile(sparse: bool, target: str, heads: int) -> None:
+    """What they are converted to goes through shared memory once: nothing there is read by single bytes."""
+    launch = latent_launches(target, torch.bfloat16, heads, True, sparse=sparse, fp8=True)[0]
+    compiled = launched.compile_launch(launch, target)
+    found = aot.resources(compiled)
+    assert found["shared"] <= aot.SHARED_LIMIT[target], found
+    assert found["spilled"] <= (0 if target == "gfx942" else 64), found
+    assert re.search(r"ld\.shared\.[bsu]8", compiled.asm.get("ptx", "")) is None
+
+
+@pytest.mark.slow_cases("sm_100", "gfx942")
+@pytest.mark.parametrize("target", [target for target in aot.TARGETS if target != "sm_80"])
+def test_write_of_fp8_rows_compiles(target: str) -> None:
+    with launched.recorded(target) as launches:
+        rows = torch.zeros(2, 16, 1, 656, dtype=torch.uint8).view(ROW_DTYPE)
+        kv_c, k_pe = torch.zeros(3, 512, dtype=torch.bfloat16), torch.zeros(3, 64, dtype=torch.bfloat16)
+        BACKEND_OPS["triton"].write_latent(kv_c, k_pe, rows, torch.tensor([3, 4, 5]))
+    assert [launch.name for launch in launches] == ["write_fp8_kernel"]
+    assert aot.resources(launched.compile_launch(launches[0], target))["spilled"] == 0
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 import torch
 from op_inputs.latent import (
     SELECTIONS,
+    as_fp8,
     assert_latent_close,
     assert_sparse_close,
     make_latent_batch,
@@ -18,6 +19,7 @@ from op_inputs.latent import (
 )
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
 from torchpaged.testing import BATCH_SPECS, BatchSpec
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -150,3 +152,64 @@ def test_write_latent() -> None:
     REFERENCE.write_latent(kv_c, k_pe, want, slots)
     assert torch.equal(pool, want)
     assert torch.equal(pool[4, 3, 0], torch.cat((kv_c[2], k_pe[2])))
+
+
+@pytest.mark.slow_cases(but=("torch.bfloat16-40-*",))
+@pytest.mark.parametrize(("rank", "rope", "num_heads"), [(40, 6, 1), (128, 32, 33), (320, 16, 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_of_fp8(
+    dtype: torch.dtype, rank: int, rope: int, num_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dense and selected, whole and in parts; rows that begin at multiples of 4 bytes alone."""
+    batch = as_fp8(
+        make_latent_batch(
+            BATCH_SPECS["mixed_padded"], num_heads=num_heads, rank=rank, rope=rope, dtype=dtype, block_size=4
+        )
+    )
+    indices = selected(batch, "beyond", top_k=37)
+    for parts in (1, 4):
+        monkeypatch.setattr(config, "num_parts", lambda *_, parts=parts: parts)
+        assert_latent_close(*run_mla_attention(TRITON, batch), batch)
+        assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
+
+
+def test_nan_of_fp8_rows_that_are_not_seen() -> None:
+    """Scales and rotated keys of NaN, behind the last key and between those that are selected."""
+    batch = as_fp8(make_latent_batch(BatchSpec("decode", (20, 7), (1, 1)), num_heads=2, rank=16, rope=8))
+    indices = torch.tensor([[3, 7, 30], [3, 1, -1]], dtype=torch.int32)
+    want, _ = run_mla_attention(REFERENCE, batch, indices=indices)
+    size, pool = batch.k_cache.shape[1], batch.k_cache.view(torch.uint8)
+    for request, seen in enumerate(((3, 7), (1, 3))):
+        for position in {*range((20, 7)[request])} - {*seen}:
+            pool[int(batch.block_table[request, position // size]), position % size] = 0xFF
+    got, _ = run_mla_attention(TRITON, batch, indices=indices)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (200, 6)])
+def test_write_rows_of_fp8(rank: int, rope: int) -> None:
+    """Of numbers that e4m3 and bfloat16 hold: the interpreter rounds others its own way."""
+    pool, want = (torch.zeros(5, 4, 1, row_bytes(rank, rope), dtype=torch.uint8) for _ in range(2))
+    kv_c = torch.randint(-15, 16, (4, rank)) * torch.tensor([0.25, 1.0, 16.0, 0.0])[:, None]
+    kv_c[:, ::128] = torch.tensor([28.0, 448.0, -3584.0, 0.0])[:, None]  # the largest: scales are powers of 2
+    k_pe, slots = torch.randint(-99, 99, (4, rope)).float(), torch.tensor([7, -1, 19, 4])
+    for ops, rows in ((TRITON, pool), (REFERENCE, want)):
+        ops.write_latent(kv_c, k_pe, rows.view(ROW_DTYPE), slots)
+    assert torch.equal(pool, want)
+    exact = torch.cat((kv_c[2], k_pe[2]))
+    assert torch.equal(unpack(pool.view(ROW_DTYPE)[4, 3, 0], rank, torch.float32), exact)
+    assert int(pool.any(-1).sum()) == 3
+
+
+def test_write_of_nan_and_infinity() -> None:
+    pool, kv_c = (
+        torch.zeros(2, 4, 1, row_bytes(256, 2), dtype=torch.uint8).view(ROW_DTYPE),
+        torch.ones(2, 256),
+    )
+    kv_c[0, 3], kv_c[1, 130] = float("nan"), float("inf")
+    TRITON.write_latent(kv_c, torch.ones(2, 2), pool, torch.tensor([4, 5]))
+    found = unpack(pool[1, :2, 0], 256, torch.float32)
+    assert found[0, :128].isnan().all()
+    assert not found[1, 128:256].isfinite().any()
+    assert found[0, 128:].isfinite().all()
+    assert found[1, :128].isfinite().all()

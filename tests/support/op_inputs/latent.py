@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, pack, unpack
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
 from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
@@ -35,6 +36,23 @@ def make_latent_batch(
     return replace(batch, v_cache=batch.k_cache[..., :rank])
 
 
+def as_fp8(batch: Batch) -> Batch:
+    """A `make_latent_batch` whose pool has rows of fp8 with the same numbers, rounded; what is NaN stays NaN.
+    Between rows lie 16 bytes that belong to none."""
+    rank, (num_blocks, block_size, _, width) = batch.v_cache.shape[-1], batch.k_cache.shape
+    latents, keys = batch.k_cache.reshape(-1, width).split((rank, width - rank), dim=1)
+    rows = pack(latents, keys).view(torch.uint8).view(num_blocks, block_size, 1, -1)
+    pool = torch.full((*rows.shape[:3], rows.shape[3] + 16), 0x7F, dtype=torch.uint8, device=rows.device)
+    pool = pool[..., : rows.shape[3]]
+    return replace(batch, k_cache=pool.copy_(rows).view(ROW_DTYPE))
+
+
+def numbers_of(batch: Batch) -> Tensor:
+    """A batch's pool in float64, exactly."""
+    pool = batch.k_cache
+    return unpack(pool, batch.v_cache.shape[-1], torch.float64) if pool.dtype == ROW_DTYPE else pool.double()
+
+
 def latent_tensors(batch: Batch) -> tuple[Tensor, ...]:
     """What every call over latents takes by place."""
     return batch.q, batch.k_cache, *batch.tensors[3:]
@@ -57,7 +75,7 @@ def assert_latent_close(out: Tensor, lse: Tensor | None, batch: Batch, **options
     pools of their own, within the error budget of the batch's dtype."""
     rank = batch.v_cache.shape[-1]
     cpu = batch.to("cpu")
-    pool = cpu.k_cache.double()
+    pool = numbers_of(cpu)
     exact, exact_lse = (
         torch.full((*cpu.q.shape[:2], rank), float("nan"), dtype=torch.float64),
         torch.full(cpu.q.shape[:2], float("nan"), dtype=torch.float32),
@@ -119,7 +137,8 @@ def assert_sparse_close(out: Tensor, lse: Tensor, batch: Batch, indices: Tensor,
     within the error budget of the batch's dtype."""
     rank, indices = batch.v_cache.shape[-1], indices.cpu()
     cpu = batch.to("cpu")
-    block_size, starts = cpu.k_cache.shape[1], cpu.query_start_loc.tolist()
+    pool, starts = numbers_of(cpu), cpu.query_start_loc.tolist()
+    block_size = pool.shape[1]
     exact = torch.zeros(*cpu.q.shape[:2], rank, dtype=torch.float64)
     exact_lse = torch.full(cpu.q.shape[:2], float("-inf"), dtype=torch.float64)
     for request, length in enumerate(cpu.seq_lens.tolist()):
@@ -130,9 +149,7 @@ def assert_sparse_close(out: Tensor, lse: Tensor, batch: Batch, indices: Tensor,
             if not keys:
                 continue
             blocks = [int(cpu.block_table[request, n // block_size]) for n in keys]
-            rows = torch.stack(
-                [cpu.k_cache[b, n % block_size, 0] for b, n in zip(blocks, keys, strict=True)]
-            ).double()
+            rows = torch.stack([pool[b, n % block_size, 0] for b, n in zip(blocks, keys, strict=True)])
             scores = cpu.q[token].double() @ rows.T * batch.scale
             exact[token] = scores.softmax(-1) @ rows[:, :rank]
             exact_lse[token] = scores.logsumexp(-1)

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from documents import write_rows
 
-from torchpaged.bench import conditions
 from torchpaged.bench.timing import Call, CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.triton import config
@@ -165,11 +165,7 @@ def main() -> None:
             if time.monotonic() - begin < options.seconds:
                 rows.append(measure(num_reqs, num_heads, tiles, options))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    document = json.dumps({"rows": rows, "conditions": conditions.collect(torch.device("cuda"))})
-    if options.output:
-        with open(options.output, "w") as file:
-            file.write(document)
-    print(document)
+    write_rows(rows, options.output)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import sys
 from typing import Any
 
 import torch
+from documents import write_rows
 
-from torchpaged.bench import conditions
 from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -108,11 +108,7 @@ def main() -> None:
             measure("causal_conv", [conv(batch, 1, s) for s in range(4)], batch * 3 * 4096 * 2, batch=batch)
         )
     rows.append(measure("causal_conv", [conv(8, 2048, 0)], 0, prompts="8 x 2048"))
-    document = json.dumps({"rows": rows, "conditions": conditions.collect(torch.device("cuda"))})
-    if args.output:
-        with open(args.output, "w") as file:
-            file.write(document)
-    print(document)
+    write_rows(rows, args.output)
 
 
 if __name__ == "__main__":

@@ -7,39 +7,33 @@ import asyncio
 import gc
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_requests import EACH, LONG, PROMPTS, TINY
+from engine_requests import ENGINES as WAYS
 
 from torchpaged import ArgumentError, ClosedError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.calls import NUM_UNREAD
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
-PROMPTS = [[5, 6, 7], list(range(11, 40)), [50, 51, 52, 53, 54], [9]]
-EACH = [
-    SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
-    for i, n in enumerate((9, 6, 12, 7))
-]
-LONG = SamplingParams(max_new_tokens=50, ignore_eos=True)
-ENGINES = {
-    "graphs": {"steps_per_launch": 1},
-    "launches of 3": {"steps_per_launch": 3},
-    "no graphs": {"graphs": False},
-    "few blocks": {"num_blocks": 20},
-}
+ENGINES = {**WAYS, "few blocks": {"num_blocks": 20}}
 
 
 @pytest.fixture(scope="module")
 def llama(make_llama: Callable[..., Any]) -> Any:
-    return make_llama(vocab_size=99, hidden_size=32, intermediate_size=48, max_position_embeddings=256)
+    return make_llama(**TINY)
 
 
 def engine(llama: Any, **options: Any) -> Generator:
@@ -300,19 +294,105 @@ def test_close_in_the_middle_of_streams(llama: Any) -> None:
     assert "torchpaged steps" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_generator_that_is_dropped_ends_its_thread(llama: Any) -> None:
+def test_a_generator_that_is_dropped_ends_its_thread_behind_its_streams(
+    llama: Any, want: list[list[int]]
+) -> None:
+    """An open stream, begun or not, and an iteration of asyncio get all their events; then it ends."""
     generator = engine(llama).start()
-    stream = generator.stream([generator.submit(PROMPTS[0], LONG)])
-    next(stream)
+    begun, fresh = (generator.stream([generator.submit(PROMPTS[i], EACH[i])]) for i in (0, 1))
+    events = generator.events(generator.submit(PROMPTS[2], EACH[2]))
+    tokens = [next(begun).token_id]
     background = generator._calls.background
     assert background is not None
     del generator
     gc.collect()
+
+    async def rest(iteration: Any) -> list[int]:
+        return tokens_of([event async for event in iteration])
+
+    assert tokens + tokens_of(begun) == want[0]
+    assert tokens_of(fresh) == want[1]
+    assert asyncio.run(rest(events)) == want[2]
+    del events
     background.join(20)
-    assert not background._thread.is_alive()
-    with pytest.raises(ClosedError, match="dropped"):
-        list(stream)
+    assert not background._thread.is_alive()  # type: ignore[attr-defined]
     llama.set_attn_implementation("eager")
+
+
+CALLS_IN_A_CHILD: dict[str, Callable[[Generator, Iterator[Any], int], Any]] = {
+    "submit": lambda generator, stream, request: generator.submit([5]),
+    "generate": lambda generator, stream, request: generator.generate([[5]]),
+    "cancel": lambda generator, stream, request: generator.cancel(request),
+    "stream": lambda generator, stream, request: generator.stream([request]),
+    "stream of all": lambda generator, stream, request: next(iter(generator.stream())),
+    "an open stream": lambda generator, stream, request: list(stream),
+    "events": lambda generator, stream, request: asyncio.run(anext(generator.events(request))),
+    "start": lambda generator, stream, request: generator.start(),
+    "metrics": lambda generator, stream, request: generator.metrics(),
+    "close": lambda generator, stream, request: generator.close(),
+}
+
+
+def test_a_forked_process_is_refused_by_name(llama: Any, want: list[list[int]]) -> None:
+    """Its copy of the loop has no thread. Forked in the middle of a step, when the lock is held."""
+    stepping, forked = threading.Event(), threading.Event()
+
+    def hold(call: int) -> None:
+        stepping.set()
+        forked.wait(60)
+
+    with engine(llama, graphs=False).start() as generator, Fault(llama, hold):
+        open_request, request = (generator.submit(PROMPTS[0], EACH[0]) for _ in range(2))
+        stream = generator.stream([open_request])
+        assert stepping.wait(60)
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads
+            child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # a hang ends here
+            for name, call in CALLS_IN_A_CHILD.items():
+                try:
+                    call(generator, stream, request)
+                    said = "nothing"
+                except BaseException as error:
+                    said = f"{type(error).__name__}: {error}"
+                os.write(writer, f"{name}: {said}\n".encode())
+            os._exit(0)
+        forked.set()
+        os.close(writer)
+        with os.fdopen(reader) as file:
+            said = dict(line.split(": ", 1) for line in file.read().splitlines())
+        assert os.waitpid(child, 0)[1] == 0, said
+        assert said.keys() == CALLS_IN_A_CHILD.keys()
+        for name, text in said.items():
+            assert re.match(rf"TorchpagedError: .*process {os.getpid()}.*start\(\).*fork", text), (name, text)
+        assert tokens_of(stream) == want[0]
+        assert tokens_of(generator.stream([request])) == want[0]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_what_was_cancelled_and_nobody_reads_is_given_up(
+    llama: Any, want: list[list[int]], background: bool
+) -> None:
+    """The latest are kept, and those that were not cancelled, until somebody reads them."""
+    with engine(llama, graphs=False) as generator:
+        kept = generator.submit(PROMPTS[2], EACH[2])
+        generator.generate([PROMPTS[0]], LONG)  # the other one ends meanwhile
+        if background:
+            generator.start()
+        first = None
+        for _ in range(NUM_UNREAD + 50):
+            request = generator.submit(PROMPTS[0], LONG)
+            first = request if first is None else first
+            generator.cancel(request)
+        assert len(generator._calls.inbox.ready) == NUM_UNREAD + 1
+        with pytest.raises(ArgumentError, match="request_ids"):
+            generator.stream([first])
+        assert [event.finish_reason for event in generator.stream([request])][-1] == "cancelled"
+        assert tokens_of(generator.stream([kept])) == want[2]
+        assert generator.pool.num_used == 0
 
 
 EXITS = {

@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from engine_requests import EACH, ENGINES, PROMPTS, TINY
 
 import torchpaged
 from torchpaged import ArgumentError
@@ -29,16 +30,6 @@ from torchpaged.engine.calls import Calls
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
-PROMPTS = [[5, 6, 7], list(range(11, 40)), [50, 51, 52, 53, 54], [9]]
-EACH = [
-    SamplingParams(max_new_tokens=n, ignore_eos=True, temperature=0.8 * (i % 2), seed=i)
-    for i, n in enumerate((9, 6, 12, 7))
-]
-ENGINES = {
-    "graphs": {"steps_per_launch": 1},
-    "launches of 3": {"steps_per_launch": 3},
-    "no graphs": {"graphs": False},
-}
 OF_THE_ENGINE = tuple(str(Path(torchpaged.__file__).parent / part) for part in ("engine", "cache"))
 
 
@@ -60,7 +51,7 @@ def model(make_llama: Callable[..., Any]) -> Any:
                 logits[row % len(logits), 3] = float("nan")
             return logits
 
-    llama = make_llama(vocab_size=99, hidden_size=32, intermediate_size=48, max_position_embeddings=256)
+    llama = make_llama(**TINY)
     return Faulty(llama, num_blocks=70, block_size=4)
 
 

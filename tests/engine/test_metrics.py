@@ -74,6 +74,17 @@ def test_shared_blocks_count_once(llama: Any) -> None:
         assert metrics.utilisation <= 1
 
 
+def test_a_request_that_is_put_back_looks_up_its_prompt_once(llama: Any) -> None:
+    """What it finds of its own when it runs again is no hit."""
+    with engine(llama, graphs=False, num_blocks=20) as generator:
+        params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+        generator.generate([list(range(10 * i, 10 * i + 9)) for i in range(1, 4)], params)
+        metrics, stats = generator.metrics(), generator.stats.prefix_cache
+    assert metrics.preemptions
+    assert (stats.queried_tokens, stats.hit_tokens) == (metrics.prompt_tokens, 0)
+    assert metrics.prefix_hit_rate == 0
+
+
 @pytest.mark.parametrize("options", [{"graphs": False}, {"steps_per_launch": 2, "compile": False}])
 def test_latencies(llama: Any, clock: list[float], options: dict[str, Any]) -> None:
     """A step takes two seconds; nobody waits while there is no request; launches share their seconds."""

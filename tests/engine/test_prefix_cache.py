@@ -119,8 +119,11 @@ def test_who_is_put_back_finds_its_own_blocks(model: Any) -> None:
     got = generator.generate(prompts, SamplingParams(max_new_tokens=16, ignore_eos=True))
     assert tokens_of(got) == want
     assert generator.stats.preemptions > 0
-    assert generator.stats.shared_tokens > 0
-    assert missed(generator)["evicted"] > 0
+    assert generator.stats.shared_tokens == 0, "of their own alone, which is no hit"
+    assert generator.stats.prefix_cache.evicted_blocks > 0
+    without = Generator(model, **SIZES, num_blocks=10, max_batch_size=2, prefix_cache=False)
+    without.generate(prompts, SamplingParams(max_new_tokens=16, ignore_eos=True))
+    assert generator.stats.prefill_tokens < without.stats.prefill_tokens
 
 
 def test_cancelled_in_the_middle(model: Any) -> None:

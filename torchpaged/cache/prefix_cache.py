@@ -353,24 +353,32 @@ class CachedText:
         self._counted = self._cache._version
         return self._count
 
-    def take(self) -> list[int] | None:
+    def take(self, *, counts: bool = True) -> list[int] | None:
         """The blocks that hold its first tokens, as many as are known, one holder more each; never that of
-        its last token. None: another text has promised the one that would be next; ask again."""
+        its last token. None: another text has promised the one that would be next; ask again.
+
+        Args:
+            counts: whether the statistics hear of it; False: of a request that they have heard of.
+        """
         cache = self._cache
         if (self._next is not None and self._next in cache._promised) or self._find():
             return None
         blocks = cache.pool.fork(self._blocks)
         self._done, self.has_begun = len(blocks), True
         cache._version += 1
-        stats, hit = cache.stats, len(blocks) * cache.block_size
+        if counts:
+            self._count_tokens(len(blocks) * cache.block_size)
+        return blocks
+
+    def _count_tokens(self, hit: int) -> None:
+        stats = self._cache.stats
         stats.queried_tokens += len(self)
         stats.hit_tokens += hit
-        tail = len(self) - self._most * cache.block_size
+        tail = len(self) - self._most * self._cache.block_size
         missed = {TAIL: tail, self._why(): len(self) - tail - hit}
         for reason, count in missed.items():
             if count:
                 stats.missed_tokens[reason] = stats.missed_tokens.get(reason, 0) + count
-        return blocks
 
     def _why(self) -> str:
         """Why the block behind those that were found is not known."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -58,10 +59,13 @@ class BackgroundLoop:
     Args:
         calls: of the generator.
         device: of its model; on a GPU the steps run on this thread's current stream of it.
+
+    Attributes:
+        process: where the thread is.
     """
 
     def __init__(self, calls: Calls, device: torch.device) -> None:
-        self._calls, self._stopping = calls, False
+        self._calls, self._stopping, self.process = calls, False, os.getpid()
         self._followers: dict[Inbox, _Follower] = {}
         # A token for each call that left requests to move. The collector may close a stream anywhere, which
         # is such a call: of what `queue` and `threading` have, only this may be entered again by its thread.
@@ -178,6 +182,7 @@ class BackgroundLoop:
         self._add(inbox, _Follower(news.put, True))
         more = True
         while more:
+            self._calls.require_own_process()  # a stream that was open at a fork
             events, more = _read(news.get())
             yield from events
 
@@ -187,9 +192,9 @@ class BackgroundLoop:
         self._add(inbox, _Follower(news.put, False))
         _read(news.get())
 
-    async def events(self, request_id: int) -> AsyncIterator[TokenEvent]:
+    async def events(self, request_id: int, owner: object) -> AsyncIterator[TokenEvent]:
         """Events of one submitted request, which is cancelled if the iteration breaks off. Raises as
-        `follow` and `Calls.claim`."""
+        `follow` and `Calls.claim`. ``owner`` as in `Calls.stream`."""
         here, inbox = asyncio.get_running_loop(), Inbox()
         news: asyncio.Queue[_News] = asyncio.Queue()
         follower = _Follower(lambda item: here.call_soon_threadsafe(news.put_nowait, item), True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 # What `signal` wraps, without its search for members of an enumeration: 1.5 us a step for 17.
 import _signal  # type: ignore[import-not-found]
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -33,6 +34,8 @@ from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.stepper import Stepper
 
+#: Of requests that were cancelled and belong to no stream, so many keep what nobody has read.
+NUM_UNREAD = 1024
 # For threads that wait for the lock: without it the one that steps would take it again and again.
 _GIVE_WAY_SECONDS = 1e-4
 # Held while events are taken or change their owner, which a stream does with no other lock: it must not wait
@@ -117,7 +120,13 @@ class HandOut:
 
 
 class Background(Protocol):
-    """Who makes the steps in a thread of its own: `torchpaged.engine.background.BackgroundLoop`."""
+    """Who makes the steps in a thread of its own: `torchpaged.engine.background.BackgroundLoop`.
+
+    Attributes:
+        process: where the thread is; a process forked from it has none.
+    """
+
+    process: int
 
     def deliver(self) -> None:
         """A call is over: give all who wait what has happened."""
@@ -128,7 +137,7 @@ class Background(Protocol):
     def wait(self, inbox: Inbox) -> None:
         """Until they have ended."""
 
-    def events(self, request_id: int) -> AsyncIterator[TokenEvent]:
+    def events(self, request_id: int, owner: object) -> AsyncIterator[TokenEvent]:
         """Of one request, for asyncio."""
 
     def end(self, reason: BaseException) -> None:
@@ -161,6 +170,7 @@ class Calls:
         self._holder = 0  # the thread that is inside: a little less long than it has the lock
         self._queue: dict[int, None] = {}  # threads that wait for the lock
         self._left: deque[list[Sequence] | Inbox] = deque()  # requests to be cancelled; of an inbox all
+        self._cancelled: dict[Sequence, None] = {}  # the latest that no stream had
         self._stream_of_all: object | None = None  # the mark of the open stream over all requests
 
     # ------------------------------------------------------------------------------------- one call at a time
@@ -195,8 +205,9 @@ class Calls:
         and the note of its holder, where nothing is half done either.
 
         Raises:
-            TorchpagedError: this thread is inside already.
+            TorchpagedError: this thread is inside already, or as `require_own_process`.
         """
+        self.require_own_process()
         if self._is_inside():
             raise TorchpagedError(
                 "a Generator was called from inside one of its own steps (a callback of the model, "
@@ -219,6 +230,23 @@ class Calls:
         # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may
         # leave an old one behind.
         return bool(self._lock._is_owned()) and self._holder == threading.get_ident()  # type: ignore[attr-defined]
+
+    def _is_forked(self) -> bool:
+        return self.background is not None and self.background.process != os.getpid()
+
+    def require_own_process(self) -> None:
+        """Refuse a call in a process forked from that of the background loop, whose thread it has not; the
+        lock may have been held when it was forked.
+
+        Raises:
+            TorchpagedError: it is.
+        """
+        if self.background is not None and self._is_forked():
+            raise TorchpagedError(
+                f"the background loop of this Generator runs in process {self.background.process}, which "
+                f"called start(); this one, {os.getpid()}, was forked from it and has no such thread: make a "
+                "Generator in each process, after the fork"
+            )
 
     def give_way(self) -> None:
         """Between two steps of one call: let in a thread that waits."""
@@ -292,10 +320,26 @@ class Calls:
             with _TAKING:
                 sequence.inbox = inbox
 
-    def stream(self, request_ids: list[int] | None = None) -> Iterator[TokenEvent]:
+    def cancel(self, request_id: int) -> None:
+        """End a request, if it has not ended. What no stream has and nobody reads is given up after
+        `NUM_UNREAD` more of the kind; from inside."""
+        sequence = self.stepper.requests.get(request_id)
+        self.stepper.cancel(request_id)
+        if sequence is None:
+            sequence = next((s for s in self.inbox.ready if s.request_id == request_id), None)
+        if sequence is None or sequence.inbox is not self.inbox:
+            return
+        self._cancelled[sequence] = None
+        if len(self._cancelled) > NUM_UNREAD:
+            oldest = next(iter(self._cancelled))
+            self.inbox.ready.pop(oldest, None)  # it is a stream's now, or was read, if it isn't there
+            del self._cancelled[oldest]
+
+    def stream(self, request_ids: list[int] | None, owner: object) -> Iterator[TokenEvent]:
         """Step until requests are done, giving events as they come.
 
         Args:
+            owner: kept until the stream is over: the Generator, whose background loop ends with it.
             request_ids: whose; they belong to it from the first ``next`` on, which gives nothing, and it
                 cancels them if it is dropped: no other call will take their events. None: all submitted ones.
 
@@ -354,7 +398,8 @@ class Calls:
     def leave(self, requests: list[Sequence] | Inbox, now: bool = True) -> None:
         """Cancel the requests of a call that broke off; not ``now``: the next call does it."""
         self._left.append(requests)
-        if now and not self._is_inside():  # inside, collected as garbage within a step: the next call, too
+        # Inside, collected as garbage within a step: the next call, too. In a forked process: the other one.
+        if now and not self._is_inside() and not self._is_forked():
             with self.entered(if_closed=True):
                 pass
 

@@ -203,12 +203,7 @@ class Generator(Lifecycle, KeptPrefixes):
             self.prefix_cache = PrefixCache(
                 self.pool, cache.block_size, keep=decided.keeps, eviction=options.eviction
             )
-        self._stage = LogitsStage(
-            options.logits_processor,
-            options.max_extra_args,
-            options.max_logit_bias,
-            options.max_logprobs,
-        )
+        self._stage = LogitsStage.of(options)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if decided.graphs:
@@ -294,8 +289,11 @@ class Generator(Lifecycle, KeptPrefixes):
             raise
 
     def cancel(self, request_id: int) -> None:
-        """End a request now; its blocks are free at once, its event comes to its owner. Nothing is done to
-        one that has ended, whether its owner has learnt of it or not.
+        """End a request now; its blocks are free at once, its event comes to its owner. One that has ended
+        stays as it is, whether its owner has learnt of it or not.
+
+        Events that nobody reads stay in memory. Of requests that were cancelled, before or behind their end,
+        and belong to no stream, the latest 1,024 keep theirs; those of earlier ones are given up.
 
         Raises:
             ArgumentError: an id that no request has had.
@@ -304,7 +302,7 @@ class Generator(Lifecycle, KeptPrefixes):
         if number is None or not 0 <= number < self._next_id:
             raise ArgumentError("request_id", "an id that submit() has given", shown(request_id))
         with self._calls.entered():
-            self._stepper.cancel(request_id)
+            self._calls.cancel(request_id)
 
     def stream(self, request_ids: Seq[int] | None = None) -> Iterator[TokenEvent]:
         """Step until every request is done, giving events as they come.
@@ -318,15 +316,15 @@ class Generator(Lifecycle, KeptPrefixes):
                 one such stream at a time; threads name their requests.
 
         Raises:
-            ArgumentError: an id that is unknown, finished, or another stream's; or the model is not what its
-                graphs were made with.
+            ArgumentError: an id that is unknown, finished, given up (`cancel`), or another stream's; or the
+                model is not what its graphs were made with.
             TorchpagedError: a second stream over all requests.
         """
         self._calls.require_open()
         self._require_unchanged()
         if request_ids is None:
-            return self._calls.stream()
-        stream = self._calls.stream(list(request_ids))
+            return self._calls.stream(None, self)
+        stream = self._calls.stream(list(request_ids), self)
         next(stream)
         return stream
 

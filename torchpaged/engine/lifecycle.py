@@ -33,13 +33,16 @@ class Lifecycle(NotCopied):
         A step that raises ends all requests: who waits for one gets a `TorchpagedError` with the error as its
         ``__cause__``, and requests that nobody waits for end with ``finish_reason`` "error". The thread goes
         on. Ctrl-C in a call that waits cancels the requests of that call alone. A program that ends without
-        `close` waits for the step that runs, 10 seconds at most.
+        `close` waits for the step that runs, 10 seconds at most. A Generator that is dropped ends its thread,
+        once its open streams are over. A process that is forked has no such thread: all calls are refused in
+        it.
 
         Returns:
             The Generator itself.
 
         Raises:
             ClosedError: it is closed.
+            TorchpagedError: it was started in another process, which this one was forked from.
         """
         calls = self._calls
         with calls.entered():
@@ -64,14 +67,15 @@ class Lifecycle(NotCopied):
 
         Raises:
             ArgumentError: an id that is unknown, finished, or another stream's.
-            TorchpagedError: no background loop runs (`start`), or a step raised.
+            TorchpagedError: no background loop runs (`start`), or none in this process, or a step raised.
             ClosedError: the Generator is closed.
         """
         self._calls.require_open()
+        self._calls.require_own_process()
         background = self._calls.background
         if background is None:
             raise TorchpagedError("events(): no background loop makes steps; call start() first")
-        return background.events(request_id)
+        return background.events(request_id, self)
 
     def metrics(self) -> EngineMetrics:
         """Load, memory and latencies as they are now; waits for the step that runs.

@@ -31,8 +31,8 @@ class EngineMetrics:
         useful_tokens: tokens whose keys and values are in blocks in use, each block counted once.
         utilisation: share of the places in blocks in use that hold one of these; 1 while none is in use.
         prompt_tokens, new_tokens: of all requests.
-        prefix_hit_rate: share of the tokens looked up in the prefix cache that were found; 0 before any. A
-            request that was put back looks its own up again.
+        prefix_hit_rate: share of prompts' tokens that were found in the prefix cache when their requests
+            began; 0 before any. What one that was put back finds of its own is not counted.
         first_token: seconds from `Generator.submit` to a request's first token.
         between_tokens: seconds from one token of a request to its next one. Tokens of one launch share its
             seconds. The wait of a request that was put back is not in it.

@@ -52,8 +52,9 @@ class GeneratorStats:
     parts' time, or by tokens where they run in one pass or are launched. ``passes``: forwards of the model,
     each of which reads the weights once; ``mixed_steps``: those with decodes and chunks of prompts.
     ``late_compiles``: kernels and graphs of torch.compile that the process compiled while steps ran.
-    ``prefix_cache``: tokens that were looked up and found, and why others were not. ``finished``: requests by
-    ``finish_reason``; ``first_token``, ``between_tokens``: latencies, as in `EngineMetrics`."""
+    ``prefix_cache``: tokens that were looked up and found, and why others were not, of each request once,
+    put back or not. ``finished``: requests by ``finish_reason``; ``first_token``, ``between_tokens``:
+    latencies, as in `EngineMetrics`."""
 
     num_blocks: int
     peak_blocks_used: int = 0
@@ -75,7 +76,7 @@ class GeneratorStats:
 
     @property
     def shared_tokens(self) -> int:
-        """Tokens that were not prefilled, since a request that began alike had them."""
+        """Tokens of prompts that were not prefilled, since a request that began alike had them."""
         return self.prefix_cache.hit_tokens
 
     @property

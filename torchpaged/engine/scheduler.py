@@ -255,9 +255,10 @@ class Scheduler:
         text = self._text(self.prefixes, sequence)
         if text.has_begun:
             return True
-        found = text.take()
+        found = text.take(counts=not sequence.has_begun)
         if found is None:
             return False
+        sequence.has_begun = True
         text.promise()
         sequence.blocks, sequence.num_computed = found, len(found) * self.block_size
         return True

@@ -91,6 +91,7 @@ class Sequence:
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
         logits_words: what it asks of logits, of `torchpaged.engine.prompts.logits_words`.
         cached: its text in the prefix cache; None: it has not asked yet, or there is no cache.
+        has_begun: whether it ran before: that it asks again, put back since, is not counted.
     """
 
     request_id: int
@@ -114,6 +115,7 @@ class Sequence:
     steps_read: int = 0
     blocks_on_device: int = 0
     cached: CachedText | None = None
+    has_begun: bool = False
     text: str = ""
     finish_reason: str | None = None
     error: RequestError | None = None

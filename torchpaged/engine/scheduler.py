@@ -178,7 +178,7 @@ class Scheduler:
         missing += sum(
             self._missing(s, self._tokens_after(s, s.remaining)) for s in self.running if not _decodes(s)
         )
-        return missing > self._room()
+        return missing > 0 and missing > self._room()
 
     def _room(self) -> int:
         """Blocks that running requests may be given: pinned ones only where one runs alone, which no other
@@ -271,6 +271,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
         missing = self._missing(sequence, num_tokens)
+        if missing <= 0:
+            return True
         if missing > self._room():
             self._trim()
         # Never for the oldest alone: `max_len` keeps a request within the pool.
@@ -280,16 +282,15 @@ class Scheduler:
             step.put_back.append(youngest)
             if youngest is sequence:
                 return False
-        if missing > 0:
-            if not sequence.blocks and self._rings is not None:
-                # An engine that had them since has no requests any more: `CacheOwner` lets one engine run.
-                if self._rings.num_resets != self._resets:
-                    self._reset_rings(self._rings)
-                sequence.blocks += self.pool.allocate(1)
-                self._rings.take(sequence.blocks[0])
-                missing -= 1
-            sequence.blocks += self.pool.allocate(missing)
-            step.blocks_added = True
+        if not sequence.blocks and self._rings is not None:
+            # An engine that had them since has no requests any more: `CacheOwner` lets one engine run.
+            if self._rings.num_resets != self._resets:
+                self._reset_rings(self._rings)
+            sequence.blocks += self.pool.allocate(1)
+            self._rings.take(sequence.blocks[0])
+            missing -= 1
+        sequence.blocks += self.pool.allocate(missing)
+        step.blocks_added = True
         return True
 
     def _reset_rings(self, rings: Rings) -> None:

@@ -260,4 +260,4 @@ def test_events_are_nothing_for_the_garbage_collector(model: Any) -> None:
         generator.step()
     gc.collect()
     assert len(log) > 10
-    assert not any(gc.is_tracked(row) for row in log._rows)
+    assert not any(gc.is_tracked(row) for row in log.rows)

@@ -371,14 +371,15 @@ def test_requests_run_in_the_order_in_which_they_came() -> None:
     put back for one that was let in after the caller was asked to read these."""
     pool = BlockPool(9)
     scheduler = Scheduler(pool, 4, 4, 64, ahead=1)
-    early, late = (Sequence(n, list(range(16)), TEN, 0, TextStream(None, ()), 26) for n in (7, 3))
+    early = Sequence(7, list(range(16)), TEN, 0, TextStream(None, ()), 26)
     scheduler.add(early)
     assert scheduler.schedule().chunks == [(early, 16)]
-    early.num_computed, early.output, early.row = 19, [5] * 3, 0
+    early.num_computed, early.row = 19, 0
+    early.tokens += [5] * 3
     assert len(early.blocks) == 5
     early.step_count.started = 1  # 1 token in flight: the next step may need one more block
     assert not scheduler.short_of_blocks()
-    late.prompt, late.max_len = list(range(11)), 20
+    late = Sequence(3, list(range(11)), TEN, 0, TextStream(None, ()), 20)
     scheduler.add(late)
     step = scheduler.schedule()
     assert step.put_back == [late]
@@ -438,8 +439,8 @@ class _Books:
             sequence.num_computed += count
             self.scheduler.computed(sequence)
             if sequence.remaining == 0:
-                sequence.output.append(sum(sequence.tokens) % 3)
-                if len(sequence) >= sequence.max_len:
+                sequence.tokens.append(sum(sequence.tokens) % 3)
+                if len(sequence.tokens) >= sequence.max_len:
                     self.end(sequence, "length")
 
     def end(self, sequence: Sequence, reason: str) -> None:

@@ -80,7 +80,7 @@ class HandOut:
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
-        self._places = {sequence: (sequence.taken, len(sequence.log)) for sequence in inbox.waiting}
+        self._places = {sequence: (sequence.taken, len(sequence.log.rows)) for sequence in inbox.waiting}
         inbox.ready = dict.fromkeys(self._places)
 
     def _take(self, sequence: Sequence, first: int, end: int) -> bool:

@@ -206,7 +206,7 @@ class DecodeLoop(NotCopied):
 
     def _any_decodes(self) -> bool:
         """Whether a row holds a request that does not have all its tokens on their way."""
-        return any(len(s) + s.in_flight < s.max_len for _, s in self._busy())
+        return any(len(s.tokens) + s.in_flight < s.max_len for _, s in self._busy())
 
     def _find_groups(self, num_rows: int) -> None:
         """Which rows share blocks, for the launches until a row changes. Rows only grow meanwhile: their
@@ -214,7 +214,7 @@ class DecodeLoop(NotCopied):
         tables: list[list[int]] = [[] for _ in range(num_rows)]
         lens = [0] * num_rows
         for row, sequence in self._busy():
-            tables[row], lens[row] = sequence.blocks, len(sequence)
+            tables[row], lens[row] = sequence.blocks, len(sequence.tokens)
         self.runner.find_groups(tables, lens)
         self._regroup = False
 
@@ -312,12 +312,12 @@ class DecodeLoop(NotCopied):
     def _state(self, sequence: Sequence) -> RowState:
         params = sequence.sampling
         return RowState(
-            input_id=sequence.token_at(len(sequence) - 1),
-            seq_len=len(sequence),
+            input_id=sequence.tokens[-1],
+            seq_len=len(sequence.tokens),
             blocks=sequence.blocks,
             seed=sequence.seed,
-            counter=len(sequence.output),
-            remaining=sequence.max_len - len(sequence),
+            counter=sequence.num_output,
+            remaining=sequence.max_len - len(sequence.tokens),
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,

@@ -55,9 +55,9 @@ class PackedSteps:
 
     def decode(self, sequences: list[Sequence]) -> Tensor:
         """One token each: logits ``[len(sequences), vocab_size]``."""
-        ids = [s.token_at(len(s) - 1) for s in sequences]
+        ids = [s.tokens[-1] for s in sequences]
         with profile_range("decode", batch=len(ids), tokens=len(ids)):
-            seq_lens, tables = [len(s) for s in sequences], [s.blocks for s in sequences]
+            seq_lens, tables = [len(s.tokens) for s in sequences], [s.blocks for s in sequences]
             width = None if self._prefixes is None else self._prefixes.max_blocks_per_req
             metadata = self._metadata([1] * len(ids), seq_lens, tables, width)
             if self._prefixes is not None:
@@ -97,7 +97,7 @@ class PackedSteps:
         """Newest token, length and blocks of each as the host knows them. What the rows know is put over it
         by `_fill`: no more than the last block is told then, as if it were the first, since the lists of a
         large batch would cost the host more than the rest."""
-        ids, lens = [s.token_at(len(s) - 1) for s in decodes], [len(s) for s in decodes]
+        ids, lens = [s.tokens[-1] for s in decodes], [len(s.tokens) for s in decodes]
         if self._rows is None:
             return ids, lens, [s.blocks for s in decodes]
         size = self._model.kv_cache.block_size
@@ -117,7 +117,7 @@ class PackedSteps:
             params = [sequence.sampling for sequence in sequences]
             penalised = any(p.repetition_penalty != 1.0 for p in params)
             seen = seen_tokens([s.tokens for s in sequences], logits.shape[1]) if penalised else None
-            seeds, counters = [s.seed for s in sequences], [len(s.output) for s in sequences]
+            seeds, counters = [s.seed for s in sequences], [s.num_output for s in sequences]
             processed = self._processed(logits, sequences, counters)
             tokens = sample(processed, params, seeds, counters, seen, ops=self._model.session.ops)
             numbers: list[int] = tokens.tolist()
@@ -134,8 +134,8 @@ class PackedSteps:
         if not self._stage.processes:
             return logits
         words = to_device([word for s in sequences for word in s.logits_words], torch.int32, self._device)
-        newest = [s.token_at(len(s) - 1) for s in sequences]
-        seq_lens = to_device([len(s) for s in sequences], torch.int32, self._device)
+        newest = [s.tokens[-1] for s in sequences]
+        seq_lens = to_device([len(s.tokens) for s in sequences], torch.int32, self._device)
         words = words.view(len(sequences), self._stage.num_words)
         return self._stage.process(logits, words, self._longs(counters), self._longs(newest), seq_lens)
 

@@ -140,23 +140,26 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
-        self._admit()
+        if self.waiting:
+            self._admit()
         # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
         begun = [sequence for sequence in self.running if sequence.row is not None or self._begin(sequence)]
-        step, budget = Schedule(), self._prompt_tokens()
+        step, budget, size = Schedule(), self._prompt_tokens(), self.block_size
         for sequence in begun:
-            if sequence in step.put_back:
+            if step.put_back and sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
             if _decodes(sequence):
-                if self._reserve(sequence, self._tokens_ahead(sequence), step):
+                tokens = self._tokens_ahead(sequence)
+                if tokens <= len(sequence.blocks) * size or self._reserve(sequence, tokens, step):
                     step.decodes.append(sequence)
                 continue
             count = min(sequence.remaining, budget, self._max_query_len)
             if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
                 step.chunks.append((sequence, count))
                 budget = 0 if self._one_prompt_per_step else budget - count
-        step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
-        step.chunks = [(sequence, count) for sequence, count in step.chunks if sequence not in step.put_back]
+        if step.put_back:
+            step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
+            step.chunks = [(one, count) for one, count in step.chunks if one not in step.put_back]
         self._look_ahead(step)
         return step
 
@@ -174,10 +177,14 @@ class Scheduler:
 
     def short_of_blocks(self) -> bool:
         """Whether the next `schedule` may have to put a request back."""
-        missing = sum(self._missing(s, self._tokens_ahead(s)) for s in self.running if _decodes(s))
-        missing += sum(
-            self._missing(s, self._tokens_after(s, s.remaining)) for s in self.running if not _decodes(s)
-        )
+        missing, size = 0, self.block_size
+        for sequence in self.running:
+            if _decodes(sequence):
+                tokens = self._tokens_ahead(sequence)
+            else:
+                tokens = self._tokens_after(sequence, sequence.remaining)
+            if tokens > len(sequence.blocks) * size:
+                missing += self._missing(sequence, tokens)
         return missing > 0 and missing > self._room()
 
     def _room(self) -> int:
@@ -188,14 +195,15 @@ class Scheduler:
     def _tokens_ahead(self, sequence: Sequence) -> int:
         """Tokens that a decoding request needs room for. Keys and values of a request's last token are
         never stored."""
-        return min(len(sequence) + sequence.in_flight + self.ahead, sequence.max_len - 1)
+        tokens, most = len(sequence.tokens) + sequence.in_flight + self.ahead, sequence.max_len - 1
+        return tokens if tokens < most else most
 
     def _tokens_after(self, sequence: Sequence, count: int) -> int:
         """Tokens that need room when ``count`` more of the prompt are computed; with the last of them
         decoding begins."""
         if count < sequence.remaining or not self.ahead:
             return sequence.num_computed + count
-        return min(len(sequence) + 1 + self.ahead, sequence.max_len - 1)
+        return min(len(sequence.tokens) + 1 + self.ahead, sequence.max_len - 1)
 
     def _missing(self, sequence: Sequence, num_tokens: int) -> int:
         return max(0, self.blocks_for(num_tokens) - len(sequence.blocks))
@@ -240,7 +248,7 @@ class Scheduler:
     def _need(self, sequence: Sequence) -> int:
         """Blocks that a request lacks for all its tokens and one more, those left out that others share."""
         shared = 0 if self.prefixes is None else self._text(self.prefixes, sequence).num_shared()
-        return self.blocks_for(len(sequence) + 1) - len(sequence.blocks) - shared
+        return self.blocks_for(len(sequence.tokens) + 1) - len(sequence.blocks) - shared
 
     def _text(self, prefixes: PrefixCache, sequence: Sequence) -> CachedText:
         if sequence.cached is None:
@@ -325,4 +333,4 @@ class Scheduler:
 
 
 def _decodes(sequence: Sequence) -> bool:
-    return sequence.row is not None or sequence.remaining == 1
+    return sequence.row is not None or len(sequence.tokens) - sequence.num_computed == 1

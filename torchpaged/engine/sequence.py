@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.custom_ops.errors import RequestError
@@ -21,8 +19,8 @@ class StepCount:
     started: int = 0
 
 
-_ID, *_REST = (part.name for part in fields(TokenEvent))
-_plain = operator.attrgetter(*_REST)
+#: ``token_id``, ``text``, ``finish_reason``, ``error`` and ``logprobs`` of a `TokenEvent`.
+EventRow = tuple[int | None, str, str | None, RequestError | None, dict[int, float] | None]
 
 
 class EventLog:
@@ -32,23 +30,22 @@ class EventLog:
 
     Args:
         request_id: of all of them.
+
+    Attributes:
+        rows: of each event the fields of `TokenEvent` behind ``request_id``.
     """
 
     def __init__(self, request_id: int) -> None:
-        self._request_id, self._rows = request_id, list[tuple[Any, ...]]()
-
-    def append(self, event: TokenEvent) -> None:
-        """Keep one more."""
-        self._rows.append(_plain(event))
+        self._request_id, self.rows = request_id, list[EventRow]()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> TokenEvent:
-        return TokenEvent(self._request_id, *self._rows[index])
+        return TokenEvent(self._request_id, *self.rows[index])
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        return (self[index] for index in range(len(self)))
+        return (self[index] for index in range(len(self.rows)))
 
 
 class Inbox:
@@ -66,7 +63,7 @@ class Inbox:
     @property
     def waiting(self) -> list[Sequence]:
         """Requests with events to take."""
-        return [sequence for sequence in list(self.ready) if sequence.taken < len(sequence.log)]
+        return [sequence for sequence in list(self.ready) if sequence.taken < len(sequence.log.rows)]
 
 
 @dataclass(eq=False)  # looked up in lists at every step: by identity
@@ -74,7 +71,8 @@ class Sequence:
     """A request's state. ``num_computed`` tokens have their keys and values in ``blocks``.
 
     A sequence whose only uncomputed token is its last one decodes; one with more prefills. Preemption sets
-    ``num_computed`` back to 0 and keeps the tokens.
+    ``num_computed`` back to 0 and keeps the tokens. Steps of large batches look at every sequence several
+    times: what they ask is a plain attribute or the length of a list.
 
     ``log`` is the truth about what the request was given: an event is in it or isn't, and `reset` makes the
     rest agree with it after a step that broke off.
@@ -82,6 +80,7 @@ class Sequence:
     Attributes:
         inbox: of the call that owns the request.
         submitted: when, by `time.perf_counter`.
+        tokens: prompt and output.
         log, taken, taker: its events, how many of them the owner has taken, and which `HandOut` took last.
         max_len: tokens at which it ends, prompt included.
         last_reason: its ``finish_reason`` then.
@@ -104,10 +103,10 @@ class Sequence:
     inbox: Inbox = field(default_factory=Inbox)
     submitted: float = 0.0
     logits_words: tuple[int, ...] = ()
+    tokens: list[int] = field(init=False)
     log: EventLog = field(init=False)
     taken: int = 0
     taker: object = None
-    output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     row: int | None = None
@@ -121,15 +120,17 @@ class Sequence:
     error: RequestError | None = None
 
     def __post_init__(self) -> None:
-        self.log = EventLog(self.request_id)
+        self.tokens, self.log = list(self.prompt), EventLog(self.request_id)
 
     @property
-    def tokens(self) -> list[int]:
-        """Prompt and output."""
-        return self.prompt + self.output
+    def output(self) -> list[int]:
+        """The tokens behind the prompt."""
+        return self.tokens[len(self.prompt) :]
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.output)
+    @property
+    def num_output(self) -> int:
+        """How many these are."""
+        return len(self.tokens) - len(self.prompt)
 
     @property
     def in_flight(self) -> int:
@@ -139,29 +140,26 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens whose keys and values are still to be computed."""
-        return len(self) - self.num_computed
-
-    def token_at(self, index: int) -> int:
-        """Token ``index`` of prompt and output, without joining the two."""
-        return self.prompt[index] if index < len(self.prompt) else self.output[index - len(self.prompt)]
+        return len(self.tokens) - self.num_computed
 
     def reset(self) -> None:
         """After a step that broke off: without a row, and output, text and end agree with ``log``."""
         self.row = None
-        self.output = [event.token_id for event in self.log if event.token_id is not None]
+        known = [event.token_id for event in self.log if event.token_id is not None]
+        self.tokens = self.prompt + known
         self.text = "".join(event.text for event in self.log)
         last = self.log[-1] if len(self.log) else None
         self.finish_reason, self.error = (None, None) if last is None else (last.finish_reason, last.error)
         if self.finish_reason is None:
-            self.stream = self.stream.replayed(self.output)
-            self.num_computed = min(self.num_computed, len(self) - 1)
+            self.stream = self.stream.replayed(known)
+            self.num_computed = min(self.num_computed, len(self.tokens) - 1)
 
     def result(self) -> RequestOutput:
         """What the caller gets."""
         return RequestOutput(
             self.request_id,
             list(self.prompt),
-            list(self.output),
+            self.output,
             self.text,
             self.finish_reason or "cancelled",
             self.error,

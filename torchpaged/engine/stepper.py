@@ -27,10 +27,10 @@ from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.outputs import GeneratorStats, TokenEvent
+from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.scheduler import Schedule, Scheduler
-from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.sequence import EventRow, Sequence
 from torchpaged.engine.start_report import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.prefixes import AutomaticPrefixes
@@ -114,7 +114,7 @@ class Stepper:
             text = ""
             with contextlib.suppress(Exception):  # a tokenizer's: the request ends anyway
                 text = sequence.stream.flush()
-            self._emit(sequence, TokenEvent(request_id, None, text, "cancelled"))
+            self._emit(sequence, (None, text, "cancelled", None, None))
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error now."""
@@ -278,7 +278,7 @@ class Stepper:
             for index, token in enumerate(tokens):
                 # What a row produced after a stop that only the host could see is dropped.
                 if sequence.finish_reason is None:
-                    sequence.num_computed = len(sequence)  # the step that drew it wrote the one before
+                    sequence.num_computed = len(sequence.tokens)  # the step that drew it wrote the one before
                     self._accept(sequence, token, None if logprobs is None else logprobs[index])
 
     def _advance(self, plan: Schedule) -> float | None:
@@ -311,7 +311,7 @@ class Stepper:
         if token < 0:
             return self._fail(
                 sequence,
-                f"its output token {len(sequence.output)} could not be drawn: a logit is NaN, or all are "
+                f"its output token {sequence.num_output} could not be drawn: a logit is NaN, or all are "
                 "-inf; look at the model's weights and dtype",
             )
         params = sequence.sampling
@@ -325,7 +325,7 @@ class Stepper:
             text = "" if reason else sequence.stream.push(token)
             if reason is None and sequence.stream.stopped:
                 reason = "stop"
-            elif reason is None and len(sequence) + 1 >= sequence.max_len:
+            elif reason is None and len(sequence.tokens) + 1 >= sequence.max_len:
                 reason = sequence.last_reason
             if reason:
                 text += sequence.stream.flush()
@@ -333,29 +333,28 @@ class Stepper:
             return self._fail(
                 sequence, f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}"
             )
-        self._emit(sequence, TokenEvent(sequence.request_id, token, text, reason, logprobs=logprobs))
+        self._emit(sequence, (token, text, reason, None, logprobs))
 
     def _fail(self, sequence: Sequence, reason: str) -> None:
         """End one request with an error."""
-        self._emit(
-            sequence,
-            TokenEvent(sequence.request_id, None, "", "error", RequestError(sequence.request_id, reason)),
-        )
+        error = RequestError(sequence.request_id, reason)
+        self._emit(sequence, (None, "", "error", error, None))
 
-    def _emit(self, sequence: Sequence, event: TokenEvent) -> None:
+    def _emit(self, sequence: Sequence, event: EventRow) -> None:
         """Give the owner ``event``, then make everything else agree with it."""
+        token, text, finish_reason, error, _ = event
         sequence.inbox.ready[sequence] = None
-        sequence.log.append(event)
-        sequence.text += event.text
-        if event.token_id is not None:
-            if not sequence.output:
+        sequence.log.rows.append(event)
+        sequence.text += text
+        if token is not None:
+            if len(sequence.tokens) == len(sequence.prompt):
                 self._first_tokens += 1
                 self.stats.first_token.add(time.perf_counter() - sequence.submitted)
-            sequence.output.append(event.token_id)
+            sequence.tokens.append(token)
             self.stats.new_tokens += 1
-        if event.finish_reason is not None:
-            sequence.finish_reason, sequence.error = event.finish_reason, event.error
-            self.stats.finished[event.finish_reason] = self.stats.finished.get(event.finish_reason, 0) + 1
+        if finish_reason is not None:
+            sequence.finish_reason, sequence.error = finish_reason, error
+            self.stats.finished[finish_reason] = self.stats.finished.get(finish_reason, 0) + 1
             if self._loop is not None:
                 self._loop.release(sequence)
             self._scheduler.remove(sequence)

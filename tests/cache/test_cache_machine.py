@@ -1,0 +1,64 @@
+"""Any order of operations on a cache's blocks keeps its books and its contents; a broken one is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cache_machine import run_machines
+
+from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.cache.eviction import IdleBlocks
+from torchpaged.cache.prefix_cache import CachedText
+from torchpaged.cache.requests import CacheRequests
+from torchpaged.cache.row_blocks import RowBlocks
+
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_order_of_operations(seed: int) -> None:
+    done = run_machines(seed, 10_000)
+    assert done["hit tokens"] > 200
+    assert done["evicted blocks"] > 100
+    assert done["restored blocks"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 14))
+def test_any_order_of_many_operations(seed: int) -> None:
+    assert run_machines(seed, 100_000)["hit tokens"] > 2000
+
+
+def no_salt(text: Any, place: int, name: bytes) -> Any:
+    return name + text._data[place * text._step : (place + 1) * text._step]
+
+
+def lost(pool: Any, blocks: Any) -> None:
+    for block in blocks:
+        pool._ref_counts[block] -= 1
+
+
+def pinned_first(idle: Any) -> int:
+    block = min(idle._priorities, key=lambda b: idle._priorities[b] is None)
+    idle.drop(block)
+    return block
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
+    "tenants share": (CachedText, "_key", no_salt),
+    "other weights' blocks are found": (PrefixCache, "clear", lambda cache, reason: None),
+    "freed blocks are lost": (BlockPool, "free", lost),
+    "a forked row writes without a copy": (CacheRequests, "_shared_tails", lambda rows, lens: []),
+    "a reordered row writes without a copy": (RowBlocks, "unshare", lambda rows, kept: None),
+    "pins go first": (IdleBlocks, "evict", pinned_first),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_broken_cache_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, method, fault = FAULTS[name]
+    monkeypatch.setattr(owner, method, fault)
+    with pytest.raises(AssertionError):
+        run_machines(0, 20_000)

@@ -1,0 +1,42 @@
+"""A state machine over the blocks of one cache: operations in any order (machine.py), and what must be true
+after each (books.py).
+
+    PYTHONPATH=.:tests/support python -m cache_machine 0 1000000    # seed, operations; prints what was done
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from unittest.mock import patch
+
+from cache_machine.machine import CacheMachine
+
+
+def run_machines(seed: int, operations: int, each: int = 500) -> Counter[str]:
+    """Machines of ``each`` operations; returns how often which was done, and tokens found in the prefix
+    cache as "hit tokens"."""
+    done: Counter[str] = Counter()
+    for number in range(operations // each):
+        machine = CacheMachine(seed * 1_000_003 + number)
+        with patch("torchpaged.cache.eviction.time.monotonic", lambda machine=machine: machine.now):
+            try:
+                for _ in range(each):
+                    machine.step()
+            except Exception as error:
+                error.add_note(f"CacheMachine({seed * 1_000_003 + number}), {machine.done}")
+                raise
+        done += machine.done
+        done["hit tokens"] += machine.prefixes.stats.hit_tokens
+        done["evicted blocks"] += machine.prefixes.stats.evicted_blocks
+    return done
+
+
+def main(seed: int, operations: int) -> None:
+    """Run them, 10,000 operations a line at most."""
+    begin, done = time.monotonic(), Counter[str]()
+    for part in range(operations // 10_000):
+        done += run_machines(seed * 1_000 + part, 10_000)
+        if part % 10 == 9:
+            print(f"{(part + 1) * 10_000:,} operations, {time.monotonic() - begin:.0f} s", flush=True)
+    print(dict(done.most_common()))

@@ -1,0 +1,104 @@
+"""What must be true of one cache's blocks after every operation."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy
+
+from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.cache.requests import CacheRequests
+
+NULL_WORD = -1.0  # what the null block holds
+
+
+class Books:
+    """A cache, and what its holders say that they have.
+
+    Attributes:
+        size: tokens per block.
+        words: what blocks hold, ``[num_blocks, size]``; NaN where nothing holds a block.
+        rows: rows of `CacheRequests`, and what is read through their tables.
+        others: blocks that are held, and not read.
+        requests: texts that have begun.
+        forgot: whether the last operation made the prefix cache forget.
+    """
+
+    size: int
+    pool: BlockPool
+    prefixes: PrefixCache
+    words: numpy.ndarray
+    rows: list[tuple[CacheRequests, list[list[float]]]]
+    others: list[list[int]]
+    requests: list
+    forgot: bool
+
+    def texts(self) -> list[tuple[list[int], list[float]]]:
+        """All tables, and what must be read through them."""
+        raise NotImplementedError
+
+    def pins_and_idle(self) -> tuple[set[int], set[int]]:
+        idle = self.pool._idle
+        assert 0 <= self.pool.num_pinned <= self.pool.num_idle
+        pinned = {block for block in idle if idle.is_pinned(block)}
+        return pinned, set(idle) - pinned
+
+    def check(self, pinned: set[int], unpinned: set[int]) -> None:
+        """Everything agrees with everything else.
+
+        Args:
+            pinned, unpinned: idle blocks before the operation.
+        """
+        self.words[self.pool._free] = numpy.nan
+        self._check_pool()
+        self._check_content()
+        self._check_prefixes()
+        if not self.forgot and pinned - self.pool._kept:
+            assert not unpinned & set(self.pool._idle), "a pinned block went before one that was not"
+
+    def _check_pool(self) -> None:
+        pool, tables = self.pool, [table for table, _ in self.texts()] + self.others
+        assert all(len(set(table)) == len(table) for table in tables), "a block twice"
+        holders = Counter(block for table in tables for block in table)
+        assert holders[0] == 0, "the null block was given"
+        assert [holders[block] for block in range(1, pool.num_blocks)] == pool._ref_counts[1:]
+        assert pool._ref_counts[0] == 1
+        free, idle = set(pool._free), set(pool._idle)
+        assert len(free) == len(pool._free)
+        assert free | idle == set(range(1, pool.num_blocks)) - holders.keys()
+        assert not free & idle
+        assert idle == pool._kept - holders.keys()
+        assert self.prefixes.keeps or not idle
+        assert (pool.num_free, pool.num_used) == (len(free) + len(idle), len(holders))
+        assert pool.num_used <= pool.peak_used <= pool.num_usable
+        for rows, _ in self.rows:
+            reserved = [-(-length // self.size) for length in rows.seq_lens]
+            assert [len(table) for table in rows.block_tables] == reserved, "more than their tokens take"
+
+    def _check_content(self) -> None:
+        useful = set()
+        for table, text in self.texts():
+            read = self.words[table].reshape(-1)[: len(text)].tolist()
+            assert read == text, f"{read} for {text}"
+            useful.update(
+                table[place // self.size] * self.size + place % self.size for place in range(len(text))
+            )
+        assert len(useful) <= self.pool.num_used * self.size
+        assert (self.words[0] == NULL_WORD).all()
+
+    def _check_prefixes(self) -> None:
+        pool, cache = self.pool, self.prefixes
+        known = set(cache._table.values())
+        assert pool._kept == known
+        assert len(known) == len(cache._table)
+        assert all(cache._keys[block] == key for key, block in cache._table.items())
+        assert sum(key is not None for key in cache._keys) == len(known)
+        names = [cache._names[block] for block in known] + list(cache._promised.values())
+        assert len(set(names)) == len(names)
+        assert not cache._promised.keys() & cache._table.keys()
+        assert not cache._lost.keys() & cache._table.keys()
+        assert len(cache._lost) <= pool.num_blocks
+        if not self.requests:
+            assert not cache._promised
+        stats = cache.stats
+        assert stats.queried_tokens == stats.hit_tokens + sum(stats.missed_tokens.values())

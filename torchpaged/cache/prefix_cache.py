@@ -46,14 +46,17 @@ class PrefixCacheStats:
         missed_tokens: the others by the reason why a hit ended where it did: "new", nobody had computed
             them; "evicted", the pool needed the blocks, so that a larger one would have had them; "tail",
             they fill no block, or are the block with a text's last token, which is always computed; what
-            `PrefixCache.clear` was told.
+            `PrefixCache.clear` was told; and the two reasons of `torchpaged.cache.checkpoints`.
         evicted_blocks: blocks given up for other tokens.
+        checkpoints, evicted_checkpoints: kept so far, and given up for others.
     """
 
     queried_tokens: int = 0
     hit_tokens: int = 0
     missed_tokens: dict[str, int] = field(default_factory=dict)
     evicted_blocks: int = 0
+    checkpoints: int = 0
+    evicted_checkpoints: int = 0
 
 
 class KnownBlock(NamedTuple):
@@ -68,6 +71,18 @@ class KnownBlock(NamedTuple):
     parent: int
     tokens: bytes
     extra: Hashable
+
+
+class Resumed(NamedTuple):
+    """What a text goes on from besides the blocks that it took, see `torchpaged.cache.checkpoints`.
+
+    Attributes:
+        checkpoint: of its state.
+        first_block: the one that its own first block is to be a copy of.
+    """
+
+    checkpoint: int
+    first_block: int
 
 
 class PrefixCache(NotCopied):
@@ -89,6 +104,7 @@ class PrefixCache(NotCopied):
         NotCopyableError: it is copied or pickled.
     """
 
+    _TEXT: type[CachedText]
     BOUND, ADVICE = "it says what the blocks of one pool hold", "make a new one of the copied pool"
 
     def __init__(
@@ -129,7 +145,7 @@ class PrefixCache(NotCopied):
             hash(extra)
         except TypeError as error:
             raise ArgumentError("extra", "something that can be hashed", repr(extra)) from error
-        return CachedText(self, tokens, extra)
+        return self._TEXT(self, tokens, extra)
 
     def pin(
         self,
@@ -233,8 +249,8 @@ class PrefixCache(NotCopied):
         if len(self._lost) > self.pool.num_blocks:
             self._lost.popitem(last=False)
 
-    def _fill(self, key: Hashable, block: int) -> bytes:
-        """Keys and values of ``key`` are in ``block``; its name."""
+    def _fill(self, key: Hashable, block: int) -> None:
+        """Keys and values of ``key`` are in ``block``."""
         if self._keys[block] is not None:
             raise ArgumentError("blocks", "blocks of these tokens alone", f"block {block} of other tokens")
         self.pool.keep(block)
@@ -243,7 +259,6 @@ class PrefixCache(NotCopied):
             del self._lost[key]
         self._table[key], self._keys[block], self._names[block] = block, key, name
         self._version += 1
-        return name
 
     def _given_up(self, block: int) -> None:
         """The pool needs ``block``, or nobody holds it and nothing is kept."""
@@ -265,6 +280,10 @@ class CachedText:
     """The text of one request in a `PrefixCache`. Made by `PrefixCache.text`.
 
     It knows places in the cache, and holds no block: those that `take` gives are the caller's.
+
+    Attributes:
+        has_begun: whether `take` gave blocks.
+        resumes: what else is to be copied before it goes on behind these; None: nothing.
     """
 
     def __init__(self, cache: PrefixCache, tokens: Sequence[int], extra: Hashable) -> None:
@@ -276,9 +295,11 @@ class CachedText:
         self._name = b""  # of the last of its blocks that is found, or computed
         self._next: Hashable = None  # the key that was not found
         self._done = 0  # blocks that are taken, or computed
+        self._last = NULL_BLOCK  # the one that is known by the tokens of the last block that was computed
         self._pending: dict[Hashable, bytes] = {}  # names by the keys that it promised
         self._counted, self._count = -1, 0
-        self.has_begun = False  # whether `take` gave blocks
+        self.has_begun = False
+        self.resumes: Resumed | None = None
 
     def __len__(self) -> int:
         return len(self._data) // _TOKEN_BYTES
@@ -341,9 +362,8 @@ class CachedText:
         the blocks that are free and not pinned. 0 once it has begun."""
         if self.has_begun or self._counted == self._cache._version:
             return 0 if self.has_begun else self._count
-        waits, pool, promised = self._find(), self._cache.pool, self._cache._promised
-        refs, idle = pool._ref_counts, pool._idle
-        self._count = sum(1 for block in self._blocks if refs[block] or idle.is_pinned(block))
+        waits, promised = self._find(), self._cache._promised
+        self._count = sum(map(self._costs_nothing, self._blocks))
         place, key = len(self._blocks), self._next
         while waits and key in promised:
             self._count, place = self._count + 1, place + 1
@@ -352,6 +372,11 @@ class CachedText:
             key = self._key(place, promised[key])
         self._counted = self._cache._version
         return self._count
+
+    def _costs_nothing(self, block: int) -> bool:
+        """Whether ``block`` is none of those that are free and not pinned."""
+        pool = self._cache.pool
+        return pool._ref_counts[block] > 0 or pool._idle.is_pinned(block)
 
     def take(self, *, counts: bool = True) -> list[int] | None:
         """The blocks that hold its first tokens, as many as are known, one holder more each; never that of
@@ -363,22 +388,28 @@ class CachedText:
         cache = self._cache
         if (self._next is not None and self._next in cache._promised) or self._find():
             return None
-        blocks = cache.pool.fork(self._blocks)
-        self._done, self.has_begun = len(blocks), True
+        return self._begin(len(self._blocks), counts)
+
+    def _begin(self, count: int, counts: bool, why_fewer: str = "") -> list[int]:
+        """Take ``count`` of the blocks that were found; ``why_fewer``: why no more."""
+        cache = self._cache
+        blocks = cache.pool.fork(self._blocks[:count])
+        self._name = cache._names[blocks[-1]] if blocks else b""
+        self._done, self.has_begun = count, True
         cache._version += 1
         if counts:
-            self._count_tokens(len(blocks) * cache.block_size)
+            self._count_tokens(count, why_fewer)
         return blocks
 
-    def _count_tokens(self, hit: int) -> None:
-        stats = self._cache.stats
+    def _count_tokens(self, count: int, why_fewer: str) -> None:
+        stats, size = self._cache.stats, self._cache.block_size
         stats.queried_tokens += len(self)
-        stats.hit_tokens += hit
-        tail = len(self) - self._most * self._cache.block_size
-        missed = {TAIL: tail, self._why(): len(self) - tail - hit}
-        for reason, count in missed.items():
-            if count:
-                stats.missed_tokens[reason] = stats.missed_tokens.get(reason, 0) + count
+        stats.hit_tokens += count * size
+        found, tail = len(self._blocks) * size, len(self) - self._most * size
+        missed = (TAIL, tail), (self._why(), len(self) - tail - found), (why_fewer, found - count * size)
+        for reason, tokens in missed:
+            if tokens:
+                stats.missed_tokens[reason] = stats.missed_tokens.get(reason, 0) + tokens
 
     def _why(self) -> str:
         """Why the block behind those that were found is not known."""
@@ -390,9 +421,12 @@ class CachedText:
         table, promised, pending = cache._table, cache._promised, self._pending
         for place in range(self._done, self._most):
             key = self._key(place, name)
-            if key in table or key in promised:  # left behind by others
+            if key in promised:  # by others
                 break
-            name = promised[key] = pending[key] = cache._name(key)
+            if key in table:  # left behind by others
+                name = cache._names[table[key]]
+            else:
+                name = promised[key] = pending[key] = cache._name(key)
         cache._version += 1
 
     def computed(self, num_tokens: int, blocks: Sequence[int]) -> None:
@@ -415,8 +449,20 @@ class CachedText:
         table, names = cache._table, cache._names
         for place in range(self._done, min(num_tokens, len(self)) // cache.block_size):
             key = self._key(place, self._name)
-            self._name = names[table[key]] if key in table else cache._fill(key, blocks[place])
-            self._done = place + 1
+            if key not in table:
+                cache._fill(key, blocks[place])
+            self._last = table[key]
+            self._name, self._done = names[self._last], place + 1
+
+    def chunk(self, num_computed: int, most: int) -> int:
+        """How many of its tokens are to be computed at once, behind ``num_computed`` of them; at least 1 and
+        at most ``most``."""
+        return most
+
+    def checkpoint(self, num_tokens: int) -> int | None:
+        """Where a copy of what it has besides its blocks, behind its first ``num_tokens`` tokens, goes; call
+        it behind `computed`. None: no such copy is wanted."""
+        return None
 
     def forget(self) -> None:
         """What it took and published is not to be trusted: nobody finds it any more, nor what is behind. It
@@ -445,3 +491,6 @@ class CachedText:
                 del promised[key]
         self._epoch, self.has_begun, self._pending = -1, True, {}
         self._cache._version += 1
+
+
+PrefixCache._TEXT = CachedText

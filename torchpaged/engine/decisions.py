@@ -11,6 +11,7 @@ import torch
 
 from torchpaged.backends import Choice, GraphSupport
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.custom_ops.words import counted, of_bytes
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.options import GeneratorOptions
@@ -92,6 +93,8 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
     shares, keeps, keep_reason = decide_sharing(options, _own_of_requests(model))
     if options.eviction is not None and not keeps:
         raise ArgumentError("eviction", "None where nothing is kept", shown(options.eviction), keep_reason)
+    if keeps:
+        keep_reason += _copies_of_states(model)
     lookahead = options.lookahead
     if lookahead is None:
         lookahead = _LOOKAHEAD if on_gpu and graphs else 0
@@ -200,9 +203,23 @@ def _own_of_requests(model: PagedModelProtocol) -> str:
     rings: Any = getattr(model, "rings", None)
     if rings is None:
         return ""
+    if rings.num_checkpoints:
+        return ""
     if rings.blocks is None:
-        return "layers keep a state per request, which is that of its last token alone"
+        return (
+            "layers keep a state per request, which is that of its last token alone, and no copies of it "
+            "(num_checkpoints=0)"
+        )
     return "layers with a window keep rings of blocks: what they saw of a prefix is gone; rolling=False"
+
+
+def _copies_of_states(model: PagedModelProtocol) -> str:
+    """Of a reason: what is kept besides blocks; empty: nothing."""
+    rings: Any = getattr(model, "rings", None)
+    if rings is None or not rings.num_checkpoints:
+        return ""
+    size = of_bytes(rings.num_checkpoints * model.kv_cache.bytes_per_request)
+    return f"; with {counted(rings.num_checkpoints, 'checkpoint')} of requests' states, {size}"
 
 
 def decide_sharing(options: GeneratorOptions, own: str) -> tuple[bool, bool, str]:

@@ -33,7 +33,7 @@ from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage, WholeStepRunner
-from torchpaged.engine.kept_prefixes import KeptPrefixes
+from torchpaged.engine.kept_prefixes import KeptPrefixes, make_prefix_cache
 from torchpaged.engine.lifecycle import Lifecycle
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.numbers import as_integer, shown
@@ -120,7 +120,7 @@ class Generator(Lifecycle, KeptPrefixes):
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
-            they share, unless ``batch_invariant``, or layers roll (``rolling``) or keep a state per request.
+            they share, unless ``batch_invariant``, or layers roll (``rolling``).
         prefix_cache: such blocks, and those of outputs, stay when a request has ended, for those to come that
             begin with the same tokens, until the pool needs them; those left longest ago go first
             (`torchpaged.cache.PrefixCache`). False: they go with the last request that has them; "auto": they
@@ -130,6 +130,12 @@ class Generator(Lifecycle, KeptPrefixes):
             `reset_prefix_cache`.
         eviction: which of these blocks goes first instead: an `torchpaged.cache.EvictionPolicy` of this
             Generator alone. What `pin` has pinned goes last, whatever it says.
+        num_checkpoints: in a model whose layers keep a state per request, copies of states that are kept
+            for requests that begin alike: where one is, a hit ends (`torchpaged.cache.checkpoints`). Each
+            takes as much memory as a request's states (``model.kv_cache.bytes_per_request``). Default:
+            ``max_batch_size``, at most 64; none where requests do not share. 0: they share nothing there.
+        checkpoint_every: tokens of a prompt between two of them, about; a multiple of ``block_size``. Fewer
+            than the default, ``prefill_chunk_size`` or ``max_seq_len`` if that is less, cut chunks short.
         cascade: decode steps read blocks that several requests share once, where that pays
             (`torchpaged.prefixes`): with graphs by a second graph of each bucket in which that can pay, which
             ``capture_ahead`` captures, too. True: by the device's own costs;
@@ -194,15 +200,15 @@ class Generator(Lifecycle, KeptPrefixes):
         cache = self.model.kv_cache
         columns = -(-self.max_seq_len // cache.block_size)
         sizes = {"max_blocks_per_req": columns, "block_size": cache.block_size}
+        rings = getattr(self.model, "rings", None)
+        first_shared = decided.shares and rings is None  # by which it is seen who shares
         prefixes, self.cascade_reason = find_prefixes(
-            self.model.session, options.cascade, decided.shares, **sizes
+            self.model.session, options.cascade, first_shared, **sizes
         )
         self.pool = BlockPool(cache.num_blocks)
-        self.prefix_cache: PrefixCache | None = None
-        if decided.shares:
-            self.prefix_cache = PrefixCache(
-                self.pool, cache.block_size, keep=decided.keeps, eviction=options.eviction
-            )
+        self.prefix_cache: PrefixCache | None = make_prefix_cache(
+            self.pool, options, decided, cache.block_size, self.max_seq_len, rings
+        )
         self._stage = LogitsStage.of(options)
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
@@ -214,7 +220,7 @@ class Generator(Lifecycle, KeptPrefixes):
         self.start_report: StartReport = start(
             self.model, options, decided, *graphs, max_blocks_per_req=columns, clock=clock
         )
-        rings, wait = getattr(self.model, "rings", None), options.max_decode_wait
+        wait = options.max_decode_wait
         self.scheduler = Scheduler(
             self.pool,
             cache.block_size,

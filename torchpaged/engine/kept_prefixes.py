@@ -9,16 +9,46 @@ from typing import Any
 
 import torch
 
-from torchpaged.cache import Pin, PrefixCache
+from torchpaged.cache import BlockPool, Pin, PrefixCache
+from torchpaged.cache.checkpoints import CheckpointedPrefixCache
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.calls import Calls
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.options import GeneratorOptions
 from torchpaged.engine.prompts import prompt_ids
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.stepper import Stepper
 from torchpaged.model_state import ModelState, fingerprint
+
+
+def make_prefix_cache(
+    pool: BlockPool,
+    options: GeneratorOptions,
+    decided: Decisions,
+    block_size: int,
+    max_seq_len: int,
+    rings: Any,
+) -> PrefixCache | None:
+    """By which requests share blocks, or None if they do not; ``rings``: of the model.
+
+    Raises:
+        ArgumentError: ``checkpoint_every`` is no multiple of the block size.
+    """
+    if not decided.shares:
+        return None
+    if rings is None:
+        return PrefixCache(pool, block_size, keep=decided.keeps, eviction=options.eviction)
+    every = options.checkpoint_every
+    if every is None:
+        every = max(min(options.prefill_chunk_size, max_seq_len) // block_size, 1) * block_size
+    elif every % block_size:
+        expected = f"None, or a multiple of the block size, {block_size}"
+        raise ArgumentError("checkpoint_every", expected, str(every))
+    count = rings.num_checkpoints
+    kept: dict[str, Any] = {"keep": decided.keeps, "eviction": options.eviction}
+    return CheckpointedPrefixCache(pool, block_size, num_checkpoints=count, every=every, **kept)
 
 
 class KeptPrefixes:

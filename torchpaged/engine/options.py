@@ -24,6 +24,8 @@ from torchpaged.prefixes import CascadeCosts
 from torchpaged.prefixes.costs import check_cascade
 
 P = ParamSpec("P")
+#: Copies of requests' states, where no number is given: as many as requests, and no more than these.
+_MOST_CHECKPOINTS = 64
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class GeneratorOptions:
     share_prefixes: bool | str = "auto"
     prefix_cache: bool | str = "auto"
     eviction: EvictionPolicy | None = None
+    num_checkpoints: int | None = None
+    checkpoint_every: int | None = None
     cascade: bool | CascadeCosts = True
     batch_invariant: bool = False
     logits_processor: LogitsProcessor | None = None
@@ -74,7 +78,8 @@ class GeneratorOptions:
         self._check_tokenizer()
         for name in ("max_batch_size", "prefill_chunk_size", "block_size", "steps_per_launch"):
             self._check_size(name)
-        for name in ("lookahead", "max_extra_args", "max_logit_bias", "max_logprobs"):
+        self._check_size("checkpoint_every")
+        for name in ("num_checkpoints", "lookahead", "max_extra_args", "max_logit_bias", "max_logprobs"):
             self._check_size(name, 0)
         for name in (
             "compile",
@@ -180,6 +185,17 @@ class GeneratorOptions:
     def shall_share(self) -> str | None:
         """The option by which requests shall share blocks; None: they may or may not."""
         return next((n for n in ("share_prefixes", "prefix_cache") if getattr(self, n) is True), None)
+
+    @property
+    def checkpoints(self) -> int:
+        """Copies of requests' states that are kept at most, in a model whose layers have any."""
+        if self.share_prefixes is False or self.batch_invariant:
+            return 0
+        return (
+            min(self.max_batch_size, _MOST_CHECKPOINTS)
+            if self.num_checkpoints is None
+            else self.num_checkpoints
+        )
 
     @property
     def step_tokens(self) -> int:

@@ -93,6 +93,7 @@ def paged_model(
             kv_scales=options.kv_scales,
             batch_invariant=options.batch_invariant,
             sliding_step=min(options.prefill_chunk_size, _SLIDING_STEP) if options.rolls else None,
+            num_checkpoints=options.checkpoints,
         )
         undo.callback(paged._give_back)
         return paged, undo.pop_all().close
@@ -107,7 +108,8 @@ def _refuse_shaping(kind: str, options: GeneratorOptions, is_invariant: bool) ->
             f"True with a {kind}",
             "call torchpaged.hf.fuse(model) on the transformers model before you make the paged one",
         )
-    for name in ("num_blocks", "kv_cache_memory", "block_size", "backend", "kv_dtype", "kv_scales"):
+    shaping = ("num_blocks", "kv_cache_memory", "block_size", "backend", "kv_dtype", "kv_scales")
+    for name in (*shaping, "num_checkpoints"):
         value, default = getattr(options, name), getattr(GeneratorOptions, name)
         is_default = value is None or (isinstance(value, str) and value == default)
         if not is_default:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.cache.prefix_cache import CachedText
+from torchpaged.cache.prefix_cache import CachedText, Resumed
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.sequence import Sequence
 
@@ -36,6 +36,12 @@ class Rings(Protocol):
 
     def give(self, block: int) -> None:
         """The request that began with this block has ended."""
+
+    def keep(self, block: int, checkpoint: int) -> None:
+        """Copy what the request that began with this block has now."""
+
+    def resume(self, block: int, resumed: Resumed) -> None:
+        """The request that has begun with this block goes on from such a copy."""
 
     def reset(self) -> None:
         """No request has one."""
@@ -154,6 +160,8 @@ class Scheduler:
                     step.decodes.append(sequence)
                 continue
             count = min(sequence.remaining, budget, self._max_query_len)
+            if count and sequence.cached is not None:
+                count = sequence.cached.chunk(sequence.num_computed, count)
             if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
                 step.chunks.append((sequence, count))
                 budget = 0 if self._one_prompt_per_step else budget - count
@@ -269,12 +277,19 @@ class Scheduler:
         sequence.has_begun = True
         text.promise()
         sequence.blocks, sequence.num_computed = found, len(found) * self.block_size
+        if text.resumes is not None and self._rings is not None:
+            self._take_ring(self._rings, found[0])
+            self._rings.resume(found[0], text.resumes)
         return True
 
     def computed(self, sequence: Sequence) -> None:
         """More of its prompt is computed: others may share that."""
-        if sequence.cached is not None:
-            sequence.cached.computed(sequence.num_computed, sequence.blocks)
+        if sequence.cached is None:
+            return
+        sequence.cached.computed(sequence.num_computed, sequence.blocks)
+        checkpoint = sequence.cached.checkpoint(sequence.num_computed)
+        if checkpoint is not None and self._rings is not None:
+            self._rings.keep(sequence.blocks[0], checkpoint)
 
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
@@ -291,15 +306,18 @@ class Scheduler:
             if youngest is sequence:
                 return False
         if not sequence.blocks and self._rings is not None:
-            # An engine that had them since has no requests any more: `CacheOwner` lets one engine run.
-            if self._rings.num_resets != self._resets:
-                self._reset_rings(self._rings)
             sequence.blocks += self.pool.allocate(1)
-            self._rings.take(sequence.blocks[0])
+            self._take_ring(self._rings, sequence.blocks[0])
             missing -= 1
         sequence.blocks += self.pool.allocate(missing)
         step.blocks_added = True
         return True
+
+    def _take_ring(self, rings: Rings, block: int) -> None:
+        # An engine that had them since has no requests any more: `CacheOwner` lets one engine run.
+        if rings.num_resets != self._resets:
+            self._reset_rings(rings)
+        rings.take(block)
 
     def _reset_rings(self, rings: Rings) -> None:
         rings.reset()

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Planning, Route, Session, select_backend
 from torchpaged.cache import PagedKVCache, RollingBlocks
-from torchpaged.custom_ops.checks import is_int, reads_values, switch
+from torchpaged.custom_ops.checks import check_sizes, is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
@@ -67,6 +67,8 @@ class PagedModel(NotCopied):
         sliding_step: for callers that tell `rings` which requests begin and end: tokens of a request in one
             step at most. Layers with a sliding window or attention chunks then keep rings of blocks, for as
             many requests as ``limits`` say, where that takes fewer; None: they keep every token.
+        num_checkpoints: copies of a request's states that `rings` keeps for requests that begin alike; of
+            no use to models without such layers, whose pools are as large without.
 
     Attributes:
         batch_invariant: as given.
@@ -102,8 +104,10 @@ class PagedModel(NotCopied):
         kv_scales: str | Scales = "head",
         batch_invariant: bool = False,
         sliding_step: int | None = None,
+        num_checkpoints: int = 0,
     ) -> None:
         switch("batch_invariant", batch_invariant)
+        check_sizes(0, num_checkpoints=num_checkpoints)
         if sliding_step is not None and (not is_int(sliding_step) or sliding_step < 1 or limits is None):
             raise ArgumentError(
                 "sliding_step",
@@ -141,12 +145,13 @@ class PagedModel(NotCopied):
             dtype=probed.paged[0].keys.dtype,
             device=self.device,
             blocks_of={} if rolling is None else dict.fromkeys(rolls, rolling.num_blocks),
-            max_num_reqs=_most_requests(said) if probed.states else None,
+            max_num_reqs=_most_requests(said) + num_checkpoints if probed.states else None,
         )
         pool = self.kv_cache
         self.rings = None
         if rolling is not None or probed.states:
-            self.rings = StepRings(_most_requests(said), rolling, pool.num_blocks, pool.device)
+            checkpoints = num_checkpoints if probed.states and rolling is None else 0
+            self.rings = StepRings(_most_requests(said), rolling, pool, checkpoints)
         self._cache = self._make_cache(probed, said, pools)
         self.choice: Choice = self._cache.choice
 

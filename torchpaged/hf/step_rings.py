@@ -5,6 +5,7 @@ its first block.
     rings.take(block)           # a request begins: the first of its blocks
     batch = rings.of(metadata)  # within a step, captured or not: the tables and slots of layers with a window
     slots = rings.slots(metadata)  # and of layers with a state
+    rings.keep(block, 0)        # a copy of what it has, for others that begin alike
     rings.give(block)           # it ended
 
 A graph's batches, and their buffers, stay as they are without rings.
@@ -18,11 +19,14 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends.planned_batch import is_capturing
-from torchpaged.cache import RollingBlocks
+from torchpaged.cache import PagedKVCache, RollingBlocks
 from torchpaged.cache.block_pool import NULL_BLOCK
+from torchpaged.cache.prefix_cache import Resumed
+from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.metadata import AttentionMetadata
+from torchpaged.metadata.host import to_device
 
 
 class StepRings:
@@ -31,10 +35,11 @@ class StepRings:
     Args:
         num_rings: requests at once.
         blocks: the rings; None where layers have states alone.
-        num_blocks: of the pool that the requests' other blocks come from, the null block included.
-        device: where the steps run.
+        cache: the pools: of the requests' other blocks, and of states, with slots for all of these.
+        num_checkpoints: copies of states that can be kept, see `keep`.
 
     Attributes:
+        num_checkpoints: as given.
         ring_of_block: ``[num_blocks]`` int32: 1 and the ring of the request that begins with a block, or did
             last; 0: none has.
         num_resets: calls of `reset`.
@@ -43,11 +48,12 @@ class StepRings:
     num_resets = 0
 
     def __init__(
-        self, num_rings: int, blocks: RollingBlocks | None, num_blocks: int, device: torch.device
+        self, num_rings: int, blocks: RollingBlocks | None, cache: PagedKVCache, num_checkpoints: int = 0
     ) -> None:
-        self.num_rings, self.blocks = num_rings, blocks
+        self.num_rings, self.blocks, self.num_checkpoints = num_rings, blocks, num_checkpoints
+        self._cache = cache
         with torch.inference_mode(False):
-            self.ring_of_block = torch.zeros(num_blocks, dtype=torch.int32, device=device)
+            self.ring_of_block = torch.zeros(cache.num_blocks, dtype=torch.int32, device=cache.device)
         self.reset()
 
     def reset(self) -> None:
@@ -87,6 +93,26 @@ class StepRings:
         if block not in self._taken:
             raise ArgumentError("block", "the first block of a request that has a ring", str(block))
         self._free.append(self._taken.pop(block))
+
+    def keep(self, block: int, checkpoint: int) -> None:
+        """Copy what the request that began with ``block`` has now, behind all steps launched so far."""
+        self._copy(self._taken[block] + 1, self._slot_of(checkpoint))
+
+    def resume(self, block: int, resumed: Resumed) -> None:
+        """The request that has begun with ``block`` goes on from a copy: of a state, and in ``block`` of the
+        first block of the request that had it."""
+        if block != resumed.first_block:
+            pair = to_device([resumed.first_block, block], torch.int64, self._cache.device)
+            self._cache.copy_blocks(pair[None], BACKEND_OPS["default"])
+        self._copy(self._slot_of(resumed.checkpoint), self._taken[block] + 1)
+
+    def _slot_of(self, checkpoint: int) -> int:
+        """Checkpoints lie behind the requests' states."""
+        return self.num_rings + 1 + checkpoint
+
+    def _copy(self, source: int, destination: int) -> None:
+        pair = to_device([source, destination], torch.int64, self._cache.device)
+        self._cache.copy_requests(pair[None], BACKEND_OPS["default"])
 
     def require(self, metadata: AttentionMetadata) -> None:
         """Refuse requests that have no ring, where values are read; elsewhere, as long as no request has one.

@@ -173,7 +173,8 @@ def find_prefixes(
         return None, "switched off by cascade=False"
     if not share_prefixes:
         return None, (
-            "no requests share blocks: share_prefixes=False, batch_invariant=True, or rolling layers"
+            "no requests share their first blocks: share_prefixes=False, batch_invariant=True, rolling "
+            "layers, or layers with a state"
         )
     if session.plans:
         return None, f"backend {session.name!r} plans its batches, which two passes have no plan for"

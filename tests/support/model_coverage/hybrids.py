@@ -34,8 +34,11 @@ def unserved(name: str, implementation: str = "eager") -> PreTrainedModel:
     return with_random_weights(model)
 
 
-def poison(layers: Iterable[PackedState]) -> None:
-    """NaN in every state, as of requests that went wrong."""
+def poison(layers: Iterable[PackedState], but: Iterable[int] = ()) -> None:
+    """NaN in every state, as of requests that went wrong; ``but``: slots that are left as they are."""
     for layer in layers:
         for pool in layer.stored.block_tensors(layer.pools).values():
+            kept = {slot: pool[slot].clone() for slot in but}
             pool.fill_(float("nan"))
+            for slot, state in kept.items():
+                pool[slot] = state

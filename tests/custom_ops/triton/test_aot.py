@@ -18,6 +18,7 @@ import aot
 import launched
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks_kernel
 from torchpaged.custom_ops.step_end.triton.advance_step import advance_step_kernel
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -162,6 +163,13 @@ def test_small_kernels_compile(target: str) -> None:
     check(copied, target, True)
     if target in EARLY:
         assert early_steps(copied) == ["st.global", "fence.acq_rel.gpu"]
+    pack = dict.fromkeys(("bases_ptr", "sizes_ptr", "blocks_ptr", "rows_ptr"), "i64")
+    for unpack in (False, True):
+        check(
+            aot.compile_kernel(pack_blocks_kernel, target, pack, {"UNPACK": unpack, "TILE": 1024}),
+            target,
+            True,
+        )
     pointers = {
         "sampled_ptr": "i64",
         "table_ptr": "i32",

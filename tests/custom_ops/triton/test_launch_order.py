@@ -368,12 +368,13 @@ def launched_by_sources() -> set[str]:
     return names
 
 
-#: Kernels that take records, a few of one kind at most.
+#: Kernels that take records, a few of one kind at most; and one whose results differ when two change places.
 TAKE_RECORDS = {
     "write_kv_kernel",
     "rope_write_kv_kernel",
     "merge_attn_states_kernel",
     "copy_blocks_kernel",
+    "pack_blocks_kernel",
     "write_index_keys_kernel",
     "index_logits_kernel",
 }

@@ -30,6 +30,7 @@ PARTS = {
             "tests/custom_ops/triton/test_mla_interpreter.py",
             "tests/custom_ops/triton/test_indexer_interpreter.py",
             "tests/custom_ops/triton/test_state_interpreter.py",
+            "tests/custom_ops/triton/test_pack_blocks_interpreter.py",
             "tests/custom_ops/test_nonfinite.py",
             "tests/custom_ops/test_fuzz.py",
             "tests/custom_ops/test_fp8_writes.py",

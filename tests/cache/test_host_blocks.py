@@ -1,0 +1,97 @@
+"""HostBlocks: bytes go to the host and come back, whatever a layer keeps; on a CPU. On a GPU: tests/gpu."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged import ArgumentError, NotCopyableError, PagedKVCache
+from torchpaged.cache import KVLayerSpec, LatentLayerSpec, StateLayerSpec, host_blocks
+from torchpaged.cache.host_blocks import HostBlocks
+from torchpaged.cache.latent import IndexedLatentLayerSpec
+
+KV, LATENT, STATE = KVLayerSpec(2, 6, 10), LatentLayerSpec(12, 4), StateLayerSpec(4, 6)
+CACHES: dict[str, dict[str, Any]] = {
+    "bf16": {"layers": [KV, KV]},
+    "e4m3, odd widths": {"layers": [KVLayerSpec(1, 5, 3)] * 3, "dtype": torch.float8_e4m3fn, "block_size": 3},
+    "latents": {"layers": [LATENT, IndexedLatentLayerSpec(12, 4, 6)], "dtype": torch.float32},
+    "several kinds": {"layers": [KV, STATE, LATENT], "max_num_reqs": 3},
+    "a ring": {"layers": [KV, KV], "blocks_of": {1: 5}},
+}
+
+
+def filled(layers: Sequence[Any], **options: Any) -> tuple[PagedKVCache, dict[str, torch.Tensor]]:
+    """A cache of random bytes, NaN and infinities among them, and its pools that blocks share, as bytes."""
+    cache = PagedKVCache(layers, **{"block_size": 4, "num_blocks": 12, **options})
+    pools = {}
+    for name, pool in cache.tensors().items():
+        as_bytes = pool.view(torch.uint8)
+        as_bytes.copy_(torch.randint(0, 256, as_bytes.shape, dtype=torch.uint8))
+        if int(name.split("[")[1][:-1]) not in cache.blocks_of:
+            pools[name] = as_bytes
+    return cache, pools
+
+
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+def test_blocks_come_back_as_they_left(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, pools = filled(**options)
+    monkeypatch.setattr(host_blocks, "_PIECE", 4096)  # slots lie in several pieces of memory
+    host = HostBlocks(cache, 40 * cache.bytes_per_block + 4096)
+    assert host.bytes_per_block == cache.bytes_per_block
+    others = {name: x.clone() for name, x in cache.tensors().items() if name not in pools}
+    want = {name: pool.clone() for name, pool in pools.items()}
+    slots = [*torch.randperm(host.num_slots)[:5].tolist(), 0]
+    slots = list(dict.fromkeys(slots))
+    out = [7, 3, 11, 1, 9, 2][: len(slots)]
+    host.swap_out(out, slots)
+    for pool in pools.values():
+        pool[1:].fill_(0xFF)
+    back = [2, 11, 4, 7, 1, 8][: len(slots)]
+    arrival = host.swap_in(slots, back)
+    assert arrival.ready()
+    arrival.wait()
+    for name, pool in pools.items():
+        assert torch.equal(pool[back], want[name][out]), name
+        rest = sorted(set(range(1, 12)) - set(back))
+        assert (pool[rest] == 0xFF).all(), "blocks that were not asked for"
+    assert all(
+        torch.equal(cache.tensors()[n].view(torch.uint8), x.view(torch.uint8)) for n, x in others.items()
+    )
+    host.swap_out([], [])
+    assert host.swap_in([], []).ready()
+
+
+def test_all_layers_of_a_block_lie_together() -> None:
+    cache, pools = filled([KV, LATENT])
+    host = HostBlocks(cache, 2**20)
+    host.swap_out([5], [3])
+    want = torch.cat([pool[5].flatten() for pool in pools.values()])
+    assert torch.equal(host._pieces[0][3], want)
+
+
+def test_rates_are_measured_and_the_null_block_stays() -> None:
+    cache, pools = filled([KV])
+    want = {name: pool.clone() for name, pool in pools.items()}
+    host = HostBlocks(cache, 2**16)
+    assert host.out_rate > 0 < host.in_rate
+    assert all(torch.equal(pool, want[name]) for name, pool in pools.items())
+    assert repr(host) == f"HostBlocks({host.num_slots} blocks, 64.00 KiB, of 'cpu')"
+
+
+def test_what_is_refused() -> None:
+    cache, _ = filled([KV])
+    with pytest.raises(ArgumentError, match="^memory_budget: expected at least 256 bytes, .* got 255"):
+        HostBlocks(cache, 255)
+    with pytest.raises(ArgumentError, match="^memory_budget: "):
+        HostBlocks(cache, 0)
+    with pytest.raises(ArgumentError, match="^cache: expected one with layers that keep blocks"):
+        HostBlocks(filled([KV], blocks_of={0: 5})[0], 2**20)
+    host = HostBlocks(cache, 2**16)
+    with pytest.raises(ArgumentError, match="^slots: expected one for each of 2 blocks, got 1"):
+        host.swap_out([1, 2], [0])
+    with pytest.raises(NotCopyableError):
+        copy.deepcopy(host)

@@ -1,0 +1,286 @@
+"""HostBlocks: blocks of a `PagedKVCache` in host memory, and the copies there and back (swap).
+
+    host = HostBlocks(cache, memory_budget=8 * 2**30)
+    host.swap_out([7, 8], slots=[0, 1])      # the blocks may be given to others at once
+    arrival = host.swap_in([0, 1], blocks=[3, 4])
+    arrival.ready() or arrival.wait()        # then steps may read blocks 3 and 4
+
+On the host all layers of a block lie one behind the other. On a GPU the memory is pinned, and copies run on
+streams of their own: packed by one kernel for all layers, then a copy per run of neighbouring slots. Nothing
+waits on the host. A slot may be read as soon as `swap_out` returned, and filled anew once what `swap_in` read
+of it has arrived. On a CPU they are plain copies.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchpaged.cache.block_pool import NULL_BLOCK
+from torchpaged.cache.kv_cache import PagedKVCache
+from torchpaged.custom_ops.checks import check_sizes
+from torchpaged.custom_ops.errors import ArgumentError, NotCopied
+from torchpaged.custom_ops.words import of_bytes
+from torchpaged.metadata.host import to_device
+
+#: Bytes on the GPU that a part of a copy goes through; there are two of them for each way.
+_STAGING = 32 * 2**20
+#: Pinned memory comes in powers of two: in pieces of so many bytes no more than asked is taken.
+_PIECE = 256 * 2**20
+
+
+class Arrival(Protocol):
+    """Blocks on their way into the pools."""
+
+    def ready(self) -> bool:
+        """Whether they have arrived; waits for nothing."""
+
+    def wait(self) -> None:
+        """What is launched on the current stream from now on comes after their arrival; the host does not
+        wait."""
+
+
+class _Arrived:
+    def ready(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class _OnStream:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def ready(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class HostBlocks(NotCopied):
+    """Slots for blocks on the host.
+
+    Args:
+        cache: whose blocks; layers with blocks of their own (states, rings) are left out.
+        memory_budget: bytes of host memory at most.
+
+    Attributes:
+        num_slots: blocks that fit.
+        bytes_per_block: of all layers.
+        out_rate, in_rate: bytes per second of copies to the host and back, measured once at the start.
+
+    Raises:
+        ArgumentError: no layer has blocks of the cache's pool, a layer's blocks are not contiguous, or the
+            budget holds no block.
+        NotCopyableError: it is copied or pickled.
+    """
+
+    BOUND, ADVICE = "its slots are places in this process's memory", "make a new one of the copied cache"
+
+    def __init__(self, cache: PagedKVCache, memory_budget: int) -> None:
+        check_sizes(memory_budget=memory_budget)
+        self._pools = [
+            pool.detach().view(torch.uint8).flatten(1)
+            for layer, spec in enumerate(cache.layers)
+            if layer not in cache.blocks_of
+            for pool in spec.block_tensors(cache[layer]).values()
+        ]
+        if not self._pools:
+            raise ArgumentError("cache", "one with layers that keep blocks of its pool", repr(cache))
+        widths = [pool.shape[1] for pool in self._pools]
+        self._places = [sum(widths[:part]) for part in range(len(widths) + 1)]
+        self.bytes_per_block, self._device = self._places[-1], cache.device
+        piece = max(_piece_bytes(memory_budget), self.bytes_per_block)
+        self._per_piece = piece // self.bytes_per_block
+        self.num_slots = memory_budget // piece * self._per_piece
+        if not self.num_slots:
+            raise ArgumentError(
+                "memory_budget",
+                f"at least {self.bytes_per_block} bytes, those of a block in all layers",
+                str(memory_budget),
+            )
+        self._on_gpu = cache.device.type == "cuda"
+        with torch.inference_mode(False):
+            self._pieces = [
+                torch.empty(
+                    (self._per_piece, self.bytes_per_block),
+                    dtype=torch.uint8,
+                    device="cpu",
+                    pin_memory=self._on_gpu,
+                )
+                for _ in range(self.num_slots // self._per_piece)
+            ]
+            self._copies = _GPUCopies(self._pools, self._places, cache.device) if self._on_gpu else None
+        self.out_rate, self.in_rate = self._measure()
+
+    def __repr__(self) -> str:
+        size = of_bytes(self.num_slots * self.bytes_per_block)
+        return f"{type(self).__name__}({self.num_slots} blocks, {size}, of {str(self._device)!r})"
+
+    def swap_out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy blocks to the host: as what is launched by now on the current stream leaves them. What is
+        launched later may write into them.
+
+        Args:
+            blocks: ids.
+            slots: where each goes, in ``[0, num_slots)``.
+        """
+        for at, piece, first, count in self._runs(blocks, slots):
+            ids = blocks[at : at + count]
+            if self._copies is not None:
+                self._copies.out(ids, self._pieces[piece][first : first + count])
+                continue
+            index = torch.tensor(ids, dtype=torch.int64, device="cpu")
+            for pool, place in zip(self._pools, self._places, strict=False):
+                held = self._pieces[piece][first : first + count, place : place + pool.shape[1]]
+                held.copy_(pool.index_select(0, index))
+
+    def swap_in(self, slots: Sequence[int], blocks: Sequence[int]) -> Arrival:
+        """Copy blocks back from the host, into others or the same, behind all that is launched by now on the
+        current stream. Steps read them, and the caller gives them away, after `Arrival.wait`, or when
+        `Arrival.ready` was True.
+
+        Args:
+            slots: of `swap_out`.
+            blocks: where each goes.
+        """
+        if self._copies is not None:
+            self._copies.begin_in()
+        for at, piece, first, count in self._runs(blocks, slots):
+            ids = blocks[at : at + count]
+            if self._copies is not None:
+                self._copies.into(self._pieces[piece][first : first + count], ids)
+                continue
+            index = torch.tensor(ids, dtype=torch.int64, device="cpu")
+            for pool, place in zip(self._pools, self._places, strict=False):
+                held = self._pieces[piece][first : first + count, place : place + pool.shape[1]]
+                pool.index_copy_(0, index, held)
+        return _Arrived() if self._copies is None else self._copies.end_in()
+
+    def _runs(self, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Neighbouring slots: place in ``slots``, piece of memory, first row in it, how many."""
+        if len(blocks) != len(slots):
+            raise ArgumentError("slots", f"one for each of {len(blocks)} blocks", str(len(slots)))
+        start = 0
+        for end in range(1, len(slots) + 1):
+            if end == len(slots) or slots[end] != slots[end - 1] + 1 or not slots[end] % self._per_piece:
+                yield start, *divmod(slots[start], self._per_piece), end - start
+                start = end
+
+    def _measure(self) -> tuple[float, float]:
+        """Bytes per second out and in, of the null block, which holds nothing; kernels are compiled by it."""
+        count = min(self.num_slots, self._per_piece, max(1, _STAGING // self.bytes_per_block))
+        blocks, slots, seconds = [NULL_BLOCK] * count, list(range(count)), [0.0, 0.0]
+        for _ in range(2):  # the first of each pays for the first touch of the memory
+            seconds = [
+                self._timed(lambda: self.swap_out(blocks, slots)),
+                self._timed(lambda: self.swap_in(slots, blocks)),
+            ]
+        copied = count * self.bytes_per_block
+        return copied / seconds[0], copied / seconds[1]
+
+    def _timed(self, copy: Callable[[], object]) -> float:
+        self.settle()
+        began = time.perf_counter()
+        copy()
+        self.settle()
+        return time.perf_counter() - began
+
+    def settle(self) -> None:
+        """Wait on the host until all copies are done."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+
+class _GPUCopies:
+    """Through buffers on the GPU.
+
+    Args:
+        pools: ``[num_blocks, bytes]`` uint8 each.
+        places: where a block of each begins in a row; then the bytes of a row.
+        device: a GPU.
+    """
+
+    def __init__(self, pools: list[Tensor], places: list[int], device: torch.device) -> None:
+        self._pools, self._places, self._device = pools, places, device
+        self._out, self._in = _Buffers(places[-1], device), _Buffers(places[-1], device)
+        sizes = [(p.stride(0), p.shape[1], place) for p, place in zip(pools, places, strict=False)]
+        words = all(n % 8 == 0 for size in sizes for n in size) and all(p.data_ptr() % 8 == 0 for p in pools)
+        self._packs = words and importlib.util.find_spec("triton") is not None
+        if self._packs:
+            self._bases = torch.tensor([p.data_ptr() for p in pools], dtype=torch.int64, device=device)
+            self._sizes = torch.tensor(sizes, dtype=torch.int64, device=device) // 8
+
+    def out(self, blocks: Sequence[int], held: Tensor) -> None:
+        """Into ``held [n, bytes]``: packed on the current stream, so that blocks are free at once, then
+        copied. A copy of more than both buffers hold makes the current stream wait for the link."""
+        current = torch.cuda.current_stream(self._device)
+        for first, ids, buffer, free in self._out.parts(blocks):
+            current.wait_event(free)
+            with torch.cuda.device(self._device):
+                self._pack(buffer, to_device(ids, torch.int64, self._device), unpack=False)
+            self._out.stream.wait_stream(current)
+            with torch.cuda.stream(self._out.stream):
+                held[first : first + len(ids)].copy_(buffer, non_blocking=True)
+                free.record()
+
+    def begin_in(self) -> None:
+        """What is launched by now may still use the blocks to come, or fill the slots."""
+        self._in.stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._in.stream.wait_stream(self._out.stream)
+
+    def into(self, held: Tensor, blocks: Sequence[int]) -> None:
+        """The way back, all of it on the stream of such copies."""
+        with torch.cuda.stream(self._in.stream):
+            for first, ids, buffer, _ in self._in.parts(blocks):
+                buffer.copy_(held[first : first + len(ids)], non_blocking=True)
+                self._pack(buffer, to_device(ids, torch.int64, self._device), unpack=True)
+
+    def end_in(self) -> _OnStream:
+        """When all that was begun has arrived."""
+        return _OnStream(self._in.stream.record_event(), self._device)
+
+    def _pack(self, rows: Tensor, index: Tensor, unpack: bool) -> None:
+        if self._packs:
+            from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
+
+            pack_blocks(self._bases, self._sizes, index, rows.view(torch.int64), unpack)
+            return
+        for pool, place in zip(self._pools, self._places, strict=False):
+            part = rows[:, place : place + pool.shape[1]]
+            if unpack:
+                pool.index_copy_(0, index, part)
+            else:
+                part.copy_(pool.index_select(0, index))
+
+
+class _Buffers:
+    """Two buffers and the stream of one way: one is filled while the other is emptied."""
+
+    def __init__(self, row_bytes: int, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.rows, self._next = max(1, _STAGING // row_bytes), 0
+        self._buffers = [
+            torch.empty(self.rows, row_bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        ]
+        self._free = [torch.cuda.Event() for _ in range(2)]
+
+    def parts(self, blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int], Tensor, torch.cuda.Event]]:
+        """Parts that a buffer holds: where each begins, its blocks, the buffer, and the event of its last
+        use."""
+        for first in range(0, len(blocks), self.rows):
+            ids, turn = blocks[first : first + self.rows], self._next
+            self._next = 1 - turn
+            yield first, ids, self._buffers[turn][: len(ids)], self._free[turn]
+
+
+def _piece_bytes(memory_budget: int) -> int:
+    """A power of two, within the budget."""
+    return min(_PIECE, 1 << (memory_budget.bit_length() - 1))

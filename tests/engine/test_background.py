@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from engine_requests import EACH, LONG, PROMPTS, TINY
 from engine_requests import ENGINES as WAYS
+from many_threads import in_threads, random_requests, run_threads
 
 from torchpaged import ArgumentError, ClosedError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
@@ -72,26 +73,6 @@ class Fault:
         self._hook.remove()
 
 
-def in_threads(works: list[Callable[[], None]], seconds: float = 90) -> None:
-    """Run all side by side; raises what one of them raised."""
-    wrong: list[BaseException] = []
-
-    def run(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(seconds)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if wrong:
-        raise wrong[0]
-
-
 def tokens_of(events: Any) -> list[int]:
     return [event.token_id for event in events if event.token_id is not None]
 
@@ -131,41 +112,24 @@ def test_a_stream_that_began_before_the_start(llama: Any, want: list[list[int]])
 def test_eight_threads_submit_and_cancel_at_random(
     llama: Any, want: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """What a request gets is a beginning of what it gets alone, all of it unless it was cancelled."""
+    requests = list(zip(PROMPTS, EACH, strict=True))
     with engine(llama, **options).start() as generator:
-
-        def work(number: int) -> None:
-            draw = random.Random(number)
-            for _turn in range(12):
-                i, way = draw.randrange(4), draw.choice(["generate", "stream", "cancel", "leave", "forget"])
-                if way == "generate":
-                    assert generator.generate([PROMPTS[i]], EACH[i])[0].token_ids == want[i]
-                    continue
-                request = generator.submit(PROMPTS[i], EACH[i])
-                stop = draw.randrange(8)
-                if way == "forget":
-                    if stop < 4:
-                        generator.cancel(request)
-                    continue
-                found, reason, stream = [], None, generator.stream([request])
-                for count, event in enumerate(stream):
-                    found += tokens_of([event])
-                    reason = event.finish_reason
-                    if way == "cancel" and count == stop:
-                        generator.cancel(request)
-                    elif way == "leave" and count == stop:
-                        break
-                assert found == want[i][: len(found)]
-                assert reason in ("length", "cancelled") or way == "leave"
-                assert found == want[i] or way in ("cancel", "leave")
-                stream.close()  # type: ignore[attr-defined]
-
-        in_threads([lambda n=n: work(n) for n in range(8)])  # type: ignore[misc]
-        left = list(generator.stream())  # of those that were forgotten
-        assert {event.finish_reason for event in left} <= {None, "length", "cancelled"}
-        assert not generator.has_unfinished
-        assert generator.pool.num_used == 0
+        assert run_threads(generator, requests, want, threads=8, turns=12)["tokens"]
         assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
+
+
+@pytest.mark.slow
+def test_thirty_two_threads(llama: Any) -> None:
+    """Common beginnings, and too few blocks for all that run."""
+    requests = random_requests(0, 24)
+    with engine(llama, graphs=False, max_seq_len=96) as one:
+        want = [one.generate([prompt], params)[0].token_ids for prompt, params in requests]
+    shape = {"max_batch_size": 16, "max_seq_len": 96, "num_blocks": 90, "steps_per_launch": 2}
+    with engine(llama, **shape).start() as generator:
+        run_threads(generator, requests, want, threads=32, seconds=20)
+        assert generator.stats.preemptions
+        assert generator.stats.mixed_steps
+        assert generator.stats.shared_tokens
 
 
 # ----------------------------------------------------------------------------------------------------- errors

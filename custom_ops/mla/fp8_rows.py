@@ -50,18 +50,18 @@ def check_rows(kv_cache: Tensor, rank: int, rope: int) -> None:
 
 
 def pack(kv_c: Tensor, k_pe: Tensor) -> Tensor:
-    """Rows ``[T, bytes]`` of latents ``[T, rank]`` and rotated keys ``[T, rope]``. A NaN or an infinity makes
-    all numbers of its scale NaN."""
-    tokens, rank = kv_c.shape
-    padded = kv_c.new_zeros(tokens, num_scales(rank) * GROUP, dtype=torch.float32)
+    """Rows ``[T, bytes]`` of latents ``[T, rank]`` and rotated keys ``[T, rope]``, at least one. A NaN or an
+    infinity makes all numbers of its scale NaN."""
+    (tokens, rank), count = kv_c.shape, num_scales(kv_c.shape[1])
+    padded = kv_c.new_zeros(tokens, count * GROUP, dtype=torch.float32)
     padded[:, :rank] = kv_c
-    groups = padded.view(tokens, -1, GROUP)
+    groups = padded.view(tokens, count, GROUP)
     top = groups.abs().amax(-1)
     # by a tensor: on a GPU torch multiplies by the reciprocal of a number, which rounds otherwise
     scales = top / torch.full_like(top, LARGEST)
     scales = torch.where(scales == 0, 1.0, scales)
-    numbers = (groups / scales[..., None]).clamp(-LARGEST, LARGEST).to(ROW_DTYPE).view(tokens, -1)[:, :rank]
-    parts = numbers, scales, k_pe.to(torch.bfloat16).contiguous()
+    numbers = (groups / scales[..., None]).clamp(-LARGEST, LARGEST).to(ROW_DTYPE)
+    parts = numbers.flatten(1)[:, :rank], scales, k_pe.to(torch.bfloat16).contiguous()
     return torch.cat([part.view(torch.uint8) for part in parts], dim=1).view(ROW_DTYPE)
 
 
@@ -84,8 +84,10 @@ def rows_at(kv_cache: Tensor, *places: Tensor) -> Tensor:
 def store(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """``write_latent`` of a checked call into a pool of such rows."""
     written = slot_mapping >= 0
-    slots, rows = slot_mapping[written], pack(kv_c[written], k_pe[written])
-    block_size = kv_cache.shape[1]
+    slots, block_size = slot_mapping[written], kv_cache.shape[1]
+    if not len(slots):
+        return
+    rows = pack(kv_c[written], k_pe[written])
     kv_cache.view(torch.uint8)[slots // block_size, slots % block_size, 0] = rows.view(torch.uint8)
 
 

@@ -71,6 +71,11 @@ def test_the_bytes_of_a_row(backend: str) -> None:
         numbers = pool[block, slot, 0, :512].view(ROW_DTYPE).float() * scales.repeat_interleave(128)
         assert ((numbers - kv_c[token]).abs() <= kv_c[token].abs() / 16 + scales.max() * 2**-10).all()
     assert int((pool != 7).any(-1).sum()) == 2
+    before = pool.clone()
+    for count in (0, 1):  # of tokens, none of which is written
+        slots = torch.full((count,), -1)
+        BACKEND_OPS[backend].write_latent(kv_c[:count], k_pe[:count], pool.view(ROW_DTYPE), slots)
+    assert torch.equal(pool, before)
 
 
 def test_nan_and_infinity_are_none_of_the_others() -> None:

@@ -17,6 +17,7 @@ from torch._inductor.utils import run_and_get_code
 
 from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, PagedKVCache
 from torchpaged.cache import LatentLayerSpec
+from torchpaged.custom_ops.mla.fp8_rows import pack, row_bytes, unpack
 from torchpaged.layers import MLAAttention
 
 HEADS, NOPE, ROPE, VALUE, RANK = 3, 6, 4, 5, 16
@@ -84,6 +85,34 @@ def test_selected_keys_alone() -> None:
     keys = [2, 4, 9]
     torch.testing.assert_close(out[9:], expanded(module, query[9:], kv_c[keys], k_pe[keys]))
     torch.testing.assert_close(out[5:6], expanded(module, query[5:6], kv_c[[0, 4]], k_pe[[0, 4]]))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_pool_of_fp8(backend: str) -> None:
+    """What the module gives over latents that are rounded as the pool rounds them."""
+    fp8 = torch.float8_e4m3fn
+    module = layer(backend=backend, kv_dtype=fp8)
+    pools = PagedKVCache([LatentLayerSpec(RANK, ROPE)], block_size=4, num_blocks=9, dtype=fp8)
+    assert pools.num_bytes == 9 * 4 * row_bytes(RANK, ROPE) == pools[0].kv_cache.nbytes
+    query, kv_c, k_pe = tokens(10)
+    metadata = AttentionMetadata.from_lists([10], [10], [[1, 2, 3]], block_size=4)
+    out = module(query, kv_c, k_pe, pools[0], metadata)
+    latents, keys = unpack(pack(kv_c, k_pe), RANK, torch.float32).split((RANK, ROPE), dim=1)
+    torch.testing.assert_close(out, expanded(module, query, latents, keys), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(out, expanded(module, query, kv_c, k_pe), rtol=1e-4, atol=1e-5)
+    again = pickle.loads(pickle.dumps(module))
+    assert torch.equal(again(query, None, None, pickle.loads(pickle.dumps(pools))[0], metadata), out)
+
+
+def test_fp8_is_e4m3_of_columns_that_align() -> None:
+    for sizes, dtype in (((16, 8), torch.float8_e5m2), ((18, 8), torch.float8_e4m3fn)):
+        with pytest.raises(ArgumentError, match="^dtype: expected"):
+            PagedKVCache([LatentLayerSpec(*sizes)], num_blocks=4, dtype=dtype)
+    for kv_dtype in (torch.float8_e5m2, torch.bfloat16):
+        with pytest.raises(BackendUnavailableError, match="a latent cache of .* is not supported"):
+            layer(kv_dtype=kv_dtype)
+    with pytest.raises(ArgumentError, match="^kv_dtype: expected a torch.dtype"):
+        layer(kv_dtype="fp8")
 
 
 def step() -> tuple[Tensor, Tensor, Tensor, AttentionMetadata]:

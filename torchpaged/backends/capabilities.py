@@ -44,8 +44,8 @@ class Capabilities:
     `torchpaged.testing.check_batch_invariance` proves it. ``max_query_len``: the most query tokens of one
     request. ``deterministic``: equal calls give equal bits. ``max_latent``: the largest widths of latents and
     of rotated keys that its ``mla_attention`` takes; ``head_dims`` and ``max_head_dim`` are those of
-    ``paged_attention``. ``further``: reasons against a spec that follow from more than one thing at once, or
-    from the machine.
+    ``paged_attention``. ``fp8_latents``: whether rows of latents may be of fp8. ``further``: reasons against
+    a spec that follow from more than one thing at once, or from the machine.
 
     Raises:
         ValueError: a name in ``features`` that is not in `FEATURES`.
@@ -62,6 +62,7 @@ class Capabilities:
     different_head_dim_v: bool = True
     features: frozenset[str] = COMMON_FEATURES
     max_latent: tuple[int, int] | None = None
+    fp8_latents: bool = False
     planning: Planning = Planning.NEVER
     finite_pools: bool = False
     mods: bool = False
@@ -119,19 +120,24 @@ class Capabilities:
         reasons = []
         if most is not None and (sizes[0] > most[0] or sizes[1] > most[1]):
             reasons.append(f"a latent of {sizes[0]} + {sizes[1]} is over {most[0]} + {most[1]}")
-        if (spec.kv_dtype or spec.dtype) != spec.dtype:
-            reasons.append(f"a latent cache of {_short(spec.kv_dtype or spec.dtype)} is not supported")
+        kv_dtype = spec.kv_dtype or spec.dtype
+        if kv_dtype != spec.dtype and not self._takes_rows(kv_dtype, ["latent"]):
+            reasons.append(f"a latent cache of {_short(kv_dtype)} is not supported")
         used = [name for name in spec.features if name not in ("bidirectional", "lse", "latent")]
         asked = (("score_mod or mask_mod", spec.mods), ("batch_invariant", spec.batch_invariant))
         used += [name for name, is_asked in asked if is_asked]
         return reasons + [f"{name} is not supported over latents" for name in used]
+
+    def _takes_rows(self, kv_dtype: torch.dtype, features: Iterable[str]) -> bool:
+        """Whether pools are those of `fp8_latents`."""
+        return self.fp8_latents and kv_dtype == torch.float8_e4m3fn and "latent" in features
 
     def reject_kind(self, dtype: torch.dtype, kv_dtype: torch.dtype, features: Iterable[str]) -> list[str]:
         """What of `reject` needs no sizes, which a trace may have as symbols; ``features``: of `FEATURES`."""
         reasons = []
         if dtype not in self.dtypes:
             reasons.append(f"dtype {_short(dtype)} is not one of {', '.join(map(_short, self.dtypes))}")
-        if kv_dtype not in self.kv_dtypes:
+        if kv_dtype not in self.kv_dtypes and not self._takes_rows(kv_dtype, features):
             reasons.append(
                 f"kv dtype {_short(kv_dtype)} is not one of {', '.join(map(_short, self.kv_dtypes))}"
             )

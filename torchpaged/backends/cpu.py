@@ -23,6 +23,7 @@ BACKEND = Backend(
         device_types=("cpu",),
         dtypes=_FLOATS,
         kv_dtypes=_FLOATS,
+        fp8_latents=True,
         graph_support=GraphSupport.ALWAYS,
         features=OWN_FEATURES,
     ),

@@ -29,11 +29,13 @@ def _unavailable() -> str | None:
 
 
 def _further(spec: AttentionSpec) -> list[str]:
-    """fp8 queries have one kernel, and nothing serves what it does not take."""
+    """What Triton's kernels say; and fp8 queries have one kernel, nothing serves what it does not take."""
+    reasons = triton_kernels.further(spec)
     if "fp8_queries" not in spec.uses or spec.device.type != "cuda" or not torch.cuda.is_available():
-        return []
+        return reasons
     others = [f"no {name}" for name in spec.features if name in OWN_FEATURES - COMMON_FEATURES]
-    return [f"fp8 queries: {reason}" for reason in (_prefill_why_not(spec), *others) if reason]
+    own = [f"fp8 queries: {reason}" for reason in (_prefill_why_not(spec), *others) if reason]
+    return reasons + own
 
 
 def _prefill_why_not(spec: AttentionSpec) -> str | None:

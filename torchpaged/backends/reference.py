@@ -17,6 +17,7 @@ BACKEND = Backend(
         device_types=("cpu", "cuda"),
         dtypes=_FLOATS,
         kv_dtypes=(*_FLOATS, torch.float8_e4m3fn, torch.float8_e5m2),
+        fp8_latents=True,
         graph_support=GraphSupport.NEVER,  # it reads lengths on the host
         batch_invariant=True,  # one request after the other, in tensors of its own
         features=frozenset(FEATURES),

@@ -9,7 +9,7 @@ import os
 import torch
 
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.spec import OWN_FEATURES, GraphSupport
+from torchpaged.backends.spec import OWN_FEATURES, AttentionSpec, GraphSupport
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -24,6 +24,16 @@ def unavailable() -> str | None:
     return None
 
 
+def further(spec: AttentionSpec) -> list[str]:
+    """Reasons against latents in fp8, whose conversion older GPUs have no instruction for."""
+    if "latent" not in spec.uses or spec.kv_dtype != torch.float8_e4m3fn or spec.device.type != "cuda":
+        return []
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return []
+    found = torch.cuda.get_device_capability(spec.device)
+    return [] if found >= (8, 9) else [f"latents in fp8 need compute capability 8.9, got {found}"]
+
+
 CAPABILITIES = Capabilities(
     device_types=("cuda", "cpu") if _INTERPRETED else ("cuda",),
     dtypes=_FLOATS,
@@ -33,4 +43,6 @@ CAPABILITIES = Capabilities(
     max_head_dim=256,
     features=OWN_FEATURES,
     max_latent=(512, 128),
+    fp8_latents=True,
+    further=further,
 )

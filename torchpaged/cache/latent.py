@@ -10,6 +10,8 @@ from torch import Tensor
 
 from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
 from torchpaged.custom_ops.checks import check_sizes
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes
 
 
 class LayerLatentCache(NamedTuple):
@@ -17,7 +19,8 @@ class LayerLatentCache(NamedTuple):
 
     Attributes:
         kv_cache: ``[num_blocks, block_size, 1, kv_lora_rank + qk_rope_head_dim]``: a token's
-            normalised latent, then its rotated key.
+            normalised latent, then its rotated key. Or, of float8_e4m3fn, rows of bytes with scales of their
+            own (`torchpaged.custom_ops.mla.fp8_rows`).
     """
 
     kv_cache: Tensor
@@ -38,15 +41,32 @@ class LatentLayerSpec(LayerSpec):
         """Numbers stored for one token in this layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def width(self, dtype: torch.dtype) -> int:
+        """Of a row of a pool of ``dtype``.
+
+        Raises:
+            ArgumentError: float8_e5m2, or with float8_e4m3fn a rank that is no multiple of 4 or an odd rope.
+        """
+        rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
+        if dtype != ROW_DTYPE:
+            if dtype.itemsize == 1:
+                raise ArgumentError("dtype", f"{ROW_DTYPE} or 16 bits or more for latents", str(dtype))
+            return rank + rope
+        if rank % 4 or rope % 2:
+            raise ArgumentError(
+                "dtype", "16 bits or more for latents of such columns", str(dtype), f"{rank} + {rope} columns"
+            )
+        return row_bytes(rank, rope)
+
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         """See `LayerSpec`."""
-        return block_size * self.elements_per_token() * dtype.itemsize
+        return block_size * self.width(dtype) * dtype.itemsize
 
     def make_pools(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerLatentCache:
         """See `LayerSpec`."""
-        shape = (num_blocks, block_size, 1, self.elements_per_token())
+        shape = (num_blocks, block_size, 1, self.width(dtype))
         return LayerLatentCache(torch.zeros(shape, dtype=dtype, device=device))
 
     def block_tensors(self, pools: LayerLatentCache) -> dict[str, Tensor]:
@@ -66,10 +86,13 @@ class LayerIndexedLatentCache(NamedTuple):
         kv_cache: as of `LayerLatentCache`.
         index_cache: ``[num_blocks, block_size, 1, index_head_dim]``, the indexer's key of each token, as the
             op ``index_logits`` takes it.
+        index_scale: ``[num_blocks, block_size]`` float32, a scale of each such key, where the pools are of
+            float8_e4m3fn; None otherwise.
     """
 
     kv_cache: Tensor
     index_cache: Tensor
+    index_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -87,17 +110,27 @@ class IndexedLatentLayerSpec(LatentLayerSpec):
         """Numbers stored for one token in this layer."""
         return super().elements_per_token() + self.index_head_dim
 
+    def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
+        """See `LayerSpec`."""
+        scale = 4 if dtype == ROW_DTYPE else 0
+        own = block_size * (self.index_head_dim * dtype.itemsize + scale)
+        return super().bytes_per_block(block_size, dtype) + own
+
     def make_pools(  # type: ignore[override]
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerIndexedLatentCache:
         """See `LayerSpec`."""
-        widths = super().elements_per_token(), self.index_head_dim
-        shapes = [(num_blocks, block_size, 1, width) for width in widths]
-        return LayerIndexedLatentCache(*(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes))
+        slots = num_blocks, block_size
+        kv_cache, index_cache = (
+            torch.zeros(*slots, 1, width, dtype=dtype, device=device)
+            for width in (self.width(dtype), self.index_head_dim)
+        )
+        scale = torch.zeros(slots, dtype=torch.float32, device=device) if dtype == ROW_DTYPE else None
+        return LayerIndexedLatentCache(kv_cache, index_cache, scale)
 
     def block_tensors(self, pools: LayerIndexedLatentCache) -> dict[str, Tensor]:  # type: ignore[override]
         """See `LayerSpec`."""
-        return pools._asdict()
+        return {name: tensor for name, tensor in pools._asdict().items() if tensor is not None}
 
     def copy_blocks(
         self,

@@ -34,7 +34,7 @@ from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.families import family_of
 from torchpaged.hf.forward_order import TWO_CACHES, ForwardOrder
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
-from torchpaged.hf.layer import SET_UP, PagedLayer
+from torchpaged.hf.layer import SET_UP, PagedLayer, scaled
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
@@ -79,7 +79,8 @@ class PagedCache(PagedOwner):
         kv_dtype: of the pools: "fp8_e4m3" or "fp8_e5m2", or torch's dtype of that name; None: the keys'.
         kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
             head or one per layer, and kept until the cache is gone; or for each paged layer
-            ``(k_scale, v_scale)``, as the attribute of this name holds them.
+            ``(k_scale, v_scale)``, as the attribute of this name holds them. Latents are stored as "fp8_e4m3"
+            alone, in rows with scales of their own.
         cascade: decode steps read blocks that several rows share once, where that pays
             (`torchpaged.prefixes`): rows share them after beams were reordered or rows repeated. True: by the
             device's own costs; `torchpaged.prefixes.CascadeCosts`: by these; False: never. Not in decoders
@@ -148,9 +149,9 @@ class PagedCache(PagedOwner):
         self.block_size, self.sliding_step = block_size, sliding_step
         blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * blocks_per_row + 1 if num_blocks is None else num_blocks
-        self.kv = KVScales(kv_dtype, kv_scales, len(self.paged))
+        self.kv = KVScales(kv_dtype, kv_scales, len(scaled(self.paged)))
         if self.kv.dtype is not None:
-            require_paged(self.name, not_of_fp8(self.paged, self.dense, self.dense_reason))
+            require_paged(self.name, not_of_fp8(self.paged, self.kv.dtype, self.dense, self.dense_reason))
         tokens = max_batch_size * max_seq_len
         limits = Limits(max_batch_size, tokens, blocks_per_row, self.num_blocks, block_size)
         self.rows = CacheRows(limits, max_seq_len)
@@ -259,7 +260,7 @@ class PagedCache(PagedOwner):
         """See `PagedOwner`; lengths move on in place, in the graph."""
         if self.dense:
             self.order.require_masks_asked()
-        if self.kv.dtype is not None and isinstance(layer, PagedLayer) and not layer.scales:
+        if isinstance(layer, PagedLayer) and layer.lacks_scales:
             raise UnsupportedModelError(
                 f"{self.name}: the first keys of a cache with fp8 pools come in compiled or fused code, "
                 "where no scales can be found; run a forward eagerly and unfused before, or give kv_scales"

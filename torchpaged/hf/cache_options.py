@@ -9,6 +9,7 @@ import torch
 
 from torchpaged.custom_ops.checks import is_int, switch
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import family_of
 from torchpaged.hf.kv_scales import Scales
@@ -67,10 +68,29 @@ def keeps_kv(layer: PagedLayer) -> bool:
     return type(layer) in (PagedLayer, HybridPagedLayer)
 
 
-def not_of_fp8(layers: Iterable[PagedLayer], dense: bool, dense_reason: str) -> set[str]:
-    """Why a cache can't have fp8 pools; empty: it can."""
-    own = {f"layer {layer.index} is a {type(layer).__name__}" for layer in layers if not keeps_kv(layer)}
-    return own | ({f"its keys are gathered ({dense_reason or 'dense=True'})"} if dense else set())
+def not_of_fp8(
+    layers: Iterable[PagedLayer], kv_dtype: torch.dtype, dense: bool, dense_reason: str
+) -> set[str]:
+    """Why a cache can't have pools of this fp8 dtype; empty: it can."""
+    layers = list(layers)
+    others = (layer for layer in layers if not keeps_kv(layer) and not layer.latent)
+    own = {f"layer {layer.index} is a {type(layer).__name__}" for layer in others}
+    return (
+        own
+        | latents_not_of(layers, kv_dtype)
+        | ({f"its keys are gathered ({dense_reason or 'dense=True'})"} if dense else set())
+    )
+
+
+def latents_not_of(layers: Iterable[PagedLayer], kv_dtype: torch.dtype) -> set[str]:
+    """Why layers of latents can't have pools of this fp8 dtype; empty: they can."""
+    if kv_dtype == ROW_DTYPE:
+        return set()
+    return {
+        f"layer {layer.index} keeps latents, which {kv_dtype} has no rows of"
+        for layer in layers
+        if layer.latent
+    }
 
 
 def require_use_cache(config: Any) -> None:

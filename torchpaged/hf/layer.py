@@ -7,6 +7,7 @@ layer index, no wrapper around generate().
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ def layer_of(tensor: Any) -> PagedLayer | None:
     """The layer whose pool ``tensor`` is, or None. The pool itself says it: transformers tells an attention
     function neither cache nor layer; ``tests/hf/test_call_mask.py`` notices if it does."""
     return getattr(tensor, "_torchpaged_layer", None)
+
+
+def scaled(layers: Iterable[PagedLayer]) -> list[PagedLayer]:
+    """Those whose fp8 pools have scales beside them."""
+    return [layer for layer in layers if not layer.latent]
 
 
 class PagedLayer(CacheLayerMixin):
@@ -93,10 +99,11 @@ class PagedLayer(CacheLayerMixin):
         self._find_scales(key_states, value_states)
 
     def _find_scales(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Of fp8 pools; from tokens, if they are not given, and so not from none."""
-        if self.owner.kv.dtype is not None:
+        """Of fp8 pools; from tokens, if they are not given, and so not from none. Rows of latents have scales
+        of their own."""
+        if self.owner.kv.dtype is not None and not self.latent:
             with torch.inference_mode(False):
-                self.scales = self.owner.kv.of(self.owner.paged.index(self), key_states, value_states)
+                self.scales = self.owner.kv.of(scaled(self.owner.paged).index(self), key_states, value_states)
 
     def adopt(self, stored: LayerSpec, pools: Any, states_dtype: torch.dtype | None = None) -> None:
         """Take existing pools of ``stored``, and mark what attention reads as this layer's; ``states_dtype``:
@@ -205,6 +212,11 @@ class PagedLayer(CacheLayerMixin):
         return {"chunk_size": self.chunk or 0, **self.scales}
 
     @property
+    def lacks_scales(self) -> bool:
+        """Whether it has fp8 pools whose scales are not known yet."""
+        return self.owner.kv.dtype is not None and not self.latent and not self.scales
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that the pools take; 0 before there are any."""
         return self.count_bytes()
@@ -254,7 +266,7 @@ class PagedLayer(CacheLayerMixin):
         if not traced:  # a trace has the op's own check
             self._require_own("key_states", key_states, self._takes[0])
             self._require_own("value_states", value_states, self._takes[1])
-            if owner.kv.dtype is not None and not self.scales:
+            if self.lacks_scales:
                 self._find_scales(key_states, value_states)
         if self._waiting is not None:
             raise incomplete()

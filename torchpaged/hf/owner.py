@@ -73,9 +73,10 @@ class PagedOwner(Cache):
 
     @property
     def kv_scales(self) -> list[tuple[Tensor, Tensor]]:
-        """``(k_scale, v_scale)`` of each paged layer, float32 ``[1]`` or ``[num_kv_heads]``: for a file, and
-        for the next cache's argument of this name. Empty where there are none, or none yet."""
-        found = [layer.scales for layer in self.paged]
+        """``(k_scale, v_scale)`` of each paged layer of keys and values, float32 ``[1]`` or
+        ``[num_kv_heads]``: for a file, and for the next cache's argument of this name. Empty where there are
+        none, or none yet."""
+        found = [layer.scales for layer in self.paged if not layer.latent]
         return [(scales["k_scale"], scales["v_scale"]) for scales in found] if all(found) else []
 
     @property

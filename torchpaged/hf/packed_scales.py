@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from torchpaged.backends import Limits, Route
-from torchpaged.cache import KVLayerSpec, LayerSpec
+from torchpaged.cache import KVLayerSpec, LatentLayerSpec, LayerSpec
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.kv_scales import KVScales, Scales, require_paged, static
-from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.layer import PagedLayer, scaled
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.metadata import AttentionMetadata
 
@@ -36,7 +36,7 @@ class PackedScales(KVScales):
 
     Raises:
         ArgumentError: as `KVScales`.
-        UnsupportedModelError: a layer stores something else than keys and values.
+        UnsupportedModelError: a layer stores something else than keys and values, or latents.
     """
 
     def __init__(
@@ -46,15 +46,18 @@ class PackedScales(KVScales):
         stored: Sequence[LayerSpec],
         name: str,
     ) -> None:
-        super().__init__(kv_dtype, kv_scales, len(stored))
-        self.missing = self.dtype is not None and isinstance(kv_scales, str)
+        others = [spec for spec in stored if not isinstance(spec, KVLayerSpec)]
+        count = len(stored) - len(others)
+        super().__init__(kv_dtype, kv_scales, count)
+        self.missing = self.dtype is not None and isinstance(kv_scales, str) and count > 0
         self._layers: list[PagedLayer] = []
         if self.dtype is not None:
-            require_paged(name, {type(spec).__name__ for spec in stored if not isinstance(spec, KVLayerSpec)})
+            kinds = {type(spec).__name__ for spec in others if not isinstance(spec, LatentLayerSpec)}
+            require_paged(name, kinds)
 
     def give(self, layers: Iterable[PagedLayer]) -> None:
         """Give ``layers``, which have their pools, their scales; 1 where they are still to be found."""
-        self._layers = list(layers)
+        self._layers = scaled(layers)
         for position, layer in enumerate(self._layers if self.dtype is not None else ()):
             assert layer.keys is not None
             heads, device = layer.keys.shape[2], layer.keys.device
@@ -76,7 +79,7 @@ class PackedScales(KVScales):
             num_tokens: of them.
         """
         found = []
-        for position, source in enumerate(filled):
+        for position, source in enumerate(scaled(filled)):
             assert source.keys is not None and source.values is not None
             first = source.keys.shape[1]
             states = [

@@ -12,10 +12,11 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import AttentionSpec, Limits, Route
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.cache_options import latents_not_of
 from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.kv_scales import KVScales, require_paged
-from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.layer import PagedLayer, scaled
 from torchpaged.hf.mask_functions import is_causal
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_mixers import keeps_nothing
@@ -94,7 +95,7 @@ class StepCache(PagedOwner):
                 )
         require_paged_layers(config, self.paged)
         if kv_dtype is not None:
-            others = {f"layer {layer.index} keeps latents" for layer in self.paged if layer.latent}
+            others = latents_not_of(self.paged, kv_dtype)
             others |= {f"layer {layer.index} keeps a state" for layer in self.states}
             require_paged(self.name, others)
         self._config = config
@@ -102,8 +103,9 @@ class StepCache(PagedOwner):
         self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)
         self.masks = PackedMasks(self.name)
         # Scales of 1 for pools made here: `torchpaged.hf.packed_scales` gives adopted ones theirs.
-        ones = "head" if kv_dtype is None else [(1.0, 1.0)] * len(self.paged)
-        self.kv = KVScales(kv_dtype, ones, len(self.paged))
+        count = len(scaled(self.paged))
+        ones = "head" if kv_dtype is None else [(1.0, 1.0)] * count
+        self.kv = KVScales(kv_dtype, ones, count)
         self.metadata: AttentionMetadata | None = None
         self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
         self.ready = False

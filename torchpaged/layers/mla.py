@@ -43,6 +43,8 @@ class MLAAttention(nn.Module):
         scale: softmax scale; default ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``.
         causal: hide keys after the query.
         block_size: tokens per block, if that shall count in the choice of a backend.
+        kv_dtype: the pool's dtype, for that choice: float8_e4m3fn has rows of bytes with scales of their own
+            (`torchpaged.cache.LatentLayerSpec` makes them); default: the module's.
         backend: a name, or "auto". Chosen here and again when the module moves (``.to``); on the meta device
             none is, until the module's first forward elsewhere.
         device, dtype: of the projection.
@@ -71,6 +73,7 @@ class MLAAttention(nn.Module):
         *,
         causal: bool = True,
         block_size: int | None = None,
+        kv_dtype: torch.dtype | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -85,15 +88,15 @@ class MLAAttention(nn.Module):
         )
         if block_size is not None:
             check_sizes(block_size=block_size)
-        if dtype is not None:
-            check_is_dtype(dtype=dtype)
+        check_is_dtype(**{name: x for name, x in (("dtype", dtype), ("kv_dtype", kv_dtype)) if x is not None})
         if scale is not None:
             check_softmax(scale)
         switch("causal", causal)
         self.num_heads, self.kv_lora_rank, self.v_head_dim = num_heads, kv_lora_rank, v_head_dim
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
         self.scale = (qk_nope_head_dim + qk_rope_head_dim) ** -0.5 if scale is None else float(scale)
-        self.causal, self.block_size, self.requested_backend = causal, block_size, backend
+        self.causal, self.block_size, self.kv_dtype = causal, block_size, kv_dtype
+        self.requested_backend = backend
         rows = num_heads * (qk_nope_head_dim + v_head_dim)
         self.kv_b_proj = nn.Linear(kv_lora_rank, rows, bias=False, device=device, dtype=dtype)
         self._choose()
@@ -112,6 +115,7 @@ class MLAAttention(nn.Module):
             head_dim=self.kv_lora_rank + self.qk_rope_head_dim,
             head_dim_v=self.kv_lora_rank,
             block_size=self.block_size,
+            kv_dtype=self.kv_dtype,
             causal=self.causal,
             scale=self.scale,
             latent=True,
@@ -150,7 +154,8 @@ class MLAAttention(nn.Module):
                 flatten to ``num_tokens``.
             kv_c: ``[..., kv_lora_rank]``, normalised latents, or None to write nothing.
             k_pe: ``[..., qk_rope_head_dim]``, rotated keys of all heads, or None together with ``kv_c``.
-            kv_cache: the layer's pool, ``[num_blocks, block_size, 1, kv_lora_rank + qk_rope_head_dim]``.
+            kv_cache: the layer's pool, ``[num_blocks, block_size, 1, kv_lora_rank + qk_rope_head_dim]``, or
+                of float8_e4m3fn as `LayerLatentCache` says.
             metadata: the batch; its slots are those of the query tokens.
             indices: ``[num_tokens, top_k]`` int32, the positions in its request that each query token attends
                 to (sparse attention); negative ones, and those it does not see, are none. None: all.

@@ -71,6 +71,7 @@ class LatentLayer(PagedLayer):
             head_dim=rank + self.stored.qk_rope_head_dim,
             head_dim_v=rank,
             block_size=self.owner.block_size,
+            kv_dtype=self.owner.kv.dtype,
             latent=True,
         )
 

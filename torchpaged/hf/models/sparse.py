@@ -44,6 +44,7 @@ class SparseLatentLayer(LatentLayer):
 
     stored: IndexedLatentLayerSpec
     index_pool: Tensor  # [num_blocks, block_size, 1, index_head_dim]
+    index_scale: Tensor | None  # [num_blocks, block_size], with fp8 pools
 
     def __init__(self, owner: PagedOwner, index: int, config: Any) -> None:
         super().__init__(owner, index, config)
@@ -53,8 +54,10 @@ class SparseLatentLayer(LatentLayer):
 
     def keys_and_values(self, pools: LayerIndexedLatentCache) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """The pool of latents, twice."""
-        self.index_pool = pools.index_cache
-        torch._dynamo.mark_static_address(self.index_pool, guard=False)
+        self.index_pool, self.index_scale = pools.index_cache, pools.index_scale
+        for pool in pools[1:]:
+            if pool is not None:
+                torch._dynamo.mark_static_address(pool, guard=False)
         return pools.kv_cache, pools.kv_cache
 
     def store(self, key_states: Tensor, value_states: Tensor, slots: Tensor, are_query_tokens: bool) -> None:
@@ -79,7 +82,7 @@ class SparseLatentLayer(LatentLayer):
         step, ops = self.owner.metadata_of(self, batch, query_len), self.owner.backend.ops
         slots, self._slots = self._slots, None
         assert slots is not None
-        ops.write_index_keys(k.flatten(0, 1), self.index_pool, slots)
+        ops.write_index_keys(k.flatten(0, 1), self.index_pool, slots, self.index_scale)
         columns = step.block_table.shape[1] * self.index_pool.shape[1]
         logits = weights.new_empty(batch * query_len, columns)
         ops.index_logits(
@@ -91,6 +94,7 @@ class SparseLatentLayer(LatentLayer):
             step.query_start_loc,
             logits,
             max_query_len=step.max_query_len,
+            k_scale=self.index_scale,
         )
         indices = logits.new_empty(batch * query_len, min(top_k, columns), dtype=torch.int32)
         ops.top_k_indices(logits, indices)

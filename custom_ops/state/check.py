@@ -114,7 +114,7 @@ def check_linear_attention(call: LinearAttentionCall) -> None:
     check_dtype("out", out, v.dtype, exact)
     check_dtype("state", state, v.dtype, exact)
     check_dtype("g", g, exact)
-    check_dims("g", g, num_tokens, num_heads)
+    check_dims("g", g, num_tokens, num_heads, *(q.shape[2:] if g.dim() == 3 else ()))
     if beta is not None:
         check_dims("beta", beta, num_tokens, num_heads)
         check_dtype("beta", beta, v.dtype, exact)

@@ -14,8 +14,9 @@ from torch import Tensor
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall, Rows
 from torchpaged.custom_ops.state.check import check_linear_attention
 
-#: Tokens of a row up to which the reference takes it, and of a chunk.
-SHORT, CHUNK = 8, 64
+#: Tokens of a row up to which the reference takes it, of a chunk, and of one where every row of the state has
+#: a decay: a pair of its tokens has as many then.
+SHORT, CHUNK, CHUNK_BY_KEY = 8, 64, 16
 
 
 def linear_attention(call: LinearAttentionCall) -> None:
@@ -71,11 +72,13 @@ def _row(call: LinearAttentionCall, tokens: slice, slot: int, begins: bool) -> N
     if call.normalize:
         q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
     q, k = (x.repeat_interleave(num_heads // x.shape[0], 0) for x in (q * call.scale, k))
-    g = call.g[tokens].double().T  # sums of a chunk's decays are subtracted from each other
+    # [heads, tokens, 1 or key_dim]; sums of a chunk's decays are subtracted from each other
+    g = call.g[tokens].double().view(v.shape[1], num_heads, -1).transpose(0, 1)
     beta = None if call.beta is None else call.beta[tokens].to(exact).T[..., None]
     state = torch.zeros_like(call.state[slot], dtype=exact) if begins else call.state[slot].to(exact)
-    for begin in range(0, v.shape[1], CHUNK):
-        part = slice(begin, begin + CHUNK)
+    size = CHUNK if call.g.dim() == 2 else CHUNK_BY_KEY
+    for begin in range(0, v.shape[1], size):
+        part = slice(begin, begin + size)
         gates = g[:, part], None if beta is None else beta[:, part]
         out, state = _chunk(state, q[:, part], k[:, part], v[:, part], *gates, call.delta_rule)
         call.out[tokens][part] = out.transpose(0, 1).to(call.out.dtype)
@@ -85,16 +88,24 @@ def _row(call: LinearAttentionCall, tokens: slice, slot: int, begins: bool) -> N
 def _chunk(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, delta_rule: bool
 ) -> tuple[Tensor, Tensor]:
-    """``out [heads, tokens, value_dim]`` of a chunk, and the state behind it. ``g``: float64."""
+    """``out [heads, tokens, value_dim]`` of a chunk, and the state behind it. ``g [heads, tokens, 1 or
+    key_dim]``: float64."""
     total = g.cumsum(1)
-    decay = (total[:, :, None] - total[:, None]).tril().exp().tril().to(v.dtype)  # from column to row
-    since = total.exp().to(v.dtype)[..., None]
-    u = v - since * (k @ state) if delta_rule else v
+    since = total.exp().to(v.dtype)
+    u = v - (since * k) @ state if delta_rule else v
     u = u if beta is None else u * beta
     if delta_rule:
-        system = decay * (k @ k.mT)
+        system = _products(k, k, total)
         system = system if beta is None else system * beta
         u = torch.linalg.solve_triangular(system, u, upper=False, unitriangular=True)
-    out = since * (q @ state) + (decay * (q @ k.mT)) @ u
-    left = (total[:, -1:] - total).exp().to(v.dtype)[..., None]
-    return out, since[:, -1:] * state + (k * left).mT @ u
+    out = (since * q) @ state + _products(q, k, total) @ u
+    left = (total[:, -1:] - total).exp().to(v.dtype)
+    return out, since[:, -1, :, None] * state + (k * left).mT @ u
+
+
+def _products(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
+    """``[heads, tokens, tokens]``: of each token's ``x`` and the keys up to its own, with what the decays
+    between the two leave of a key."""
+    apart = (total[:, :, None] - total[:, None]).movedim(-1, 1).tril()
+    decay = apart.exp().tril().to(x.dtype)  # [heads, 1 or key_dim, tokens, tokens]
+    return decay[:, 0] * (x @ k.mT) if total.shape[2] == 1 else torch.einsum("htd,hsd,hdts->hts", x, k, decay)

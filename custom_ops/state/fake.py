@@ -55,7 +55,7 @@ def _causal_conv(call: ConvCall) -> None:
 def _linear_attention(call: LinearAttentionCall) -> None:
     _expect_dims(3, q=call.q, k=call.k, v=call.v, out=call.out)
     _expect_dims(4, state=call.state)
-    _expect_dims(2, g=call.g)
+    torch._check(call.g.dim() in (2, 3), lambda: f"g: expected 2 or 3 dimensions, got {call.g.dim()}")
     _expect_batch(call)
     torch._check(
         call.state.shape[1:] == (call.v.shape[1], call.q.shape[2], call.v.shape[2]),

@@ -1,8 +1,9 @@
 """The specification of the state ops in plain torch: token by token, all rows at once; nothing is read on the
 host. In float32, or in float64 over tensors of it.
 
-Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464), equation 10, and Dao, Gu,
-"Transformers are SSMs" (arXiv:2405.21060), section 3.
+Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464), equation 10; Dao, Gu,
+"Transformers are SSMs" (arXiv:2405.21060), section 3; with a decay per row of the state, Kimi Team, "Kimi
+Linear" (arXiv:2510.26692), equation 1.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def linear_attention(call: LinearAttentionCall) -> None:
         token = (rows.starts + i).clamp_max(num_tokens - 1)
         q, k = (_heads(x[token].to(exact), num_heads, call.normalize) for x in (call.q, call.k))
         u = call.v[token].to(exact)
-        new = state * call.g[token].exp()[..., None, None]
+        decay = call.g[token].exp()
+        new = state * (decay[..., None, None] if decay.dim() == 2 else decay[..., None])
         if call.delta_rule:
             u = u - (new * k[..., None]).sum(-2)
         if call.beta is not None:

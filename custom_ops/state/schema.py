@@ -20,9 +20,10 @@ SCHEMAS = {
     # Per head, over a matrix S [key_dim, value_dim]: S = exp(g) S; u = beta (v - S^T k) with delta_rule and
     # beta v without; S = S + k u^T; out = scale S^T q. q, k [T, num_key_heads, key_dim], each of
     # num_heads / num_key_heads value heads that stand together; v, out [T, num_heads, value_dim], out in
-    # float32 or v's dtype; g [T, num_heads] float32, the logarithm of the decay; beta [T, num_heads], 1 if
-    # None; state [num_slots, num_heads, key_dim, value_dim], rounded to its dtype at the end of a call
-    # alone; normalize: q and k are divided by their norms first, x / sqrt(sum(x x) + 1e-6).
+    # float32 or v's dtype; g float32, the logarithm of the decay, [T, num_heads], or [T, num_heads, key_dim]
+    # with one for each row of S; beta [T, num_heads], 1 if None; state [num_slots, num_heads, key_dim,
+    # value_dim], rounded to its dtype at the end of a call alone; normalize: q and k are divided by their
+    # norms first, x / sqrt(sum(x x) + 1e-6).
     "linear_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor g, Tensor(a!) state, {_BATCH},
         Tensor(b!) out, Tensor? beta=None, *, SymInt max_query_len, float scale, bool delta_rule=False,
         bool normalize=False) -> ()""",

@@ -20,6 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "delta": {"key_dim": 128, "value_dim": 128},
     "ssd": {"delta": False, "key_heads": 1, "key_dim": 128, "value_dim": 64},
     "decay": {"delta": False, "beta": False, "key_heads": 4, "key_dim": 64, "value_dim": 80},
+    "kda": {"by_key": True, "key_heads": 4, "key_dim": 128, "value_dim": 128},
 }
 #: One model of each kind of layer.
 MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h")

@@ -67,6 +67,7 @@ def recurrent_kernel(
     v_token,
     v_head,
     g_token,
+    g_head,
     beta_token,
     state_slot,
     state_head,
@@ -79,11 +80,13 @@ def recurrent_kernel(
     KEY_PAD: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     TILE_VALUE: tl.constexpr,
+    BY_KEY: tl.constexpr,
     DELTA: tl.constexpr,
     NORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; GROUP: heads per key head."""
+    """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; GROUP: heads per key head;
+    BY_KEY: a decay per row of the state."""
     VALUE_TILES: tl.constexpr = (VALUE_DIM + TILE_VALUE - 1) // TILE_VALUE
     pid = tl.program_id(0)
     head = pid // VALUE_TILES % NUM_HEADS
@@ -108,7 +111,11 @@ def recurrent_kernel(
         q = load_key(q_place, of_key, NORMALIZE, EPS) * scale
         k = load_key(k_place, of_key, NORMALIZE, EPS)
         u = tl.load(v_ptr + token * v_token + head * v_head + d, mask=of_value, other=0.0).to(tl.float32)
-        state *= tl.exp(tl.load(g_ptr + token * g_token + head))
+        if BY_KEY:
+            g = tl.load(g_ptr + token * g_token + head * g_head + n, mask=of_key, other=0.0)
+            state *= tl.exp(g)[:, None]
+        else:
+            state *= tl.exp(tl.load(g_ptr + token * g_token + head * g_head))
         if DELTA:
             u -= tl.sum(state * k[:, None], axis=0)
         if beta_ptr is not None:
@@ -157,7 +164,7 @@ def linear_attention(call: LinearAttentionCall) -> None:
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        g.stride(0),
+        *g.stride()[:2],
         0 if beta is None else beta.stride(0),
         *state.stride()[:3],
         *out.stride()[:2],
@@ -167,6 +174,7 @@ def linear_attention(call: LinearAttentionCall) -> None:
         KEY_PAD=next_power_of_2(key_dim),
         VALUE_DIM=value_dim,
         TILE_VALUE=tile.value,
+        BY_KEY=g.dim() == 3,
         DELTA=call.delta_rule,
         NORMALIZE=call.normalize,
         EPS=NORM_EPS,

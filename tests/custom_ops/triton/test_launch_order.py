@@ -283,13 +283,13 @@ def convolved() -> Case:
 
 def attended_linearly() -> Case:
     q, k, v, out = floats(4, 2, 64), floats(4, 2, 64), floats(4, 6, 32), floats(4, 6, 32)
-    g, beta, state = floats(4, 6, dtype=torch.float32), floats(4, 6), floats(9, 6, 64, 32)
+    g, beta, state = floats(4, 6, 64, dtype=torch.float32), floats(4, 6), floats(9, 6, 64, 32)
     batch, expected = state_batch()
     tensors = {"q": q, "k": k, "v": v, "g": g, "state": state, "out": out, "beta": beta}
     expected |= {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-    for name in ("q", "k", "v", "out"):
+    for name in ("q", "k", "v", "g", "out"):
         expected |= strides(tensors[name], f"{name}_token", f"{name}_head")
-    expected |= {"num_tokens": 4, "scale": 0.25, "g_token": g.stride(0), "beta_token": beta.stride(0)}
+    expected |= {"num_tokens": 4, "scale": 0.25, "beta_token": beta.stride(0)}
     expected |= strides(state, "state_slot", "state_head", "state_row")
     call = LinearAttentionCall(q, k, v, g, state, *batch, out, beta, scale=0.25)
     return lambda: linear_attention(call), [("recurrent_kernel", expected)]

@@ -21,6 +21,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "delta": {},
     "ssd": {"delta": False, "key_heads": 1},
     "decay": {"delta": False, "beta": False, "key_heads": 4},
+    "kda": {"by_key": True, "key_heads": 4},
+    "by_key": {"by_key": True, "delta": False},
 }
 
 

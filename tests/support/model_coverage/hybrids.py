@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from model_coverage.architectures import config_of, with_random_weights
 from torchpaged.hf.packed_state import PackedState
 
-#: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions.
+#: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions, Kimi delta
+#: attention with latents.
 HYBRIDS = (
     "qwen3_next",
     "qwen3_5_text",
@@ -21,6 +23,8 @@ HYBRIDS = (
     "nemotron_h",
     "lfm2",
     "lfm2_moe",
+    "kimi_linear",
+    *({"bailing_hybrid"} & {*CONFIG_MAPPING}),  # not in transformers 5.17
 )
 #: Changes of configs by which the op does not take a mixer's convolution: too wide, another activation.
 UNSERVED = {"lfm2": {"conv_L_cache": 9}, "bamba": {"hidden_act": "gelu"}}

@@ -104,6 +104,7 @@ def make_linear_inputs(
     value_dim: int = 24,
     delta: bool = True,
     beta: bool = True,
+    by_key: bool = False,
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
     out_dtype: torch.dtype | None = None,
@@ -123,7 +124,7 @@ def make_linear_inputs(
         "q": q.unflatten(-1, (key_heads, key_dim)),
         "k": k.unflatten(-1, (key_heads, key_dim)),
         "v": v.unflatten(-1, (heads, value_dim)),
-        "g": -torch.rand(num_tokens, heads, dtype=wide) * 2,
+        "g": -torch.rand(num_tokens, heads, *((key_dim,) if by_key else ()), dtype=wide) * 2,
         "state": _poisoned(pool, batch, given["state_slots"]),
         **{name: given[name] for name in ("state_slots", "seq_lens", "query_start_loc")},
         "out": torch.full((num_tokens, heads, value_dim), NAN, dtype=out_dtype or dtype),
@@ -163,7 +164,7 @@ def exact_conv(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def exact_linear(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The oracle: ``out`` and ``state`` in float64, a request and a head at a time."""
     q, k, v, g, state = (inputs[name].double() for name in ("q", "k", "v", "g", "state"))
-    beta = torch.ones_like(g) if inputs["beta"] is None else inputs["beta"].double()
+    beta = torch.ones(g.shape[:2]) if inputs["beta"] is None else inputs["beta"].double()
     if inputs["normalize"]:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     out, group = torch.zeros_like(v), v.shape[1] // q.shape[1]
@@ -172,7 +173,7 @@ def exact_linear(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
             matrix = torch.zeros_like(state[slot, h]) if begins else state[slot, h].clone()
             for t in tokens:
                 key = k[t, h // group]
-                matrix *= g[t, h].exp()
+                matrix *= g[t, h].exp().view(-1, 1)
                 seen = key @ matrix if inputs["delta_rule"] else 0.0
                 matrix += torch.outer(key, beta[t, h] * (v[t, h] - seen))
                 out[t, h] = inputs["scale"] * (q[t, h // group] @ matrix)

@@ -16,6 +16,7 @@ from torchpaged.hf.models import (  # noqa: F401
     gemma,
     gptj,
     indexed,
+    kimi_delta,
     latent,
     m2m_100,
     mamba2,

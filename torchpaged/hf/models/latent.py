@@ -211,11 +211,9 @@ register_family(
     Family(
         (
             "axk1",
-            "bailing_hybrid",
             "deepseek_v2",
             "deepseek_v3",
             "glm4_moe_lite",
-            "kimi_linear",
             "longcat_flash",
             "minicpm3",
             "youtu",

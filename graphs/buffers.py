@@ -117,17 +117,21 @@ class StepBuffers:
         return sum(num_bytes for _, num_bytes, _ in self._layout(bucket))
 
     def _staged(
-        self, numbers: Mapping[str, Sequence[int]], block_tables: Sequence[Sequence[int]], bucket: int
+        self,
+        numbers: Mapping[str, Sequence[int]],
+        block_tables: Sequence[Sequence[int]],
+        bucket: int,
+        first_row: int = 0,
     ) -> Tensor:
-        """A step's fields, padded, as bytes on the host: built from lists, since a tensor operation each
-        would cost the host several times as much. Pinned memory is fresh for each step: torch's allocator
-        keeps it until the copy is done, so that nothing is overwritten early."""
+        """A step's fields, padded, as bytes on the host, with blocks from ``first_row`` on: built from lists,
+        since a tensor operation each would cost the host several times as much. Pinned memory is fresh for
+        each step: torch's allocator keeps it until the copy is done, so that nothing is overwritten early."""
         packed = bytearray()
         for name, num_bytes, _ in self._layout(bucket):
             if name == "block_table":
                 table = bytearray(num_bytes)  # of null blocks
                 rows = memoryview(table).cast("i")
-                for row, blocks in enumerate(block_tables):
+                for row, blocks in enumerate(block_tables, first_row):
                     first = row * self.max_blocks_per_req
                     rows[first : first + len(blocks)] = array("i", blocks)
                 packed += table

@@ -23,7 +23,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.buffers import StepBuffers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.checks import integers
-from torchpaged.metadata.fields import TREE_FIELDS, BatchSizes
+from torchpaged.metadata.fields import FIELDS, TREE_FIELDS, BatchSizes
 from torchpaged.metadata.host import host_numbers
 from torchpaged.metadata.tree import MAX_TREE_TOKENS, known_trees
 
@@ -41,7 +41,8 @@ Trees = Sequence[Sequence[int] | None]
 
 
 class PackedBatch(NamedTuple):
-    """A packed step on the host, as `PackedGraphRunner.run` takes it."""
+    """A packed step on the host, as `PackedGraphRunner.run` takes it; ``filled`` requests of a token each,
+    which are not in the lists, stand in front of those that are."""
 
     input_ids: Sequence[int]
     query_lens: Sequence[int]
@@ -49,6 +50,7 @@ class PackedBatch(NamedTuple):
     block_tables: Sequence[Sequence[int]]
     logits_indices: Sequence[int]
     tree_parents: Trees | None = None
+    filled: int = 0
 
 
 class PackedBuffers(StepBuffers):
@@ -143,28 +145,32 @@ class PackedBuffers(StepBuffers):
 
     def put(self, batch: PackedBatch, padded_to: int) -> None:
         """`load` of a batch that was checked."""
-        input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents = batch
-        trees = (tree_parents or [None] * len(query_lens)) if self.trees else None
-        numbers = host_numbers(query_lens, seq_lens, block_tables, self.block_size, trees)
-        numbers |= {"input_ids": list(input_ids), "logits_indices": list(logits_indices)}
-        staged = self._staged(numbers, block_tables, padded_to)
+        trees = (batch.tree_parents or [None] * len(batch.query_lens)) if self.trees else None
+        numbers = host_numbers(batch.query_lens, batch.seq_lens, batch.block_tables, self.block_size, trees)
+        numbers["input_ids"] = list(batch.input_ids)
+        if batch.filled:
+            numbers = _behind(batch.filled, numbers)
+        numbers["logits_indices"] = list(batch.logits_indices)
+        staged = self._staged(numbers, batch.block_tables, padded_to, batch.filled)
         self._bytes[: len(staged)].copy_(staged, non_blocking=True)
 
     def check(self, batch: PackedBatch, padded_to: int) -> None:
         """Refuse what could not be `put` into the tensors; raises `ArgumentError`."""
-        input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents = batch
+        input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents, filled = batch
         lists = {"input_ids": input_ids, "query_lens": query_lens, "seq_lens": seq_lens}
         for name, numbers in {**lists, "logits_indices": logits_indices}.items():
             integers(name, numbers)
         if padded_to not in self.buckets:
             raise ArgumentError("padded_to", f"one of the buckets {self.buckets}", str(padded_to))
-        self._check_lens(query_lens, seq_lens)
-        tokens = len(input_ids)
-        if sum(query_lens) != tokens or tokens > padded_to:
+        if filled and self.trees:
+            raise ArgumentError("filled", "0 where tokens may be trees", str(filled), "list all requests")
+        self._check_lens(query_lens, seq_lens, filled)
+        tokens = filled + len(input_ids)
+        if sum(query_lens) + filled != tokens or tokens > padded_to:
             raise ArgumentError(
                 "input_ids",
-                f"as many tokens as query_lens says ({sum(query_lens)}), at most {padded_to}",
-                str(tokens),
+                f"as many tokens as query_lens says ({sum(query_lens)}), at most {padded_to - filled}",
+                str(len(input_ids)),
             )
         if len(logits_indices) > self.max_num_reqs or any(not 0 <= i < tokens for i in logits_indices):
             raise ArgumentError(
@@ -180,11 +186,11 @@ class PackedBuffers(StepBuffers):
             known_trees(tree_parents, query_lens, seq_lens)
         self._check_blocks(query_lens, seq_lens, block_tables)
 
-    def _check_lens(self, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
-        if not 0 < len(query_lens) <= self.max_num_reqs:
+    def _check_lens(self, query_lens: Sequence[int], seq_lens: Sequence[int], filled: int) -> None:
+        if not 0 < len(query_lens) <= self.max_num_reqs - filled:
             raise ArgumentError(
                 "query_lens",
-                f"1 to {self.max_num_reqs} requests",
+                f"1 to {self.max_num_reqs - filled} requests",
                 str(len(query_lens)),
                 "run the step without a graph",
             )
@@ -200,3 +206,10 @@ class PackedBuffers(StepBuffers):
             raise ArgumentError(
                 "query_lens", f"at most {self.max_query_len} tokens per request", str(max(query_lens))
             )
+
+
+def _behind(filled: int, numbers: dict[str, list[int]]) -> dict[str, list[int]]:
+    """A batch's numbers behind those of ``filled`` requests of one token each, which are padding so far."""
+    made = {name: [FIELDS[name].padding or 0] * filled + found for name, found in numbers.items()}
+    made["query_start_loc"] = [*range(filled), *(filled + start for start in numbers["query_start_loc"])]
+    return made

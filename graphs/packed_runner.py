@@ -22,6 +22,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.bucketed import BucketedGraphs, CaptureOptions
 from torchpaged.graphs.buckets import bucket_for, check_buckets
 from torchpaged.graphs.packed_buffers import PackedBatch, PackedBuffers, Trees
@@ -102,6 +103,7 @@ class PackedGraphRunner(BucketedGraphs):
         logits_indices: Sequence[int],
         tree_parents: Trees | None = None,
         fill: Fill | None = None,
+        filled: int = 0,
     ) -> Tensor:
         """One step; its bucket is captured first if it is not.
 
@@ -115,6 +117,10 @@ class PackedGraphRunner(BucketedGraphs):
                 before it; as `AttentionMetadata.from_lists` takes them.
             fill: called as ``fill(input_ids, metadata)`` with the bucket's tensors once the step is in them,
                 right in front of the replay: puts over it what the device alone knows. Query lengths stay.
+            filled: requests of one token each in front of the listed ones, which ``fill`` writes whole:
+                tokens, positions, slots, lengths and blocks; the lists say nothing of them, but
+                ``logits_indices`` counts their tokens. A batch of hundreds of decodes costs the host
+                nothing then.
 
         Returns:
             ``[len(logits_indices), ...]``: a slice of the graph's own memory, valid until the next replay of
@@ -127,9 +133,14 @@ class PackedGraphRunner(BucketedGraphs):
             SemaphoreError: the session's semaphore is not zero behind the step (debug mode): its result
                 is wrong.
         """
-        num_tokens = count("input_ids", input_ids)
+        if filled and (fill is None or self._plans_replays):
+            expected = "0: fill is None" if fill is None else "0 with a session that plans by lengths"
+            raise ArgumentError("filled", expected, str(filled), "list all requests")
+        num_tokens = count("input_ids", input_ids) + filled
         bucket = bucket_for(self.buckets, num_tokens)
-        batch = PackedBatch(input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents)
+        batch = PackedBatch(
+            input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents, filled
+        )
         self.buffers.check(batch, bucket)
         self.capture_for(num_tokens)
         with torch.inference_mode():

@@ -115,6 +115,40 @@ def test_replays_equal_steps_without_buffers(capture: Any) -> None:
     assert toy.calls == calls + (len(batches) if capture is EagerCapture else 0)
 
 
+@pytest.mark.parametrize("capture", [EagerCapture, TapeCapture])
+def test_requests_that_the_device_writes(capture: Any) -> None:
+    """Decodes in front of the listed requests: what `fill` writes is all that is known of them."""
+    decodes, rest = [(1, 12), (1, 40)], [(6, 9), (3, 3)]
+    whole = batch_of([*decodes, *rest])
+    expected, caches = oracle(whole)
+    toy = Toy()
+    r = runner(toy, capture())
+    r.run(**batch_of(BATCHES["full"]))  # what lies there before
+    for pool, old in zip(toy.cache[0][:2], Toy().cache[0][:2], strict=True):
+        pool.copy_(old)
+    metadata = AttentionMetadata.from_lists(
+        [1, 1], [12, 40], whole["block_tables"][:2], block_size=BLOCK, max_blocks_per_req=COLUMNS
+    )
+    known = {"input_ids": torch.tensor(whole["input_ids"][:2])} | metadata.tensors()
+
+    def fill(input_ids: Tensor, batch: AttentionMetadata) -> None:
+        tensors = {"input_ids": input_ids} | batch.tensors()
+        assert batch.query_start_loc.tolist() == [0, 1, 2, 8, 11]
+        for name in ("input_ids", "positions", "slot_mapping", "seq_lens", "block_table"):
+            tensors[name][:2].copy_(known[name])
+
+    lists = {name: numbers[2:] for name, numbers in whole.items() if name != "logits_indices"}
+    out = r.run(**lists, logits_indices=whole["logits_indices"], fill=fill, filled=2)
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, toy.cache[0][:2], caches[0][:2]))
+    for options, words in (
+        ({"filled": 2}, "fill is None"),
+        ({"filled": 3, "fill": fill}, "1 to 1 requests"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            r.run(**lists, logits_indices=whole["logits_indices"], **options)
+
+
 def test_a_capture_writes_nothing_and_comes_with_the_first_step() -> None:
     toy = Toy()
     before = [pool.clone() for pool in toy.cache[0][:2]]

@@ -71,27 +71,39 @@ class PackedSteps:
             Logits ``[n, vocab_size]`` of ``decodes``, and behind them of the sequences that are complete with
             their chunk. Valid until the next step: they may be a graph's memory.
         """
-        ids, seq_lens, tables = self._newest(decodes)
-        query_lens, ends = [1] * len(ids), list(range(len(ids)))
-        for s, count in chunks:
-            ids += s.tokens[s.num_computed : s.num_computed + count]
-            query_lens.append(count)
-            seq_lens.append(s.num_computed + count)
-            tables.append(s.blocks)
-            if count == s.remaining:
-                ends.append(len(ids) - 1)
+        num_tokens = len(decodes) + sum(count for _, count in chunks)
+        said = {"batch": len(decodes) + len(chunks), "tokens": num_tokens}
+        said |= {"decodes": len(decodes)} if decodes else {}
         fill = None if self._rows is None or not decodes else partial(self._fill, decodes, self._rows)
-        said = {"batch": len(tables), "tokens": len(ids)} | ({"decodes": len(decodes)} if decodes else {})
-        bucket = None if self._graphs is None else self._graphs.bucket_for(len(tables), len(ids))
+        bucket = None if self._graphs is None else self._graphs.bucket_for(said["batch"], num_tokens)
         if self._graphs is not None and bucket is not None:
+            filled = len(decodes) if fill is not None else 0
+            batch = self._lists(chunks, [] if filled else decodes, filled)
             with profile_range("prefill", **said, padded=bucket):
-                return self._graphs.run(ids, query_lens, seq_lens, tables, ends, fill=fill)
+                return self._graphs.run(*batch, fill=fill, filled=filled)
+        ids, query_lens, seq_lens, tables, ends = self._lists(chunks, decodes)
         with profile_range("prefill", **said):
             width = None if self._rows is None or fill is None else self._rows.max_blocks_per_req
             input_ids, metadata = self._longs(ids), self._metadata(query_lens, seq_lens, tables, width)
             if fill is not None:
                 fill(input_ids, metadata)
             return self._model(input_ids, metadata, self._longs(ends))
+
+    def _lists(
+        self, chunks: list[tuple[Sequence, int]], decodes: Seq[Sequence], filled: int = 0
+    ) -> tuple[list[int], list[int], list[int], list[list[int]], list[int]]:
+        """Tokens, query lengths, lengths and blocks of a batch, and which tokens' logits are wanted;
+        ``filled`` further decodes stand in front of it."""
+        ids, seq_lens, tables = self._newest(decodes)
+        query_lens, ends = [1] * len(ids), list(range(filled + len(ids)))
+        for s, count in chunks:
+            ids += s.tokens[s.num_computed : s.num_computed + count]
+            query_lens.append(count)
+            seq_lens.append(s.num_computed + count)
+            tables.append(s.blocks)
+            if count == s.remaining:
+                ends.append(filled + len(ids) - 1)
+        return ids, query_lens, seq_lens, tables, ends
 
     def _newest(self, decodes: Seq[Sequence]) -> tuple[list[int], list[int], list[list[int]]]:
         """Newest token, length and blocks of each as the host knows them. What the rows know is put over it

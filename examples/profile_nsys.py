@@ -58,7 +58,11 @@ def main() -> None:
     runner = generator.runner
     assert runner is not None
     rows = runner.buckets[-1]
-    report = kernels_per_layer(lambda: runner.launch_eager(rows), model, lambda: runner.replay(rows))
+    try:
+        report = kernels_per_layer(lambda: runner.launch_eager(rows), model, lambda: runner.replay(rows))
+    except profiling.ProfilingUnavailableError as error:  # under nsys, on a GPU
+        print(f"no kernels per layer: {error}")
+        return
     for group in layer_groups(report):
         each = " each" if group.indices else ""
         print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -401,3 +402,17 @@ def test_a_model_through_the_runner() -> None:
         "aten::slice",
     }
     assert [group.name for group in layer_groups(replayed) if group.indices] == ["model.layers.0-2"]
+
+
+def test_a_gpu_without_recorded_kernels_is_not_told_by_ops() -> None:
+    """torch.profiler under Nsight Systems: a report of one op and none missing would look like an answer."""
+
+    class OnGpu(nn.Linear):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([SimpleNamespace(is_cuda=True)])
+
+    model = OnGpu(4, 4)
+    with pytest.raises(profiling.ProfilingUnavailableError, match="process without it"):
+        kernels_per_layer(lambda: model(torch.zeros(1, 4)), model)
+    with pytest.raises(profiling.ProfilingUnavailableError, match="process without it"):
+        kernels_of_generation(profiled(lambda: model(torch.zeros(1, 4))), model)

@@ -12,6 +12,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.profiling.kernel_report.match import match_kernels
 from torchpaged.profiling.kernel_report.report import COMPILED, Between, KernelReport, Place, Rows, Runs
 from torchpaged.profiling.kernel_report.trace import Activity, Trace, module_ranges, profiled
+from torchpaged.profiling.ranges import ProfilingUnavailableError
 
 #: The eager run's activities for a graph launch, given the ranges around that launch.
 Reference = Callable[[tuple[str, ...]], Sequence[Activity]]
@@ -35,6 +36,8 @@ def kernels_per_layer(
 
     Raises:
         ArgumentError: ``step`` ran nothing that the profiler saw.
+        ProfilingUnavailableError: the model is on a GPU and no kernel of it was recorded, as under Nsight
+            Systems.
     """
     eager = _run(step, model, warmup_iters)
     if replay is None:
@@ -61,7 +64,11 @@ def kernels_of_generation(
         launch_eager: runs a decode step of so many rows without a graph, to match the replays of that
             bucket with.
         prefill_eager: the same for prefills of so many tokens.
+
+    Raises:
+        ProfilingUnavailableError: as `kernels_per_layer`.
     """
+    _check_recorded(trace, model)
     launches = {"replay": launch_eager, "prefill": prefill_eager}
     eager: dict[tuple[str, int], Sequence[Activity]] = {}
 
@@ -100,7 +107,17 @@ def _run(step: Callable[[], Any], model: nn.Module, warmup_iters: int) -> Trace:
         trace = profiled(step)
     if not trace.activities:
         raise ArgumentError("step", "a call that runs kernels", "none seen by the profiler")
+    _check_recorded(trace, model)
     return trace
+
+
+def _check_recorded(trace: Trace, model: nn.Module) -> None:
+    """Refuse to tell of a GPU's model by ops of the host."""
+    if not trace.on_device and any(parameter.is_cuda for parameter in model.parameters()):
+        raise ProfilingUnavailableError(
+            "torch.profiler recorded no kernel of a model on a GPU; another profiler, such as Nsight Systems, "
+            "takes its records: run the report in a process without it"
+        )
 
 
 def _report(

@@ -9,7 +9,8 @@ state.py         one state per request, `StateLayerSpec`: gated delta nets, Mamb
 kv_cache.py      the pools of a model, of layers of any kind
 block_pool.py    free blocks and holders, host data only
 requests.py      requests that grow, and the metadata of their steps
-host_blocks.py   `HostBlocks`: blocks in host memory, and the copies there and back
+host_blocks.py   `HostBlocks`: blocks in host memory, and the copies there and back (swap)
+host_tier.py     `HostTier`: where a `PrefixCache` has copies of the blocks that the pool gave up
 row_blocks.py    the blocks of a batch's rows, and what they share
 prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike; its counters are
                  `PrefixCacheStats`

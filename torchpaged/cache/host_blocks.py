@@ -142,6 +142,12 @@ class HostBlocks(NotCopied):
                 held = self._pieces[piece][first : first + count, place : place + pool.shape[1]]
                 held.copy_(pool.index_select(0, index))
 
+    def wait_for_arrivals(self) -> None:
+        """What `swap_out` copies from now on comes after all that `swap_in` has begun: for a slot that is
+        filled anew while it is read."""
+        if self._copies is not None:
+            self._copies.order()
+
     def swap_in(self, slots: Sequence[int], blocks: Sequence[int]) -> Arrival:
         """Copy blocks back from the host, into others or the same, behind all that is launched by now on the
         current stream. Steps read them, and the caller gives them away, after `Arrival.wait`, or when
@@ -230,6 +236,10 @@ class _GPUCopies:
             with torch.cuda.stream(self._out.stream):
                 held[first : first + len(ids)].copy_(buffer, non_blocking=True)
                 free.record()
+
+    def order(self) -> None:
+        """Copies to the host come after those back that were begun."""
+        self._out.stream.wait_stream(self._in.stream)
 
     def begin_in(self) -> None:
         """What is launched by now may still use the blocks to come, or fill the slots."""

@@ -27,6 +27,8 @@ from typing import NamedTuple
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
 from torchpaged.cache.eviction import EvictionPolicy, Pin, check_policy
+from torchpaged.cache.host_blocks import Arrival
+from torchpaged.cache.host_tier import HostTier
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 
@@ -48,6 +50,7 @@ class PrefixCacheStats:
             they fill no block, or are the block with a text's last token, which is always computed; what
             `PrefixCache.clear` was told; and the two reasons of `torchpaged.cache.checkpoints`.
         evicted_blocks: blocks given up for other tokens.
+        host_tokens: brought back from the host, for requests that were put back as well.
         checkpoints, evicted_checkpoints: kept so far, and given up for others.
     """
 
@@ -55,6 +58,7 @@ class PrefixCacheStats:
     hit_tokens: int = 0
     missed_tokens: dict[str, int] = field(default_factory=dict)
     evicted_blocks: int = 0
+    host_tokens: int = 0
     checkpoints: int = 0
     evicted_checkpoints: int = 0
 
@@ -95,6 +99,7 @@ class PrefixCache(NotCopied):
             share.
         eviction: which of the blocks that nobody holds is given up first; None: the one left longest ago
             (`LRU`).
+        host: where copies of blocks go that the pool gives up; None: they are lost.
 
     Attributes:
         stats: counters.
@@ -108,11 +113,18 @@ class PrefixCache(NotCopied):
     BOUND, ADVICE = "it says what the blocks of one pool hold", "make a new one of the copied pool"
 
     def __init__(
-        self, pool: BlockPool, block_size: int, *, keep: bool = True, eviction: EvictionPolicy | None = None
+        self,
+        pool: BlockPool,
+        block_size: int,
+        *,
+        keep: bool = True,
+        eviction: EvictionPolicy | None = None,
+        host: HostTier | None = None,
     ) -> None:
         check_sizes(block_size=block_size)
         check_policy(eviction)
         pool.watch(self._given_up, keep, eviction)
+        self.host, self._not_saved = host, set[int]()  # of the latter: blocks that go to no host
         self.pool, self.block_size, self.keeps = pool, block_size, keep
         self.stats = PrefixCacheStats()
         self._table: dict[Hashable, int] = {}  # blocks by key
@@ -192,6 +204,8 @@ class PrefixCache(NotCopied):
             self._note(key, None, reason)
         self._table, self._promised = {}, {}
         self._keys = [None] * len(self._keys)
+        if self.host is not None:
+            self.host.clear()
         self._version, self._drops, self._epoch = self._version + 1, self._drops + 1, self._epoch + 1
         self.pool.drop_all()
 
@@ -239,6 +253,8 @@ class PrefixCache(NotCopied):
         behind it is found again."""
         if key in self._lost and (name := self._lost[key][0]) is not None:
             return name
+        if self.host is not None and (name := self.host.name(key)) is not None:
+            return name
         self._last_name += 1
         return self._last_name.to_bytes(8, "little")
 
@@ -266,6 +282,15 @@ class PrefixCache(NotCopied):
         if self.keeps:
             self._note(key, self._names[block], EVICTED)
             self.stats.evicted_blocks += 1
+        if self.host is not None and block not in self._not_saved:
+            self.host.save(key, self._names[block], block)
+        self._not_saved.discard(block)
+
+    def save_none(self, blocks: Sequence[int]) -> None:
+        """The host gets no copies of those of these that nobody holds when they are given up, unless a text
+        takes them before."""
+        if self.host is not None:
+            self._not_saved.update(block for block in blocks if block in self.pool._idle)
 
     def _forgotten(self, block: int) -> Hashable:
         """What ``block`` holds is not known any more; its key."""
@@ -284,6 +309,8 @@ class CachedText:
     Attributes:
         has_begun: whether `take` gave blocks.
         resumes: what else is to be copied before it goes on behind these; None: nothing.
+        arrival: of those blocks of `take` that are on their way from the host; None: none is.
+        num_arriving: how many are, the last of them.
     """
 
     def __init__(self, cache: PrefixCache, tokens: Sequence[int], extra: Hashable) -> None:
@@ -300,6 +327,8 @@ class CachedText:
         self._counted, self._count = -1, 0
         self.has_begun = False
         self.resumes: Resumed | None = None
+        self.arrival: Arrival | None = None
+        self.num_arriving = 0
 
     def __len__(self) -> int:
         return len(self._data) // _TOKEN_BYTES
@@ -380,7 +409,8 @@ class CachedText:
 
     def take(self, *, counts: bool = True) -> list[int] | None:
         """The blocks that hold its first tokens, as many as are known, one holder more each; never that of
-        its last token. None: another text has promised the one that would be next; ask again.
+        its last token. None: another text has promised the one that would be next; ask again. Blocks that the
+        host has are allocated, and on their way (`arrival`).
 
         Args:
             counts: whether the statistics hear of it; False: of a request that they have heard of.
@@ -388,7 +418,35 @@ class CachedText:
         cache = self._cache
         if (self._next is not None and self._next in cache._promised) or self._find():
             return None
-        return self._begin(len(self._blocks), counts)
+        blocks = self._begin(len(self._blocks), counts and cache.host is None)
+        if cache.host is not None:
+            cache._not_saved.difference_update(blocks)
+            blocks += self._bring(cache.host)
+            if counts:
+                self._count_tokens(len(self._blocks), "")
+        return blocks
+
+    def _bring(self, host: HostTier) -> list[int]:
+        """Blocks for the copies that the host has of what is behind those that were found; they are on their
+        way."""
+        cache, pool, key, keys = self._cache, self._cache.pool, self._next, list[Hashable]()
+        if key is not None and host.name(key) is not None:
+            host.flush()  # what is found has a slot then
+        while key is not None and key not in cache._table and key not in cache._promised:
+            name = host.name(key)
+            if name is None:
+                break
+            keys.append(key)
+            place = len(self._blocks) + len(keys)
+            key = self._key(place, name) if place < self._most else None
+        count = min(len(keys), pool.num_free - pool.num_pinned)
+        if count <= 0 or not host.is_cheaper(count, cache.block_size):
+            return []
+        own = pool.allocate(count)
+        self.arrival, self.num_arriving = host.load(keys[:count], own), count
+        self._next = keys[count] if count < len(keys) else key
+        cache.stats.host_tokens += count * cache.block_size
+        return own
 
     def _begin(self, count: int, counts: bool, why_fewer: str = "") -> list[int]:
         """Take ``count`` of the blocks that were found; ``why_fewer``: why no more."""
@@ -404,8 +462,9 @@ class CachedText:
     def _count_tokens(self, count: int, why_fewer: str) -> None:
         stats, size = self._cache.stats, self._cache.block_size
         stats.queried_tokens += len(self)
+        count += self.num_arriving
         stats.hit_tokens += count * size
-        found, tail = len(self._blocks) * size, len(self) - self._most * size
+        found, tail = (len(self._blocks) + self.num_arriving) * size, len(self) - self._most * size
         missed = (TAIL, tail), (self._why(), len(self) - tail - found), (why_fewer, found - count * size)
         for reason, tokens in missed:
             if tokens:
@@ -471,6 +530,8 @@ class CachedText:
         for place in range(self._done if self._epoch == cache._epoch else 0):
             key = self._key(place, name)
             block = cache._table.get(key)
+            if cache.host is not None:
+                cache.host.drop(key)
             if block is None:  # another text's, given up: who computes it again would find what is behind
                 again = cache._promised.get(key) or cache._lost.get(key, (None, ""))[0]
                 if again is None:

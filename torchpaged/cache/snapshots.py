@@ -114,6 +114,8 @@ def load_prefixes(
         held.callback(prefixes.pool.free, known)  # else allocating might give them up
         own = prefixes.pool.allocate(len(new))
         held.callback(prefixes.pool.free, own)
+        if prefixes.host is not None:
+            prefixes.host.flush()
         index = torch.tensor(own, dtype=torch.int64, device=cache.device)
         for name, pool in pools.items():
             values = tensors[name][new].to(pool.device).view(len(new), *pool.shape[1:])

@@ -134,6 +134,15 @@ class Generator(Lifecycle, KeptPrefixes):
             for requests that begin alike: where one is, a hit ends (`torchpaged.cache.checkpoints`). Each
             takes as much memory as a request's states (``model.kv_cache.bytes_per_request``). Default:
             ``max_batch_size``, at most 64; none where requests do not share. 0: they share nothing there.
+        host_cache_memory: bytes of host memory, pinned on a GPU, for copies of the blocks that the pool gives
+            up: a request that finds them there waits for their way back instead of computing them, where that
+            is faster by the rates measured so far. Not where layers keep states or rings. None: what the pool
+            gives up is lost.
+        preemption: what happens to keys and values of a request that is put back, since blocks are short.
+            They are there until the pool needs the blocks; then "swap" copies these to the host
+            (``host_cache_memory``), and "recompute" gives them up. "auto": to the host, if there and back is
+            faster than to compute them by the rates measured so far; ``stats.swapped`` counts such requests.
+            Tokens are the same.
         checkpoint_every: tokens of a prompt between two of them, about; a multiple of ``block_size``. Fewer
             than the default, ``prefill_chunk_size`` or ``max_seq_len`` if that is less, cut chunks short.
         cascade: decode steps read blocks that several requests share once, where that pays
@@ -207,7 +216,7 @@ class Generator(Lifecycle, KeptPrefixes):
         )
         self.pool = BlockPool(cache.num_blocks)
         self.prefix_cache: PrefixCache | None = make_prefix_cache(
-            self.pool, options, decided, cache.block_size, self.max_seq_len, rings
+            self.pool, options, decided, cache, self.max_seq_len, rings
         )
         self._stage = LogitsStage.of(options)
         self.loop: DecodeLoop | None = None
@@ -234,6 +243,7 @@ class Generator(Lifecycle, KeptPrefixes):
             max_query_len=None if rings is None or rings.blocks is None else rings.blocks.step,
             budget=None if wait is None else ChunkBudget(wait, options.prefill_chunk_size),
             rings=rings,
+            preemption=options.preemption,
         )
         self._stepper = Stepper(
             self.model,

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from torchpaged.cache import BlockPool, Pin, PrefixCache
+from torchpaged.cache import BlockPool, PagedKVCache, Pin, PrefixCache
 from torchpaged.cache.checkpoints import CheckpointedPrefixCache
+from torchpaged.cache.host_blocks import HostBlocks
+from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.calls import Calls
@@ -27,19 +29,23 @@ def make_prefix_cache(
     pool: BlockPool,
     options: GeneratorOptions,
     decided: Decisions,
-    block_size: int,
+    cache: PagedKVCache,
     max_seq_len: int,
     rings: Any,
 ) -> PrefixCache | None:
-    """By which requests share blocks, or None if they do not; ``rings``: of the model.
+    """By which requests share blocks, those of ``cache``, or None if they do not; ``rings``: of the model.
 
     Raises:
+        ArgumentError: ``host_cache_memory`` holds no block.
         ArgumentError: ``checkpoint_every`` is no multiple of the block size.
     """
     if not decided.shares:
         return None
+    block_size = cache.block_size
     if rings is None:
-        return PrefixCache(pool, block_size, keep=decided.keeps, eviction=options.eviction)
+        memory = options.host_cache_memory
+        host = None if memory is None else HostTier(HostBlocks(cache, memory))
+        return PrefixCache(pool, block_size, keep=decided.keeps, eviction=options.eviction, host=host)
     every = options.checkpoint_every
     if every is None:
         every = max(min(options.prefill_chunk_size, max_seq_len) // block_size, 1) * block_size

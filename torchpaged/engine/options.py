@@ -24,6 +24,8 @@ from torchpaged.prefixes import CascadeCosts
 from torchpaged.prefixes.costs import check_cascade
 
 P = ParamSpec("P")
+#: What happens to keys and values of requests that are put back.
+PREEMPTIONS = ("auto", "recompute", "swap")
 #: Copies of requests' states, where no number is given: as many as requests, and no more than these.
 _MOST_CHECKPOINTS = 64
 
@@ -64,6 +66,8 @@ class GeneratorOptions:
     share_prefixes: bool | str = "auto"
     prefix_cache: bool | str = "auto"
     eviction: EvictionPolicy | None = None
+    host_cache_memory: int | None = None
+    preemption: str = "auto"
     num_checkpoints: int | None = None
     checkpoint_every: int | None = None
     cascade: bool | CascadeCosts = True
@@ -99,6 +103,7 @@ class GeneratorOptions:
         check_cascade(self.cascade)
         check_backend(self.backend)
         check_policy(self.eviction)
+        self._check_host()
         self._check_wait()
         self._check_memory()
         self._check_prefill_buckets()
@@ -167,6 +172,15 @@ class GeneratorOptions:
                 repr(memory) if blocks is None else f"{memory!r} and {blocks} blocks",
                 "for 1 GiB give 2**30",
             )
+
+    def _check_host(self) -> None:
+        self._check_size("host_cache_memory")
+        if self.preemption not in PREEMPTIONS:
+            expected = " or ".join(map(repr, PREEMPTIONS))
+            raise ArgumentError("preemption", expected, shown(self.preemption))
+        if self.preemption == "swap" and self.host_cache_memory is None:
+            expected = "'auto' or 'recompute' without host_cache_memory, where blocks would go"
+            raise ArgumentError("preemption", expected, "'swap'")
 
     def _check_prefill_buckets(self) -> None:
         given, most = self.prefill_buckets, self.prefill_chunk_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,9 +53,10 @@ class GeneratorStats:
     parts' time, or by tokens where they run in one pass or are launched. ``passes``: forwards of the model,
     each of which reads the weights once; ``mixed_steps``: those with decodes and chunks of prompts.
     ``late_compiles``: kernels and graphs of torch.compile that the process compiled while steps ran.
-    ``prefix_cache``: tokens that were looked up and found, and why others were not, of each request once,
-    put back or not. ``finished``: requests by ``finish_reason``; ``first_token``, ``between_tokens``:
-    latencies, as in `EngineMetrics`."""
+    ``prefix_cache``: tokens that were looked up and found, and why others were not, of each request once, put
+    back or not. ``swapped``: of ``preemptions``, those whose blocks go to the host when others need them.
+    ``finished``: requests by ``finish_reason``; ``first_token``, ``between_tokens``: latencies, as in
+    `EngineMetrics`."""
 
     num_blocks: int
     peak_blocks_used: int = 0
@@ -65,6 +67,7 @@ class GeneratorStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     preemptions: int = 0
+    swapped: int = 0
     steps: int = 0
     passes: int = 0
     mixed_steps: int = 0
@@ -83,6 +86,10 @@ class GeneratorStats:
     def tokens_per_pass(self) -> float:
         """Tokens of prompts and outputs that a pass over the weights computed on average; 0 before any."""
         return (self.prefill_tokens + self.decode_tokens) / max(self.passes, 1)
+
+    def prefill_seconds_per_token(self) -> float:
+        """What a token of a prompt took to compute on average; infinite before any."""
+        return self.prefill_seconds / self.prefill_tokens if self.prefill_tokens else math.inf
 
     def add_pass(self, mixed: bool = False) -> None:
         """Count a forward, ``mixed`` if it had decodes and chunks."""

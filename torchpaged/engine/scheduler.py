@@ -78,6 +78,11 @@ class Scheduler:
         max_query_len: prompt tokens of one request per step; None: as many as a step has.
         budget: prompt tokens of a step with decodes; None: not bounded further.
         rings: told of each request's first block; None: no layer keeps rings.
+        preemption: one of `PREEMPTIONS`.
+
+    Attributes:
+        preemption: as given.
+        preemptions, swapped: requests put back, and those of them whose blocks go to the host.
     """
 
     def __init__(
@@ -95,7 +100,9 @@ class Scheduler:
         max_query_len: int | None = None,
         budget: ChunkBudget | None = None,
         rings: Rings | None = None,
+        preemption: str = "auto",
     ) -> None:
+        self.preemption, self.swapped = preemption, 0
         self._rings, self._resets = rings, -1
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
@@ -131,10 +138,12 @@ class Scheduler:
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Start over with ``sequences``, whatever was half done: all of them wait, and none holds
         blocks."""
+        self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
+        for sequence in self.waiting:
+            _wait_for_arrival(sequence)
         self.pool.reset()
         if self._rings is not None and self._rings.num_resets == self._resets:
             self._reset_rings(self._rings)
-        self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
         for sequence in self.waiting:
             sequence.blocks, sequence.num_computed, sequence.blocks_on_device = [], 0, 0
             sequence.cached = None
@@ -150,6 +159,8 @@ class Scheduler:
             self._admit()
         # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
         begun = [sequence for sequence in self.running if sequence.row is not None or self._begin(sequence)]
+        if not begun:
+            begun = [s for s in self.running if s.arrival is not None and self._arrived(s, waits=True)]
         step, budget, size = Schedule(), self._prompt_tokens(), self.block_size
         for sequence in begun:
             if step.put_back and sequence in step.put_back:
@@ -169,6 +180,8 @@ class Scheduler:
             step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
             step.chunks = [(one, count) for one, count in step.chunks if one not in step.put_back]
         self._look_ahead(step)
+        if self.prefixes is not None and self.prefixes.host is not None:
+            self.prefixes.host.flush()
         return step
 
     def _prompt_tokens(self) -> int:
@@ -270,16 +283,29 @@ class Scheduler:
             return True
         text = self._text(self.prefixes, sequence)
         if text.has_begun:
-            return True
+            return self._arrived(sequence)
         found = text.take(counts=not sequence.has_begun)
         if found is None:
             return False
         sequence.has_begun = True
         text.promise()
-        sequence.blocks, sequence.num_computed = found, len(found) * self.block_size
+        sequence.blocks, sequence.arrival = found, text.arrival
+        sequence.num_computed = (len(found) - text.num_arriving) * self.block_size
         if text.resumes is not None and self._rings is not None:
             self._take_ring(self._rings, found[0])
             self._rings.resume(found[0], text.resumes)
+        return self._arrived(sequence)
+
+    def _arrived(self, sequence: Sequence, waits: bool = False) -> bool:
+        """Whether its blocks from the host are there, so that others find them, too; ``waits``: they are for
+        all that is launched from now on, which waits for them."""
+        if sequence.arrival is None or sequence.cached is None:
+            return True
+        if not waits and not sequence.arrival.ready():
+            return False
+        _wait_for_arrival(sequence)
+        sequence.num_computed += sequence.cached.num_arriving * self.block_size
+        sequence.cached.computed(sequence.num_computed, sequence.blocks)
         return True
 
     def computed(self, sequence: Sequence) -> None:
@@ -325,12 +351,24 @@ class Scheduler:
 
     def _put_back(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        blocks, swaps = sequence.blocks, self._swaps(sequence)
         self._release(sequence)
+        if not swaps and self.prefixes is not None:
+            self.prefixes.save_none(blocks)
+        self.swapped += swaps
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
+    def _swaps(self, sequence: Sequence) -> bool:
+        """Whether the blocks of a request that is put back go to the host when others need them."""
+        host = None if self.prefixes is None else self.prefixes.host
+        if host is None or self.preemption == "recompute":
+            return False
+        return self.preemption == "swap" or host.is_cheaper(len(sequence.blocks), self.block_size, out=True)
+
     def _release(self, sequence: Sequence) -> None:
+        _wait_for_arrival(sequence)
         # Not those of another scheduler.
         if sequence.blocks and self._rings is not None and self._rings.num_resets == self._resets:
             self._rings.give(sequence.blocks[0])
@@ -348,6 +386,13 @@ class Scheduler:
                 text.extend(sequence.tokens[len(text) : sequence.num_computed])
             text.computed(sequence.num_computed, sequence.blocks)
         text.leave()
+
+
+def _wait_for_arrival(sequence: Sequence) -> None:
+    """What is launched from now on comes after what is on its way from the host to this one, if anything."""
+    if sequence.arrival is not None:
+        sequence.arrival.wait()
+        sequence.arrival = None
 
 
 def _decodes(sequence: Sequence) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torchpaged.cache.host_blocks import Arrival
 from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine.outputs import RequestOutput, TextStream, TokenEvent
@@ -90,6 +91,7 @@ class Sequence:
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
         logits_words: what it asks of logits, of `torchpaged.engine.prompts.logits_words`.
         cached: its text in the prefix cache; None: it has not asked yet, or there is no cache.
+        arrival: of blocks on their way from the host; None: none is.
         has_begun: whether it ran before: that it asks again, put back since, is not counted.
     """
 
@@ -114,6 +116,7 @@ class Sequence:
     steps_read: int = 0
     blocks_on_device: int = 0
     cached: CachedText | None = None
+    arrival: Arrival | None = None
     has_begun: bool = False
     text: str = ""
     finish_reason: str | None = None

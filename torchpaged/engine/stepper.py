@@ -85,6 +85,8 @@ class Stepper:
         self.stats = GeneratorStats(scheduler.pool.num_usable)
         if scheduler.prefixes is not None:
             self.stats.prefix_cache = scheduler.prefixes.stats
+            if scheduler.prefixes.host is not None and scheduler.preemption != "swap":
+                scheduler.prefixes.host.recompute_seconds = self.stats.prefill_seconds_per_token
         self.late = LateCompiles(self.stats, warns=False)
 
     def add(self, sequence: Sequence) -> None:
@@ -208,7 +210,7 @@ class Stepper:
         self._note_wait(seconds, prefilled if plan.decodes else 0)
         if decoded or prefilled:
             self.stats.add_step(seconds, decode_seconds, decoded, prefilled)
-            self.stats.preemptions = self._scheduler.preemptions
+            self.stats.preemptions, self.stats.swapped = self._scheduler.preemptions, self._scheduler.swapped
             self.stats.peak_blocks_used = self._scheduler.pool.peak_used
 
     def _note_tokens(self, now: float, tokens_before: int, num_steps: int) -> None:

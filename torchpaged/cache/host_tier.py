@@ -1,0 +1,109 @@
+"""HostTier: what a pool gives up goes to host memory, and comes back when a text finds it there.
+
+    prefixes = PrefixCache(pool, block_size=16, host=HostTier(HostBlocks(cache, memory_budget=8 * 2**30)))
+    blocks = text.take()                 # of those known on the host, too: they are on their way then
+    blocks += pool.allocate(...)
+    prefixes.host.flush()                # before anything is launched that writes into these blocks
+    if text.arrival is not None:
+        text.arrival.wait()              # before anything reads them
+
+A block that came back keeps its copy on the host until others need the slot: given up again, it costs no
+second copy. Of the copies the one used longest ago goes first. Each operation costs O(1) per block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+
+from torchpaged.cache.host_blocks import Arrival, HostBlocks
+
+
+class HostTier:
+    """Copies of blocks by the keys of a `PrefixCache`, which calls it.
+
+    Args:
+        host: where the copies are.
+        recompute_seconds: gives the seconds that a token takes to compute; copies are left where that is
+            faster than the way back. None: they always come back.
+
+    Attributes:
+        blocks, recompute_seconds: as given.
+        saved_blocks, loaded_blocks: copied to the host so far, and back.
+    """
+
+    def __init__(self, host: HostBlocks, recompute_seconds: Callable[[], float] | None = None) -> None:
+        self.blocks, self.recompute_seconds = host, recompute_seconds
+        self.saved_blocks = self.loaded_blocks = 0
+        self._entries: OrderedDict[Hashable, tuple[bytes, int]] = OrderedDict()  # name, slot
+        self._free = list(range(host.num_slots - 1, -1, -1))
+        self._queue: dict[Hashable, tuple[bytes, int]] = {}  # name, block: given up since the last `flush`
+        self._leaving: list[tuple[Arrival, set[int]]] = []  # slots that are read
+
+    def __len__(self) -> int:
+        """Blocks that have a copy, those of the next `flush` left out."""
+        return len(self._entries)
+
+    def is_cheaper(self, num_blocks: int, block_size: int, out: bool = False) -> bool:
+        """Whether blocks come back faster than their tokens are computed; ``out``: with the way to the host
+        added."""
+        if self.recompute_seconds is None:
+            return True
+        host, count = self.blocks, num_blocks * self.blocks.bytes_per_block
+        seconds = count / host.in_rate + (count / host.out_rate if out else 0.0)
+        return seconds < num_blocks * block_size * self.recompute_seconds()
+
+    def save(self, key: Hashable, name: bytes, block: int) -> None:
+        """The pool gives ``block`` up: the next `flush` copies it, unless there is a copy."""
+        if key in self._entries and self._entries[key][0] == name:
+            self._entries.move_to_end(key)
+        else:
+            self.drop(key)
+            self._queue[key] = name, block
+
+    def flush(self) -> None:
+        """Start the copies of what was given up: before what takes the blocks writes into them."""
+        if not self._queue:
+            return
+        queue, self._queue = list(self._queue.items())[-self.blocks.num_slots :], {}
+        blocks, slots = [], []
+        for key, (name, block) in queue:
+            if not self._free and not self._entries:
+                break
+            slot = self._free.pop() if self._free else self._entries.popitem(last=False)[1][1]
+            self._entries[key] = name, slot
+            blocks.append(block)
+            slots.append(slot)
+        self._leaving = [pair for pair in self._leaving if not pair[0].ready()]
+        if any(not read.isdisjoint(slots) for _, read in self._leaving):
+            self.blocks.wait_for_arrivals()
+        self.blocks.swap_out(blocks, slots)
+        self.saved_blocks += len(blocks)
+
+    def name(self, key: Hashable) -> bytes | None:
+        """The name of ``key``; None: it has no copy."""
+        found = self._entries.get(key) or self._queue.get(key)
+        return None if found is None else found[0]
+
+    def load(self, keys: Sequence[Hashable], blocks: Sequence[int]) -> Arrival:
+        """Start the way back of the copies of ``keys``, none of which waits for `flush`, into ``blocks``."""
+        kept = {key: self._entries.pop(key) for key in keys}  # what is given up now takes other slots
+        self.flush()
+        slots = [slot for _, slot in kept.values()]
+        arrival = self.blocks.swap_in(slots, blocks)
+        self._entries.update(kept)
+        self._leaving.append((arrival, set(slots)))
+        self.loaded_blocks += len(slots)
+        return arrival
+
+    def drop(self, key: Hashable) -> None:
+        """The copy of ``key`` is of no use any more; nothing if there is none."""
+        self._queue.pop(key, None)
+        if key in self._entries:
+            self._free.append(self._entries.pop(key)[1])
+
+    def clear(self) -> None:
+        """The same of all."""
+        self._queue.clear()
+        self._free += [slot for _, slot in reversed(self._entries.values())]
+        self._entries.clear()

@@ -245,6 +245,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("causal_conv.py:causal_conv_kernel", False, ("conv_state", "out"), waits="launch"),
     ),
     "linear_attention": (
+        Launch("linear_decode.py:linear_decode_kernel", False, ("state", "out"), waits="launch"),
         Launch("linear_attention.py:recurrent_kernel", False, ("state", "out"), waits="launch"),
     ),
     "write_index_keys": (

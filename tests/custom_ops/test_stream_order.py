@@ -303,13 +303,16 @@ def triton_launches() -> list[tuple[str, Any]]:
         found.extend((op, launch) for launch in launches)
 
     cases = opcheck_cases(dtype=torch.bfloat16).values()
-    alone = ("merge_attn_states", "copy_blocks", "advance_step", "causal_conv", "linear_attention")
+    alone = ("merge_attn_states", "copy_blocks", "advance_step", "causal_conv")
     for op in ("write_kv", "rope_write_kv", "write_index_keys", "index_logits", *alone):
         _, args, kwargs = next(case for case in cases if case[0] == op)
         for flags in (
             [{"are_query_tokens": value} for value in (False, True)] if op.endswith("write_kv") else [{}]
         ):
             record(op, *args, **{**kwargs, **flags})
+    for op, args, kwargs in cases:  # prompts, and single tokens
+        if op == "linear_attention":
+            record(op, *args, **kwargs)
     sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
     record("embedding", **make_embedding_inputs(width=576, dtype=torch.bfloat16))
     record("rms_norm", **make_norm_inputs(dtype=torch.bfloat16))

@@ -1,19 +1,21 @@
 """linear_attention: a program per row, head and tile of value columns, whose part of the state stays in
-registers while it goes through the row's tokens one by one."""
+registers while it goes through the row's tokens one by one. Batches of single tokens: linear_decode.py."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.triton.causal_conv import row_of
+from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 
@@ -34,6 +36,16 @@ def tiles(key_dim: int, value_dim: int) -> Tiles:
     keys = next_power_of_2(key_dim)
     value = min(next_power_of_2(value_dim), max(_TILE // keys, 8))
     return Tiles(value, max(keys * value // _WARP, 1))
+
+
+def of_decode(state: Tensor, tile: Tiles) -> dict[str, Any]:
+    """Of the decode kernel, as measured on an H200 (docs/log/states.md): states of two bytes do better with
+    more programs at a time."""
+    small = state.element_size() == 2
+    options: dict[str, Any] = {"EVICT": "evict_first" if small else ""}
+    if small and tile.num_warps == 4 and torch.version.hip is None:
+        options["maxnreg"] = 128
+    return options
 
 
 @triton.jit
@@ -145,9 +157,8 @@ def linear_attention(call: LinearAttentionCall) -> None:
         out.zero_()
         return
     tile = tiles(key_dim, value_dim)
-    launch_kernel(
-        recurrent_kernel,
-        (num_reqs * num_heads * triton.cdiv(value_dim, tile.value),),
+    grid = (num_reqs * num_heads * triton.cdiv(value_dim, tile.value),)
+    arguments = (
         num_reqs,
         num_tokens,
         q,
@@ -168,15 +179,21 @@ def linear_attention(call: LinearAttentionCall) -> None:
         0 if beta is None else beta.stride(0),
         *state.stride()[:3],
         *out.stride()[:2],
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // q.shape[1],
-        KEY_DIM=key_dim,
-        KEY_PAD=next_power_of_2(key_dim),
-        VALUE_DIM=value_dim,
-        TILE_VALUE=tile.value,
-        BY_KEY=g.dim() == 3,
-        DELTA=call.delta_rule,
-        NORMALIZE=call.normalize,
-        EPS=NORM_EPS,
-        num_warps=tile.num_warps,
     )
+    options = {
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // q.shape[1],
+        "KEY_DIM": key_dim,
+        "KEY_PAD": next_power_of_2(key_dim),
+        "VALUE_DIM": value_dim,
+        "TILE_VALUE": tile.value,
+        "BY_KEY": g.dim() == 3,
+        "DELTA": call.delta_rule,
+        "NORMALIZE": call.normalize,
+        "EPS": NORM_EPS,
+        "num_warps": tile.num_warps,
+    }
+    if call.max_query_len == 1:
+        launch_kernel(linear_decode_kernel, grid, *arguments, **options, **of_decode(state, tile))
+    else:
+        launch_kernel(recurrent_kernel, grid, *arguments, **options)

@@ -281,7 +281,7 @@ def convolved() -> Case:
     )
 
 
-def attended_linearly() -> Case:
+def attended_linearly(max_query_len: int) -> Case:
     q, k, v, out = floats(4, 2, 64), floats(4, 2, 64), floats(4, 6, 32), floats(4, 6, 32)
     g, beta, state = floats(4, 6, 64, dtype=torch.float32), floats(4, 6), floats(9, 6, 64, 32)
     batch, expected = state_batch()
@@ -291,8 +291,9 @@ def attended_linearly() -> Case:
         expected |= strides(tensors[name], f"{name}_token", f"{name}_head")
     expected |= {"num_tokens": 4, "scale": 0.25, "beta_token": beta.stride(0)}
     expected |= strides(state, "state_slot", "state_head", "state_row")
-    call = LinearAttentionCall(q, k, v, g, state, *batch, out, beta, scale=0.25)
-    return lambda: linear_attention(call), [("recurrent_kernel", expected)]
+    call = LinearAttentionCall(q, k, v, g, state, *batch, out, beta, max_query_len, scale=0.25)
+    kernel = "linear_decode_kernel" if max_query_len == 1 else "recurrent_kernel"
+    return lambda: linear_attention(call), [(kernel, expected)]
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -304,7 +305,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "embedding": embedded,
     "act_and_mul": activated,
     "causal_conv": convolved,
-    "linear_attention": attended_linearly,
+    "linear_attention": lambda: attended_linearly(4),
+    "linear_attention of single tokens": lambda: attended_linearly(1),
 }
 
 

@@ -3,8 +3,10 @@ prompts from stdin."""
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,38 @@ def test_a_run_that_was_broken_off_goes_on(folder: str, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "nothing to do" in done.stderr
     assert output.read_text() == before
+
+
+def test_a_disk_that_is_full_loses_no_row(folder: str, tmp_path: Path) -> None:
+    """The second row comes to its middle; the next run makes the rest."""
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("hello", "a longer prompt", "bye")))
+    arguments = ("--input", str(source), "--output", str(output))
+
+    class Full(io.TextIOWrapper):
+        room = 1
+
+        def write(self, text: str) -> int:
+            if not Full.room:
+                super().write(text[:9])
+                self.flush()
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            Full.room -= 1
+            return super().write(text)
+
+    def opened(path: str, mode: str = "r", encoding: str | None = None) -> Any:
+        return Full(open(path, "ab"), encoding) if mode == "a" else open(path, mode, encoding=encoding)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchpaged.cli.jsonl.open", opened, raising=False)
+        done = generate(folder, *arguments)
+    assert done.returncode == 2
+    assert "No space left" in done.stderr
+    first, cut = output.read_text().splitlines()
+    assert len(cut) == 9
+    assert generate(folder, *arguments).returncode == 0
+    assert output.read_text().startswith(first + "\n")
+    assert sorted(row["id"] for row in rows(output)) == [1, 2, 3]
 
 
 def test_a_prompt_that_is_refused_leaves_the_others(folder: str, tmp_path: Path) -> None:

@@ -133,8 +133,8 @@ def test_thirty_two_threads(llama: Any) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- errors
-@pytest.mark.parametrize("error", [RuntimeError("boom"), SystemExit(3)], ids=["error", "exit"])
-def test_an_error_of_a_step_reaches_all_who_wait(
+@pytest.mark.parametrize("error", [KeyboardInterrupt("boom"), SystemExit(3)], ids=["interrupt", "exit"])
+def test_an_end_of_the_process_in_a_step_reaches_all_who_wait(
     llama: Any, want: list[list[int]], error: BaseException
 ) -> None:
     """Four callers of three kinds, at a step at which all of them wait; a request that nobody waits for says
@@ -199,11 +199,32 @@ def test_errors_at_random_steps_hang_nobody(llama: Any, want: list[list[int]]) -
         assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
 
 
+def test_an_error_that_no_request_is_about_ends_all_in_turn(llama: Any, want: list[list[int]]) -> None:
+    with engine(llama, graphs=False).start() as generator, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator.scheduler, "schedule", lambda: 1 // 0)
+        outputs = generator.generate(PROMPTS * 2, EACH * 2)
+        assert {output.finish_reason for output in outputs} == {"error"}
+        assert all("ZeroDivisionError" in str(output.error) for output in outputs)
+        patch.undo()
+        assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
+
+
+def test_a_step_that_moves_none_and_raises_hangs_nobody(llama: Any, want: list[list[int]]) -> None:
+    """Each request passes alone, and gets nothing by it."""
+    with engine(llama, graphs=False).start() as generator, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generator._stepper, "step", lambda: 1 // 0)
+        patch.setattr("torchpaged.engine.isolation._try", lambda *_: None)
+        with pytest.raises(TorchpagedError, match="ZeroDivisionError"):
+            generator.generate(PROMPTS, EACH)
+        patch.undo()
+        assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
+
+
 def test_a_loop_that_can_not_repair_a_step_ends(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits learns of it, later calls make their own steps, and `start` works again."""
 
     def fail(call: int) -> None:
-        raise RuntimeError("boom")
+        raise SystemExit("boom")
 
     with engine(llama, graphs=False).start() as generator:
         with monkeypatch.context() as patch, Fault(llama, fail):

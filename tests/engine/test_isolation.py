@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from engine_requests import EACH, ENGINES, PROMPTS, TINY
+from engine_requests import EACH, ENGINES, PROMPTS, TINY, faulty_model
 
 import torchpaged
 from torchpaged import ArgumentError
@@ -35,24 +35,7 @@ OF_THE_ENGINE = tuple(str(Path(torchpaged.__file__).parent / part) for part in (
 
 @pytest.fixture(scope="module")
 def model(make_llama: Callable[..., Any]) -> Any:
-    from torchpaged.hf import PagedModel
-
-    class Faulty(PagedModel):
-        """``fault(call)`` before a forward; where it gives a number, that row's logits become NaN."""
-
-        fault: Callable[[int], int | None] = staticmethod(lambda call: None)
-        calls = 0
-
-        def __call__(self, input_ids: Any, metadata: Any, logits_indices: Any = None) -> Any:
-            self.calls += 1
-            row = self.fault(self.calls)
-            logits = super().__call__(input_ids, metadata, logits_indices)
-            if row is not None and len(logits):
-                logits[row % len(logits), 3] = float("nan")
-            return logits
-
-    llama = make_llama(**TINY)
-    return Faulty(llama, num_blocks=70, block_size=4)
+    return faulty_model(make_llama(**TINY))
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torchpaged.engine import SamplingParams
@@ -19,3 +20,27 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 #: Sizes of a Llama that takes these.
 TINY = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
+
+
+def faulty_model(model: Any) -> Any:
+    """A `PagedModel` of 69 blocks of 4, which asks its ``fault``."""
+    from torchpaged.hf import PagedModel
+
+    class Faulty(PagedModel):
+        """``fault(call)`` before a forward over ``tokens``; where it gives a number, that row's logits become
+        NaN."""
+
+        fault: Callable[[int], int | None] = staticmethod(lambda call: None)
+        calls = 0
+        tokens: list[int]
+
+        def __call__(self, input_ids: Any, metadata: Any, logits_indices: Any = None) -> Any:
+            self.calls += 1
+            self.tokens = input_ids.tolist()
+            row = self.fault(self.calls)
+            logits = super().__call__(input_ids, metadata, logits_indices)
+            if row is not None and len(logits):
+                logits[row % len(logits), 3] = float("nan")
+            return logits
+
+    return Faulty(model, num_blocks=70, block_size=4)

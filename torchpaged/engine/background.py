@@ -8,8 +8,10 @@ It is one more caller: it enters as the others do, and gives way to those that w
 `_Follower` for its inbox. Whenever a call is over, of whatever thread, what has happened meanwhile is
 delivered (`BackgroundLoop.deliver`): reading events needs no lock, and waits for no step.
 
-An error of a step is raised by all who wait, ends all requests, and the loop goes on with the next ones. An
-error of that ends the loop; calls make their own steps then.
+After an error of a step its requests are computed again, and one that raises alone ends with it (`isolate`).
+After `SystemExit` or `KeyboardInterrupt`, or where no request gets an event by that, the error is raised by
+all who wait and ends all requests, and the loop goes on with the next ones. An error of that ends the loop;
+calls make their own steps then.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch
 
 from torchpaged.custom_ops.errors import ClosedError, TorchpagedError
 from torchpaged.engine.calls import Calls, HandOut
+from torchpaged.engine.isolation import isolate
 from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox
 
@@ -107,6 +110,9 @@ class BackgroundLoop:
         try:
             stepper.step()
         except BaseException as error:
+            with contextlib.suppress(Exception):
+                if isinstance(error, Exception) and isolate(stepper, error):
+                    return
             self._raise_in_all(error)
             try:
                 stepper.fail_all(f"a step raised {type(error).__name__}: {error}")

@@ -30,9 +30,12 @@ class Lifecycle(NotCopied):
         `submit`, `cancel`, `generate`, `stream` and `events` may be called from any thread, and requests go
         on whoever waits for them. `step` is refused meanwhile.
 
-        A step that raises ends all requests: who waits for one gets a `TorchpagedError` with the error as its
-        ``__cause__``, and requests that nobody waits for end with ``finish_reason`` "error". The thread goes
-        on. Ctrl-C in a call that waits cancels the requests of that call alone. A program that ends without
+        After a step that raises, its requests are computed again, by halves where it raises again: one that
+        raises alone ends with ``finish_reason`` "error", the others go on to the same tokens, and the first
+        error is logged. `SystemExit` or `KeyboardInterrupt` in the thread ends all requests: who waits for
+        one gets a `TorchpagedError` with the error as its ``__cause__``. Either way the thread goes on.
+
+        Ctrl-C in a call that waits cancels the requests of that call alone. A program that ends without
         `close` waits for the step that runs, 10 seconds at most. A Generator that is dropped ends its thread,
         once its open streams are over. A process that is forked has no such thread: all calls are refused in
         it.

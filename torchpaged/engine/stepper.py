@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from enum import Enum
 from functools import partial
 
@@ -81,6 +82,7 @@ class Stepper:
         self._first_tokens, self._last_tokens_at = 0, 0.0
         self._chunk_tokens = 0  # beside decodes, in the step whose end is waited for next
         self.requests: dict[int, Sequence] = {}
+        self._plan: Schedule | None = None  # of the last step; None: it did not come so far
         self._owner = CacheOwner(model.kv_cache, self.requests)
         self.stats = GeneratorStats(scheduler.pool.num_usable)
         if scheduler.prefixes is not None:
@@ -123,6 +125,25 @@ class Stepper:
         with self._at_work():
             for sequence in list(self.requests.values()):
                 self._fail(sequence, reason)
+
+    def fail(self, sequence: Sequence, reason: str) -> None:
+        """End one request with an error now."""
+        with self._at_work():
+            self._fail(sequence, reason)
+
+    def in_step(self) -> list[Sequence]:
+        """The requests that the last step was to move; those that could have run, where it chose none."""
+        if self._plan is None:
+            return list(self.requests.values())[: self._scheduler.max_batch_size]
+        found = [*self._plan.decodes, *(sequence for sequence, _ in self._plan.chunks)]
+        return [sequence for sequence in found if sequence.finish_reason is None]
+
+    def start_over(self, sequences: Seq[Sequence]) -> None:
+        """Let ``sequences``, some of the requests, begin again from the tokens that they were given; the
+        others neither wait nor run until the next call of this."""
+        self._lost = Lost.BLOCKS
+        self.reset()
+        self._scheduler.reset(sequences)
 
     def step(self) -> None:
         """One step of the whole batch. If it raises, its requests go on with the next one.
@@ -192,7 +213,8 @@ class Stepper:
         if loop is not None and loop.in_flight and self._scheduler.short_of_blocks():
             self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
-            plan = self._scheduler.schedule()
+            self._plan = None
+            self._plan = plan = self._scheduler.schedule()
         if loop is not None:
             for sequence in plan.put_back:
                 loop.release(sequence)

@@ -299,7 +299,10 @@ def test_why_blocks_are_kept_or_not(model: Any, options: dict[str, Any], reason:
     [
         ({"prefix_cache": 1}, "prefix_cache: expected True, False or 'auto'"),
         ({"prefix_cache": True, "share_prefixes": False}, "prefix_cache: .* with share_prefixes=False"),
-        ({"prefix_cache": True, "rolling": True}, "prefix_cache: .* with rolling=True"),
+        (
+            {"prefix_cache": True, "rolling": True, "num_checkpoints": 0},
+            "prefix_cache: .* with rolling=True",
+        ),
         ({"prefix_cache": True, "batch_invariant": True}, "prefix_cache: .* with batch_invariant=True"),
     ],
     ids=str,
@@ -323,7 +326,7 @@ def test_layers_with_a_window_say_why_they_keep_nothing() -> None:
     )
     torch.manual_seed(0)
     model = transformers.Gemma2ForCausalLM(config).eval()
-    options: dict[str, Any] = {**SIZES, "prefill_chunk_size": 8}
+    options: dict[str, Any] = {**SIZES, "prefill_chunk_size": 8, "num_checkpoints": 0}
     found = []
     for asked in ("auto", True, False):
         generator = Generator(model, **options, prefix_cache=asked)

@@ -111,7 +111,7 @@ def test_memory_does_not_depend_on_the_requests_length() -> None:
     config = transformers.MistralConfig(**{**COMMON, **long, "num_hidden_layers": 1})
     torch.manual_seed(0)
     model = transformers.MistralForCausalLM(config).eval()
-    options: dict[str, Any] = {"max_batch_size": 1, "prefill_chunk_size": 512}
+    options: dict[str, Any] = {"max_batch_size": 1, "prefill_chunk_size": 512, "num_checkpoints": 0}
     short = Generator(model, max_seq_len=1024, **options)
     generator = Generator(model, max_seq_len=10_300, **options)
     rings, keys = generator.model.rings, generator.model.kv_cache[0].k_cache
@@ -286,7 +286,7 @@ def test_memory_budgets_and_refusals() -> None:
     with pytest.raises(ArgumentError, match="rolling: expected"):
         Generator(make("Gemma2"), **SIZES, rolling="no")
     with pytest.raises(ArgumentError, match="share_prefixes: expected.*rolling=False"):
-        Generator(make("Gemma2"), **SIZES, rolling=True, share_prefixes=True)
+        Generator(make("Gemma2"), **SIZES, rolling=True, share_prefixes=True, num_checkpoints=0)
 
 
 def test_a_window_that_no_mask_has_is_refused() -> None:
@@ -296,7 +296,7 @@ def test_a_window_that_no_mask_has_is_refused() -> None:
         Generator(transformers.LlamaForCausalLM(config), **SIZES)
 
 
-def test_requests_that_share_blocks_keep_all_tokens() -> None:
+def test_requests_that_share_blocks_keep_all_tokens_or_copies_of_rings() -> None:
     """A prefix that another request computed is complete in every layer, or no request takes it."""
     prompts, sampling = (
         [PROMPTS[1], [*PROMPTS[1][:36], 7, 8]],
@@ -304,9 +304,35 @@ def test_requests_that_share_blocks_keep_all_tokens() -> None:
     )
     options: dict[str, Any] = {**SIZES, "prefill_chunk_size": 64}
     found = []
-    for share in (True, "auto"):
-        generator = Generator(make("Gemma2"), **options, share_prefixes=share)
+    for share, copies in ((True, 0), ("auto", 0), ("auto", 1)):
+        generator = Generator(make("Gemma2"), **options, share_prefixes=share, num_checkpoints=copies)
         found.append([output.token_ids for output in generator.generate(prompts, sampling)])
         assert (generator.model.rings is None) is (share is True)
-        assert (generator.stats.shared_tokens == 36) is (share is True)
-    assert found[0] == found[1]
+        assert generator.stats.shared_tokens == (36 if share is True or copies else 0)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("way", ["launches of 3", "one by one"])
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2", "Llama4Text"])
+def test_copies_of_rings_are_hit(name: str, way: str) -> None:
+    """Logits within what chunks change, over prefixes of several windows; NaN in all rings that are none of
+    the copies."""
+    prompts = [[*PROMPTS[3][:at], 7, 8, at] for at in (50, 50, 50, 27)]
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=0)
+    options = SIZES | WAYS[way] | {"max_logprobs": 0}
+
+    def logprobs(generator: Generator, prompts: Any) -> list[Any]:
+        outputs = generator.generate(prompts, sampling)
+        return [[next(iter(each.values())) for each in o.logprobs or []] for o in outputs]
+
+    want = logprobs(Generator(make(name), **options, share_prefixes=False), prompts)
+    generator = Generator(make(name), **options, rolling=True, prefix_cache=True, num_checkpoints=8)
+    assert "8 checkpoints of requests' states or rings" in generator.prefix_cache_reason
+    model, prefixes = generator.model, generator.prefix_cache
+    for prompt, expected in zip(prompts, want, strict=True):
+        rings = set(range(11)) - {3 + place for place in prefixes.checkpoints.values()}
+        for tensor in model.rings._own:
+            tensor[list(rings)] = float("nan")
+        assert logprobs(generator, [prompt]) == [pytest.approx(expected, abs=1e-4)]
+    assert prefixes.stats.hit_tokens == 0 + 48 + 52 + 24
+    assert prefixes.stats.missed_tokens["no checkpoint"] == 4

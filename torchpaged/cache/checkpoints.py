@@ -1,5 +1,5 @@
 """CheckpointedPrefixCache: a `PrefixCache` for layers in which a request has more than blocks: a state,
-which is that of its last token alone.
+which is that of its last token alone, or a ring, which has the last window.
 
 Blocks that are known do not suffice there: a text goes on behind them only from a copy of what a request had
 besides at that place, a checkpoint. It belongs to the block in front of it and goes with it, or before, when

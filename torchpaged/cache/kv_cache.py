@@ -265,12 +265,6 @@ class PagedKVCache:
         return sum(spec.bytes_per_block(self.block_size, self.dtype) for spec in specs)
 
     @property
-    def bytes_per_request(self) -> int:
-        """Bytes that a request keeps in `per_request <LayerSpec>` layers, however long it is."""
-        specs = [self.layers[layer] for layer in self.per_request]
-        return sum(spec.bytes_per_block(self.block_size, self.dtype) for spec in specs)
-
-    @property
     def _bytes_apart(self) -> int:
         sizes = {n: self.layers[n].bytes_per_block(self.block_size, self.dtype) for n in self.blocks_of}
         return sum(count * sizes[layer] for layer, count in self.blocks_of.items())

@@ -33,7 +33,8 @@ class RollingBlocks:
         num_rings: rings that there are.
 
     Attributes:
-        blocks_per_ring, num_blocks: blocks of a ring, and of the pool, the null block included.
+        num_rings: as given; an owner may raise it before there are pools.
+        blocks_per_ring: blocks of a ring.
         rings: which ring each row has.
 
     Raises:
@@ -45,8 +46,12 @@ class RollingBlocks:
         check_sizes(**sizes)
         self.window, self.step, self.block_size, self.num_rings = window, step, block_size, num_rings
         self.blocks_per_ring = blocks_per_ring(window, step, block_size)
-        self.num_blocks = num_rings * self.blocks_per_ring + 1
         self.rings: list[int] = []
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool, the null block included."""
+        return self.num_rings * self.blocks_per_ring + 1
 
     def allocate(self, batch: int) -> None:
         """Give ``batch`` rows a ring each; there were none before.

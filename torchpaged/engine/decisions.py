@@ -213,7 +213,10 @@ def _own_of_requests(model: PagedModelProtocol) -> str:
             "layers keep a state per request, which is that of its last token alone, and no copies of it "
             "(num_checkpoints=0)"
         )
-    return "layers with a window keep rings of blocks: what they saw of a prefix is gone; rolling=False"
+    return (
+        "layers with a window keep rings of blocks: what they saw of a prefix is gone, and there are no "
+        "copies of them (num_checkpoints=0); rolling=False"
+    )
 
 
 def _copies_of_states(model: PagedModelProtocol) -> str:
@@ -221,8 +224,8 @@ def _copies_of_states(model: PagedModelProtocol) -> str:
     rings: Any = getattr(model, "rings", None)
     if rings is None or not rings.num_checkpoints:
         return ""
-    size = of_bytes(rings.num_checkpoints * model.kv_cache.bytes_per_request)
-    return f"; with {counted(rings.num_checkpoints, 'checkpoint')} of requests' states, {size}"
+    size = of_bytes(rings.num_checkpoints * rings.bytes_per_request)
+    return f"; with {counted(rings.num_checkpoints, 'checkpoint')} of requests' states or rings, {size}"
 
 
 def decide_sharing(options: GeneratorOptions, own: str) -> tuple[bool, bool, str]:

@@ -76,9 +76,9 @@ class Generator(Lifecycle, KeptPrefixes):
             (``generator.model.kv_scales`` has them). Refused, too, with a model that is paged already.
         rolling: layers with a sliding window or attention chunks keep the blocks of their window and of
             ``prefill_chunk_size`` more tokens, at most 512, used over and over, however long a request is;
-            where that takes fewer, and not over backends that plan on the host. Requests share no blocks
-            then: what those layers saw of a prefix is gone. False: every token is kept; "auto": they roll,
-            unless ``share_prefixes`` or ``prefix_cache`` is True.
+            where that takes fewer, and not over backends that plan on the host. Of a prefix, what those
+            layers saw is gone then but for copies (``num_checkpoints``). False: every token is kept; "auto":
+            they roll, unless ``share_prefixes`` or ``prefix_cache`` is True.
         prefill_chunk_size: tokens of a step that computes prompts. Decodes of the same pass
             (``mixed_steps``) count, but leave the prompts half of it at least. More tokens cost less each as
             long as weights are read or kernels launched for longer than products take, and decoding
@@ -120,7 +120,7 @@ class Generator(Lifecycle, KeptPrefixes):
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":
-            they share, unless ``batch_invariant``, or layers roll (``rolling``).
+            they share, unless ``batch_invariant``.
         prefix_cache: such blocks, and those of outputs, stay when a request has ended, for those to come that
             begin with the same tokens, until the pool needs them; those left longest ago go first
             (`torchpaged.cache.PrefixCache`). False: they go with the last request that has them; "auto": they
@@ -130,10 +130,11 @@ class Generator(Lifecycle, KeptPrefixes):
             `reset_prefix_cache`.
         eviction: which of these blocks goes first instead: an `torchpaged.cache.EvictionPolicy` of this
             Generator alone. What `pin` has pinned goes last, whatever it says.
-        num_checkpoints: in a model whose layers keep a state per request, copies of states that are kept
-            for requests that begin alike: where one is, a hit ends (`torchpaged.cache.checkpoints`). Each
-            takes as much memory as a request's states (``model.kv_cache.bytes_per_request``). Default:
-            ``max_batch_size``, at most 64; none where requests do not share. 0: they share nothing there.
+        num_checkpoints: in a model whose layers keep states or rings (``rolling``), copies of a request's
+            that are kept for those that begin alike: where one is, a hit ends
+            (`torchpaged.cache.checkpoints`). Each takes ``model.rings.bytes_per_request``. Default:
+            ``max_batch_size``, at most 64, and no more rings than take the memory of every token; none where
+            requests do not share. 0: they share nothing there.
         host_cache_memory: bytes of host memory, pinned on a GPU, for copies of the blocks that the pool gives
             up: a request that finds them there waits for their way back instead of computing them, where that
             is faster by the rates measured so far. Not where layers keep states or rings. None: what the pool

@@ -26,8 +26,6 @@ from torchpaged.prefixes.costs import check_cascade
 P = ParamSpec("P")
 #: What happens to keys and values of requests that are put back.
 PREEMPTIONS = ("auto", "recompute", "swap")
-#: Copies of requests' states, where no number is given: as many as requests, and no more than these.
-_MOST_CHECKPOINTS = 64
 
 
 @dataclass(frozen=True)
@@ -110,10 +108,10 @@ class GeneratorOptions:
         self._check_processor()
         if self.prefix_cache is True and self.share_prefixes is False:
             raise ArgumentError("prefix_cache", "'auto' or False with share_prefixes=False", "True")
-        if self.rolling is True and self.shall_share is not None:
+        if self.rolling is True and self.shall_share is not None and self.checkpoints == 0:
             raise ArgumentError(
                 self.shall_share,
-                "False or 'auto' with rolling=True",
+                "False or 'auto' with rolling=True and num_checkpoints=0",
                 "True",
                 "layers with a window keep nothing of a prefix that another request could take; give "
                 "rolling=False to share",
@@ -201,15 +199,9 @@ class GeneratorOptions:
         return next((n for n in ("share_prefixes", "prefix_cache") if getattr(self, n) is True), None)
 
     @property
-    def checkpoints(self) -> int:
-        """Copies of requests' states that are kept at most, in a model whose layers have any."""
-        if self.share_prefixes is False or self.batch_invariant:
-            return 0
-        return (
-            min(self.max_batch_size, _MOST_CHECKPOINTS)
-            if self.num_checkpoints is None
-            else self.num_checkpoints
-        )
+    def checkpoints(self) -> int | None:
+        """As `torchpaged.hf.PagedModel` takes ``num_checkpoints``."""
+        return 0 if self.share_prefixes is False or self.batch_invariant else self.num_checkpoints
 
     @property
     def step_tokens(self) -> int:

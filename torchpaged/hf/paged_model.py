@@ -45,6 +45,7 @@ from torchpaged.metadata import AttentionMetadata
 from torchpaged.model_state import undone_if_it_raises
 
 _MAX_NUM_REQS = 1024  # requests of a batch, where no number is given
+_MOST_CHECKPOINTS = 64  # likewise
 
 
 class PagedModel(NotCopied):
@@ -67,8 +68,9 @@ class PagedModel(NotCopied):
         sliding_step: for callers that tell `rings` which requests begin and end: tokens of a request in one
             step at most. Layers with a sliding window or attention chunks then keep rings of blocks, for as
             many requests as ``limits`` say, where that takes fewer; None: they keep every token.
-        num_checkpoints: copies of a request's states that `rings` keeps for requests that begin alike; of
-            no use to models without such layers, whose pools are as large without.
+        num_checkpoints: copies of a request's states, or rings, that `rings` keeps for requests that begin
+            alike; without such layers there are none. None: as many as requests, at most 64, and with rings
+            no more than all of these take less memory with them than if every token was kept.
 
     Attributes:
         batch_invariant: as given.
@@ -104,10 +106,10 @@ class PagedModel(NotCopied):
         kv_scales: str | Scales = "head",
         batch_invariant: bool = False,
         sliding_step: int | None = None,
-        num_checkpoints: int = 0,
+        num_checkpoints: int | None = 0,
     ) -> None:
         switch("batch_invariant", batch_invariant)
-        check_sizes(0, num_checkpoints=num_checkpoints)
+        check_sizes(0, num_checkpoints=num_checkpoints or 0)
         if sliding_step is not None and (not is_int(sliding_step) or sliding_step < 1 or limits is None):
             raise ArgumentError(
                 "sliding_step",
@@ -134,6 +136,9 @@ class PagedModel(NotCopied):
         if sliding_step is not None:
             sized = replace(said, block_size=block_size)
             rolling = self._choose_rolling(probed, sliding_step, sized, num_blocks)
+        copies = _num_checkpoints(num_checkpoints, said, rolling) if rolling or probed.states else 0
+        if rolling is not None:
+            rolling.num_rings += copies
         if rolling is not None and all(layer.rolls for layer in probed.paged) and num_blocks is None:
             num_blocks, memory_budget = _most_blocks(said), None  # of no layer
         rolls = [] if rolling is None else [n for n, layer in enumerate(probed.keeping) if layer.rolls]
@@ -145,13 +150,12 @@ class PagedModel(NotCopied):
             dtype=probed.paged[0].keys.dtype,
             device=self.device,
             blocks_of={} if rolling is None else dict.fromkeys(rolls, rolling.num_blocks),
-            max_num_reqs=_most_requests(said) + num_checkpoints if probed.states else None,
+            max_num_reqs=_most_requests(said) + copies if probed.states else None,
         )
         pool = self.kv_cache
         self.rings = None
         if rolling is not None or probed.states:
-            checkpoints = num_checkpoints if probed.states and rolling is None else 0
-            self.rings = StepRings(_most_requests(said), rolling, pool, checkpoints)
+            self.rings = StepRings(_most_requests(said), rolling, pool, copies)
         self._cache = self._make_cache(probed, said, pools)
         self.choice: Choice = self._cache.choice
 
@@ -333,6 +337,18 @@ def _most_requests(limits: Limits) -> int:
             "give limits=Limits(max_num_reqs=...)",
         )
     return limits.max_num_reqs
+
+
+def _num_checkpoints(asked: int | None, limits: Limits, rolling: RollingBlocks | None) -> int:
+    """As many as are asked for; None: see `PagedModel`."""
+    if asked is not None:
+        return asked
+    requests = _most_requests(limits)
+    most = min(requests, _MOST_CHECKPOINTS)
+    if rolling is not None:
+        every_token = requests * limits.need("max_blocks_per_req")[0]
+        most = min(most, every_token // rolling.blocks_per_ring - requests)
+    return most
 
 
 def _probe(

@@ -34,12 +34,13 @@ class StepRings:
 
     Args:
         num_rings: requests at once.
-        blocks: the rings; None where layers have states alone.
-        cache: the pools: of the requests' other blocks, and of states, with slots for all of these.
-        num_checkpoints: copies of states that can be kept, see `keep`.
+        blocks: the rings, of these requests and behind them of the copies; None where layers have states
+            alone.
+        cache: the pools: of the requests' other blocks, of rings, and of states with as many slots.
+        num_checkpoints: copies of a request's rings and states that can be kept, see `keep`.
 
     Attributes:
-        num_checkpoints: as given.
+        num_rings, blocks, num_checkpoints: as given.
         ring_of_block: ``[num_blocks]`` int32: 1 and the ring of the request that begins with a block, or did
             last; 0: none has.
         num_resets: calls of `reset`.
@@ -51,7 +52,7 @@ class StepRings:
         self, num_rings: int, blocks: RollingBlocks | None, cache: PagedKVCache, num_checkpoints: int = 0
     ) -> None:
         self.num_rings, self.blocks, self.num_checkpoints = num_rings, blocks, num_checkpoints
-        self._cache = cache
+        self._cache, self._own = cache, self._of_rings(cache)
         with torch.inference_mode(False):
             self.ring_of_block = torch.zeros(cache.num_blocks, dtype=torch.int32, device=cache.device)
         self.reset()
@@ -67,6 +68,11 @@ class StepRings:
     def num_used(self) -> int:
         """Rings that requests have."""
         return len(self._taken)
+
+    @property
+    def bytes_per_request(self) -> int:
+        """Bytes of a request's ring and states, and of a copy."""
+        return sum(tensor[0].nbytes for tensor in self._own)
 
     def take(self, block: int) -> None:
         """A request begins, with this as its first block.
@@ -96,23 +102,28 @@ class StepRings:
 
     def keep(self, block: int, checkpoint: int) -> None:
         """Copy what the request that began with ``block`` has now, behind all steps launched so far."""
-        self._copy(self._taken[block] + 1, self._slot_of(checkpoint))
+        self._copy(self._taken[block], self.num_rings + checkpoint)
 
     def resume(self, block: int, resumed: Resumed) -> None:
-        """The request that has begun with ``block`` goes on from a copy: of a state, and in ``block`` of the
-        first block of the request that had it."""
+        """The request that has begun with ``block`` goes on from a copy: of a ring and states, and in
+        ``block`` of the first block of the request that had them."""
         if block != resumed.first_block:
             pair = to_device([resumed.first_block, block], torch.int64, self._cache.device)
             self._cache.copy_blocks(pair[None], BACKEND_OPS["default"])
-        self._copy(self._slot_of(resumed.checkpoint), self._taken[block] + 1)
+        self._copy(self.num_rings + resumed.checkpoint, self._taken[block])
 
-    def _slot_of(self, checkpoint: int) -> int:
-        """Checkpoints lie behind the requests' states."""
-        return self.num_rings + 1 + checkpoint
+    def _of_rings(self, cache: PagedKVCache) -> list[Tensor]:
+        """What layers with rings or states keep, by ring: ``[num_rings + num_checkpoints, blocks, ...]``."""
+        found = []
+        for layer in cache.blocks_of:
+            entries = 1 if layer in cache.per_request or self.blocks is None else self.blocks.blocks_per_ring
+            tensors = cache.layers[layer].block_tensors(cache[layer]).values()
+            found += [tensor[1:].unflatten(0, (-1, entries)) for tensor in tensors]
+        return found
 
     def _copy(self, source: int, destination: int) -> None:
-        pair = to_device([source, destination], torch.int64, self._cache.device)
-        self._cache.copy_requests(pair[None], BACKEND_OPS["default"])
+        for tensor in self._own:
+            tensor[destination].copy_(tensor[source])
 
     def require(self, metadata: AttentionMetadata) -> None:
         """Refuse requests that have no ring, where values are read; elsewhere, as long as no request has one.

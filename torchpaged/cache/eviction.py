@@ -20,7 +20,6 @@ Host data only.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import time
 from collections import OrderedDict
@@ -111,7 +110,7 @@ class IdleBlocks:
         self._num_pinned = 0
         self._pins: dict[int, dict[Pin, None]] = {}  # by block, idle or held
         self._ends: list[tuple[float, int, Pin]] = []  # a heap
-        self._numbers = itertools.count()
+        self._num_ends = 0  # ever pushed, so that no two pins are compared
 
     def __len__(self) -> int:
         return len(self._priorities)
@@ -199,7 +198,8 @@ class IdleBlocks:
             self._pins.setdefault(block, {})[pin] = None
             self._place_again(block)
         if ttl is not None:
-            heapq.heappush(self._ends, (pin.until, next(self._numbers), pin))
+            self._num_ends += 1
+            heapq.heappush(self._ends, (pin.until, self._num_ends, pin))
         return pin
 
     def unpin(self, pin: Pin) -> None:

@@ -130,24 +130,66 @@ def test_no_token_is_taken_back(name: str) -> None:
         now = [x for x in states_of(cache)[0].pools if x is not None]
         assert all(map(torch.equal, now, before))
         assert not cache.is_croppable
+        cache.activate_past_recording()
+        model(ids[:, 5:8], past_key_values=cache)
+        with pytest.raises(UnsupportedModelError, match=r"so that 3 tokens can be taken back.*and not 4"):
+            cache.crop(-4)
+        cache.crop(-3)
         got = model(ids[:, 8:], past_key_values=cache).logits
         theirs = DynamicCache(config=model.config)
         want = [plain(part, past_key_values=theirs).logits for part in (ids[:, :8], ids[:, 8:])][1]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
-def test_assisted_decoding_is_refused() -> None:
-    """lfm2 is the one that transformers itself assists; as its own states do here, not attached."""
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "bamba", "lfm2"])
+def test_tokens_of_the_last_forward_are_taken_back(name: str) -> None:
+    """Any number of five candidates, twice behind each other: what follows sees the others alone. In two
+    rows, one of them padded; NaN in the slots of no row."""
+    model, call = attach(model_of(name)), prompts()
+    ids, mask = call["input_ids"], call["attention_mask"]
+    more = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(1))
+
+    def run(cache: PagedCache, tokens: Tensor, behind: int) -> Tensor:
+        seen = torch.cat((mask, torch.ones(2, behind, dtype=mask.dtype)), 1)
+        places = (seen.cumsum(1) - 1)[:, -tokens.shape[1] :]  # else Bamba counts from a layer without keys
+        return model(tokens, attention_mask=seen, position_ids=places, past_key_values=cache).logits
+
+    with torch.no_grad():
+        for count in range(6):
+            cache, plain = cached(model), cached(model)
+            for one in (cache, plain):
+                model(**call, past_key_values=one)
+                poison(states_of(one), but=(1, 2))
+            cache.activate_past_recording()
+            kept = 5 - count
+            for start in (0, kept):
+                run(cache, torch.cat((more[:, start : start + kept], ids[:, :count]), 1), start + 5)
+                cache.crop(-count)
+                assert cache.get_seq_length() == ids.shape[1] + start + kept
+            got = run(cache, more[:, 2 * kept :], 12)
+            if kept:
+                run(plain, more[:, : 2 * kept], 2 * kept)
+            want = run(plain, more[:, 2 * kept :], 12)
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_assisted_decoding() -> None:
+    """lfm2 is the one that transformers itself assists; as its own states do here, not attached. The cache
+    goes on without an assistant, and with one again."""
     model = model_of("lfm2")
-    call = {"input_ids": prompts(padding=0)["input_ids"][:1], **GREEDY, "prompt_lookup_num_tokens": 3}
-    want = model.generate(**call)
+    ids = prompts(padding=0)["input_ids"][:1].repeat(1, 3)
+    call = {"input_ids": ids, **GREEDY, "max_new_tokens": 12, "prompt_lookup_num_tokens": 3}
+    plain = {key: value for key, value in call.items() if key != "prompt_lookup_num_tokens"}
+    want = model.generate(**plain)
     with paged(model):
         cache = cached(model)
-        with pytest.raises(UnsupportedModelError, match=r"^lfm2: layer 0 keeps a state.*assisted decoding"):
-            model.generate(**call, past_key_values=cache)
-        cache.reset()
-        plain = {key: value for key, value in call.items() if key != "prompt_lookup_num_tokens"}
-        assert torch.equal(model.generate(**plain, past_key_values=cache), want)
+        taken = []
+        crop = cache.crop
+        cache.crop = lambda count: (taken.append(-count), crop(count))  # type: ignore[method-assign]
+        for one in (call, plain, call):
+            assert torch.equal(model.generate(**one, past_key_values=cache), want)
+            cache.reset()
+        assert max(taken) > 0
     model.set_attn_implementation("torchpaged")
     assert torch.equal(model.generate(**call, past_key_values=cached(model)), want)
 

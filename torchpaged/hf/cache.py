@@ -391,7 +391,7 @@ class PagedCache(PagedOwner):
 
     def activate_past_recording(self) -> None:
         """generate() asks for it before it adds candidates that it may take back."""
-        super().activate_past_recording()  # layers that keep states refuse
+        super().activate_past_recording()
         self.masks.expect_candidates()
 
     def __repr__(self) -> str:

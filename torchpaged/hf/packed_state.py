@@ -8,6 +8,7 @@ tokens, and in a `PagedCache` of an attached model, where a row is a request.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torchpaged.cache import LayerStates, StateLayerSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.words import counted
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.state_layer import StateLayer
+from torchpaged.hf.state_past import StatePast
 from torchpaged.metadata import AttentionMetadata
 
 _SET_UP = (
@@ -37,6 +40,7 @@ class PackedState(StateLayer):
     Attributes:
         pools: the `LayerStates`; made here by the first forward, until `adopt_as` gives the layer others.
         is_first, is_last, has_written: as those of a `PagedLayer`.
+        records_past: whether tokens of the last forward can be taken back.
     """
 
     pools: LayerStates
@@ -48,6 +52,7 @@ class PackedState(StateLayer):
         super().__init__()
         self.cache, self.index = cache, index
         self.is_initialized = self.is_first = self.is_last = self.has_written = False
+        self.records_past, self._past = False, list[StatePast]()
 
     @property
     def stored(self) -> StateLayerSpec:
@@ -108,21 +113,35 @@ class PackedState(StateLayer):
         if not self.is_initialized or not self.cache.ready:
             self._prepare(x, weight)
         slots, step = self._slots_of(self.cache.advance(self, x.shape[0], x.shape[1]))
-        tokens = x.flatten(0, 1)
-        out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-        self._ops.causal_conv(
+        tokens, options = x.flatten(0, 1), (weight, None if bias is None else bias.to(x.dtype), activation)
+        if not torch.compiler.is_compiling() and self.records_past:
+            run = partial(self._convolve, options=options)
+            self._past = [StatePast(self.pools.conv_state, run, (tokens,), *x.shape[:2])]
+        return self._convolve(
             tokens,
-            weight,
-            self.pools.conv_state,
-            slots,
-            step.seq_lens,
-            step.query_start_loc,
-            out,
-            None if bias is None else bias.to(x.dtype),
+            options=options,
+            slots=slots,
+            seq_lens=step.seq_lens,
+            starts=step.query_start_loc,
             max_query_len=step.max_query_len,
-            activation=activation,
-        )
-        return out.view(x.shape)
+        ).view(x.shape)
+
+    def _convolve(
+        self,
+        tokens: Tensor,
+        *,
+        options: tuple[Tensor, Tensor | None, str],
+        slots: Tensor,
+        seq_lens: Tensor,
+        starts: Tensor,
+        max_query_len: int,
+    ) -> Tensor:
+        weight, bias, activation = options
+        out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
+        sizes: dict[str, Any] = {"max_query_len": max_query_len, "activation": activation}
+        rows = slots, seq_lens, starts
+        self._ops.causal_conv(tokens, weight, self.pools.conv_state, *rows, out, bias, **sizes)
+        return out
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, delta_rule: bool
@@ -133,25 +152,42 @@ class PackedState(StateLayer):
             self._make_matrices(v.shape[2], q.shape[3], v)
         assert self.pools.state is not None
         slots, step = self._slots_of(self.cache.metadata_of(self, v.shape[0], v.shape[1]))
-        q, k, tokens, g, beta = (x.flatten(0, 1) for x in (q, k, v, g.to(_exact(v)), beta))
-        out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
-        self._ops.linear_attention(
-            q,
-            k,
-            tokens,
-            g,
-            self.pools.state,
-            slots,
-            step.seq_lens,
-            step.query_start_loc,
-            out,
-            beta,
-            max_query_len=step.max_query_len,
+        tokens = tuple(x.flatten(0, 1) for x in (q, k, v, g.to(_exact(v)), beta))
+        if not torch.compiler.is_compiling() and self.records_past:
+            run = partial(self._attend, scale=scale, delta_rule=delta_rule)
+            self._past.append(StatePast(self.pools.state, run, tokens, *v.shape[:2]))
+        return self._attend(
+            *tokens,
             scale=scale,
             delta_rule=delta_rule,
-            normalize=delta_rule,
+            slots=slots,
+            seq_lens=step.seq_lens,
+            starts=step.query_start_loc,
+            max_query_len=step.max_query_len,
+        ).view(v.shape)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        scale: float,
+        delta_rule: bool,
+        slots: Tensor,
+        seq_lens: Tensor,
+        starts: Tensor,
+        max_query_len: int,
+    ) -> Tensor:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        rule: dict[str, Any] = {"scale": scale, "delta_rule": delta_rule, "normalize": delta_rule}
+        rows = slots, seq_lens, starts
+        self._ops.linear_attention(
+            q, k, v, g, self.pools.state, *rows, out, beta, max_query_len=max_query_len, **rule
         )
-        return out.view(v.shape)
+        return out
 
     def complete(self) -> None:
         """Say that this forward's states are written, last of what a mixer calls; the last layer's word
@@ -177,32 +213,49 @@ class PackedState(StateLayer):
     # ----------------------------------------------------------------------------- between a cache's forwards
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` goes on from the states of row ``beam_idx[i]``, in place."""
+        self._past = []
         if not self.is_initialized:
             return
         for pool in self.stored.block_tensors(self.pools).values():
             chosen = pool.index_select(0, beam_idx.to(pool.device) + 1)
             pool[1 : 1 + chosen.shape[0]].copy_(chosen)
 
-    def require_croppable(self) -> None:
-        """Refuse to take tokens back: a state is that of its last token alone.
+    def require_croppable(self, count: int = 1) -> None:
+        """Refuse to take back more tokens than the last forward had, or any if it was not recorded: a state
+        is that of its last token alone.
 
         Raises:
-            UnsupportedModelError: always.
+            UnsupportedModelError: so it is.
         """
-        raise UnsupportedModelError(
-            f"{self.cache.name}: layer {self.index} keeps a state per row, that of its last token alone, so "
-            "that no token can be taken back (crop, assisted decoding); generate without an assistant and "
-            "without prompt_lookup_num_tokens, or call cache.reset() and run the tokens that stay"
-        )
+        recorded = self._past[0].query_len if self._past else 0
+        if count > recorded:
+            raise UnsupportedModelError(
+                f"{self.cache.name}: layer {self.index} keeps a state per row, that of its last token alone, "
+                f"so that {counted(recorded, 'token')} can be taken back (crop), and not {count}; call "
+                "cache.activate_past_recording() before a forward whose tokens may be, as assisted decoding "
+                "does, or cache.reset() and run the tokens that stay"
+            )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing to do for no token, else refused, see `require_croppable`."""
-        if tokens_to_remove:
-            self.require_croppable()
+        """Take tokens of the last forward back, see `require_croppable`; before the rows do."""
+        count, past = -tokens_to_remove, self._past
+        if count:
+            self.require_croppable(count)
+            assert self.cache.state_slots is not None
+            rows = slice(past[0].batch)
+            seq_lens = (self.cache.rows.seq_lens[rows] - count).clamp_min(0)
+            for part in past:
+                part.take_back(count, self.cache.state_slots[rows], seq_lens)
+        self._past = []
 
     def activate_past_recording(self) -> None:
-        """Refuse assisted decoding, see `require_croppable`, before it begins."""
-        self.require_croppable()
+        """Keep what it takes to take the tokens of the latest forward back, until `reset`; not of compiled
+        ones."""
+        self.records_past = True
+
+    def reset(self) -> None:
+        """Before another batch."""
+        self.records_past, self._past = False, []
 
     def unknown(self) -> UnsupportedModelError:
         """Of a layer whose mixer does not call this one."""

@@ -39,7 +39,7 @@ def crop(cache: PagedOwner, prefixes: RowPrefixes, tokens_to_remove: Any) -> Non
         count = min(count, int(rows.total))
         for layer in cache.layers if count else ():
             if isinstance(layer, PackedState):
-                layer.require_croppable()
+                layer.require_croppable(count)
         copies = rows.unshare(count) if count else []
         _copy_blocks(cache, copies)
         if copies:

@@ -142,14 +142,16 @@ class BlockPool:
             ArgumentError: a block is unknown, free and not idle, the null block, or there twice: no sequence
                 has a block twice. Nothing is shared then.
         """
+        counts, idle = self._ref_counts, self._idle
         for block in blocks:
-            self._check(block)
+            if type(block) is not int or not NULL_BLOCK < block < self.num_blocks or not counts[block]:
+                self._check(block)
         if len(set(blocks)) < len(blocks):
             raise ArgumentError("blocks", "every block once", str(list(blocks)))
         for block in blocks:
-            if not self._ref_counts[block]:
-                self._idle.hit(block)
-            self._ref_counts[block] += 1
+            if not counts[block]:
+                idle.hit(block)
+            counts[block] += 1
         self.peak_used = max(self.peak_used, self.num_used)
         return list(blocks)
 
@@ -161,6 +163,24 @@ class BlockPool:
             ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is
                 freed then.
         """
+        counts, kept, free = self._ref_counts, self._kept, self._free
+        for block in blocks:
+            if type(block) is not int or not NULL_BLOCK < block < self.num_blocks or not counts[block]:
+                self._require_held(blocks)
+        if len(set(blocks)) < len(blocks):
+            self._require_held(blocks)
+        for block in reversed(blocks):
+            counts[block] -= 1
+            if not counts[block]:
+                if block not in kept:
+                    free.append(block)
+                elif self._keeps_idle:
+                    self._idle.add(block)
+                else:
+                    self._give_up(block)
+
+    def _require_held(self, blocks: Sequence[int]) -> None:
+        """Refuse blocks that are not held as often as they are there."""
         leaving: dict[int, int] = {}
         for block in blocks:
             self._check(block)
@@ -171,15 +191,6 @@ class BlockPool:
                     f"block {block} at most {self._ref_counts[block]} times",
                     f"{leaving[block]} times (double free)",
                 )
-        for block in reversed(blocks):
-            self._ref_counts[block] -= 1
-            if not self._ref_counts[block]:
-                if block not in self._kept:
-                    self._free.append(block)
-                elif self._keeps_idle:
-                    self._idle.add(block)
-                else:
-                    self._give_up(block)
 
     # ------------------------------------------------------------------------------------- copy-on-write
     def copied_by(self, copier: Callable[[list[tuple[int, int]]], None]) -> None:

@@ -160,7 +160,7 @@ class IdleBlocks:
         Raises:
             ArgumentError: the policy gave a block that it did not have; it is not given up.
         """
-        if len(self._priorities) == self.num_pinned:
+        if self._num_pinned and len(self._priorities) == self.num_pinned:
             priority = min(priority for priority, blocks in self._pinned.items() if blocks)
             block = next(iter(self._pinned[priority]))
             self.drop(block)

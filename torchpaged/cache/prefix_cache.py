@@ -255,13 +255,12 @@ class PrefixCache(NotCopied):
             return name
         if self.host is not None and (name := self.host.name(key)) is not None:
             return name
-        self._last_name += 1
-        return self._last_name.to_bytes(8, "little")
+        self._last_name = number = self._last_name + 1
+        return number.to_bytes(8, "little")
 
     def _note(self, key: Hashable, name: bytes | None, reason: str) -> None:
-        """Remember what is not known any more, of as many blocks as the pool has."""
+        """Remember what is not known any more, and was until now, of as many blocks as the pool has."""
         self._lost[key] = name, reason
-        self._lost.move_to_end(key)
         if len(self._lost) > self.pool.num_blocks:
             self._lost.popitem(last=False)
 
@@ -271,8 +270,7 @@ class PrefixCache(NotCopied):
             raise ArgumentError("blocks", "blocks of these tokens alone", f"block {block} of other tokens")
         self.pool.keep(block)
         name = self._promised.pop(key, None) or self._name(key)
-        if key in self._lost:
-            del self._lost[key]
+        self._lost.pop(key, None)
         self._table[key], self._keys[block], self._names[block] = block, key, name
         self._version += 1
 
@@ -324,6 +322,8 @@ class CachedText:
         self._done = 0  # blocks that are taken, or computed
         self._last = NULL_BLOCK  # the one that is known by the tokens of the last block that was computed
         self._pending: dict[Hashable, bytes] = {}  # names by the keys that it promised
+        self._ahead: list[tuple[bytes, Hashable]] = []  # from block `_done` at `promise` on: name before, key
+        self._first = 0  # the place of the first of these
         self._counted, self._count = -1, 0
         self.has_begun = False
         self.resumes: Resumed | None = None
@@ -478,10 +478,12 @@ class CachedText:
         """Its further full blocks are going to be computed: until `leave`, texts that share them wait."""
         cache, name = self._cache, self._name
         table, promised, pending = cache._table, cache._promised, self._pending
+        self._first, self._ahead = self._done, []
         for place in range(self._done, self._most):
             key = self._key(place, name)
             if key in promised:  # by others
                 break
+            self._ahead.append((name, key))
             if key in table:  # left behind by others
                 name = cache._names[table[key]]
             else:
@@ -505,13 +507,19 @@ class CachedText:
             return
         if not self.has_begun:
             self._name, self.has_begun = b"", True
-        table, names = cache._table, cache._names
+        table, names, ahead, name = cache._table, cache._names, self._ahead, self._name
         for place in range(self._done, min(num_tokens, len(self)) // cache.block_size):
-            key = self._key(place, self._name)
-            if key not in table:
-                cache._fill(key, blocks[place])
-            self._last = table[key]
-            self._name, self._done = names[self._last], place + 1
+            at = place - self._first
+            if at < len(ahead) and ahead[at][0] == name:
+                key = ahead[at][1]  # whose hash is known
+            else:
+                key = self._key(place, name)
+            block = table.get(key)
+            if block is None:
+                block = blocks[place]
+                cache._fill(key, block)
+            name = names[block]
+            self._last, self._name, self._done = block, name, place + 1
 
     def chunk(self, num_computed: int, most: int) -> int:
         """How many of its tokens are to be computed at once, behind ``num_computed`` of them; at least 1 and

@@ -103,6 +103,7 @@ class Scheduler:
         preemption: str = "auto",
     ) -> None:
         self.preemption, self.swapped = preemption, 0
+        self._are_ahead = False  # blocks may have been given ahead of need
         self._rings, self._resets = rings, -1
         self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
@@ -161,15 +162,18 @@ class Scheduler:
         begun = [sequence for sequence in self.running if sequence.row is not None or self._begin(sequence)]
         if not begun:
             begun = [s for s in self.running if s.arrival is not None and self._arrived(s, waits=True)]
-        step, budget, size = Schedule(), self._prompt_tokens(), self.block_size
+        step, budget = Schedule(), -1
         for sequence in begun:
             if step.put_back and sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
+            if self._has_room(sequence):
+                step.decodes.append(sequence)
+                continue
             if _decodes(sequence):
-                tokens = self._tokens_ahead(sequence)
-                if tokens <= len(sequence.blocks) * size or self._reserve(sequence, tokens, step):
+                if self._reserve(sequence, self._tokens_ahead(sequence), step):
                     step.decodes.append(sequence)
                 continue
+            budget = self._prompt_tokens() if budget < 0 else budget
             count = min(sequence.remaining, budget, self._max_query_len)
             if count and sequence.cached is not None:
                 count = sequence.cached.chunk(sequence.num_computed, count)
@@ -200,6 +204,8 @@ class Scheduler:
         """Whether the next `schedule` may have to put a request back."""
         missing, size = 0, self.block_size
         for sequence in self.running:
+            if self._has_room(sequence):
+                continue
             if _decodes(sequence):
                 tokens = self._tokens_ahead(sequence)
             else:
@@ -212,6 +218,14 @@ class Scheduler:
         """Blocks that running requests may be given: pinned ones only where one runs alone, which no other
         can make room for."""
         return self.pool.num_free - (self.pool.num_pinned if len(self.running) > 1 else 0)
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        """Whether a sequence with a row has blocks for the next step: all that is asked of most of them."""
+        return (
+            sequence.row is not None
+            and len(sequence.tokens) + sequence.step_count.started - sequence.steps_read + self.ahead
+            <= len(sequence.blocks) * self.block_size
+        )
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
         """Tokens that a decoding request needs room for. Keys and values of a request's last token are
@@ -242,9 +256,13 @@ class Scheduler:
         if 2 * sum(count for _, count in extra) <= self.pool.num_free - self.pool.num_pinned:
             for sequence, count in extra:
                 sequence.blocks += self.pool.allocate(count)
+            self._are_ahead = True
 
     def _trim(self) -> None:
         """Take back the blocks that were given ahead of need."""
+        if not self._are_ahead:
+            return
+        self._are_ahead = False
         for sequence in self.running:
             if _decodes(sequence):
                 need = self.blocks_for(self._tokens_ahead(sequence))
@@ -254,7 +272,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more."""
-        promised = sum(self._need(s) for s in self.running if not _decodes(s))
+        if len(self.running) >= self.max_batch_size:
+            return
+        promised = sum(self._need(s) for s in self.running if s.row is None and not _decodes(s))
         while self.waiting and len(self.running) < self.max_batch_size:
             need = self._need(self.waiting[0])
             if self.running and need + promised > self.pool.num_free - self.pool.num_pinned:

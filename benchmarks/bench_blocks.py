@@ -1,0 +1,208 @@
+"""What blocks cost the host: microseconds of its thread for the prefix cache per request that finds nothing,
+for a scheduler's step at 256 requests, and for forks; and how much of the blocks in use holds tokens under a
+log-normal load.
+
+    PYTHONPATH=. python benchmarks/bench_blocks.py [--rows 256] [--output FILE]
+
+No model runs: tokens are drawn at random, and a step is what `Scheduler.schedule` and `PrefixCache` do on the
+host. Times are those of the thread (`time.thread_time`), so that other processes count little. The last line
+is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchpaged.bench import conditions
+from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.engine.metrics import measured
+from torchpaged.engine.outputs import GeneratorStats, TextStream
+from torchpaged.engine.sampling import SamplingParams
+from torchpaged.engine.scheduler import Schedule, Scheduler
+from torchpaged.engine.sequence import Sequence
+
+BLOCK_SIZE = 16
+#: Medians and deviations of the logarithm of lengths: means of 215 and 198 when cut at 1,024 (ShareGPT's).
+PROMPT, OUTPUT, LONGEST = (114.5, 1.25), (124.5, 1.0), 1024
+
+
+def drawn(rng: random.Random, median: float, deviation: float) -> int:
+    return min(LONGEST, max(4, round(median * rng.lognormvariate(0.0, deviation))))
+
+
+def prefix_cache_us(num_requests: int = 200, prompt: int = 550, output: int = 550) -> dict[str, float]:
+    """Of a request that finds nothing, over what the same request costs without a cache."""
+    rng = random.Random(0)
+    texts = [[rng.randrange(1, 100_000) for _ in range(prompt + output)] for _ in range(num_requests)]
+    total, first = -(-(prompt + output) // BLOCK_SIZE), -(-prompt // BLOCK_SIZE)
+    seconds = {"without": 0.0, "with": 0.0}
+    pool = BlockPool(4 * total)
+    began = time.thread_time()
+    for _ in texts:
+        blocks = pool.allocate(total)
+        pool.free(blocks)
+    seconds["without"] = time.thread_time() - began
+    pool = BlockPool(4 * total)
+    cache = PrefixCache(pool, BLOCK_SIZE)
+    began = time.thread_time()
+    for tokens in texts:
+        text = cache.text(tokens[:prompt])
+        text.num_shared()
+        assert text.take() == []
+        text.promise()
+        blocks = pool.allocate(first)
+        text.computed(prompt, blocks)
+        blocks += pool.allocate(total - first)
+        text.extend(tokens[prompt:-1])
+        text.computed(prompt + output - 1, blocks)
+        text.leave()
+        pool.free(blocks)
+    seconds["with"] = time.thread_time() - began
+    each = {name: 1e6 * value / num_requests for name, value in seconds.items()}
+    return each | {"us": each["with"] - each["without"], "blocks": total}
+
+
+def hit_us(num_tokens: int = 8192) -> float:
+    """A hit of so many tokens, from the ids to the blocks."""
+    cache = PrefixCache(BlockPool(num_tokens // BLOCK_SIZE + 3), BLOCK_SIZE)
+    tokens = list(range(num_tokens + 1))
+    text = cache.text(tokens)
+    blocks = (text.take() or []) + cache.pool.allocate(num_tokens // BLOCK_SIZE + 1)
+    text.computed(num_tokens, blocks)
+    text.leave()
+    cache.pool.free(blocks)
+    taken = []
+    for _ in range(20):
+        began = time.thread_time()
+        found = cache.text(tokens).take() or []
+        taken.append(time.thread_time() - began)
+        assert len(found) == num_tokens // BLOCK_SIZE
+        cache.pool.free(found)
+    return 1e6 * statistics.median(taken)
+
+
+def fork_us(num_tokens: int) -> float:
+    pool = BlockPool(num_tokens // BLOCK_SIZE + 2)
+    blocks, taken = pool.allocate(num_tokens // BLOCK_SIZE), []
+    for _ in range(50):
+        began = time.thread_time()
+        child = pool.fork(blocks)
+        taken.append(time.thread_time() - began)
+        pool.free(child)
+    return 1e6 * statistics.median(taken)
+
+
+class Load:
+    """Requests of log-normal lengths through a `Scheduler`, without a model.
+
+    Args:
+        rows: requests at once.
+        num_blocks: of the pool.
+        lookahead: tokens ahead of need, as of `Generator`.
+        cached: with a prefix cache.
+    """
+
+    def __init__(
+        self, rows: int, num_blocks: int, lookahead: int = 0, cached: bool = True, seed: int = 0
+    ) -> None:
+        self.rng, pool = random.Random(seed), BlockPool(num_blocks)
+        prefixes = PrefixCache(pool, BLOCK_SIZE) if cached else None
+        self.scheduler = Scheduler(pool, BLOCK_SIZE, rows, 2048, 1, lookahead, prefixes=prefixes, mixes=True)
+        self.stats, self.rows, self.count, self.row = GeneratorStats(num_blocks), rows, 0, 0
+        self.seconds: list[float] = []
+        self.utilisation: list[float] = []
+
+    def submit(self) -> None:
+        prompt = [self.rng.randrange(1, 100_000) for _ in range(drawn(self.rng, *PROMPT))]
+        params = SamplingParams(drawn(self.rng, *OUTPUT), ignore_eos=True)
+        most = len(prompt) + params.max_new_tokens
+        self.scheduler.add(Sequence(self.count, prompt, params, 0, TextStream(None), max_len=most))
+        self.count += 1
+
+    def step(self) -> None:
+        began = time.thread_time()
+        self.scheduler.short_of_blocks()
+        plan: Schedule = self.scheduler.schedule()
+        for sequence, count in plan.chunks:
+            sequence.num_computed += count
+            self.scheduler.computed(sequence)
+        took = time.thread_time() - began
+        for sequence in plan.put_back:
+            sequence.row = None
+        ends = [s for s, _ in plan.chunks if s.remaining == 0]
+        for sequence in [*plan.decodes, *ends]:
+            self._token(sequence)
+        began = time.thread_time()
+        for sequence in [s for s in self.scheduler.running if len(s.tokens) >= s.max_len]:
+            sequence.finish_reason = "length"
+            self.scheduler.remove(sequence)
+        self.seconds.append(took + time.thread_time() - began)
+
+    def _token(self, sequence: Sequence) -> None:
+        sequence.num_computed = len(sequence.tokens)
+        sequence.tokens.append(self.rng.randrange(1, 100_000))
+        if sequence.row is None:  # it decodes from now on; nothing is in flight
+            sequence.row = self.row
+            sequence.steps_read = sequence.step_count.started
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            while len(self.scheduler.waiting) < 4:
+                self.submit()
+            self.step()
+            if len(self.seconds) % 8 == 0:
+                self.utilisation.append(measured(self.scheduler, self.stats).utilisation)
+
+
+def loads(rows: int, steps: int) -> dict[str, Any]:
+    """A pool that holds all requests, and one that holds three quarters of what they would take."""
+    found = {}
+    for name, num_blocks, lookahead in (("room", rows * 66, 128), ("short", rows * 20, 128)):
+        for cached in (False, True):
+            load = Load(rows, num_blocks, lookahead, cached)
+            load.run(steps)
+            kept = sorted(1e6 * x for x in load.seconds[steps // 3 :])
+            found[f"{name}, {'with' if cached else 'without'} prefix cache"] = {
+                "mean_us": statistics.mean(kept),
+                "p50_us": kept[len(kept) // 2],
+                "p99_us": kept[int(0.99 * len(kept))],
+                "running": len(load.scheduler.running),
+                "preemptions": load.scheduler.preemptions,
+                "utilisation": statistics.mean(load.utilisation[len(load.utilisation) // 3 :]),
+            }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", type=int, default=256, help="requests at once")
+    parser.add_argument("--steps", type=int, default=1500, help="of each load")
+    parser.add_argument("--output", type=Path, help="where the JSON goes, too")
+    args = parser.parse_args()
+    runs = [prefix_cache_us() for _ in range(5)]
+    document = {
+        "conditions": conditions.collect(torch.device("cpu")),
+        "prefix_cache": sorted(runs, key=lambda run: run["us"])[len(runs) // 2],
+        "hit_8k_us": hit_us(),
+        "fork_us": {str(n): fork_us(n) for n in (1024, 8192, 65536)},
+        "steps": loads(args.rows, args.steps),
+    }
+    for name, value in document.items():
+        print(f"{name}: {value}", file=sys.stderr)
+    text = json.dumps(document)
+    if args.output:
+        args.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

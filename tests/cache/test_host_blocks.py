@@ -70,7 +70,7 @@ def test_all_layers_of_a_block_lie_together() -> None:
     host = HostBlocks(cache, 2**20)
     host.swap_out([5], [3])
     want = torch.cat([pool[5].flatten() for pool in pools.values()])
-    assert torch.equal(host._pieces[0][3], want)
+    assert torch.equal(host._memory.pieces[0][3], want)
 
 
 def test_rates_are_measured_and_the_null_block_stays() -> None:

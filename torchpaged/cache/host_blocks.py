@@ -86,38 +86,33 @@ class HostBlocks(NotCopied):
 
     def __init__(self, cache: PagedKVCache, memory_budget: int) -> None:
         check_sizes(memory_budget=memory_budget)
-        self._pools = [
-            pool.detach().view(torch.uint8).flatten(1)
+        pools = [
+            pool.detach()
             for layer, spec in enumerate(cache.layers)
             if layer not in cache.blocks_of
             for pool in spec.block_tensors(cache[layer]).values()
         ]
-        if not self._pools:
+        if not pools:
             raise ArgumentError("cache", "one with layers that keep blocks of its pool", repr(cache))
+        if not all(pool[0].is_contiguous() for pool in pools):
+            raise ArgumentError("cache", "layers whose blocks are contiguous", repr(cache))
+        self._pools = [pool.view(torch.uint8).flatten(1) for pool in pools]
         widths = [pool.shape[1] for pool in self._pools]
         self._places = [sum(widths[:part]) for part in range(len(widths) + 1)]
         self.bytes_per_block, self._device = self._places[-1], cache.device
-        piece = max(_piece_bytes(memory_budget), self.bytes_per_block)
-        self._per_piece = piece // self.bytes_per_block
-        self.num_slots = memory_budget // piece * self._per_piece
+        self._on_gpu = cache.device.type == "cuda"
+        self._memory = _Memory(memory_budget, self.bytes_per_block, self._on_gpu)
+        self.num_slots = self._memory.num_slots
         if not self.num_slots:
             raise ArgumentError(
                 "memory_budget",
                 f"at least {self.bytes_per_block} bytes, those of a block in all layers",
                 str(memory_budget),
             )
-        self._on_gpu = cache.device.type == "cuda"
         with torch.inference_mode(False):
-            self._pieces = [
-                torch.empty(
-                    (self._per_piece, self.bytes_per_block),
-                    dtype=torch.uint8,
-                    device="cpu",
-                    pin_memory=self._on_gpu,
-                )
-                for _ in range(self.num_slots // self._per_piece)
-            ]
-            self._copies = _GPUCopies(self._pools, self._places, cache.device) if self._on_gpu else None
+            self._copies = (
+                _GPUCopies(self._pools, self._places, self._memory, cache.device) if self._on_gpu else None
+            )
         self.out_rate, self.in_rate = self._measure()
 
     def __repr__(self) -> str:
@@ -132,15 +127,13 @@ class HostBlocks(NotCopied):
             blocks: ids.
             slots: where each goes, in ``[0, num_slots)``.
         """
-        for at, piece, first, count in self._runs(blocks, slots):
-            ids = blocks[at : at + count]
-            if self._copies is not None:
-                self._copies.out(ids, self._pieces[piece][first : first + count])
-                continue
-            index = torch.tensor(ids, dtype=torch.int64, device="cpu")
+        self._require_alike(blocks, slots)
+        if self._copies is not None:
+            return self._copies.out(blocks, slots)
+        for at, held in self._memory.runs(slots):
+            index = torch.tensor(blocks[at : at + len(held)], dtype=torch.int64, device="cpu")
             for pool, place in zip(self._pools, self._places, strict=False):
-                held = self._pieces[piece][first : first + count, place : place + pool.shape[1]]
-                held.copy_(pool.index_select(0, index))
+                held[:, place : place + pool.shape[1]].copy_(pool.index_select(0, index))
 
     def wait_for_arrivals(self) -> None:
         """What `swap_out` copies from now on comes after all that `swap_in` has begun: for a slot that is
@@ -157,32 +150,22 @@ class HostBlocks(NotCopied):
             slots: of `swap_out`.
             blocks: where each goes.
         """
+        self._require_alike(blocks, slots)
         if self._copies is not None:
-            self._copies.begin_in()
-        for at, piece, first, count in self._runs(blocks, slots):
-            ids = blocks[at : at + count]
-            if self._copies is not None:
-                self._copies.into(self._pieces[piece][first : first + count], ids)
-                continue
-            index = torch.tensor(ids, dtype=torch.int64, device="cpu")
+            return self._copies.into(slots, blocks)
+        for at, held in self._memory.runs(slots):
+            index = torch.tensor(blocks[at : at + len(held)], dtype=torch.int64, device="cpu")
             for pool, place in zip(self._pools, self._places, strict=False):
-                held = self._pieces[piece][first : first + count, place : place + pool.shape[1]]
-                pool.index_copy_(0, index, held)
-        return _Arrived() if self._copies is None else self._copies.end_in()
+                pool.index_copy_(0, index, held[:, place : place + pool.shape[1]])
+        return _Arrived()
 
-    def _runs(self, blocks: Sequence[int], slots: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """Neighbouring slots: place in ``slots``, piece of memory, first row in it, how many."""
+    def _require_alike(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if len(blocks) != len(slots):
             raise ArgumentError("slots", f"one for each of {len(blocks)} blocks", str(len(slots)))
-        start = 0
-        for end in range(1, len(slots) + 1):
-            if end == len(slots) or slots[end] != slots[end - 1] + 1 or not slots[end] % self._per_piece:
-                yield start, *divmod(slots[start], self._per_piece), end - start
-                start = end
 
     def _measure(self) -> tuple[float, float]:
         """Bytes per second out and in, of the null block, which holds nothing; kernels are compiled by it."""
-        count = min(self.num_slots, self._per_piece, max(1, _STAGING // self.bytes_per_block))
+        count = min(self.num_slots, max(1, _STAGING // self.bytes_per_block))
         blocks, slots, seconds = [NULL_BLOCK] * count, list(range(count)), [0.0, 0.0]
         for _ in range(2):  # the first of each pays for the first touch of the memory
             seconds = [
@@ -205,16 +188,41 @@ class HostBlocks(NotCopied):
             torch.cuda.synchronize(self._device)
 
 
+class _Memory:
+    """Host memory for blocks, pinned or not, in pieces."""
+
+    def __init__(self, memory_budget: int, row_bytes: int, pin: bool) -> None:
+        piece = max(min(_PIECE, 1 << (memory_budget.bit_length() - 1)), row_bytes)
+        self._rows, size = piece // row_bytes, (piece // row_bytes, row_bytes)
+        with torch.inference_mode(False):
+            self.pieces = [
+                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+                for _ in range(memory_budget // piece)
+            ]
+        self.num_slots = len(self.pieces) * self._rows
+
+    def runs(self, slots: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """Of neighbouring slots: where in ``slots`` a run begins, and its memory ``[n, bytes]``."""
+        start = 0
+        for end in range(1, len(slots) + 1):
+            if end == len(slots) or slots[end] != slots[end - 1] + 1 or not slots[end] % self._rows:
+                piece, row = divmod(slots[start], self._rows)
+                yield start, self.pieces[piece][row : row + end - start]
+                start = end
+
+
 class _GPUCopies:
     """Through buffers on the GPU.
 
     Args:
         pools: ``[num_blocks, bytes]`` uint8 each.
         places: where a block of each begins in a row; then the bytes of a row.
+        memory: on the host.
         device: a GPU.
     """
 
-    def __init__(self, pools: list[Tensor], places: list[int], device: torch.device) -> None:
+    def __init__(self, pools: list[Tensor], places: list[int], memory: _Memory, device: torch.device) -> None:
+        self._memory = memory
         self._pools, self._places, self._device = pools, places, device
         self._out, self._in = _Buffers(places[-1], device), _Buffers(places[-1], device)
         sizes = [(p.stride(0), p.shape[1], place) for p, place in zip(pools, places, strict=False)]
@@ -224,9 +232,9 @@ class _GPUCopies:
             self._bases = torch.tensor([p.data_ptr() for p in pools], dtype=torch.int64, device=device)
             self._sizes = torch.tensor(sizes, dtype=torch.int64, device=device) // 8
 
-    def out(self, blocks: Sequence[int], held: Tensor) -> None:
-        """Into ``held [n, bytes]``: packed on the current stream, so that blocks are free at once, then
-        copied. A copy of more than both buffers hold makes the current stream wait for the link."""
+    def out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """Packed on the current stream, so that blocks are free at once, then copied. A copy of more than
+        both buffers hold makes the current stream wait for the link."""
         current = torch.cuda.current_stream(self._device)
         for first, ids, buffer, free in self._out.parts(blocks):
             current.wait_event(free)
@@ -234,27 +242,24 @@ class _GPUCopies:
                 self._pack(buffer, to_device(ids, torch.int64, self._device), unpack=False)
             self._out.stream.wait_stream(current)
             with torch.cuda.stream(self._out.stream):
-                held[first : first + len(ids)].copy_(buffer, non_blocking=True)
+                for at, held in self._memory.runs(slots[first : first + len(ids)]):
+                    held.copy_(buffer[at : at + len(held)], non_blocking=True)
                 free.record()
 
     def order(self) -> None:
         """Copies to the host come after those back that were begun."""
         self._out.stream.wait_stream(self._in.stream)
 
-    def begin_in(self) -> None:
-        """What is launched by now may still use the blocks to come, or fill the slots."""
+    def into(self, slots: Sequence[int], blocks: Sequence[int]) -> _OnStream:
+        """The way back, all of it on the stream of such copies; when all of them have arrived. What is
+        launched by now may still use the blocks, or fill the slots."""
         self._in.stream.wait_stream(torch.cuda.current_stream(self._device))
         self._in.stream.wait_stream(self._out.stream)
-
-    def into(self, held: Tensor, blocks: Sequence[int]) -> None:
-        """The way back, all of it on the stream of such copies."""
         with torch.cuda.stream(self._in.stream):
             for first, ids, buffer, _ in self._in.parts(blocks):
-                buffer.copy_(held[first : first + len(ids)], non_blocking=True)
+                for at, held in self._memory.runs(slots[first : first + len(ids)]):
+                    buffer[at : at + len(held)].copy_(held, non_blocking=True)
                 self._pack(buffer, to_device(ids, torch.int64, self._device), unpack=True)
-
-    def end_in(self) -> _OnStream:
-        """When all that was begun has arrived."""
         return _OnStream(self._in.stream.record_event(), self._device)
 
     def _pack(self, rows: Tensor, index: Tensor, unpack: bool) -> None:
@@ -289,8 +294,3 @@ class _Buffers:
             ids, turn = blocks[first : first + self.rows], self._next
             self._next = 1 - turn
             yield first, ids, self._buffers[turn][: len(ids)], self._free[turn]
-
-
-def _piece_bytes(memory_budget: int) -> int:
-    """A power of two, within the budget."""
-    return min(_PIECE, 1 << (memory_budget.bit_length() - 1))

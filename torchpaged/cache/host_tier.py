@@ -66,14 +66,13 @@ class HostTier:
         if not self._queue:
             return
         queue, self._queue = list(self._queue.items())[-self.blocks.num_slots :], {}
-        blocks, slots = [], []
-        for key, (name, block) in queue:
-            if not self._free and not self._entries:
-                break
-            slot = self._free.pop() if self._free else self._entries.popitem(last=False)[1][1]
+        slots = list[int]()
+        while len(slots) < len(queue) and (self._free or self._entries):
+            slots.append(self._free.pop() if self._free else self._entries.popitem(last=False)[1][1])
+        slots.sort()  # neighbours are one copy
+        blocks = [block for _, (_, block) in queue[: len(slots)]]
+        for (key, (name, _)), slot in zip(queue, slots, strict=False):
             self._entries[key] = name, slot
-            blocks.append(block)
-            slots.append(slot)
         self._leaving = [pair for pair in self._leaving if not pair[0].ready()]
         if any(not read.isdisjoint(slots) for _, read in self._leaving):
             self.blocks.wait_for_arrivals()
@@ -90,7 +89,8 @@ class HostTier:
         kept = {key: self._entries.pop(key) for key in keys}  # what is given up now takes other slots
         self.flush()
         slots = [slot for _, slot in kept.values()]
-        arrival = self.blocks.swap_in(slots, blocks)
+        pairs = sorted(zip(slots, blocks, strict=True))
+        arrival = self.blocks.swap_in([slot for slot, _ in pairs], [block for _, block in pairs])
         self._entries.update(kept)
         self._leaving.append((arrival, set(slots)))
         self.loaded_blocks += len(slots)

@@ -20,7 +20,7 @@ class LayerStates(NamedTuple):
     to no request.
 
     Attributes:
-        conv_state: ``[num_slots, width - 1, channels]``.
+        conv_state: ``[num_slots, width - 1, channels]``; empty in a layer without a convolution.
         state: ``[num_slots, num_heads, key_dim, value_dim]``; None in a layer that has a convolution alone.
     """
 
@@ -33,13 +33,14 @@ class StateLayerSpec(LayerSpec):
     """What one layer keeps of a request.
 
     Attributes:
-        width, channels: of its convolution.
+        width, channels: of its convolution; 2 and 0 where it has none.
         num_heads, key_dim, value_dim: of its linear attention; all 0 where it has none.
         state_dtype: of the matrices, which are read and written whole at each step. A convolution's inputs
             are kept in the cache's dtype.
 
     Raises:
-        ArgumentError: a convolution of no width or channels, or some of the other sizes alone.
+        ArgumentError: a convolution of no width, neither channels nor heads, or some of a matrix's sizes
+            alone.
     """
 
     width: int
@@ -53,7 +54,7 @@ class StateLayerSpec(LayerSpec):
 
     def __post_init__(self) -> None:
         check_sizes(2, width=self.width)
-        check_sizes(channels=self.channels)
+        check_sizes(0 if self.num_heads else 1, channels=self.channels)
         check_is_dtype(state_dtype=self.state_dtype)
         sizes = self._matrix
         check_sizes(0, num_heads=sizes[0], key_dim=sizes[1], value_dim=sizes[2])
@@ -82,7 +83,7 @@ class StateLayerSpec(LayerSpec):
 
     def block_tensors(self, pools: LayerStates) -> dict[str, Tensor]:
         """See `LayerSpec`."""
-        found = {"conv_state": pools.conv_state}
+        found = {"conv_state": pools.conv_state} if self.channels else {}
         return found if pools.state is None else found | {"state": pools.state}
 
 

@@ -58,8 +58,9 @@ class Family:
         modules: class of another module, in any model that is attached -> the same: those that go with such
             attention, and those whose code breaks a trace.
         functions: of a model that is attached, the modules that get one, where its class does not say it.
-        packed: class of a module that keeps states -> its forward over the packed tokens of a
-            `torchpaged.hf.packed_state.PackedState`; with another cache it calls its class's.
+        packed: class of a module that keeps states, or takes no cache with others' -> its forward over the
+            packed tokens of a `torchpaged.hf.packed_state.PackedState`; with another cache it calls its
+            class's.
         layer: makes the layer of a paged cache, called as `torchpaged.cache.kinds.LayerKind.hf_layer` is;
             None where the layer is as other models'.
     """

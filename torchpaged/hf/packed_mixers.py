@@ -23,7 +23,8 @@ from torchpaged.hf.packed_state import PackedState
 
 def packed_state(cache: Any, index: int) -> PackedState | None:
     """The layer of a cache that a mixer was given; None if its tokens are not packed."""
-    layer = None if cache is None else cache.layers[index]
+    layers = () if cache is None else cache.layers
+    layer = layers[index] if index < len(layers) else None  # some caches get their layers one by one
     return layer if isinstance(layer, PackedState) else None
 
 
@@ -50,7 +51,7 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
             a convolution that the op does not take.
     """
     mixers = mixers_of(model)
-    known = {mixer.layer_idx for mixer in mixers}
+    known = {getattr(mixer, "layer_idx", None) for mixer in mixers}
     for layer in states:
         if layer.index not in known:
             raise layer.unknown()
@@ -72,8 +73,10 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
 
 
 def _is_served(mixer: Any) -> bool:
-    """Whether the op takes its convolution."""
-    conv = mixer.conv1d if hasattr(mixer, "conv1d") else mixer.conv
+    """Whether the op takes its convolution, if it has one."""
+    conv = getattr(mixer, "conv1d", getattr(mixer, "conv", None))
+    if conv is None:
+        return True
     width, activation = conv.kernel_size[0], getattr(mixer, "activation", "none")
     return MIN_WIDTH <= width <= MAX_WIDTH and activation in ACTIVATIONS
 

@@ -76,19 +76,19 @@ class PackedState(StateLayer):
         self.pools, self.is_initialized = pools, True
 
     @torch.compiler.disable(reason=_SET_UP)
-    def _prepare(self, x: Tensor, weight: Tensor) -> None:
+    def _prepare(self, x: Tensor, width: int, channels: int) -> None:
         """Before the first states of a batch; makes the pool of inputs, once."""
         if self.is_initialized:
-            self._require_own(x)
+            self._require_own(x, channels)
         self.cache.prepare_states(self, x)
         if not self.is_initialized:
-            sizes = self.cache.num_states, weight.shape[1] - 1, weight.shape[0]
+            sizes = self.cache.num_states, width - 1, channels
             self.pools, self.is_initialized = LayerStates(_zeros(sizes, x.dtype, x.device), None), True
 
-    def _require_own(self, x: Tensor) -> None:
+    def _require_own(self, x: Tensor, channels: int) -> None:
         """Refuse what the pools were not made for, before rows begin."""
         pool = self.pools.conv_state
-        takes, got = (pool.shape[2], pool.dtype, pool.device), (x.shape[2], x.dtype, x.device)
+        takes, got = (pool.shape[2], pool.dtype, pool.device), (channels, x.dtype, x.device)
         if got != takes:
             raise ArgumentError(
                 "x",
@@ -105,18 +105,25 @@ class PackedState(StateLayer):
         self.pools = self.pools._replace(state=_zeros(sizes, _exact(v), v.device))
 
     # ------------------------------------------------------------------------- what a mixer's forward calls
-    def convolve(self, x: Tensor, conv: Any, activation: str = "none") -> Tensor:
-        """``[batch, query_len, channels]`` through ``conv``, a depthwise ``nn.Conv1d``; a new tensor. First
-        of what a mixer calls: the first layer of a forward moves the rows on."""
+    def begin(self, x: Tensor, width: int = 2, channels: int = 0) -> AttentionMetadata:
+        """The step of tokens ``x [batch, query_len, *]``, of a mixer without a convolution or of `convolve`.
+        First of what a mixer calls: the first layer of a forward moves the rows on."""
         refuse_grad(x=x)
-        weight, bias = conv.weight[:, 0].to(x.dtype), conv.bias
         if not self.is_initialized or not self.cache.ready:
-            self._prepare(x, weight)
-        slots, step = self._slots_of(self.cache.advance(self, x.shape[0], x.shape[1]))
+            self._prepare(x, width, channels)
+        step = self.cache.advance(self, x.shape[0], x.shape[1])
+        if not torch.compiler.is_compiling() and self.records_past:
+            self._past = []
+        return step
+
+    def convolve(self, x: Tensor, conv: Any, activation: str = "none") -> Tensor:
+        """``[batch, query_len, channels]`` through ``conv``, a depthwise ``nn.Conv1d``; a new tensor."""
+        weight, bias = conv.weight[:, 0].to(x.dtype), conv.bias
+        slots, step = self._slots_of(self.begin(x, weight.shape[1], x.shape[2]))
         tokens, options = x.flatten(0, 1), (weight, None if bias is None else bias.to(x.dtype), activation)
         if not torch.compiler.is_compiling() and self.records_past:
             run = partial(self._convolve, options=options)
-            self._past = [StatePast(self.pools.conv_state, run, (tokens,), *x.shape[:2])]
+            self._past.append(StatePast(self.pools.conv_state, run, (tokens,), *x.shape[:2]))
         return self._convolve(
             tokens,
             options=options,
@@ -144,15 +151,24 @@ class PackedState(StateLayer):
         return out
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, scale: float, delta_rule: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor | None,
+        *,
+        scale: float,
+        delta_rule: bool,
     ) -> Tensor:
         """The op ``linear_attention`` over ``[batch, query_len, ...]``, keys normalised with the delta rule;
-        ``[batch, query_len, num_heads, value_dim]`` in v's dtype. Behind `convolve`."""
+        ``[batch, query_len, num_heads, value_dim]`` in v's dtype. Behind `convolve` or `begin`."""
         if self.pools.state is None:
             self._make_matrices(v.shape[2], q.shape[3], v)
         assert self.pools.state is not None
         slots, step = self._slots_of(self.cache.metadata_of(self, v.shape[0], v.shape[1]))
-        tokens = tuple(x.flatten(0, 1) for x in (q, k, v, g.to(_exact(v)), beta))
+        given = (q, k, v, g.to(_exact(v)), *(() if beta is None else (beta,)))
+        tokens = tuple(x.flatten(0, 1) for x in given)
         if not torch.compiler.is_compiling() and self.records_past:
             run = partial(self._attend, scale=scale, delta_rule=delta_rule)
             self._past.append(StatePast(self.pools.state, run, tokens, *v.shape[:2]))
@@ -172,7 +188,7 @@ class PackedState(StateLayer):
         k: Tensor,
         v: Tensor,
         g: Tensor,
-        beta: Tensor,
+        beta: Tensor | None = None,
         *,
         scale: float,
         delta_rule: bool,

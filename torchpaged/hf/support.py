@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import family_of
 
 #: The name under which attention and mask functions are registered.
@@ -237,9 +238,11 @@ def require_supported_config(config: Any) -> None:
         family.require_expressible(config)
     elif not uses_attention_interface(model_class):
         raise UnsupportedModelError(f"{model_class.__name__} cannot run through torchpaged: {_REASON}")
-    if not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)():
+    own_cache = not getattr(model_class, "_supports_default_dynamic_cache", lambda: True)()
+    if own_cache and not was_given_functions(config.get_text_config(decoder=True)):
+        todo = "call torchpaged.hf.attach(model) before, or " if family.packed else "call "
         raise UnsupportedModelError(
-            f"{model_class.__name__} cannot run with a PagedCache: it keeps a cache of its own kind; call "
+            f"{model_class.__name__} cannot run with a PagedCache: it keeps a cache of its own kind; {todo}"
             "generate() without past_key_values"
         )
 

@@ -236,7 +236,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {**_FOUR, "layer_types": ["mamba", "attention"] * 2},
     "recurrent_gemma": {"num_hidden_layers": 3, "num_key_value_heads": 1},
-    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
+    # A window would be lost where transformers decodes: its masks go by the keys of the first layer, which
+    # has none.
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "block_size": 8,
+        "sliding_window": None,
+    },
     "longcat_flash": {
         "num_layers": 2,
         "num_hidden_layers": 4,

@@ -18,6 +18,7 @@ from torchpaged.hf.models import (  # noqa: F401
     indexed,
     kimi_delta,
     latent,
+    lightning,
     m2m_100,
     mamba2,
     recurrent_gemma,

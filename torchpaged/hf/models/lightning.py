@@ -1,0 +1,91 @@
+"""Lightning attention, whose heads decay at fixed rates, over the states of a paged cache: MiniMax.
+
+MiniMax refuses every cache but one of its own class, so that the base model gets a forward as well.
+The modules' fields are not public; ``tests/engine/test_states.py`` runs the model under each supported
+transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.families import Family, register_family
+from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.support import records_layers
+
+
+def _forward(self: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    layer = packed_state(options.get("past_key_values"), self.layer_idx)
+    if layer is None:
+        plain: tuple[Tensor, Tensor | None] = type(self).forward(self, hidden_states, **options)
+        return plain
+    layer.begin(hidden_states)
+    mixed = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (self.num_attention_heads, -1))
+    q, k, v = mixed.split(self.head_dim, dim=-1)
+    g = -self.slope_rate.view(-1).float().expand(*hidden_states.shape[:2], -1)
+    out = layer.attend(q, k, v, g, None, scale=1.0, delta_rule=False)
+    layer.complete()
+    gated = self.output_gate(hidden_states).sigmoid() * self.norm(out.flatten(2))
+    return self.out_proj(gated), None
+
+
+def _model_forward(self: Any, input_ids: Tensor | None = None, **options: Any) -> Any:
+    """The base model's, which refuses caches of other classes than its own."""
+    cache: Any = options.get("past_key_values")
+    states = options.get("inputs_embeds")
+    packed = any(isinstance(layer, PackedState) for layer in getattr(cache, "layers", ()))
+    if not packed or records_layers(self.config, options) or options.get("output_router_logits"):
+        return type(self).forward(self, input_ids, **options)
+    states = self.embed_tokens(input_ids) if states is None else states
+    positions, mask = options.get("position_ids"), options.get("attention_mask")
+    if positions is None:
+        positions = (torch.arange(states.shape[1], device=states.device) + cache.get_seq_length())[None]
+    if isinstance(mask, dict):
+        mask = mask["full_attention"]
+    else:
+        is_sliding = self.config.sliding_window is not None
+        mask = (create_sliding_window_causal_mask if is_sliding else create_causal_mask)(
+            config=self.config,
+            inputs_embeds=states,
+            attention_mask=mask,
+            past_key_values=cache,
+            position_ids=positions,
+        )
+    rotation = self.rotary_emb(states, positions)
+    for layer in self.layers:
+        states = layer(
+            states,
+            attention_mask=mask,
+            position_embeddings=rotation,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+    return MoeModelOutputWithPast(last_hidden_state=self.norm(states), past_key_values=cache)
+
+
+def _layer(owner: Any, index: int, config: Any, template: Any) -> Any:
+    if owner.dense:
+        raise UnsupportedModelError(
+            "minimax runs with a cache of its own kind, or attached with pools of states and paged keys; "
+            "leave dense out"
+        )
+    return state_of_attached(owner, index, config, template)
+
+
+register_family(
+    Family(
+        ("minimax",),
+        packed={"MiniMaxLightningAttention": _forward, "MiniMaxModel": _model_forward},
+        functions=packed_functions,
+        layer=_layer,
+        loses_masks_made_ahead=lambda config: config.sliding_window is not None,
+    )
+)

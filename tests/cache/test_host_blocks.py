@@ -1,4 +1,5 @@
-"""HostBlocks: bytes go to the host and come back, whatever a layer keeps; on a CPU. On a GPU: tests/gpu."""
+"""HostBlocks: bytes go to the host and come back, whatever a layer keeps; on a CPU. On a GPU:
+tests/gpu/test_swap.py."""
 
 from __future__ import annotations
 

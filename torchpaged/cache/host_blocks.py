@@ -192,7 +192,8 @@ class _Memory:
     """Host memory for blocks, pinned or not, in pieces."""
 
     def __init__(self, memory_budget: int, row_bytes: int, pin: bool) -> None:
-        piece = max(min(_PIECE, 1 << (memory_budget.bit_length() - 1)), row_bytes)
+        sixteenth = 1 << max(memory_budget.bit_length() - 4, 0)  # or up to an eighth: no more is left over
+        piece = max(min(_PIECE, sixteenth), row_bytes)
         self._rows, size = piece // row_bytes, (piece // row_bytes, row_bytes)
         with torch.inference_mode(False):
             self.pieces = [

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from cache_machine import run_machines
 
+from torchpaged import ArgumentError
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.eviction import IdleBlocks
 from torchpaged.cache.prefix_cache import CachedText
@@ -23,6 +24,7 @@ def test_any_order_of_operations(seed: int) -> None:
     assert done["hit tokens"] > 200
     assert done["evicted blocks"] > 100
     assert done["restored blocks"] > 0
+    assert done["swapped in"] > 0
 
 
 @pytest.mark.slow
@@ -60,5 +62,5 @@ FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
 def test_a_broken_cache_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, fault = FAULTS[name]
     monkeypatch.setattr(owner, method, fault)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ArgumentError)):  # the library's own checks may come first
         run_machines(0, 20_000)

@@ -132,3 +132,17 @@ def test_who_shares_waits_for_what_is_on_its_way() -> None:
     first.computed(16, blocks)
     assert second.take() == blocks
     engine.check(one, blocks, 4)
+
+
+def test_a_forked_row_is_copied_behind_what_was_given_up() -> None:
+    """Its own copy of a shared block goes where another text's was, whose copy to the host comes first."""
+    engine, first = Engine(5, 8), [*range(1, 9), 7]
+    engine.run(first)
+    rows = engine.cache.allocate(1)
+    rows.append([5])
+    fork = rows.fork()
+    fork.append([1])  # gives up a block of the text
+    assert engine.host.saved_blocks
+    rows.free()
+    fork.free()
+    assert engine.run(first) == 2

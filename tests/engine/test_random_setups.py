@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 import random_setups
 
-from torchpaged import TorchpagedError
+from torchpaged import BlockPool, TorchpagedError
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -25,6 +25,12 @@ def test_wrong_tokens_and_lost_blocks_are_noticed(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch, pytest.raises(AssertionError):
         patch.setattr(random_setups, "alone", wrong)
         random_setups.SetUp(0).run()
-    monkeypatch.setattr("torchpaged.engine.scheduler.Scheduler._release", lambda *_: None)
+    free, freed = BlockPool.free, []
+
+    def loses_one(pool: BlockPool, blocks: list[int]) -> None:
+        free(pool, blocks if freed else blocks[1:])
+        freed.extend(blocks)
+
+    monkeypatch.setattr(BlockPool, "free", loses_one)
     with pytest.raises((AssertionError, TorchpagedError), match="were lost|one more|requested"):
         random_setups.SetUp(0).run()

@@ -1,6 +1,7 @@
-"""Random set-ups of the engine under faults: families, options, requests, ways to call it, errors in
-forwards, one or two Ctrl-C anywhere, several engines over one PagedModel. Requests must get the tokens that
-they get alone, and every block and ring must come back.
+"""Random set-ups of the engine under faults: families, options (graphs, mixed steps, prefix cache, few
+blocks), requests, samples of a prompt, ways to call it, errors in forwards, one or two Ctrl-C anywhere,
+several engines over one PagedModel. Requests must get the tokens that they get alone, and every block and
+ring must come back.
 
     PYTHONPATH=. python tests/support/random_setups.py 0 500    # seeds; prints those that failed
 """
@@ -12,7 +13,8 @@ import random
 import signal
 import sys
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -158,11 +160,12 @@ class SetUp:
         rolls, size = rng.random() < 0.5, rng.choice((4, 8))
         self.paged = PagedModel(
             self.model,
-            num_blocks=rng.choice((SLOTS * LENGTH, 160, 96)) // size + 1,
+            num_blocks=rng.choice((SLOTS * LENGTH, 128, 72, 72)) // size + 1,
             block_size=size,
             limits=Limits(SLOTS, 24, -(-LENGTH // size)),
             sliding_step=12 if rolls else None,
         )
+        self.met: Counter[str] = Counter()
         self.said: list[Any] = [seed, self.family, size, self.paged.kv_cache.num_blocks, rolls]
 
     def engine(self) -> Generator:
@@ -179,11 +182,19 @@ class SetUp:
             "cascade": rng.choice((FREE, False)),
             "mixed_steps": rng.choice(("auto", "auto", False)),
             "share_prefixes": shares,
+            "prefix_cache": rng.choice(("auto", "auto", False)),
+            **rng.choice(({}, self.swapping(shares))),
             "max_batch_size": rng.randint(1, SLOTS),
             "max_seq_len": LENGTH,
         }
         self.said.append(options)
         return Generator(self.paged, compile=False, **options)
+
+    def swapping(self, shares: Any) -> dict[str, Any]:
+        """Blocks go to the host, where there are blocks to keep."""
+        if shares is False or self.paged.rings is not None:
+            return {}
+        return {"prefix_cache": "auto", "host_cache_memory": 1 << 16, "preemption": "swap"}
 
     def request(self) -> tuple[tuple[int, ...], SamplingParams]:
         """A prompt, often with the beginning of others, and how to sample."""
@@ -212,9 +223,7 @@ class SetUp:
                     generator.cancel(victim)
             if rng.random() < 0.05:
                 with faults:
-                    prompt, sampling = self.request()
-                    tokens = generator.generate([list(prompt)], sampling)[0].token_ids
-                    assert tokens == alone(self.family, prompt, sampling), "generate() next to others"
+                    self.samples(generator)
             events = []
             with faults:
                 events = generator.step()
@@ -236,12 +245,34 @@ class SetUp:
         assert generator.pool.num_used == 0, "blocks were lost"
         assert self.paged.rings is None or self.paged.rings.num_used == 0, "rings were lost"
 
+    def samples(self, generator: Generator) -> None:
+        """One or more samples of a prompt, which share its blocks; checks the tokens."""
+        prompt, sampling = self.request()
+        sampling = replace(sampling, n=3 if sampling.temperature and self.rng.random() < 0.7 else 1)
+        outputs = generator.generate([list(prompt)], sampling)
+        for output, one in zip(outputs, sampling.samples(), strict=True):
+            assert output.token_ids == alone(self.family, prompt, one), "generate() next to others"
+        self.met["samples"] += sampling.n > 1
+
+    def note(self, generator: Generator) -> None:
+        """What the engine did, together, so that a run tells which combinations it had."""
+        stats = generator.stats
+        facts = {
+            "graphs": generator.runner is not None,
+            "hits": stats.shared_tokens > 0,
+            "mixed": stats.mixed_steps > 0,
+            "put back": stats.preemptions > 0,
+            "swapped": stats.prefix_cache.host_tokens > 0,
+        }
+        self.met[" + ".join(name for name, is_so in facts.items() if is_so) or "plain"] += 1
+
     def run(self) -> int:
         """Several engines in turns, one of them dropped in the middle; returns how many faults it met."""
         engines = [self.engine() for _ in range(self.rng.randint(1, 2))]
         faults = Faults(self.paged, self.rng)
         for turn in range(self.rng.randint(1, 4)):
             self.serve(engines[turn % len(engines)], faults)
+            self.note(engines[turn % len(engines)])
             if self.rng.random() < 0.3:  # left with requests, and gone
                 left = engines.pop(turn % len(engines))
                 prompt, sampling = self.request()
@@ -256,12 +287,13 @@ class SetUp:
 
 def main(first: int, count: int) -> None:
     """Run ``count`` seeds."""
-    failed, met = [], 0
+    failed, met, did = [], 0, Counter[str]()
     for seed in range(first, first + count):
         setup = None
         try:
             setup = SetUp(seed)
             met += setup.run()
+            did += setup.met
         except Exception:
             failed.append(seed)
             print(setup and setup.said)
@@ -269,6 +301,7 @@ def main(first: int, count: int) -> None:
         if (seed - first) % 50 == 49:
             print(f"{seed - first + 1} set-ups, {met} faults met, failed: {failed}", flush=True)
     print(f"{count} set-ups, {met} faults met, failed: {failed}")
+    print(dict(did.most_common()))
 
 
 if __name__ == "__main__":

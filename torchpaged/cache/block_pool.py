@@ -64,6 +64,7 @@ class BlockPool:
         self._kept: set[int] = set()  # what they hold outlives their holders
         self._idle = IdleBlocks(LRU())  # those of `_kept` without holders
         self._given_up: Callable[[int], None] | None = None
+        self._flush: Callable[[], None] | None = None
         self._keeps_idle = True
         self.peak_used = 0
         self.is_alone = False
@@ -73,7 +74,7 @@ class BlockPool:
         """Of a copy: who knows what the blocks hold is not copied with it."""
         free, idle = [*self._free, *reversed(list(self._idle))], IdleBlocks(LRU())
         forgotten: dict[str, Any] = {"_free": free, "_kept": set(), "_idle": idle, "_given_up": None}
-        return self.__dict__ | forgotten | {"_copier": None, "is_alone": True}
+        return self.__dict__ | forgotten | {"_copier": None, "_flush": None, "is_alone": True}
 
     @property
     def num_usable(self) -> int:
@@ -200,8 +201,17 @@ class BlockPool:
 
     @property
     def copier(self) -> Callable[[list[tuple[int, int]]], None] | None:
-        """What `copied_by` was told; None: nothing, or its object is gone."""
-        return None if self._copier is None else self._copier()
+        """What `copied_by` was told, behind the ``flush`` of `watch`; None: nothing, or its object is
+        gone."""
+        copier, flush = None if self._copier is None else self._copier(), self._flush
+        if copier is None or flush is None:
+            return copier
+
+        def flushed(pairs: list[tuple[int, int]]) -> None:
+            flush()
+            copier(pairs)
+
+        return flushed
 
     # ----------------------------------------------------------------------------- what outlives its holders
     def watch(
@@ -209,6 +219,7 @@ class BlockPool:
         given_up: Callable[[int], None],
         keeps_idle: bool = True,
         policy: EvictionPolicy | None = None,
+        flush: Callable[[], None] | None = None,
     ) -> None:
         """Be told of blocks whose contents are lost.
 
@@ -217,13 +228,14 @@ class BlockPool:
             keeps_idle: blocks of `keep` stay idle without holders until others need them; False: they are
                 given up with their last holder.
             policy: which idle block is given up first; None: `LRU`.
+            flush: called before anything is copied into blocks that were given up (`copier`).
 
         Raises:
             ArgumentError: another watches.
         """
         if self._given_up is not None:
             raise ArgumentError("pool", "a BlockPool of no other PrefixCache", "one that has one")
-        self._given_up, self._keeps_idle = given_up, keeps_idle
+        self._given_up, self._keeps_idle, self._flush = given_up, keeps_idle, flush
         self._idle = IdleBlocks(LRU() if policy is None else policy)
 
     def keep(self, block: int) -> None:

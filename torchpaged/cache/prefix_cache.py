@@ -123,7 +123,7 @@ class PrefixCache(NotCopied):
     ) -> None:
         check_sizes(block_size=block_size)
         check_policy(eviction)
-        pool.watch(self._given_up, keep, eviction)
+        pool.watch(self._given_up, keep, eviction, None if host is None else host.flush)
         self.host, self._not_saved = host, set[int]()  # of the latter: blocks that go to no host
         self.pool, self.block_size, self.keeps = pool, block_size, keep
         self.stats = PrefixCacheStats()

@@ -7,6 +7,7 @@ from collections import Counter
 import numpy
 
 from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.requests import CacheRequests
 
 NULL_WORD = -1.0  # what the null block holds
@@ -22,6 +23,7 @@ class Books:
         others: blocks that are held, and not read.
         requests: texts that have begun.
         forgot: whether the last operation made the prefix cache forget.
+        host: where what is given up goes; None: it is lost.
     """
 
     size: int
@@ -32,6 +34,12 @@ class Books:
     others: list[list[int]]
     requests: list
     forgot: bool
+    host: HostTier | None
+
+    def flush(self) -> None:
+        """Before something is written: what the pool gave up goes to the host."""
+        if self.host is not None:
+            self.host.flush()
 
     def texts(self) -> list[tuple[list[int], list[float]]]:
         """All tables, and what must be read through them."""
@@ -49,6 +57,7 @@ class Books:
         Args:
             pinned, unpinned: idle blocks before the operation.
         """
+        self.flush()
         self.words[self.pool._free] = numpy.nan
         self._check_pool()
         self._check_content()
@@ -100,5 +109,9 @@ class Books:
         assert len(cache._lost) <= pool.num_blocks
         if not self.requests:
             assert not cache._promised
+        if self.host is not None:
+            slots = [slot for _, slot in self.host._entries.values()] + self.host._free
+            assert sorted(slots) == list(range(self.host.blocks.num_slots)), "a slot twice, or lost"
+            assert not self.host._queue
         stats = cache.stats
         assert stats.queried_tokens == stats.hit_tokens + sum(stats.missed_tokens.values())

@@ -20,6 +20,8 @@ from cache_machine.books import NULL_WORD
 from cache_machine.rows import Rows
 from torchpaged import ArgumentError, PagedKVCache
 from torchpaged.cache import Pin, PrefixCache
+from torchpaged.cache.host_blocks import HostBlocks
+from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.custom_ops.errors import BlockPoolExhaustedError
@@ -51,7 +53,10 @@ class CacheMachine(Rows):
         shape = {"block_size": self.size, "num_blocks": self.r.choice([9, 17, 29, 49])}
         self.kv = PagedKVCache.uniform(1, 1, 1, dtype=torch.float32, **shape)
         self.pool = self.kv.pool
-        self.prefixes = PrefixCache(self.pool, self.size, keep=self.r.random() < 0.8)
+        keep, slots = self.r.random() < 0.8, self.r.choice([0, 3, 40, 40])
+        budget = slots * self.kv.bytes_per_block
+        self.host = HostTier(HostBlocks(self.kv, budget)) if keep and slots else None
+        self.prefixes = PrefixCache(self.pool, self.size, keep=keep, host=self.host)
         self.words = self.kv[0][0].view(-1, self.size).numpy()
         self.words[:], self.words[0] = numpy.nan, NULL_WORD
         self.systems = [self.r.choices(range(2), k=8) for _ in range(3)]
@@ -115,6 +120,7 @@ class CacheMachine(Rows):
             self.waiting.append(one)
             return
         assert len(found) * self.size < len(one.tokens)
+        self.done["swapped in"] += one.text.num_arriving
         one.blocks, one.computed, one.weights = found, len(found) * self.size, self.weights
         if self.r.random() < 0.7:
             one.text.promise()

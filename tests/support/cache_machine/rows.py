@@ -32,12 +32,14 @@ class Rows(Books):
         return float(self.numbers.setdefault(what, len(self.numbers)))
 
     def write(self, blocks: list[int], first: int, text: list[float]) -> None:
+        self.flush()
         for place in range(first, len(text)):
             block = blocks[place // self.size]
             assert not self.pool.is_shared(block), f"block {block} is another's, too"
             self.words[block, place % self.size] = text[place]
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
+        self.flush()
         for source, destination in pairs:
             self.words[destination] = self.words[source]
 
@@ -53,6 +55,7 @@ class Rows(Books):
         rows, texts = self.r.choice(self.rows)
         lens = [self.r.choice([0, 1, 1, 2, 4]) for _ in texts]
         metadata = rows.append(lens)
+        self.flush()
         slots = iter(metadata.slot_mapping.tolist())
         for text, new in zip(texts, lens, strict=True):
             for _ in range(new):

@@ -31,6 +31,13 @@ STEPS = {
     "hf_cb": ("HuggingFace, continuous batching, FA3", "#2563eb", "s"),
     "hf_static": ("HuggingFace, static cache and torch.compile", "#059669", "D"),
 }
+RANGES = {
+    "step": "#9ca3af",
+    "admission": "#f59e0b",
+    "decode": "#93c5fd",
+    "replay": "#2563eb",
+    "collect": "#059669",
+}
 WAYS = {"static cache": "#6b7280", "PagedCache": "#f59e0b", "accelerate": "#c2410c"}
 
 
@@ -66,6 +73,12 @@ def step_data() -> dict[str, dict[str, dict[str, float]]]:
             if row.get("ms"):
                 of_shape.setdefault(contender, {})[str(batch)] = row["ms"]
     return found
+
+
+def timeline_data() -> dict[str, list[list[Any]]]:
+    """Host ranges as [name, from, to] and the GPU's busy times as [from, to], microseconds."""
+    timeline: dict[str, list[list[Any]]] = load("h200_nsys")["timeline"]
+    return timeline
 
 
 def digest(data: Any) -> str:
@@ -134,11 +147,28 @@ def draw_steps(figure: Any, data: dict[str, dict[str, dict[str, float]]]) -> Non
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8)
 
 
+def draw_timeline(figure: Any, data: dict[str, list[list[Any]]]) -> None:
+    """A row for each kind of range, the GPU's below."""
+    figure.set_size_inches(10, 2.6)
+    axes = figure.subplots()
+    rows = ["step", "admission", "decode", "replay", "collect"]
+    for name, start, end in data["host"]:
+        kind = name.split(" ")[0]
+        axes.barh(rows.index(kind), end - start, left=start, height=0.7, color=RANGES[kind])
+    for start, end in data["gpu"]:
+        axes.barh(len(rows), end - start, left=start, height=0.7, color="#c2410c")
+    axes.set_yticks(range(len(rows) + 1), [*rows, "GPU: kernels"])
+    axes.set_xlim(0, max(end for *_, end in data["gpu"]))
+    axes.invert_yaxis()
+    axes.set_xlabel("microseconds")
+
+
 #: File -> the data, how it is drawn.
 PLOTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], None]]] = {
     "results_attention": (attention_data, draw_attention),
     "results_generate": (generate_data, draw_generate),
     "results_step": (step_data, draw_steps),
+    "nsys_timeline": (timeline_data, draw_timeline),
 }
 
 

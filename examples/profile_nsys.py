@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,6 +56,13 @@ def main() -> None:
             outputs = generator.generate(prompts, sampling)
     assert [len(output.token_ids) for output in outputs] == [options.new_tokens] * options.batch_size
 
+    print_kernels(generator, model)
+    generator.close()
+    gc.collect()  # some releases of nsys lose records, or wait for ever, where graphs outlive the program
+
+
+def print_kernels(generator: Generator, model: LlamaForCausalLM) -> None:
+    """Of a decode step, layer by layer."""
     runner = generator.runner
     assert runner is not None
     rows = runner.buckets[-1]

@@ -115,8 +115,8 @@ def _check_recorded(trace: Trace, model: nn.Module) -> None:
     """Refuse to tell of a GPU's model by ops of the host."""
     if not trace.on_device and any(parameter.is_cuda for parameter in model.parameters()):
         raise ProfilingUnavailableError(
-            "torch.profiler recorded no kernel of a model on a GPU; another profiler, such as Nsight Systems, "
-            "takes its records: run the report in a process without it"
+            "torch.profiler recorded no kernel of a model on a GPU; another profiler, such as Nsight "
+            "Systems, takes its records: run the report in a process without it"
         )
 
 

@@ -270,6 +270,8 @@ def row(op: str, kernel: str, case: str = "") -> Launch:
 def case_of(op: str, arguments: dict[str, Any]) -> str:
     if op in ("write_kv", "rope_write_kv"):
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
+    if op == "linear_attention":
+        return "long rows" if "CHUNK" in arguments else ""
     if op == "paged_attention" and hasattr(arguments["TILING"], "longest"):
         return "decode half" if arguments["TILING"].longest else "triton, decode"
     if op == "mla_attention" and "top_k" in arguments:
@@ -290,6 +292,8 @@ def triton_launches() -> list[tuple[str, Any]]:
     from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
     from op_inputs.opcheck import opcheck_cases
     from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
+    from op_inputs.state import STATE_BATCHES
+    from op_inputs.state import make_linear_inputs as make_state_inputs
 
     from torchpaged.custom_ops import BACKEND_OPS
     from torchpaged.testing import BATCH_SPECS, run_paged_attention
@@ -313,6 +317,8 @@ def triton_launches() -> list[tuple[str, Any]]:
     for op, args, kwargs in cases:  # prompts, and single tokens
         if op == "linear_attention":
             record(op, *args, **kwargs)
+    widths = {"key_dim": 64, "value_dim": 48}
+    record("linear_attention", **make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **widths))
     sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
     record("embedding", **make_embedding_inputs(width=576, dtype=torch.bfloat16))
     record("rms_norm", **make_norm_inputs(dtype=torch.bfloat16))

@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from op_inputs.state import STATE_BATCHES, assert_state_close, clone, make_conv_inputs, make_linear_inputs
+from op_inputs.state import (
+    LONG_BATCHES,
+    STATE_BATCHES,
+    Rows,
+    assert_state_close,
+    clone,
+    make_conv_inputs,
+    make_linear_inputs,
+)
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.triton.chunks import has_long_rows
 
 pytestmark = pytest.mark.gpu
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
@@ -47,10 +57,12 @@ def test_convolution_matches_the_oracle(batch: str, width: int, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("batch", STATE_BATCHES)
+@pytest.mark.parametrize("batch", [*STATE_BATCHES, *LONG_BATCHES])
 def test_linear_attention_matches_the_oracle(batch: str, family: str, dtype: torch.dtype) -> None:
-    inputs = make_linear_inputs(STATE_BATCHES[batch], dtype=dtype, **FAMILIES[family])
-    assert_state_close(TRITON, REFERENCE, "linear_attention", on_gpu(inputs))
+    rows = (STATE_BATCHES | LONG_BATCHES)[batch]
+    inputs = on_gpu(make_linear_inputs(rows, dtype=dtype, **FAMILIES[family]))
+    products = dtype if has_long_rows(LinearAttentionCall(**inputs)) else None
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products)
 
 
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
@@ -76,6 +88,27 @@ def test_one_capture_for_other_batches(op: str) -> None:
         run(**want)
         assert torch.equal(captured["out"], want["out"])
         assert torch.equal(captured[pool], want[pool])
+
+
+def test_one_capture_for_prompts_of_other_lengths() -> None:
+    """Of the captured tokens some are behind the last row; rows are longer or shorter than they were."""
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, **FAMILIES["delta"]}
+    captured = on_gpu(make_linear_inputs(Rows(((0, 90), (4, 70), (3, 1)), 39), **sizes))
+    captured["max_query_len"] = 200
+    TRITON.linear_attention(**clone(captured))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        TRITON.linear_attention(**captured)
+    for rows in (Rows(((5, 1), (0, 199), (0, 0))), Rows(((7, 3), (9, 64), (0, 65)), 68, void=(1,))):
+        given = on_gpu(make_linear_inputs(rows, seed=1, **sizes)) | {"max_query_len": 200}
+        for name, x in given.items():
+            if isinstance(x, Tensor):
+                captured[name].copy_(x)
+        graph.replay()
+        want = clone(given)
+        TRITON.linear_attention(**want)
+        assert torch.equal(captured["out"], want["out"])
+        torch.testing.assert_close(captured["state"], want["state"], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.attention.triton.paged_attention import paged_attention
 from torchpaged.custom_ops.mla.triton import config as latent_config
 from torchpaged.custom_ops.mla.triton import mla_attention
+from torchpaged.custom_ops.state.triton import chunks
 from torchpaged.custom_ops.triton import launching
 
 _TYPES = {
@@ -80,6 +81,7 @@ def recorded(target: str = "sm_90") -> Iterator[list[Launch]]:
         (latent_config, "tiles", functools.partial(latent_config.tiles, hip=hip)),
         (mla_attention, "_is_hopper", lambda device: target == "sm_90"),
         (mla_attention, "_takes_ptx", lambda: not hip),
+        (chunks, "_is_hopper", lambda device: target == "sm_90"),
     ]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:

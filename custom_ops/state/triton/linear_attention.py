@@ -1,5 +1,6 @@
 """linear_attention: a program per row, head and tile of value columns, whose part of the state stays in
-registers while it goes through the row's tokens one by one. Batches of single tokens: linear_decode.py."""
+registers while it goes through the row's tokens one by one. Batches of single tokens: linear_decode.py; long
+rows: chunks.py."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.triton.causal_conv import row_of
+from torchpaged.custom_ops.state.triton.chunks import SHORT, attend_in_chunks, has_long_rows
 from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
@@ -96,14 +98,18 @@ def recurrent_kernel(
     DELTA: tl.constexpr,
     NORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; GROUP: heads per key head;
-    BY_KEY: a decay per row of the state."""
+    BY_KEY: a decay per row of the state; SHORT: rows of more tokens, and what is behind the last row, are
+    other kernels'; 0: all is this one's."""
     VALUE_TILES: tl.constexpr = (VALUE_DIM + TILE_VALUE - 1) // TILE_VALUE
     pid = tl.program_id(0)
     head = pid // VALUE_TILES % NUM_HEADS
     req = pid // (VALUE_TILES * NUM_HEADS)
     begin, count, first, slot, seq_len = row_of(req, slots_ptr, lens_ptr, starts_ptr)
+    if (SHORT > 0) & (count > SHORT):
+        return
     n = tl.arange(0, KEY_PAD)
     d = pid % VALUE_TILES * TILE_VALUE + tl.arange(0, TILE_VALUE)
     of_key, of_value = n < KEY_DIM, d < VALUE_DIM
@@ -138,7 +144,7 @@ def recurrent_kernel(
     if slot > 0:
         tl.store(place, state.to(state_ptr.dtype.element_ty), mask=inside)
     # The last row's programs have the tokens behind it, too.
-    if req == num_reqs - 1:
+    if (SHORT == 0) & (req == num_reqs - 1):
         for rest in range(count, num_tokens - begin):
             tl.store(out_ptr + (begin + rest) * out_token, nothing, mask=of_value)
 
@@ -156,6 +162,9 @@ def linear_attention(call: LinearAttentionCall) -> None:
     if not num_reqs:
         out.zero_()
         return
+    in_chunks = has_long_rows(call)
+    if in_chunks:
+        attend_in_chunks(call)
     tile = tiles(key_dim, value_dim)
     grid = (num_reqs * num_heads * triton.cdiv(value_dim, tile.value),)
     arguments = (
@@ -196,4 +205,5 @@ def linear_attention(call: LinearAttentionCall) -> None:
     if call.max_query_len == 1:
         launch_kernel(linear_decode_kernel, grid, *arguments, **options, **of_decode(state, tile))
     else:
-        launch_kernel(recurrent_kernel, grid, *arguments, **options)
+        short = SHORT if in_chunks else 0
+        launch_kernel(recurrent_kernel, grid, *arguments, **options, SHORT=short)

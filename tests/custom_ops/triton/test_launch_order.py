@@ -379,6 +379,8 @@ TAKE_RECORDS = {
     "pack_blocks_kernel",
     "write_index_keys_kernel",
     "index_logits_kernel",
+    "chunk_kernel",
+    "pass_kernel",
 }
 
 

@@ -31,10 +31,11 @@ LINEAR: dict[str, dict[str, Any]] = {
 def check(op: str, inputs: dict[str, Any], target: str) -> None:
     with launched.recorded(target) as launches:
         getattr(BACKEND_OPS["triton"], op)(**inputs)
-    (launch,) = launches
-    compiled = launched.compile_launch(launch, target)
-    assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT[target]
-    aot.check_spills(compiled)
+    assert launches
+    for launch in launches:
+        compiled = launched.compile_launch(launch, target)
+        assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT[target], launch.name
+        aot.check_spills(compiled)
 
 
 @pytest.mark.slow_cases(but=("sm_90-*-decode",))

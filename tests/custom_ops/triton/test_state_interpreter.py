@@ -8,14 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from op_inputs.state import STATE_BATCHES, assert_state_close, make_conv_inputs, make_linear_inputs
+from op_inputs.state import (
+    LONG_BATCHES,
+    STATE_BATCHES,
+    assert_state_close,
+    make_conv_inputs,
+    make_linear_inputs,
+)
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.state.call import LinearAttentionCall
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
 pytest.importorskip("triton", reason="triton is not installed")
+from torchpaged.custom_ops.state.triton import chunks, linear_attention
+
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 FAMILIES: dict[str, dict[str, Any]] = {
     "delta": {},
@@ -46,6 +55,56 @@ def test_linear_attention_matches_the_oracle(batch: str, family: str) -> None:
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
 
 
+@pytest.fixture(params=[32, 64], ids="chunks of {}".format)
+def in_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows go in chunks whatever their dtype and widths: of float32, nothing rounded hides an error."""
+    monkeypatch.setattr(linear_attention, "has_long_rows", lambda call: call.max_query_len > chunks.SHORT)
+    monkeypatch.setattr(chunks, "tiles", lambda call: chunks.Tiles(request.param, 16, 1, "ieee"))
+
+
+@pytest.mark.slow_cases(but=("chunks of 64-*-delta", "chunks of 32-mixed_empty-ssd"))
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", ["long", "mixed_empty", *LONG_BATCHES])
+def test_long_rows_match_the_oracle(batch: str, family: str) -> None:
+    rows = (STATE_BATCHES | LONG_BATCHES)[batch]
+    inputs = make_linear_inputs(rows, **FAMILIES[family])
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
+
+
+@pytest.mark.slow_cases(but=("chunks of 64-delta",))
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_are_all_alike_and_decays_that_leave_nothing(family: str) -> None:
+    """The system of a chunk is then as badly conditioned as it can be; infinite decays are subtracted."""
+    alike, nothing = (make_linear_inputs(STATE_BATCHES["long"], **FAMILIES[family]) for _ in range(2))
+    alike["k"].fill_(0.3)
+    alike["g"].fill_(-1e-3)
+    if alike["beta"] is not None:
+        alike["beta"].fill_(1.0)
+    nothing["g"][::7] = -300.0
+    nothing["g"][3::11] = -torch.inf
+    for inputs in (alike, nothing):
+        assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
+
+
+@pytest.mark.parametrize("batch", ["chunks", "mixed_empty"])
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_long_rows_of_bfloat16(state_dtype: torch.dtype, batch: str) -> None:
+    """At sizes that go in chunks by themselves."""
+    dtypes: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtype": state_dtype, "out_dtype": torch.float32}
+    inputs = make_linear_inputs(STATE_BATCHES[batch], key_dim=64, value_dim=48, **dtypes)
+    assert chunks.has_long_rows(LinearAttentionCall(**inputs))
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(72, 40), (1, 33)])
+def test_long_rows_of_odd_widths(key_dim: int, value_dim: int) -> None:
+    inputs = make_linear_inputs(STATE_BATCHES["chunks"], key_dim=key_dim, value_dim=value_dim)
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
+
+
 @pytest.mark.parametrize("state_dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (1, 33), (40, 1)])
 def test_shapes_and_dtypes(key_dim: int, value_dim: int, state_dtype: torch.dtype) -> None:
@@ -60,14 +119,16 @@ def test_shapes_and_dtypes(key_dim: int, value_dim: int, state_dtype: torch.dtyp
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
 
 
-def test_pools_of_strides_are_written_in_place() -> None:
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("batch", ["decode", "chunks"])
+def test_pools_of_strides_are_written_in_place(batch: str) -> None:
     """A pool that is a part of a larger tensor; nothing beside it is touched."""
-    inputs = make_linear_inputs(STATE_BATCHES["decode"], key_dim=8, value_dim=8)
+    inputs = make_linear_inputs(STATE_BATCHES[batch], key_dim=8, value_dim=8)
     big = torch.full((9, 2, 4, 10, 16), float("nan"))
     big[:, 1, :, 1:9, 4:12] = inputs["state"]
     inputs["state"] = big[:, 1, :, 1:9, 4:12]
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
-    assert int(big.isfinite().sum()) == 3 * 4 * 8 * 8
+    assert int(big.isfinite().sum()) == len(STATE_BATCHES[batch].rows) * 4 * 8 * 8
 
 
 def test_keys_that_are_too_wide_are_refused() -> None:

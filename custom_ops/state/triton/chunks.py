@@ -1,0 +1,132 @@
+"""Launches of the two kernels of long rows, and which calls have such rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.triton.chunk_pass import pass_kernel
+from torchpaged.custom_ops.state.triton.chunk_products import chunk_kernel
+from torchpaged.custom_ops.state.triton.records import Batch, Chunks, Gate, State
+from torchpaged.custom_ops.triton import launching
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
+from torchpaged.custom_ops.triton.launching import next_power_of_2
+from torchpaged.custom_ops.triton.records import Tokens
+
+#: Tokens up to which a row goes one by one.
+SHORT = 16
+#: Widths of keys that go in chunks, and what widths of values and strides are multiples of.
+KEY_DIMS, MULTIPLE = (64, 128), 16
+
+
+class Tiles(NamedTuple):
+    """Tokens of a chunk; value columns of a program of the second kernel; stages of its loads; how float32
+    numbers are multiplied. Both kernels have 4 warps: for 8 and 64 rows Triton 3.6 and 3.7 make products of
+    128 rows, which read beyond their operands."""
+
+    chunk: int
+    value: int
+    stages: int
+    precision: str
+
+
+def tiles(call: LinearAttentionCall) -> Tiles:
+    """By the sizes of a head alone."""
+    return Tiles(64, 16 if call.v.shape[2] == 16 else 32, 2, "tf32")
+
+
+def has_long_rows(call: LinearAttentionCall) -> bool:
+    """Whether rows may go in chunks, by what the host knows without reading a length: calls of the kind that
+    was proved on a GPU."""
+    q, k, v = call.q, call.k, call.v
+    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    return (
+        call.max_query_len > SHORT
+        and v.dtype == torch.bfloat16
+        and call.g.dim() == 2
+        and q.shape[2] in KEY_DIMS
+        and not any(n % MULTIPLE for n in (v.shape[2], *strides))
+        and not any(x.data_ptr() % 16 for x in (q, k, v))
+        and _is_hopper(v.device)
+    )
+
+
+def _is_hopper(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return launching.INTERPRET
+    return launching.capability(device)[0] == 9
+
+
+def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
+    """Memory for what the first kernel leaves to the second, by the number of tokens."""
+    num_tokens, num_heads, value_dim = call.v.shape
+    dtype = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
+
+    def new(*width: int, dtype: torch.dtype = dtype) -> Tensor:
+        return call.v.new_empty(num_heads, num_tokens, *width, dtype=dtype)
+
+    w, u = (new(call.q.shape[2]), new(value_dim)) if call.delta_rule else (None, None)
+    factors = (new(dtype=torch.float32) for _ in range(3))
+    return Chunks(w, u, new(chunk), *factors)
+
+
+def attend_in_chunks(call: LinearAttentionCall) -> None:
+    """Rows of more than ``SHORT`` tokens, and zeros behind the last row."""
+    num_tokens, num_heads, value_dim = call.v.shape
+    num_reqs, key_dim = call.state_slots.shape[0], call.q.shape[2]
+    tile = tiles(call)
+    chunks = _workspace(call, tile.chunk)
+    q, k, v, out = (Tokens.of(x) for x in (call.q, call.k, call.v, call.out))
+    batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
+    beta = Gate(None, 0) if call.beta is None else Gate(call.beta, call.beta.stride(0))
+    common: dict[str, Any] = {
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // call.q.shape[1],
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "CHUNK": tile.chunk,
+        "SHORT": SHORT,
+        "DELTA": call.delta_rule,
+        "PRECISION": tile.precision,
+    }
+    launch_kernel(
+        chunk_kernel,
+        ((num_tokens // tile.chunk + num_reqs) * num_heads,),
+        num_reqs,
+        num_tokens,
+        call.scale,
+        q,
+        k,
+        v,
+        Gate(call.g, call.g.stride(0)),
+        beta,
+        batch,
+        out,
+        chunks,
+        TILE=min(64, max(16, next_power_of_2(max(key_dim, value_dim)))),
+        NORMALIZE=call.normalize,
+        EPS=NORM_EPS,
+        num_warps=4,
+        **common,
+    )
+    launch_kernel(
+        pass_kernel,
+        (num_reqs * num_heads * triton.cdiv(value_dim, tile.value),),
+        num_tokens,
+        q,
+        k,
+        v,
+        batch,
+        State.of(call.state),
+        out,
+        chunks,
+        KEY_PAD=max(16, next_power_of_2(key_dim)),
+        TILE=tile.value,
+        STAGES=tile.stages,
+        num_warps=4,
+        **common,
+    )

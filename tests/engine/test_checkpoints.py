@@ -141,3 +141,22 @@ def test_a_prefix_hit_leaves_what_is_shared_as_it_was() -> None:
     for _ in range(3):
         assert tokens(generator, prompts, sampling) == want
     assert generator.stats.prefix_cache.hit_tokens == 11 * 48
+
+
+def test_how_many_checkpoints_there_are() -> None:
+    """As many as requests; of a budget no more than an eighth; as many as were said; none in other models."""
+    for name, options, want in (
+        ("lfm2", {}, 4),
+        ("lfm2", {"max_batch_size": 80}, 64),
+        ("qwen3_next", {"kv_cache_memory": 1 << 18}, 1),
+        ("qwen3_next", {"kv_cache_memory": 1 << 18, "num_checkpoints": 7}, 7),
+        ("lfm2", {"share_prefixes": False}, 0),
+        ("lfm2", {"batch_invariant": True}, 0),
+    ):
+        generator = Generator(make(name), **SIZES | options)
+        rings, cache = generator.model.rings, generator.model.kv_cache
+        assert rings.num_checkpoints == want
+        assert rings.num_checkpoints * rings.bytes_per_request <= cache.num_bytes
+        if "kv_cache_memory" in options:
+            assert cache.num_bytes <= options["kv_cache_memory"]
+    assert Generator(make("llama"), **SIZES).model.rings is None

@@ -133,8 +133,8 @@ class Generator(Lifecycle, KeptPrefixes):
         num_checkpoints: in a model whose layers keep states or rings (``rolling``), copies of a request's
             that are kept for those that begin alike: where one is, a hit ends
             (`torchpaged.cache.checkpoints`). Each takes ``model.rings.bytes_per_request``. Default:
-            ``max_batch_size``, at most 64, and no more rings than take the memory of every token; none where
-            requests do not share. 0: they share nothing there.
+            ``max_batch_size``, at most 64, an eighth of ``kv_cache_memory``, and no more rings than take the
+            memory of every token; none where requests do not share. 0: they share nothing there.
         host_cache_memory: bytes of host memory, pinned on a GPU, for copies of the blocks that the pool gives
             up: a request that finds them there waits for their way back instead of computing them, where that
             is faster by the rates measured so far. Not where layers keep states or rings. None: what the pool

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Planning, Route, Session, select_backend
-from torchpaged.cache import PagedKVCache, RollingBlocks
+from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.checks import check_sizes, is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.hf.attention import NAME
@@ -69,8 +69,9 @@ class PagedModel(NotCopied):
             step at most. Layers with a sliding window or attention chunks then keep rings of blocks, for as
             many requests as ``limits`` say, where that takes fewer; None: they keep every token.
         num_checkpoints: copies of a request's states, or rings, that `rings` keeps for requests that begin
-            alike; without such layers there are none. None: as many as requests, at most 64, and with rings
-            no more than all of these take less memory with them than if every token was kept.
+            alike; without such layers there are none. None: as many as requests, at most 64, of a
+            ``memory_budget`` an eighth, and with rings no more than all of these take less memory with them
+            than if every token was kept.
 
     Attributes:
         batch_invariant: as given.
@@ -136,18 +137,24 @@ class PagedModel(NotCopied):
         if sliding_step is not None:
             sized = replace(said, block_size=block_size)
             rolling = self._choose_rolling(probed, sliding_step, sized, num_blocks)
-        copies = _num_checkpoints(num_checkpoints, said, rolling) if rolling or probed.states else 0
+        rolls = [] if rolling is None else [n for n, layer in enumerate(probed.keeping) if layer.rolls]
+        dtype = probed.paged[0].keys.dtype
+        own = [spec for n, spec in enumerate(specs) if spec.per_request or n in rolls]
+        copies = num_checkpoints
+        if copies is None:
+            each = _bytes_of_request(own, rolling, block_size, dtype)
+            fitting = None if memory_budget is None else memory_budget // max(each, 1)
+            copies = _num_checkpoints(said, rolling, fitting) if own else 0
         if rolling is not None:
             rolling.num_rings += copies
         if rolling is not None and all(layer.rolls for layer in probed.paged) and num_blocks is None:
             num_blocks, memory_budget = _most_blocks(said), None  # of no layer
-        rolls = [] if rolling is None else [n for n, layer in enumerate(probed.keeping) if layer.rolls]
         self.kv_cache = PagedKVCache(
             specs,
             block_size=block_size,
             num_blocks=num_blocks,
             memory_budget=memory_budget,
-            dtype=probed.paged[0].keys.dtype,
+            dtype=dtype,
             device=self.device,
             blocks_of={} if rolling is None else dict.fromkeys(rolls, rolling.num_blocks),
             max_num_reqs=_most_requests(said) + copies if probed.states else None,
@@ -339,12 +346,20 @@ def _most_requests(limits: Limits) -> int:
     return limits.max_num_reqs
 
 
-def _num_checkpoints(asked: int | None, limits: Limits, rolling: RollingBlocks | None) -> int:
-    """As many as are asked for; None: see `PagedModel`."""
-    if asked is not None:
-        return asked
+def _bytes_of_request(
+    specs: Sequence[LayerSpec], rolling: RollingBlocks | None, block_size: int, dtype: torch.dtype
+) -> int:
+    """Of a ring and a state, in these layers."""
+    ring = 0 if rolling is None else rolling.blocks_per_ring
+    return sum((1 if spec.per_request else ring) * spec.bytes_per_block(block_size, dtype) for spec in specs)
+
+
+def _num_checkpoints(limits: Limits, rolling: RollingBlocks | None, fitting: int | None) -> int:
+    """Copies where no number is given, see `PagedModel`; ``fitting``: that the memory for all pools holds."""
     requests = _most_requests(limits)
     most = min(requests, _MOST_CHECKPOINTS)
+    if fitting is not None:
+        most = min(most, fitting // 8)
     if rolling is not None:
         every_token = requests * limits.need("max_blocks_per_req")[0]
         most = min(most, every_token // rolling.blocks_per_ring - requests)

@@ -143,7 +143,7 @@ def test_no_token_is_taken_back(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "bamba", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "bamba", "lfm2", "kimi_linear", "minimax"])
 def test_tokens_of_the_last_forward_are_taken_back(name: str) -> None:
     """Any number of five candidates, twice behind each other: what follows sees the others alone. In two
     rows, one of them padded; NaN in the slots of no row."""

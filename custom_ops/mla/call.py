@@ -23,6 +23,7 @@ class LatentCall(NamedTuple):
     scale: float
     causal: bool = True
     indices: Tensor | None = None
+    output_scale: Tensor | None = None
 
     @classmethod
     def of(cls, *tensors: Any, **options: Any) -> LatentCall:
@@ -38,6 +39,6 @@ class LatentCall(NamedTuple):
 
     def as_attention(self) -> AttentionCall:
         """The same as a call of ``paged_attention``: values are the first columns of the keys. Without
-        the indices, which that has not: selection.py."""
+        the indices, which that has not: selection.py; nor an ``output_scale``."""
         values = self.kv_cache[..., : self.rank]
         return AttentionCall(self.q, self.kv_cache, values, *self[2:10])

@@ -21,7 +21,7 @@ from torchpaged.custom_ops.checks import (
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, check_rows
-from torchpaged.custom_ops.pools import FLOATS
+from torchpaged.custom_ops.pools import FLOATS, check_scale
 from torchpaged.custom_ops.slots import check_slots
 
 
@@ -49,7 +49,7 @@ def check_mla_attention(call: LatentCall) -> None:
         raise ArgumentError("q", "at least one head", shape_of(q))
     check_dtype("q", q, *_states_of(kv_cache))
     check_dims("out", out, q.shape[0], q.shape[1], None)
-    check_dtype("out", out, q.dtype)
+    check_dtype("out", out, q.dtype if call.output_scale is None else ROW_DTYPE)
     rank, width = out.shape[2], q.shape[2]
     if not 0 < rank < width:
         raise ArgumentError(
@@ -59,10 +59,14 @@ def check_mla_attention(call: LatentCall) -> None:
         )
     if fp8:
         check_rows(kv_cache, rank, width - rank)
-    check_results(q, out, lse, kv_cache=kv_cache, **given(indices=call.indices))
+    read = given(indices=call.indices, output_scale=call.output_scale)
+    check_results(q, out, lse, kv_cache=kv_cache, **read)
     batch = check_batch(block_table, seq_lens, query_start_loc)
     check_last_dim(q=q, out=out)
     check_device(kv_cache.device, q=q, out=out, lse=lse, **batch)
+    if call.output_scale is not None:
+        check_scale("output_scale", call.output_scale, 1)
+        check_device(q.device, output_scale=call.output_scale)
     if call.indices is not None:
         _check_indices(call.indices, q)
     if call.max_query_len < 1:

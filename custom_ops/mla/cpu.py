@@ -10,7 +10,7 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import as_keys_and_values, check_mla_attention, check_write_latent
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, store
-from torchpaged.custom_ops.mla.selection import dense_calls
+from torchpaged.custom_ops.mla.selection import attend_densely
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,9 +19,7 @@ def mla_attention(call: LatentCall) -> None:
     """Arguments: ``custom_ops/mla/schema.py``."""
     check_mla_attention(call)
     check_dtype("q", call.q, *_DTYPES)
-    for dense in dense_calls(call):
-        tensors, options = dense.as_attention().flat()
-        torch.ops.torchpaged.paged_attention.cpu(*tensors, **options)
+    attend_densely(call, torch.ops.torchpaged.paged_attention.cpu)
 
 
 def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -31,7 +31,8 @@ def _mla_attention(call: LatentCall) -> None:
     q, kv_cache, block_table, seq_lens, query_start_loc, out = call[:6]
     expect_batch(q, out, block_table, seq_lens, query_start_loc)
     _expect_pool(kv_cache, "q", q)
-    torch._check(q.dtype == out.dtype, lambda: f"out: expected {q.dtype}, got {out.dtype}")
+    wanted = q.dtype if call.output_scale is None else torch.float8_e4m3fn
+    torch._check(out.dtype == wanted, lambda: f"out: expected {wanted}, got {out.dtype}")
     width, rank = q.shape[2], out.shape[2]
     torch._check(rank <= width, lambda: f"out: expected at most the queries' width {width}, got {rank}")
     torch._check(

@@ -14,15 +14,13 @@ from torch import Tensor
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import as_keys_and_values, check_mla_attention, check_write_latent
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, store
-from torchpaged.custom_ops.mla.selection import dense_calls
+from torchpaged.custom_ops.mla.selection import attend_densely
 
 
 def mla_attention(call: LatentCall) -> None:
     """Arguments: ``custom_ops/mla/schema.py``."""
     check_mla_attention(call)
-    for dense in dense_calls(call):
-        tensors, options = dense.as_attention().flat()
-        torch.ops.torchpaged.paged_attention.reference(*tensors, **options)
+    attend_densely(call, torch.ops.torchpaged.paged_attention.reference)
 
 
 def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -11,10 +11,11 @@ SCHEMAS = {
     # attention); a negative one is none, and so is one that the token would not see without them. One that
     # stands there twice counts twice. Everything else as in paged_attention. kv_cache may be of
     # float8_e4m3fn instead, rows of rank + 4 * ceil(rank / 128) + 2 * rope bytes, as fp8_rows.py has them:
-    # each number counts as its e4m3 times its scale, rounded to q's dtype.
+    # each number counts as its e4m3 times its scale, rounded to q's dtype. output_scale: float32, one number;
+    # out is of float8_e4m3fn then, and what it holds times the scale is the result, saturated.
     "mla_attention": """(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens,
         Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
-        bool causal=True, Tensor? indices=None) -> ()""",
+        bool causal=True, Tensor? indices=None, Tensor? output_scale=None) -> ()""",
     # kv_c [T, rank], the normalised latents; k_pe [T, rope], the rotated keys that all heads share; they
     # stand behind each other in a row of kv_cache [num_blocks, block_size, 1, rank + rope], or in a row of
     # fp8 as above. slot_mapping [T] int64 = block * block_size + offset, -1 = skip.

@@ -3,7 +3,7 @@ that selects keys becomes a request of its own, over a pool of these rows; rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +13,19 @@ from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, of_numbers, rows_at, u
 
 #: Most numbers of a pool of selected rows: as many tokens at once as have fewer.
 _AT_ONCE = 1 << 24
+
+
+def attend_densely(call: LatentCall, attend: Callable[..., None]) -> None:
+    """A checked call by ``attend``, a handle of ``paged_attention``."""
+    out, scale = call.out, call.output_scale
+    if scale is not None:
+        call = call._replace(out=torch.empty_like(out, dtype=call.q.dtype))
+    for dense in dense_calls(call):
+        tensors, options = dense.as_attention().flat()
+        attend(*tensors, **options)
+    if scale is not None:
+        most = torch.finfo(out.dtype).max
+        out.copy_((call.out / scale.to(call.out.dtype)).clamp(-most, most))
 
 
 def dense_calls(call: LatentCall) -> Iterator[LatentCall]:

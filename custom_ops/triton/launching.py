@@ -67,12 +67,12 @@ def fp8_limit(cache: Tensor) -> float:
     return torch.finfo(cache.dtype).max if cache.element_size() == 1 else 0.0
 
 
-def require_fp8(cache: Tensor) -> None:
-    """e4m3 conversions need compute capability 8.9 on NVIDIA."""
+def require_fp8(cache: Tensor, what: str = "cache") -> None:
+    """e4m3 conversions need compute capability 8.9 on NVIDIA; ``what``: of this dtype, for the message."""
     if cache.dtype == torch.float8_e4m3fn and cache.device.type == "cuda" and torch.version.hip is None:
         found = capability(cache.device)
         if found < (8, 9):
             raise BackendUnavailableError(
-                f"backend 'triton': a float8_e4m3fn cache needs compute capability 8.9, got {found}; "
+                f"backend 'triton': a float8_e4m3fn {what} needs compute capability 8.9, got {found}; "
                 "use float8_e5m2 or bfloat16"
             )

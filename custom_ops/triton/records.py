@@ -25,7 +25,8 @@ class Batch(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Pointers to ``out`` and ``lse`` (or None), and their strides of a token and a head."""
+    """Pointers to ``out`` and ``lse`` (or None), and their strides of a token and a head; with one to the
+    scale of an ``out`` of fp8, or None."""
 
     out: Any
     lse: Any
@@ -33,11 +34,13 @@ class Results(NamedTuple):
     o_head: Any
     l_token: Any
     l_head: Any
+    scale: Any = None
 
     @classmethod
-    def of(cls, out: Tensor, lse: Tensor | None) -> Results:
+    def of(cls, out: Tensor, lse: Tensor | None, scale: Tensor | None = None) -> Results:
         """Those of a call."""
-        return cls(out, lse, *out.stride()[:2], *(lse.stride() if lse is not None else (0, 0)))
+        l_token, l_head = (0, 0) if lse is None else lse.stride()
+        return cls(out, lse, out.stride(0), out.stride(1), l_token, l_head, scale)
 
 
 class Tokens(NamedTuple):

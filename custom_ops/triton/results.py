@@ -5,6 +5,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchpaged.custom_ops.triton.cache_writes import to_fp8
+
+
+@triton.jit
+def stored(results, out):
+    """What is written for float32 ``out``: over the scale, if there is one."""
+    if results.scale is not None:
+        out = to_fp8(tl.div_rn(out, tl.load(results.scale)), 448.0, results.out.dtype.element_ty)
+    return out.to(results.out.dtype.element_ty)
+
 
 @triton.jit
 def store_rows(results, out, lse, token, head, valid, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
@@ -14,6 +24,6 @@ def store_rows(results, out, lse, token, head, valid, WIDTH: tl.constexpr, WIDTH
     at = results.out + (token.to(tl.int64) * results.o_token + head * results.o_head)[:, None]
     at += column[None, :]
     mask = valid[:, None] & (column < WIDTH)[None, :]
-    tl.store(at, out.to(results.out.dtype.element_ty), mask=mask)
+    tl.store(at, stored(results, out), mask=mask)
     if results.lse is not None:
         tl.store(results.lse + token.to(tl.int64) * results.l_token + head * results.l_head, lse, mask=valid)

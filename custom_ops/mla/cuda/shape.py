@@ -64,6 +64,8 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
     if call.indices is not None:
         return "indices: each query token attends to keys of its own"
+    if call.output_scale is not None:
+        return "output_scale: it writes 16 bits"
     if q.dtype not in _DTYPES:
         return f"{q.dtype}, not bfloat16 or float16"
     if pool.dtype != q.dtype:

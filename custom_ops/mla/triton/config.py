@@ -50,9 +50,9 @@ def tiles(
         return Tiles(16, 16, 4 if hip else 8, 1)
     if fp8 and hip:
         return Tiles(16, 16, 4, 1, 2)
-    if rows <= 16 or hip or (fp8 and not (hopper and rows > 32)):
+    if rows <= 16 or hip or (fp8 and not hopper):
         return Tiles(16, 32, 4, 1 if hip else 3, 2)
-    if rows <= 32 or not hopper:
+    if not hopper or (rows <= 32 and not fp8):
         return Tiles(32, 32, 8 if width > 320 else 4, 2)
     return Tiles(64, 64 if width <= 576 else 32, 8, 2)  # three tiles: queries, and two of keys
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torchpaged.custom_ops.triton.results import stored
+
 
 @triton.jit(do_not_specialize=["num_reqs", "num_parts"])
 def merge_kernel(
@@ -43,7 +45,7 @@ def merge_kernel(
     divisor = tl.where(sees, total, 1.0)
     out = tl.where(sees, acc / divisor, 0.0)
     out_at = results.out + token * results.o_token + head * results.o_head + d
-    tl.store(out_at, out.to(results.out.dtype.element_ty), mask=d < RANK)
+    tl.store(out_at, stored(results, out), mask=d < RANK)
     if results.lse is not None:
         lse = tl.where(sees, top * LN2 + tl.log(divisor), float("-inf"))
         tl.store(results.lse + token * results.l_token + head * results.l_head, lse)

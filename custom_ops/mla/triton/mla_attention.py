@@ -141,6 +141,7 @@ def mla_attention(call: LatentCall) -> None:
     launching.require_launchable(call.q)
     check_mla_attention(call)
     launching.require_fp8(call.kv_cache)
+    launching.require_fp8(call.out, "output")
     q, rank = call.q, call.rank
     rope, num_reqs = q.shape[2] - rank, call.block_table.shape[0]
     if q.dtype == torch.float64 or rank > config.MAX_RANK or rope > config.MAX_ROPE:
@@ -179,7 +180,7 @@ def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
     programs, capacity = num_tiles * head_tiles, call.block_table.shape[1] * block_size
     num_parts = config.num_parts(programs, capacity, device, chosen)
     parts = Parts.of(call, num_parts)
-    results = Results.of(call.out, call.lse)
+    results = Results.of(call.out, call.lse, call.output_scale)
     arguments = AttendArguments(
         num_reqs=num_reqs,
         num_tokens=num_tokens,
@@ -224,7 +225,7 @@ def _launch_selected(call: LatentCall, indices: torch.Tensor, rank: int, rope: i
     chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device), fp8)
     programs = num_tokens * -(-num_heads // chosen.rows)
     num_parts = config.num_parts(programs, indices.shape[1], device, chosen)
-    parts, results = Parts.of(call, num_parts), Results.of(call.out, call.lse)
+    parts, results = Parts.of(call, num_parts), Results.of(call.out, call.lse, call.output_scale)
     arguments = SelectedArguments(
         num_reqs=num_reqs,
         num_parts=num_parts,

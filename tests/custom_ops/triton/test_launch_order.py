@@ -354,7 +354,8 @@ def test_records_hold_what_their_fields_say() -> None:
         "scale_head": 11,
     }
     results = {**strides(q, "o_token", "o_head"), **strides(lse, "l_token", "l_head")}
-    assert Results.of(q, lse)._asdict() == {"out": q, "lse": lse, **results}
+    assert Results.of(q, lse)._asdict() == {"out": q, "lse": lse, **results, "scale": None}
+    assert Results.of(q, lse, scales).scale is scales
 
 
 def launched_by_sources() -> set[str]:
@@ -378,6 +379,7 @@ TAKE_RECORDS = {
     "copy_blocks_kernel",
     "pack_blocks_kernel",
     "write_index_keys_kernel",
+    "write_fp8_kernel",
     "index_logits_kernel",
     "chunk_kernel",
     "pass_kernel",

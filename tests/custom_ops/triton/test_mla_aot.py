@@ -31,6 +31,7 @@ def latent_launches(
     rope: int = 64,
     sparse: bool = False,
     fp8: bool = False,
+    output_scale: torch.Tensor | None = None,
 ) -> list[launched.Launch]:
     """Of ``mla_attention`` for one token; ``split``: its context is long enough for parts; ``sparse``: it
     selects as many keys; ``fp8``: rows of the pool are."""
@@ -46,10 +47,11 @@ def latent_launches(
             torch.arange(1, columns + 1, dtype=torch.int32)[None],
             torch.tensor([9], dtype=torch.int32),
             torch.tensor([0, 1], dtype=torch.int32),
-            torch.zeros(1, heads, 512, dtype=dtype),
+            torch.zeros(1, heads, 512, dtype=dtype if output_scale is None else ROW_DTYPE),
             max_query_len=1,
             scale=0.1,
             indices=positions,
+            output_scale=output_scale,
         )
     names = ["selected_kernel" if sparse else "mla_kernel", "merge_kernel"]
     assert [launch.name for launch in launches] == names[: 1 + split]
@@ -86,6 +88,16 @@ def test_rows_of_fp8_compile(sparse: bool, target: str, heads: int) -> None:
     assert found["shared"] <= aot.SHARED_LIMIT[target], found
     assert found["spilled"] <= (0 if target == "gfx942" else 64), found
     assert re.search(r"ld\.shared\.[bsu]8", compiled.asm.get("ptx", "")) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [target for target in aot.TARGETS if target != "sm_80"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_output_scale_compiles(sparse: bool, target: str) -> None:
+    for split in (True, False):
+        options = {"sparse": sparse, "output_scale": torch.ones(1)}
+        for launch in latent_launches(target, torch.bfloat16, 16, split, **options):
+            assert aot.resources(launched.compile_launch(launch, target))["spilled"] <= 8
 
 
 @pytest.mark.slow_cases("sm_100", "gfx942")

@@ -13,6 +13,7 @@ from op_inputs.latent import (
     as_fp8,
     assert_latent_close,
     assert_sparse_close,
+    latent_tensors,
     make_latent_batch,
     run_mla_attention,
     selected,
@@ -213,3 +214,18 @@ def test_write_of_nan_and_infinity() -> None:
     assert not found[1, 128:256].isfinite().any()
     assert found[0, 128:].isfinite().all()
     assert found[1, :128].isfinite().all()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_output_scale(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of numbers that e4m3 holds, and of rows that see nothing: the interpreter rounds others its own way."""
+    monkeypatch.setattr(config, "num_parts", lambda *_: parts)
+    batch = make_latent_batch(BatchSpec("decode", (1, 0, 1), (1, 1, 1)), num_heads=2, rank=16, rope=8)
+    batch.k_cache.copy_(torch.randint(-8, 9, batch.k_cache.shape))
+    want, _ = run_mla_attention(REFERENCE, batch)
+    for scale, indices in ((0.5, None), (2.0, torch.tensor([[0, -1], [0, 1], [3, 0]], dtype=torch.int32))):
+        out = torch.full(want.shape, float("nan")).to(torch.float8_e4m3fn)
+        options = {"max_query_len": 1, "scale": 0.1, "indices": indices, "output_scale": torch.tensor(scale)}
+        TRITON.mla_attention(*latent_tensors(batch), out, **options)
+        assert torch.equal(out.float() * scale, want)
+    assert want.any()

@@ -1,0 +1,119 @@
+"""Rows of fp8 latents, and e4m3 results, on a GPU: the float64 oracle, bytes, one capture, a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.latent import (
+    as_fp8,
+    assert_latent_close,
+    assert_sparse_close,
+    latent_tensors,
+    make_latent_batch,
+    run_mla_attention,
+    selected,
+)
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
+from torchpaged.testing import BATCH_SPECS, BatchSpec
+
+pytestmark = pytest.mark.gpu
+if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+    pytest.skip("fp8 needs compute capability 8.9", allow_module_level=True)
+TRITON, REFERENCE, CUDA = (BACKEND_OPS[name] for name in ("triton", "reference", "cuda"))
+LONG = BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1)
+CHUNKS = BatchSpec("chunks", (600, 90, 3, 41), (200, 1, 3, 40))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope"), [(128, 512, 64), (16, 512, 64), (32, 512, 64), (40, 256, 32), (3, 52, 6)]
+)
+def test_matches_the_oracle(heads: int, rank: int, rope: int, dtype: torch.dtype) -> None:
+    """Long contexts in parts, prompts, and selected keys."""
+    for spec in (LONG, CHUNKS):
+        sizes: dict[str, Any] = {"num_heads": heads, "rank": rank, "rope": rope, "block_size": 64}
+        batch = as_fp8(make_latent_batch(spec, dtype=dtype, device="cuda", **sizes))
+        assert_latent_close(*run_mla_attention(CUDA, batch), batch)
+        indices = selected(batch, "beyond", 300)
+        assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
+
+
+@pytest.mark.parametrize("spec", BATCH_SPECS)
+def test_every_batch(spec: str) -> None:
+    batch = make_latent_batch(BATCH_SPECS[spec], rank=64, rope=16, dtype=torch.bfloat16, device="cuda")
+    batch = as_fp8(batch)
+    for causal in (True, False):
+        assert_latent_close(*run_mla_attention(TRITON, batch, causal=causal), batch, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bytes_are_the_references(dtype: torch.dtype) -> None:
+    kv_c, k_pe = (torch.randn(300, n, device="cuda").to(dtype) for n in (512, 64))
+    kv_c[7], kv_c[8, :128] = 0.0, 1e-7
+    slots = torch.randperm(320, device="cuda")[:300]
+    slots[5] = -1
+    pool, want = (torch.zeros(5, 64, 1, 656, dtype=torch.uint8, device="cuda") for _ in range(2))
+    TRITON.write_latent(kv_c, k_pe, pool.view(ROW_DTYPE), slots)
+    REFERENCE.write_latent(kv_c, k_pe, want.view(ROW_DTYPE), slots)
+    assert torch.equal(pool, want)
+    assert pool.any()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_output_scale(fp8: bool) -> None:
+    """Within half a step of e4m3 of what is written without."""
+    batch = make_latent_batch(
+        LONG, num_heads=16, rank=512, rope=64, dtype=torch.float16, device="cuda", block_size=64
+    )
+    batch, scale = as_fp8(batch) if fp8 else batch, torch.tensor(0.02, device="cuda")
+    for options in ({}, {"indices": selected(batch, "some", 300)}):
+        want, _ = run_mla_attention(TRITON, batch, **options)  # the Hopper kernel rounds otherwise
+        for ops in (TRITON, CUDA):
+            out = torch.full(want.shape, float("nan"), device="cuda").to(torch.float8_e4m3fn)
+            ops.mla_attention(
+                *latent_tensors(batch),
+                out,
+                max_query_len=batch.max_query_len,
+                scale=batch.scale,
+                output_scale=scale,
+                **options,
+            )
+            error = (out.float() * scale - want.float()).abs()
+            assert (error <= want.float().abs() / 15 + 0.02 * 2**-9).all()
+
+
+def test_one_capture_serves_other_lengths() -> None:
+    longest = BatchSpec("longest", (1500, 1500, 1500), (1, 1, 1))
+    batch = make_latent_batch(longest, num_heads=16, rank=512, rope=64, dtype=torch.bfloat16, device="cuda")
+    batch = as_fp8(batch)
+    run_mla_attention(TRITON, batch)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = run_mla_attention(TRITON, batch)
+    for seq_lens in ((1500, 3, 700), (0, 129, 1), (1, 1, 0)):
+        batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
+        graph.replay()
+        assert_latent_close(out, lse, batch)
+
+
+@pytest.mark.parametrize("model_type", ["youtu", "deepseek_v32"])
+def test_a_compiled_model_says_what_an_eager_one_says(model_type: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from model_coverage.architectures import model_of
+    from model_coverage.checks import prompts
+
+    from torchpaged.hf import PagedCache, attach
+
+    model = attach(model_of(model_type, "eager").to("cuda"))
+    inputs = {name: tensor.to("cuda") for name, tensor in prompts().items()}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    found = []
+    for eager in (True, False):
+        cache = PagedCache(model.config, 2, 64, kv_dtype="fp8_e4m3")
+        found.append(model.generate(**inputs, **options, past_key_values=cache, disable_compile=eager))
+        assert cache.choice.name == "cuda"
+    assert torch.equal(*found)

@@ -1,5 +1,5 @@
-"""linear_attention on a CPU: prompts in chunks by matrix products, row by row; short rows by the reference,
-all together.
+"""linear_attention on a CPU: prompts in chunks by matrix products, row by row; short rows, and states of
+one value column, by the reference, all together.
 
 Sources: Yang, Wang, Zhang, Shen, Kim, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (arXiv:2406.06484), section 3, and "Gated Delta Networks" (arXiv:2412.06464), section 3.3. Of a
@@ -23,7 +23,7 @@ def linear_attention(call: LinearAttentionCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_linear_attention(call)
     rows = Rows.of(call)
-    if call.max_query_len <= SHORT or not rows.slots.shape[0]:
+    if call.max_query_len <= SHORT or call.v.shape[2] == 1 or not rows.slots.shape[0]:
         _reference(call)
         return
     call.out.zero_()

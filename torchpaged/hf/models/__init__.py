@@ -20,6 +20,7 @@ from torchpaged.hf.models import (  # noqa: F401
     latent,
     lightning,
     m2m_100,
+    mamba1,
     mamba2,
     recurrent_gemma,
     short_conv,

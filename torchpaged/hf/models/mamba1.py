@@ -1,0 +1,54 @@
+"""Mamba 1 mixers over the states of a paged cache: those of Jamba. A channel is a head of one value
+column, and each number of its state has a decay.
+
+Source: Gu, Dao, "Mamba" (arXiv:2312.00752), algorithm 2. The modules' fields are not public;
+``tests/engine/test_states.py`` runs the class under each supported transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import linear, silu, softplus
+
+from torchpaged.hf.families import Family, register_family
+from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+
+
+def _forward(
+    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
+) -> Tensor:
+    layer = packed_state(cache_params, self.layer_idx)
+    if layer is None:
+        plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
+        return plain
+    x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
+    x = layer.convolve(x, self.conv1d, self.activation)
+    sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
+    dt, b, c = self.x_proj(x).split(sizes, dim=-1)
+    dt = linear(self.dt_layernorm(dt), self.dt_proj.weight).float() + self.dt_proj.bias.float()
+    dt = softplus(dt)
+    out = layer.attend(
+        self.c_layernorm(c)[:, :, None],
+        self.b_layernorm(b)[:, :, None],
+        x[..., None],
+        -self.A_log.float().exp() * dt[..., None],
+        dt,
+        scale=1.0,
+        delta_rule=False,
+    )
+    layer.complete()
+    y = (out[..., 0].float() + self.D.float() * x.float()) * silu(gate.float())
+    projected: Tensor = self.out_proj(y.to(hidden_states.dtype))
+    return projected
+
+
+register_family(
+    Family(
+        ("jamba",),
+        packed={"JambaMambaMixer": _forward},
+        functions=packed_functions,
+        layer=state_of_attached,
+    )
+)

@@ -226,6 +226,8 @@ class _GPUCopies:
         self._memory = memory
         self._pools, self._places, self._device = pools, places, device
         self._out, self._in = _Buffers(places[-1], device), _Buffers(places[-1], device)
+        for pool in pools:  # freed in the middle of a copy, its memory waits for that
+            pool.record_stream(self._in.stream)
         sizes = [(p.stride(0), p.shape[1], place) for p, place in zip(pools, places, strict=False)]
         words = all(n % 8 == 0 for size in sizes for n in size) and all(p.data_ptr() % 8 == 0 for p in pools)
         self._packs = words and importlib.util.find_spec("triton") is not None
@@ -286,6 +288,8 @@ class _Buffers:
         self._buffers = [
             torch.empty(self.rows, row_bytes, dtype=torch.uint8, device=device) for _ in range(2)
         ]
+        for buffer in self._buffers:
+            buffer.record_stream(self.stream)
         self._free = [torch.cuda.Event() for _ in range(2)]
 
     def parts(self, blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int], Tensor, torch.cuda.Event]]:

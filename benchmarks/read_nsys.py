@@ -5,7 +5,7 @@
         --output h200_nsys.json
 
 ``--report`` is `KernelReport.to_dict()` of the same step, from a process without nsys; its kernels are
-counted beside those that nsys has of each replay in the range "measured".
+compared with those that nsys has of each replay in the range "measured".
 """
 
 from __future__ import annotations

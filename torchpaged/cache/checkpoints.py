@@ -169,7 +169,7 @@ class CheckpointedText(CachedText):
         return blocks
 
     def _want(self) -> None:
-        """Whoever computes what it waits for shall make a checkpoint where that ends."""
+        """The request that computes what it waits for shall make a checkpoint where that ends."""
         wanted, promised = self._cache._wanted, self._cache._promised
         if self._next not in promised or self._waits_for in wanted:
             return

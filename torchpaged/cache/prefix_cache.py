@@ -10,7 +10,7 @@
 A block is known by its own tokens and by all before it: its key is the name of the block before it and the
 bytes of its tokens, and each key has a name of its own, a number that no other had. So nothing rests on a
 hash: keys are compared byte by byte (Python's dict does), no collision gives another text's keys and values,
-and nobody can make texts that collide.
+and no texts can be made that collide.
 
 When the pool runs dry it gives up the block that was left longest ago, the last of a text first, or the one
 that an `EvictionPolicy` says; what is pinned goes last. Looking up, publishing and giving up a block cost
@@ -32,7 +32,7 @@ from torchpaged.cache.host_tier import HostTier
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 
-#: Why tokens were not found: nobody computed them; the pool needed their blocks; they fill no block, or are
+#: Why tokens were not found: they were new; the pool needed their blocks; they fill no block, or are
 #: the last block of a text, whose last token is always computed since its logits are wanted.
 NEW, EVICTED, TAIL = "new", "evicted", "tail"
 _TOKEN_BYTES = 8
@@ -45,8 +45,8 @@ class PrefixCacheStats:
     Attributes:
         queried_tokens: of texts that asked for what is known.
         hit_tokens: those that were known.
-        missed_tokens: the others by the reason why a hit ended where it did: "new", nobody had computed
-            them; "evicted", the pool needed the blocks, so that a larger one would have had them; "tail",
+        missed_tokens: the others by the reason why a hit ended where it did: "new", they had not been
+            computed; "evicted", the pool needed the blocks, so that a larger one would have had them; "tail",
             they fill no block, or are the block with a text's last token, which is always computed; what
             `PrefixCache.clear` was told; and the two reasons of `torchpaged.cache.checkpoints`.
         evicted_blocks: blocks given up for other tokens.
@@ -95,9 +95,9 @@ class PrefixCache(NotCopied):
     Args:
         pool: of the blocks; it gives up what they hold when it needs them.
         block_size: tokens per block.
-        keep: False: what nobody holds is given up at once, so that only texts that are there at the same time
-            share.
-        eviction: which of the blocks that nobody holds is given up first; None: the one left longest ago
+        keep: False: blocks without holders are given up at once, so that only texts that are there at the
+            same time share.
+        eviction: which of the blocks without holders is given up first; None: the one left longest ago
             (`LRU`).
         host: where copies of blocks go that the pool gives up; None: they are lost.
 
@@ -168,7 +168,7 @@ class PrefixCache(NotCopied):
         priority: int = 0,
     ) -> Pin:
         """Give up what is known of a text's first tokens after all that is not pinned: a system prompt. No
-        memory is taken from requests that need it: pinned blocks that nobody holds count as free.
+        memory is taken from requests that need it: pinned blocks without holders count as free.
 
             pin = cache.pin(system_prompt, ttl=3600)
             print(pin.num_tokens, "tokens of it are known")
@@ -184,7 +184,7 @@ class PrefixCache(NotCopied):
             ArgumentError: as `text`, a ``ttl`` or ``priority`` that can't be, or nothing is kept.
         """
         if not self.keeps:
-            raise ArgumentError("keep", "True for pins: what nobody holds is given up at once", "False")
+            raise ArgumentError("keep", "True for pins: blocks without holders are given up at once", "False")
         blocks = self.text(tokens, extra).known()
         self._version += 1
         return self.pool.pin(blocks, len(blocks) * self.block_size, ttl, priority)
@@ -212,7 +212,7 @@ class PrefixCache(NotCopied):
     # ---------------------------------------------------------------------------------------------- snapshots
     def known(self) -> list[tuple[KnownBlock, int]]:
         """What is known, and in which block, what is in front of a block before it. Blocks whose beginning
-        was given up are left out: nobody finds them."""
+        was given up are left out: they are not found."""
         step, behind = self.block_size * _TOKEN_BYTES, dict[bytes, list[tuple[bytes, int]]]()
         found: list[tuple[KnownBlock, int]] = []
         for key, block in self._table.items():
@@ -275,7 +275,7 @@ class PrefixCache(NotCopied):
         self._version += 1
 
     def _given_up(self, block: int) -> None:
-        """The pool needs ``block``, or nobody holds it and nothing is kept."""
+        """The pool needs ``block``, or it has no holder and nothing is kept."""
         key = self._forgotten(block)
         if self.keeps:
             self._note(key, self._names[block], EVICTED)
@@ -285,7 +285,7 @@ class PrefixCache(NotCopied):
         self._not_saved.discard(block)
 
     def save_none(self, blocks: Sequence[int]) -> None:
-        """The host gets no copies of those of these that nobody holds when they are given up, unless a text
+        """The host gets no copies of those of these without holders when they are given up, unless a text
         takes them before."""
         if self.host is not None:
             self._not_saved.update(block for block in blocks if block in self.pool._idle)
@@ -375,8 +375,8 @@ class CachedText:
         return False
 
     def known(self) -> list[int]:
-        """The blocks that hold its first tokens, full ones, that of its last token among them; nobody holds
-        them for the caller."""
+        """The blocks that hold its first tokens, full ones, that of its last token among them; not held
+        for the caller."""
         blocks, name = list[int](), b""
         for place in range(len(self) // self._cache.block_size):
             block = self._cache._table.get(self._key(place, name))
@@ -532,7 +532,7 @@ class CachedText:
         return None
 
     def forget(self) -> None:
-        """What it took and published is not to be trusted: nobody finds it any more, nor what is behind. It
+        """What it took and published is not to be trusted: it is not found any more, nor what is behind. It
         leaves."""
         cache, name = self._cache, b""
         for place in range(self._done if self._epoch == cache._epoch else 0):

@@ -34,7 +34,7 @@ from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.stepper import Stepper
 
-#: Of requests that were cancelled and belong to no stream, so many keep what nobody has read.
+#: Of requests that were cancelled and belong to no stream, so many keep what was not read.
 NUM_UNREAD = 1024
 # For threads that wait for the lock: without it the one that steps would take it again and again.
 _GIVE_WAY_SECONDS = 1e-4
@@ -321,7 +321,7 @@ class Calls:
                 sequence.inbox = inbox
 
     def cancel(self, request_id: int) -> None:
-        """End a request, if it has not ended. What no stream has and nobody reads is given up after
+        """End a request, if it has not ended. What no stream has and is not read is given up after
         `NUM_UNREAD` more of the kind; from inside."""
         sequence = self.stepper.requests.get(request_id)
         self.stepper.cancel(request_id)

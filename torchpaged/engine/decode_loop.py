@@ -44,7 +44,7 @@ class _Launch(NamedTuple):
     in how many of the first columns prompts have not just ended.
 
     ``number``: of a launch, in ``rows.ring``. ``copied``: of a packed batch, which has no number.
-    ``records``: what is told of the latter's tokens; None: nobody asked.
+    ``records``: what is told of the latter's tokens; None: not asked for.
     """
 
     number: int

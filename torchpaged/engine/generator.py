@@ -309,7 +309,7 @@ class Generator(Lifecycle, KeptPrefixes):
         """End a request now; its blocks are free at once, its event comes to its owner. One that has ended
         stays as it is, whether its owner has learnt of it or not.
 
-        Events that nobody reads stay in memory. Of requests that were cancelled, before or behind their end,
+        Events that are not read stay in memory. Of requests that were cancelled, before or behind their end,
         and belong to no stream, the latest 1,024 keep theirs; those of earlier ones are given up.
 
         Raises:

@@ -28,7 +28,7 @@ class Lifecycle(NotCopied):
         """Let a thread of its own make the steps, until `close`; nothing if one does.
 
         `submit`, `cancel`, `generate`, `stream` and `events` may be called from any thread, and requests go
-        on whoever waits for them. `step` is refused meanwhile.
+        on whether or not a thread waits for them. `step` is refused meanwhile.
 
         After a step that raises, its requests are computed again, by halves where it raises again: one that
         raises alone ends with ``finish_reason`` "error", the others go on to the same tokens, and the first

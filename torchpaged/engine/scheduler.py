@@ -283,7 +283,7 @@ class Scheduler:
                     return
             promised += need
             # Behind the others, whatever its id, which a thread may have got before it got in: put back for
-            # it would be one whose tokens in flight nobody has read.
+            # it would be one whose tokens in flight were not read.
             self.running.append(self.waiting.popleft())
 
     def _need(self, sequence: Sequence) -> int:
@@ -398,7 +398,7 @@ class Scheduler:
         sequence.blocks, sequence.cached = [], None
 
     def _leave(self, sequence: Sequence, text: CachedText) -> None:
-        """Publish what was computed since the prompt, all at once: while it ran nobody asked for it."""
+        """Publish what was computed since the prompt, all at once: while it ran it was not asked for."""
         if sequence.finish_reason == "error":  # what it took may be the reason
             return text.forget()
         if self.prefixes is not None and self.prefixes.keeps:

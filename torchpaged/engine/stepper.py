@@ -102,7 +102,7 @@ class Stepper:
             self._model.find_scales(sequence.prompt)  # type: ignore[attr-defined]
         sequence.submitted = time.perf_counter()
         if not self.requests:
-            self._last_tokens_at = sequence.submitted  # nobody waited for tokens before
+            self._last_tokens_at = sequence.submitted  # none waited for tokens before
         with self._at_work():
             self.requests[sequence.request_id] = sequence
             sequence.inbox.live[sequence] = None

@@ -1,8 +1,8 @@
 """Random calls of the ops on a CPU: NaN, inf, garbage, and arguments that must be refused with
 nothing written.
 
-The share that always runs takes seconds; ``-m slow`` runs 10,000 batches with the kernels. A failure names its
-seed: `run_one` repeats it.
+The share that always runs takes seconds; ``-m slow`` runs 10,000 batches with the kernels. A failure names
+its seed: `run_one` repeats it.
 """
 
 from __future__ import annotations

@@ -174,7 +174,9 @@ def _lazy(module: str, function: str) -> Any:
     return launch
 
 
-_CUDA_OPS = frozenset({"paged_attention", "linear", "cascade_attention", "mla_attention"})
+_CUDA_OPS = frozenset(
+    {"paged_attention", "linear", "cascade_attention", "mla_attention", "index_logits", "top_k_indices"}
+)
 
 
 def _of_this_gpu(op: str) -> Any:

@@ -236,6 +236,14 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "latent_merge.cu:latent_merge", True, ("out", "lse"), "wait", case="cuda, merge of cut requests"
         ),
+        Launch(
+            "selected.cu:attend_selected",
+            True,
+            ("out", "lse"),
+            "start",
+            ("seq_lens", "query_start_loc"),
+            case="cuda, indices on Hopper",
+        ),
     ),
     "write_latent": (
         Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),
@@ -253,8 +261,20 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "write_index_keys": (
         Launch("write_index_keys.py:write_index_keys_kernel", False, ("k_cache", "k_scale"), waits="launch"),
     ),
-    "index_logits": (Launch("index_logits.py:index_logits_kernel", False, ("logits",), waits="launch"),),
-    "top_k_indices": (),  # kernels of torch, which are launched the ordinary way
+    "index_logits": (
+        Launch("index_logits.py:index_logits_kernel", False, ("logits",), waits="launch"),
+        Launch(
+            "index_logits.cu:index_logits",
+            True,
+            ("logits",),
+            "start",
+            ("seq_lens", "query_start_loc"),
+            case="cuda, few query tokens on Hopper",
+        ),
+    ),
+    "top_k_indices": (  # other devices: kernels of torch, which are launched the ordinary way
+        Launch("top_k_indices.cu:top_k_indices", True, ("indices",), "start", case="cuda, on Hopper"),
+    ),
     "merge_attn_states": (
         Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),
     ),

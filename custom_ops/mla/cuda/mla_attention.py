@@ -1,5 +1,5 @@
-"""mla_attention of the ``cuda`` backend: short queries by the Hopper kernel, everything that it can't take by
-the Triton kernel."""
+"""mla_attention of the ``cuda`` backend: short queries and selected positions by the Hopper kernels,
+everything that they can't take by the Triton kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import check_mla_attention
-from torchpaged.custom_ops.mla.cuda import latent, shape
+from torchpaged.custom_ops.mla.cuda import latent, selected, shape
 
 
 def mla_attention(call: LatentCall) -> None:
@@ -24,7 +24,11 @@ def mla_attention(call: LatentCall) -> None:
         _triton()(call)
         return
     check_mla_attention(call)
-    latent.attend(call, shape.LatentSpec.of(call, gpu.num_sms(call.q.device.index or 0)))
+    num_sms = gpu.num_sms(call.q.device.index or 0)
+    if call.indices is not None:
+        selected.attend(call, selected.SelectedSpec.of(call, num_sms))
+        return
+    latent.attend(call, shape.LatentSpec.of(call, num_sms))
 
 
 def route(call: LatentCall) -> str | None:
@@ -33,7 +37,10 @@ def route(call: LatentCall) -> str | None:
         return "shapes that the check refuses"
     if not call.q.shape[0] or not call.block_table.shape[0]:
         return "no requests or no tokens"
-    return shape.why_not(call, gpu.capability(call.q.device.index or 0))
+    capability = gpu.capability(call.q.device.index or 0)
+    if call.indices is None:
+        return shape.why_not(call, capability)
+    return selected.why_not(call, capability) or selected.why_slower(call)
 
 
 @functools.cache

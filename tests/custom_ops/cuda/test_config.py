@@ -21,12 +21,16 @@ from torchpaged.custom_ops.attention.cuda.prefill_constants import PREFILL
 from torchpaged.custom_ops.attention.cuda.prefill_shape import prefill_config
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.indexer.cuda.constants import LOGITS, TOP_K
+from torchpaged.custom_ops.indexer.cuda.index_logits import LogitsSpec
+from torchpaged.custom_ops.indexer.cuda.top_k_indices import top_k_config
 from torchpaged.custom_ops.layers.cuda import linear_shape
 from torchpaged.custom_ops.layers.cuda.linear_constants import LINEAR, NORM
 from torchpaged.custom_ops.mla.cuda.constants import LATENT
+from torchpaged.custom_ops.mla.cuda.selected import SELECTED, SelectedSpec
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
 
-TABLES = {table.header: table for table in (DECODE, PREFILL, LINEAR, NORM, LATENT)}
+TABLES = {table.header: table for table in (DECODE, PREFILL, LINEAR, NORM, LATENT, SELECTED, LOGITS, TOP_K)}
 KERNELS = {kernel: table for table in TABLES.values() for kernel in table.kernels}
 
 
@@ -44,6 +48,9 @@ def examples() -> dict[str, Config]:
         "prefill_config.cuh": prefill_config(specialisation()),
         "linear_config.cuh": linear_shape.linear_config(linear, shape, early=True),
         "latent_config.cuh": latent_config(LatentSpec(512, 64, 16, 64, False, True, False, 16, 132)),
+        "selected_config.cuh": SelectedSpec(512, 64, 16, 64, False, True, False, 1, 8).config(),
+        "logits_config.cuh": LogitsSpec(64, 64, False, True, True).config(),
+        "top_k_config.cuh": top_k_config(4, 131072, 132),
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),
     }
 

@@ -12,16 +12,22 @@ from torchpaged.custom_ops.attention.cuda.decode import DecodeParams
 from torchpaged.custom_ops.attention.cuda.prefill import PrefillParams, Where
 from torchpaged.custom_ops.cuda import jit
 from torchpaged.custom_ops.cuda.loaded_kernel import Map
+from torchpaged.custom_ops.indexer.cuda.index_logits import LogitsParams
+from torchpaged.custom_ops.indexer.cuda.top_k_indices import TopKParams
 from torchpaged.custom_ops.layers.cuda.linear import LinearParams, NormParams
 from torchpaged.custom_ops.mla.cuda.latent import LatentParams
+from torchpaged.custom_ops.mla.cuda.selected import SelectedParams
 
 KINDS = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int, "Where": Where, "Map": Map}
 STRUCTS = {
     "decode_params.cuh": DecodeParams,
     "latent_params.cuh": LatentParams,
     "linear_params.cuh": LinearParams,
+    "logits_params.cuh": LogitsParams,
     "norm.cu": NormParams,
     "prefill_params.cuh": PrefillParams,
+    "selected_params.cuh": SelectedParams,
+    "top_k_indices.cu": TopKParams,
 }
 
 

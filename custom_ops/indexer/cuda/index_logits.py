@@ -1,0 +1,151 @@
+"""index_logits of the ``cuda`` backend: few query tokens by the Hopper kernel, everything that it can't take
+by the Triton kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.indexer.call import IndexCall
+from torchpaged.custom_ops.indexer.check import check_index_logits
+from torchpaged.custom_ops.indexer.cuda.constants import LOGITS
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+TILE, WIDTH = 64, 128
+MAX_HEADS, MAX_TOKENS = 64, 512
+#: With one token the Triton kernel is faster, with this many this one (docs/log/latent_cuda.md); between them
+#: nothing was timed.
+_FEW_TOKENS = 4
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class LogitsParams(ctypes.Structure):
+    """``struct Params`` of logits_params.cuh."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("q", "keys", "weights", "scales", "logits")),
+        *((name, _POINTER) for name in ("table", "seq_lens", "starts")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "w_token", "key_block", "key_slot")),
+        *((name, ctypes.c_int64) for name in ("scale_block", "table_row", "logits_row")),
+        *((name, _INT) for name in ("num_reqs", "num_tokens", "columns")),
+        ("_padding", _INT),
+    ]
+
+
+class LogitsSpec(NamedTuple):
+    """What a kernel is compiled for; the constants of the same names."""
+
+    num_heads: int
+    block_size: int
+    half: bool
+    fp8: bool
+    causal: bool
+
+    @classmethod
+    def of(cls, call: IndexCall) -> LogitsSpec:
+        """Of a call that `why_not` lets pass."""
+        is_half = call.q.dtype == torch.float16
+        return cls(call.q.shape[1], call.k_cache.shape[1], is_half, call.k_scale is not None, call.causal)
+
+    def config(self) -> Config:
+        """The constants."""
+        values = {name.upper(): int(value) for name, value in self._asdict().items()}
+        return LOGITS.config({**values, "WARPGROUPS": 3, "STAGES": 4}, exact=True)
+
+
+def index_logits(call: IndexCall) -> None:
+    """Launch; arguments as in ``custom_ops/indexer/schema.py``. Every choice here depends on shapes."""
+    if call.q.device.type != "cuda":
+        raise BackendUnavailableError(
+            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.q.device.type}"
+        )
+    index = call.q.device.index or 0
+    if why_not(call, gpu.capability(index)) or why_slower(call):
+        from torchpaged.custom_ops.indexer.triton.index_logits import index_logits as by_triton
+
+        by_triton(call)
+        return
+    check_index_logits(call)
+    if call.logits.numel():
+        launch(call, index)
+
+
+def why_not(call: IndexCall, capability: tuple[int, int]) -> str | None:
+    """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
+    q, keys, scales, block_size = call.q, call.k_cache, call.k_scale, call.k_cache.shape[1]
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if q.dim() != 3 or keys.dim() != 4 or not call.block_table.shape[0]:
+        return "no requests, or shapes that the check refuses"
+    if q.dtype not in (_DTYPES if scales is None else _DTYPES[:1]):
+        return f"{q.dtype}, not bfloat16 or, without scales, float16"
+    if q.shape[2] != WIDTH or not 0 < q.shape[1] <= MAX_HEADS or q.shape[0] > MAX_TOKENS:
+        return f"{q.shape[0]} tokens x {q.shape[1]} heads of {q.shape[2]}"
+    if block_size not in (16, 32) and block_size % TILE:
+        return f"blocks of {block_size} tokens, not 16, 32 or a multiple of 64"
+    for name, tensor, count in (("q", q, 2), ("k_cache", keys, 2)):
+        strides = [stride * tensor.element_size() for stride in tensor.stride()[:count]]
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides) or tensor.stride(-1) != 1:
+            return f"{name} with strides {tuple(tensor.stride())}: rows that begin at multiples of 16 bytes"
+    if keys.stride(1) != WIDTH:
+        return f"k_cache with strides {tuple(keys.stride())}: tokens one behind the other"
+    if scales is not None and (scales.data_ptr() % 16 or scales.stride(0) % 4 or scales.stride(1) != 1):
+        return f"k_scale with strides {scales.stride()}: blocks that begin at multiples of 16 bytes"
+    return None
+
+
+def why_slower(call: IndexCall) -> str | None:
+    """Why the Triton kernel is faster for a call that `why_not` lets pass, or None."""
+    tokens = call.q.shape[0]
+    return f"{tokens} tokens, not {_FEW_TOKENS}" if tokens < _FEW_TOKENS else None
+
+
+def launch(call: IndexCall, index: int) -> None:
+    """Launch a checked call that `why_not` lets pass."""
+    scale_block = 0 if call.k_scale is None else call.k_scale.stride(0)
+    params = LogitsParams(
+        q=call.q.data_ptr(),
+        keys=call.k_cache.data_ptr(),
+        weights=call.weights.data_ptr(),
+        scales=address(call.k_scale),
+        logits=call.logits.data_ptr(),
+        table=call.block_table.data_ptr(),
+        seq_lens=call.seq_lens.data_ptr(),
+        starts=call.query_start_loc.data_ptr(),
+        q_token=call.q.stride(0),
+        q_head=call.q.stride(1),
+        w_token=call.weights.stride(0),
+        key_block=call.k_cache.stride(0),
+        key_slot=call.k_cache.stride(1),
+        scale_block=scale_block,
+        table_row=call.block_table.stride(0),
+        logits_row=call.logits.stride(0),
+        num_reqs=call.block_table.shape[0],
+        num_tokens=call.q.shape[0],
+        columns=call.logits.shape[1],
+    )
+    most = call.q.shape[0] * -(-call.logits.shape[1] // TILE)
+    spec = LogitsSpec.of(call)
+    kernel, threads = _specialised(index, spec), spec.config()["WARPGROUPS"] * 128
+    kernel.launch(min(gpu.num_sms(index), most), threads, params, early=gpu.launches_early(index))
+
+
+@functools.cache
+def _specialised(index: int, spec: LogitsSpec) -> Kernel:
+    device, config = torch.device("cuda", index), spec.config()
+    return jit.kernel("index_logits.cu", "index_logits", config, device, shared_bytes=shared_bytes(config))
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory, as logits_params.cuh counts it."""
+    heads = next(n for n in (16, 32, 64) if config["NUM_HEADS"] <= n)
+    tile = TILE * WIDTH * (1 if config["FP8"] else 2)
+    stages = config["WARPGROUPS"] * config["STAGES"]
+    return stages * (tile + TILE * 4) + heads * WIDTH * 2 + (3 * MAX_TOKENS + 1 + heads) * 4

@@ -1,0 +1,103 @@
+"""top_k_indices of the ``cuda`` backend: by the Hopper kernel, in ascending order and of equal logits the
+first; rows that it can't take by torch's kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
+from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.indexer.check import check_top_k_indices
+from torchpaged.custom_ops.indexer.cuda.constants import TOP_K
+
+THREADS = 1024
+#: Logits that a CTA holds at most, 8 x 4 of each thread in registers, and CTAs of a portable cluster.
+_MOST_VECTORS, MAX_CLUSTER = 8, 8
+#: Fewest logits of a CTA: what fewer save in counting, the cluster's barriers take.
+_FEWEST = THREADS * 4
+
+
+class TopKParams(ctypes.Structure):
+    """``struct Params`` of top_k_indices.cu."""
+
+    _fields_ = [
+        ("logits", ctypes.c_void_p),
+        ("indices", ctypes.c_void_p),
+        ("logits_row", ctypes.c_int64),
+        ("indices_row", ctypes.c_int64),
+        ("columns", ctypes.c_int),
+        ("top_k", ctypes.c_int),
+    ]
+
+
+def top_k_indices(logits: Tensor, indices: Tensor) -> None:
+    """Launch; arguments as in ``custom_ops/indexer/schema.py``. Every choice here depends on shapes."""
+    if logits.device.type != "cuda":
+        raise BackendUnavailableError(
+            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {logits.device.type}"
+        )
+    index = logits.device.index or 0
+    if why_not(logits, indices, gpu.capability(index)) is not None:
+        from torchpaged.custom_ops.indexer.triton.top_k_indices import top_k_indices as by_torch
+
+        by_torch(logits, indices)
+        return
+    check_top_k_indices(logits, indices)
+    if not indices.numel():
+        return
+    rows, columns = logits.shape
+    config = top_k_config(rows, columns, gpu.num_sms(index))
+    params = TopKParams(
+        logits=logits.data_ptr(),
+        indices=indices.data_ptr(),
+        logits_row=logits.stride(0),
+        indices_row=indices.stride(0),
+        columns=columns,
+        top_k=indices.shape[1],
+    )
+    grid = rows * config["CLUSTER"]
+    _kernel(index, config).launch(grid, THREADS, params, early=gpu.launches_early(index))
+
+
+def why_not(logits: Tensor, indices: Tensor, capability: tuple[int, int]) -> str | None:
+    """Why the kernel can't take a call, or None. Shapes, strides and addresses only."""
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if logits.dim() != 2 or indices.dim() != 2:
+        return "shapes that the check refuses"
+    if logits.shape[1] > MAX_CLUSTER * _MOST_VECTORS * _FEWEST:
+        return f"rows of {logits.shape[1]} logits, not {MAX_CLUSTER * _MOST_VECTORS * _FEWEST}"
+    if logits.stride(1) != 1 or logits.stride(0) % 4 or logits.data_ptr() % 16:
+        return f"logits with strides {logits.stride()}: rows that begin at multiples of 16 bytes"
+    if indices.stride(1) != 1:
+        return f"indices with strides {indices.stride()}: positions one behind the other"
+    return None
+
+
+def top_k_config(rows: int, columns: int, num_sms: int) -> Config:
+    """The constants: so many CTAs for each row as fill the device, but not more than have work."""
+    groups = max(1, -(-columns // _FEWEST))
+    cluster = 1
+    while (
+        cluster < MAX_CLUSTER
+        and cluster < groups
+        and (rows * cluster * 2 <= num_sms or groups > cluster * _MOST_VECTORS)
+    ):
+        cluster *= 2
+    vectors = 1
+    while vectors * cluster < groups:
+        vectors *= 2
+    return TOP_K.config({"VECTORS": vectors, "CLUSTER": cluster})
+
+
+@functools.cache
+def _kernel(index: int, config: Config) -> Kernel:
+    return jit.kernel(
+        "top_k_indices.cu", "top_k_indices", config, torch.device("cuda", index), shared_bytes=0
+    )

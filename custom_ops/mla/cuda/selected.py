@@ -1,0 +1,176 @@
+"""Launches of ``selected.cu``: ``mla_attention`` with ``indices``, which calls it takes and how their work is
+cut, by shapes and dtypes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.mla.call import LatentCall
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+THREADS, TILE = 256, 64
+#: Positions that a CTA has room for, and CTAs that share those of a token.
+MAX_KEYS, MAX_CLUSTER = 2048, 8
+#: With more heads than a tile's 16 the Triton kernel is faster until so many CTAs have work without a cluster
+#: (docs/log/latent_cuda.md).
+_MANY = 128
+_DTYPES = (torch.bfloat16, torch.float16)
+
+SELECTED = Table(
+    "selected_config.cuh",
+    ("selected.cu",),
+    "DeepSeek-V3.2 on eight GPUs, 8 query tokens",
+    (
+        Constant("RANK", "int", "columns of a latent, which are its value"),
+        Constant("ROPE", "int", "columns of a rotated key, behind it"),
+        Constant("NUM_HEADS", "int", "query heads"),
+        Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
+        Constant("HALF", "bool", "numbers are float16, else bfloat16"),
+        Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
+        Constant("LSE", "bool", "log-sum-exp is stored"),
+        Constant("M_TILES", "int", "tiles of 16 heads of a CTA"),
+        Constant("CLUSTER", "macro", "CTAs that share a token's positions; chooses an attribute"),
+    ),
+)
+
+
+class SelectedParams(ctypes.Structure):
+    """``struct Params`` of selected_params.cuh."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("q", "kv", "out", "lse", "table", "seq_lens", "starts", "indices")),
+        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "kv_block", "kv_slot")),
+        *((name, ctypes.c_int64) for name in ("o_token", "o_head", "l_token", "l_head")),
+        *((name, ctypes.c_int64) for name in ("table_row", "indices_row")),
+        ("scale", ctypes.c_float),
+        *((name, _INT) for name in ("num_reqs", "top_k", "part_keys", "head_tiles")),
+        ("_padding", _INT),
+    ]
+
+
+class SelectedSpec(NamedTuple):
+    """What a kernel is compiled for; the constants of the same names."""
+
+    rank: int
+    rope: int
+    num_heads: int
+    block_size: int
+    half: bool
+    causal: bool
+    lse: bool
+    m_tiles: int
+    cluster: int
+
+    @classmethod
+    def of(cls, call: LatentCall, num_sms: int) -> SelectedSpec:
+        """Of a call that `why_not` lets pass: as many CTAs for each token as fill the device, with a tile of
+        positions each at least."""
+        assert call.indices is not None
+        (tokens, heads, width), top_k = call.q.shape, call.indices.shape[1]
+        m_tiles = 1 if heads <= 16 else 2
+        programs, cluster = tokens * -(-heads // (16 * m_tiles)), 1
+        while cluster < MAX_CLUSTER and (
+            cluster * MAX_KEYS < top_k or (cluster * TILE < top_k and programs * cluster * 2 <= num_sms)
+        ):
+            cluster *= 2
+        return cls(
+            rank=call.rank,
+            rope=width - call.rank,
+            num_heads=heads,
+            block_size=call.kv_cache.shape[1],
+            half=call.q.dtype == torch.float16,
+            causal=call.causal,
+            lse=call.lse is not None,
+            m_tiles=m_tiles,
+            cluster=cluster,
+        )
+
+    def config(self) -> Config:
+        """The constants."""
+        return SELECTED.config({name.upper(): int(value) for name, value in self._asdict().items()})
+
+
+def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
+    """Why the kernel can't take a call with indices, or None. Shapes, dtypes, strides and addresses only."""
+    q, pool, out, rank, indices = call.q, call.kv_cache, call.out, call.rank, call.indices
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if indices is None or indices.dim() != 2 or q.dtype not in _DTYPES or pool.dtype != q.dtype:
+        return f"{q.dtype} and {pool.dtype}, not bfloat16 or float16"
+    if call.output_scale is not None:
+        return "output_scale: numbers of e4m3"
+    if rank % 128 or not 0 < rank <= 512 or q.shape[2] % 64 or not 0 < q.shape[2] - rank <= 64:
+        return f"{rank} + {q.shape[2] - rank} columns"
+    if indices.shape[1] > MAX_KEYS * MAX_CLUSTER or indices.stride(1) != 1:
+        return f"{indices.shape[1]} positions, not {MAX_KEYS * MAX_CLUSTER} one behind the other"
+    if pool.shape[0] * pool.shape[1] >= 2**31:
+        return f"kv_cache with {pool.shape[0]} blocks"
+    for name, tensor, count in (("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3)):
+        strides = tensor.stride()[:count]
+        if tensor.data_ptr() % 16 or any(stride * 2 % 16 for stride in strides) or tensor.stride(-1) != 1:
+            return f"{name} with strides {tuple(tensor.stride())}: rows that begin at multiples of 16 bytes"
+    return None
+
+
+def why_slower(call: LatentCall) -> str | None:
+    """Why the Triton kernel is faster for a call that `why_not` lets pass, or None."""
+    tokens, heads, _ = call.q.shape
+    slower = heads > 16 and tokens * -(-heads // 32) < _MANY
+    return f"{tokens} tokens of {heads} heads: too few tokens for so many heads" if slower else None
+
+
+def attend(call: LatentCall, spec: SelectedSpec) -> None:
+    """Launch a checked call that `why_not` lets pass."""
+    q, pool, out, lse, indices = call.q, call.kv_cache, call.out, call.lse, call.indices
+    assert indices is not None
+    index, top_k = q.device.index or 0, indices.shape[1]
+    head_tiles = -(-spec.num_heads // (16 * spec.m_tiles))
+    l_token, l_head = (0, 0) if lse is None else lse.stride()
+    params = SelectedParams(
+        q=q.data_ptr(),
+        kv=pool.data_ptr(),
+        out=out.data_ptr(),
+        lse=address(lse),
+        table=call.block_table.data_ptr(),
+        seq_lens=call.seq_lens.data_ptr(),
+        starts=call.query_start_loc.data_ptr(),
+        indices=indices.data_ptr(),
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        kv_block=pool.stride(0),
+        kv_slot=pool.stride(1),
+        o_token=out.stride(0),
+        o_head=out.stride(1),
+        l_token=l_token,
+        l_head=l_head,
+        table_row=call.block_table.stride(0),
+        indices_row=indices.stride(0),
+        scale=call.scale * 1.4426950408889634,  # scores are in base 2
+        num_reqs=call.block_table.shape[0],
+        top_k=top_k,
+        part_keys=-(-top_k // (16 * spec.cluster)) * 16,
+        head_tiles=head_tiles,
+    )
+    grid = q.shape[0] * head_tiles * spec.cluster
+    _specialised(index, spec).launch(grid, THREADS, params, early=gpu.launches_early(index))
+
+
+@functools.cache
+def _specialised(index: int, spec: SelectedSpec) -> Kernel:
+    device, config = torch.device("cuda", index), spec.config()
+    return jit.kernel("selected.cu", "attend_selected", config, device, shared_bytes=shared_bytes(spec))
+
+
+def shared_bytes(spec: SelectedSpec) -> int:
+    """Dynamic shared memory, as selected_params.cuh counts it."""
+    rows, group = spec.m_tiles * 16, (spec.rank + spec.rope) * 16
+    stages = 2 * TILE // 8 * group
+    scores = rows * 128 + 2 * rows * (TILE + 8) * 4
+    return stages + rows // 8 * group + scores + MAX_KEYS * 4 + rows * 16 + spec.cluster * rows * 4 + 32

@@ -1,0 +1,14 @@
+// What selected.cu is compiled for. Generated: each specialisation has one of its own. The file of this name
+// in the repository is an example, DeepSeek-V3.2 on eight GPUs, 8 query tokens, and no kernel is compiled
+// with it.
+#pragma once
+
+inline constexpr int RANK = 512;               // columns of a latent, which are its value
+inline constexpr int ROPE = 64;                // columns of a rotated key, behind it
+inline constexpr int NUM_HEADS = 16;           // query heads
+inline constexpr int BLOCK_SIZE = 64;          // tokens of a block of the cache
+inline constexpr bool HALF = false;            // numbers are float16, else bfloat16
+inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
+inline constexpr bool LSE = false;             // log-sum-exp is stored
+inline constexpr int M_TILES = 1;              // tiles of 16 heads of a CTA
+#define CLUSTER 8                              // CTAs that share a token's positions; chooses an attribute

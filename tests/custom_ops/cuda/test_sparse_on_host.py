@@ -1,0 +1,187 @@
+"""The CUDA C++ kernels of sparse latent attention and of its indexer on the host (cluster_on_host.h): their
+own sources, launched by their own launchers, against the oracles."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_sources import needs_gxx
+from op_inputs.indexer import exact_logits, make_index_batch, weights_of
+from op_inputs.latent import assert_sparse_close, latent_tensors, make_latent_batch, selected
+from torch import Tensor
+
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.indexer.call import IndexCall
+from torchpaged.custom_ops.indexer.cuda import index_logits, top_k_indices
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda import selected as sparse
+from torchpaged.testing import BatchSpec
+
+pytestmark = needs_gxx
+HOST = Path(__file__).with_name("cluster_on_host.h")
+REPLACED = ("machine.cuh", "early.cuh", "wgmma.cuh", "logits_instructions.cuh")
+
+
+@dataclass
+class HostKernel:
+    """Stands for a loaded kernel."""
+
+    library: ctypes.CDLL
+    cluster: int
+    seed: int = 1
+
+    def launch(self, grid: int, threads: int, arguments: ctypes.Structure, *, early: bool) -> None:
+        assert grid % self.cluster == 0
+        ended = self.library.run(ctypes.byref(arguments), grid, threads, self.cluster, self.seed)
+        assert ended == 0, "a wait without an end"
+        self.seed += 1
+
+
+def compiled(folder: Path, file: str, name: str, config: Config) -> ctypes.CDLL:
+    folder.mkdir()
+    source = jit.write_sources(folder, file, config)
+    (folder / "machine.cuh").write_text(f'#include "{config.table.header}"\n' + HOST.read_text())
+    for header in REPLACED[1:]:
+        (folder / header).write_text('#pragma once\n#include "machine.cuh"\n')
+    for path in folder.iterdir():
+        text = re.sub(r"extern __shared__[^;]*;", "char *memory = cta_memory();", path.read_text())
+        text = text.replace("__shared__ Shared s;", "Shared &s = *(Shared *)cta_memory();")
+        path.write_text(re.sub(r"#pragma unroll.*", "", text))
+    with source.open("a") as end:
+        end.write(
+            'extern "C" int run(const Params *p, int ctas, int threads, int cluster, int seed) {\n'
+            f"  return launch(ctas, threads, cluster, seed, [&] {{ {name}(*p); }});\n}}\n"
+        )
+    library = folder / "kernel.so"
+    options = ["-x", "c++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC"]
+    command = ["g++", *options, "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(library))
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "num_sms", lambda _: 6)
+    monkeypatch.setattr(gpu, "launches_early", lambda _: True)
+
+
+def rows_of_logits(columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(columns)
+    logits = torch.randn(6, columns, generator=generator)
+    logits[1, ::3] = float("-inf")
+    logits[2] = logits[2].round()  # most are equal
+    logits[3, columns // 3 :] = float("-inf")
+    logits[4, 5:9] = torch.tensor([float("nan"), float("inf"), -float("nan"), -0.0])
+    logits[5] = logits[5].sign() * 0.0
+    return logits
+
+
+@pytest.mark.slow_cases(but=("2-1-5001",))
+@pytest.mark.parametrize(("vectors", "cluster", "columns"), [(2, 1, 5001), (1, 2, 7000), (1, 4, 16000)])
+def test_top_k(vectors: int, cluster: int, columns: int, tmp_path: Path) -> None:
+    """Those of the reference, of equal ones the first, in ascending order."""
+    config = top_k_indices.TOP_K.config({"VECTORS": vectors, "CLUSTER": cluster})
+    library = compiled(tmp_path / "k", "top_k_indices.cu", "top_k_indices", config)
+    logits = rows_of_logits(columns)
+    rows = torch.full((6, -(-columns // 4) * 4), 9.0)
+    rows[:, :columns] = logits
+    for top_k in (1, 300, 2048, columns + 7):
+        indices = torch.full((6, top_k), -7, dtype=torch.int32)
+        params = top_k_indices.TopKParams(
+            rows.data_ptr(), indices.data_ptr(), rows.stride(0), top_k, columns, top_k
+        )
+        HostKernel(library, cluster).launch(6 * cluster, top_k_indices.THREADS, params, early=True)
+        want = torch.empty_like(indices)
+        BACKEND_OPS["reference"].top_k_indices(logits, want)
+        for got, expected in zip(indices, want, strict=True):
+            taken = got[got >= 0]
+            assert torch.equal(taken, expected[expected >= 0].sort().values)
+            assert (got[len(taken) :] == -1).all()
+
+
+LOGITS: dict[str, tuple[dict[str, Any], BatchSpec, bool]] = {
+    "e4m3": ({"num_heads": 64}, BatchSpec("a", (1, 64, 65, 700, 0), (1,) * 5, padded_tokens=2), True),
+    "e4m3, 20 heads": ({"num_heads": 20, "block_size": 16}, BatchSpec("b", (900, 3), (2, 1)), True),
+    "bf16": ({"num_heads": 64}, BatchSpec("c", (1300, 2, 90), (1, 1, 1), padded_reqs=1), False),
+    "fp16, 5 heads": (
+        {"num_heads": 5, "block_size": 32, "dtype": torch.float16},
+        BatchSpec("d", (200, -2, 5), (4, 3, 5)),
+        False,
+    ),
+    "blocks of 128": ({"num_heads": 12, "block_size": 128}, BatchSpec("e", (300, 129), (1, 1)), True),
+}
+
+
+@pytest.mark.slow_cases(but=("blocks of 128",))
+@pytest.mark.parametrize("name", LOGITS)
+def test_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, spec, fp8 = LOGITS[name]
+    causal = name != "fp16, 5 heads"
+    options = {"width": 128, "block_size": 64, "dtype": torch.bfloat16} | options
+    batch, scales = make_index_batch(spec, **options), None
+    keys = batch.k_cache
+    if fp8:
+        keys = keys.float().to(torch.float8_e4m3fn)
+        scales = torch.rand(keys.shape[:2]) + 0.5
+    logits = torch.full(
+        (batch.q.shape[0], batch.block_table.shape[1] * keys.shape[1]), float("nan"), dtype=torch.float32
+    )
+    tensors = keys, batch.block_table, batch.seq_lens, batch.query_start_loc
+    call = IndexCall(
+        batch.q, weights_of(batch), *tensors, logits, batch.max_query_len, causal=causal, k_scale=scales
+    )
+    assert index_logits.why_not(call, (9, 0)) is None
+    config = index_logits.LogitsSpec.of(call).config()
+    library = compiled(tmp_path / "l", "index_logits.cu", "index_logits", config)
+    monkeypatch.setattr(index_logits, "_specialised", lambda *_: HostKernel(library, 1))
+    index_logits.launch(call, 0)
+    want = exact_logits(replace(batch, k_cache=keys), causal, scales)
+    torch.testing.assert_close(logits.double(), want, rtol=1e-4, atol=1e-4)
+
+
+SPARSE: dict[str, tuple[dict[str, Any], BatchSpec, str, int]] = {
+    "16 heads": ({"num_heads": 16}, BatchSpec("a", (700, 3, 0), (1, 1, 1), padded_tokens=1), "some", 300),
+    "5 heads, drafts": ({"num_heads": 5, "block_size": 16}, BatchSpec("b", (90, 8), (3, 2)), "beyond", 90),
+    "40 heads": ({"num_heads": 40, "dtype": torch.float16}, BatchSpec("c", (500,), (1,)), "twice", 200),
+    "none": ({"num_heads": 8}, BatchSpec("d", (70, 30), (1, 1)), "none", 70),
+    "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("e", (400,), (1,)), "all", 333),
+}
+
+
+@pytest.mark.slow_cases(but=("5 heads, drafts",))
+@pytest.mark.parametrize("name", SPARSE)
+def test_selected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, in other orders of the threads: the same bits."""
+    options, batch_spec, kind, top_k = SPARSE[name]
+    options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64} | options
+    batch = make_latent_batch(batch_spec, **options)
+    indices = selected(batch, kind, top_k)
+    shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []
+    kernels: list[HostKernel] = []
+
+    def specialised(_: int, spec: sparse.SelectedSpec) -> HostKernel:
+        if not kernels:
+            library = compiled(tmp_path / "s", "selected.cu", "attend_selected", spec.config())
+            kernels.append(HostKernel(library, spec.cluster))
+        return kernels[0]
+
+    monkeypatch.setattr(sparse, "_specialised", specialised)
+    for _ in range(2):
+        out = torch.full(shapes, float("nan"), dtype=batch.q.dtype)
+        lse = torch.full(shapes[:2], float("nan"))
+        call = LatentCall(*latent_tensors(batch), out, lse, batch.max_query_len, batch.scale, True, indices)
+        assert sparse.why_not(call, (9, 0)) is None
+        sparse.attend(call, sparse.SelectedSpec.of(call, 8))
+        assert_sparse_close(out, lse, batch, indices)
+        results.append((out, lse))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

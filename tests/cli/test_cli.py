@@ -401,7 +401,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     able = get_backend("reference").capabilities
     switches = {field.name for field in dataclasses.fields(able) if getattr(able, field.name) is True}
-    assert {*options, "latent"} == switches | {*FEATURES}
+    assert {*options, "latent", "fp8_latents"} == switches | {*FEATURES}
     monkeypatch.setattr(names_module, "REGISTERED", {})
     nothing = dataclasses.replace(able, features=frozenset(), **dict.fromkeys(switches, False))
     register_backend(Backend("mine", nothing, BACKEND_OPS["reference"], lambda: None))
@@ -416,6 +416,10 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(rejected(option)) == 1, option
     assert len(rejected(*options.values())) == len(options)
     assert any("latent" in reason for reason in rejected("--latent"))
+    latent = dataclasses.replace(nothing, features=frozenset({"latent"}))
+    register_backend(Backend("mine", latent, BACKEND_OPS["reference"], lambda: None))
+    assert not any("e4m3" in reason for reason in rejected("--latent"))
+    assert any("e4m3" in reason for reason in rejected("--latent", "--kv-dtype", "fp8_e4m3"))
 
 
 @pytest.mark.parametrize(

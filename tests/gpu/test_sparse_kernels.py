@@ -40,7 +40,8 @@ SPECS = {
 
 
 @pytest.fixture(autouse=True)
-def _hopper() -> None:
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHPAGED_CUDA_SPARSE", "1")
     if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
         pytest.skip("the kernels run on Hopper")
 

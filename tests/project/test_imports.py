@@ -97,12 +97,14 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mask": ((), ()),
     "limits": ((), ()),
     "call": (("call",), ()),  # a record of another family, too, that this one's is put in terms of
-    "check": (("call",), ()),
-    "fake": (("call",), ()),
-    "selection": (("call",), ()),
-    "reference": (("call", "check", "mask", "selection"), ()),
-    "cpu": (("call", "check", "selection"), ()),
-    "triton": (("call", "check", "limits", "mask", "triton"), ("triton",)),
+    "fp8_rows": (("call",), ()),  # a format, which the contract and all kernels read
+    "check": (("call", "fp8_rows"), ()),
+    "fake": (("call", "fp8_rows"), ()),
+    "selection": (("call", "fp8_rows"), ()),
+    "reference": (("call", "check", "fp8_rows", "mask", "selection"), ()),
+    "cpu": (("call", "check", "fp8_rows", "selection"), ()),
+    "packing": (("triton",), ()),  # no op: between steps
+    "triton": (("call", "check", "fp8_rows", "limits", "mask", "triton"), ("triton",)),
     # what they can't take, Triton's kernels do
     "cuda": (("call", "check", "limits", "mask", "triton", "cuda"), ("triton", "cuda")),
 }

@@ -13,7 +13,6 @@ of it has arrived. On a CPU they are plain copies.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from torchpaged.cache.block_pool import NULL_BLOCK
 from torchpaged.cache.kv_cache import PagedKVCache
+from torchpaged.custom_ops.block_ops.packing import BlockPacking
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import of_bytes
@@ -224,16 +224,11 @@ class _GPUCopies:
 
     def __init__(self, pools: list[Tensor], places: list[int], memory: _Memory, device: torch.device) -> None:
         self._memory = memory
-        self._pools, self._places, self._device = pools, places, device
+        self._device = device
         self._out, self._in = _Buffers(places[-1], device), _Buffers(places[-1], device)
         for pool in pools:  # freed in the middle of a copy, its memory waits for that
             pool.record_stream(self._in.stream)
-        sizes = [(p.stride(0), p.shape[1], place) for p, place in zip(pools, places, strict=False)]
-        words = all(n % 8 == 0 for size in sizes for n in size) and all(p.data_ptr() % 8 == 0 for p in pools)
-        self._packs = words and importlib.util.find_spec("triton") is not None
-        if self._packs:
-            self._bases = torch.tensor([p.data_ptr() for p in pools], dtype=torch.int64, device=device)
-            self._sizes = torch.tensor(sizes, dtype=torch.int64, device=device) // 8
+        self._packing = BlockPacking(pools, places[:-1])
 
     def out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Packed on the current stream, so that blocks are free at once, then copied. A copy of more than
@@ -242,7 +237,7 @@ class _GPUCopies:
         for first, ids, buffer, free in self._out.parts(blocks):
             current.wait_event(free)
             with torch.cuda.device(self._device):
-                self._pack(buffer, to_device(ids, torch.int64, self._device), unpack=False)
+                self._packing.run(buffer, to_device(ids, torch.int64, self._device), unpack=False)
             self._out.stream.wait_stream(current)
             with torch.cuda.stream(self._out.stream):
                 for at, held in self._memory.runs(slots[first : first + len(ids)]):
@@ -262,21 +257,8 @@ class _GPUCopies:
             for first, ids, buffer, _ in self._in.parts(blocks):
                 for at, held in self._memory.runs(slots[first : first + len(ids)]):
                     buffer[at : at + len(held)].copy_(held, non_blocking=True)
-                self._pack(buffer, to_device(ids, torch.int64, self._device), unpack=True)
+                self._packing.run(buffer, to_device(ids, torch.int64, self._device), unpack=True)
         return _OnStream(self._in.stream.record_event(), self._device)
-
-    def _pack(self, rows: Tensor, index: Tensor, unpack: bool) -> None:
-        if self._packs:
-            from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
-
-            pack_blocks(self._bases, self._sizes, index, rows.view(torch.int64), unpack)
-            return
-        for pool, place in zip(self._pools, self._places, strict=False):
-            part = rows[:, place : place + pool.shape[1]]
-            if unpack:
-                pool.index_copy_(0, index, part)
-            else:
-                part.copy_(pool.index_select(0, index))
 
 
 class _Buffers:

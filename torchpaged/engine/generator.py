@@ -32,7 +32,7 @@ from torchpaged.engine.calls import Calls, HandOut
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.device import LogitsStage, WholeStepRunner
+from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.kept_prefixes import KeptPrefixes, make_prefix_cache
 from torchpaged.engine.lifecycle import Lifecycle
 from torchpaged.engine.model import PagedModelProtocol
@@ -219,7 +219,7 @@ class Generator(Lifecycle, KeptPrefixes):
         self.prefix_cache: PrefixCache | None = make_prefix_cache(
             self.pool, options, decided, cache, self.max_seq_len, rings
         )
-        self._stage = LogitsStage.of(options)
+        self._stage = options.logits_stage
         self.loop: DecodeLoop | None = None
         self._prefill_graphs: PrefillGraphs | None = None
         if decided.graphs:

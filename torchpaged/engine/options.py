@@ -16,7 +16,7 @@ from torchpaged.backends.choose.names import check_backend
 from torchpaged.cache.eviction import EvictionPolicy, check_policy
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.engine.device.logits_stage import LogitsProcessor
+from torchpaged.engine.device.logits_stage import LogitsProcessor, LogitsStage
 from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.graphs import CaptureBackend
 from torchpaged.graphs.bucketed import check_capture, check_progress
@@ -213,6 +213,11 @@ class GeneratorOptions:
     def processes_logits(self) -> bool:
         """Whether tokens are drawn from other logits than the model's."""
         return self.logits_processor is not None or self.max_logit_bias > 0
+
+    @property
+    def logits_stage(self) -> LogitsStage:
+        """A new one, of what was asked for."""
+        return LogitsStage(self.logits_processor, self.max_extra_args, self.max_logit_bias, self.max_logprobs)
 
     @property
     def rolls(self) -> bool:

@@ -1,5 +1,4 @@
-"""Blocks of all pools of a cache, packed one behind the other: one launch for all layers. No op: its caller
-runs on the host, between steps (`torchpaged.cache.host_blocks`)."""
+"""Blocks of all pools of a cache, packed one behind the other: one launch for all layers."""
 
 from __future__ import annotations
 

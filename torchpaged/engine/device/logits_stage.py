@@ -10,15 +10,12 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from torchpaged.engine.options import GeneratorOptions
 
 
 class LogitsRows(NamedTuple):
@@ -69,13 +66,6 @@ class LogitsStage:
         self.max_logprobs, self.record_words = max_logprobs, 0 if max_logprobs is None else max_logprobs + 1
         self.processes = processor is not None or max_logit_bias > 0
         self.num_words = 3 * max_logit_bias + max_extra_args
-
-    @classmethod
-    def of(cls, options: GeneratorOptions) -> Self:
-        """What a `Generator` was asked for."""
-        return cls(
-            options.logits_processor, options.max_extra_args, options.max_logit_bias, options.max_logprobs
-        )
 
     def process(
         self,

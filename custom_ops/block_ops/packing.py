@@ -1,0 +1,48 @@
+"""Blocks of several pools into rows, one behind the other, and back. No op: its caller runs on the host,
+between steps (`torchpaged.cache.host_blocks`)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+
+class BlockPacking:
+    """One launch for all pools where Triton is there and blocks are whole words of 8 bytes; else torch's
+    copies, one for each pool.
+
+    Args:
+        pools: ``[num_blocks, bytes]`` uint8 each, on one GPU.
+        places: where a block of each begins in a row.
+    """
+
+    def __init__(self, pools: list[Tensor], places: list[int]) -> None:
+        self._pools, self._places, device = pools, places, pools[0].device
+        sizes = [(p.stride(0), p.shape[1], place) for p, place in zip(pools, places, strict=True)]
+        words = all(n % 8 == 0 for size in sizes for n in size) and all(p.data_ptr() % 8 == 0 for p in pools)
+        self._at_once = words and importlib.util.find_spec("triton") is not None
+        if self._at_once:
+            self._bases = torch.tensor([p.data_ptr() for p in pools], dtype=torch.int64, device=device)
+            self._sizes = torch.tensor(sizes, dtype=torch.int64, device=device) // 8
+
+    def run(self, rows: Tensor, index: Tensor, unpack: bool) -> None:
+        """Launch on the current stream.
+
+        Args:
+            rows: ``[n, bytes]`` uint8, or more of them.
+            index: ``[n]`` int64, block ids.
+            unpack: from the rows into the pools.
+        """
+        if self._at_once:
+            from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
+
+            pack_blocks(self._bases, self._sizes, index, rows.view(torch.int64), unpack)
+            return
+        for pool, place in zip(self._pools, self._places, strict=True):
+            part = rows[:, place : place + pool.shape[1]]
+            if unpack:
+                pool.index_copy_(0, index, part)
+            else:
+                part.copy_(pool.index_select(0, index))

@@ -81,6 +81,15 @@ def timeline_data() -> dict[str, list[list[Any]]]:
     return timeline
 
 
+def serving_data() -> dict[str, dict[str, list[float]]]:
+    """Latency -> percentile -> ms at 25, 50 and 75 % of what is served at once."""
+    rows = sorted((row["share"], row) for row in load("h200_serving_3")["1b"] if "share" in row)
+    return {
+        name: {at: [row[name][at] * 1e3 for _, row in rows] for at in ("p50", "p99")}
+        for name in ("first_token", "between_tokens")
+    }
+
+
 def digest(data: Any) -> str:
     """Of what a plot shows, to three digits."""
     rounded = json.loads(json.dumps(data), parse_float=lambda number: f"{float(number):.3g}")
@@ -147,6 +156,22 @@ def draw_steps(figure: Any, data: dict[str, dict[str, dict[str, float]]]) -> Non
     figure.legend(handles, names, loc="outside lower center", ncols=2, fontsize=8)
 
 
+def draw_serving(figure: Any, data: dict[str, dict[str, list[float]]]) -> None:
+    """A panel for each latency."""
+    figure.set_size_inches(8.2, 2.8)
+    panels = zip(figure.subplots(1, len(data)), data.items(), strict=True)
+    for axes, (name, of) in panels:
+        for place, (at, values) in enumerate(of.items()):
+            places = [number + 0.38 * (place - 0.5) for number in range(len(values))]
+            bars = axes.bar(places, values, 0.36, color=("#c2410c", "#fdba74")[place], label=at)
+            axes.bar_label(bars, fmt="%.1f", fontsize=8)
+        axes.set_xticks(range(3), ["25 %", "50 %", "75 %"])
+        axes.set_xlabel("share of the requests per second served at once")
+        axes.set_title(f"{name.replace('_', ' ')}: ms", loc="left", fontsize=10)
+        axes.legend(fontsize=8, loc="upper left")
+        axes.margins(y=0.2)
+
+
 def draw_timeline(figure: Any, data: dict[str, list[list[Any]]]) -> None:
     """A row for each kind of range, the GPU's below."""
     figure.set_size_inches(10, 2.6)
@@ -168,6 +193,7 @@ PLOTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], None]]] = {
     "results_attention": (attention_data, draw_attention),
     "results_generate": (generate_data, draw_generate),
     "results_step": (step_data, draw_steps),
+    "results_serving": (serving_data, draw_serving),
     "nsys_timeline": (timeline_data, draw_timeline),
 }
 

@@ -36,10 +36,13 @@ from op_inputs.layers import (
 )
 from op_inputs.opcheck import opcheck_cases
 from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
+from op_inputs.state import STATE_BATCHES
+from op_inputs.state import make_linear_inputs as make_state_inputs
 from triton.runtime import JITFunction
 
 from torchpaged import custom_ops
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.block_ops.packing import BlockPacking
 from torchpaged.testing import run_paged_attention
 
 TRITON = BACKEND_OPS["triton"]
@@ -247,8 +250,17 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         "max_query_len": 4,
         "scale": 0.11,
     }
+    rows = {
+        "kv_c": torch.randn(3, 512, dtype=torch.bfloat16),
+        "k_pe": torch.randn(3, 64, dtype=torch.bfloat16),
+        "kv_cache": torch.zeros(4, 16, 1, 656, dtype=torch.float8_e4m3fn),
+        "slot_mapping": torch.tensor([17, 18, -1]),
+    }
+    widths = {"key_dim": 64, "value_dim": 48}
+    prompts = make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **widths)
     return (
         calls
+        + [("write_latent", (), rows), ("linear_attention", (), prompts)]
         + [(op, (), inputs) for op, inputs in ({"mla_attention": latents} | layers).items()]
         + [("mla_attention", (), {**latents, "indices": torch.zeros(6, 640, dtype=torch.int32)})]
     )
@@ -277,6 +289,8 @@ def test_every_other_kernel() -> None:
         for op, args, kwargs in small_ops():
             if op != "cascade_attention":  # two launches of attention's kernels, which are seen above
                 getattr(TRITON, op)(*args, **kwargs)
+        pools = [torch.zeros(4, 64, dtype=torch.uint8) for _ in range(2)]
+        BlockPacking(pools, [0, 64]).run(torch.zeros(2, 128, dtype=torch.uint8), torch.tensor([1, 3]), False)
     defined = {
         function.__name__
         for source in kernel_sources()

@@ -120,7 +120,7 @@ def test_a_conversation_goes_on(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
 def test_no_token_is_taken_back(name: str) -> None:
-    """Refused before anything changes: the rows go on as if nobody had asked."""
+    """Refused before anything changes: the rows go on as before."""
     model, plain = attach(model_of(name)), model_of(name, "eager")
     cache, ids = cached(model), prompts(padding=0)["input_ids"]
     with torch.no_grad():
@@ -173,6 +173,19 @@ def test_tokens_of_the_last_forward_are_taken_back(name: str) -> None:
                 run(plain, more[:, : 2 * kept], 2 * kept)
             want = run(plain, more[:, 2 * kept :], 12)
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
+
+
+def test_a_compiled_forward_leaves_no_past() -> None:
+    """What an eager one before it recorded is of other tokens."""
+    model = attach(model_of("lfm2"))
+    cache, ids = cached(model), prompts(padding=0)["input_ids"]
+    with torch.no_grad():
+        model(ids[:, :6], past_key_values=cache)
+        cache.activate_past_recording()
+        model(ids[:, 6:9], past_key_values=cache)
+        torch.compile(model, backend="eager", fullgraph=True)(ids[:, 9:], past_key_values=cache)
+        with pytest.raises(UnsupportedModelError, match=r"so that 0 tokens can be taken back.*and not 1"):
+            cache.crop(-1)
 
 
 def test_assisted_decoding() -> None:

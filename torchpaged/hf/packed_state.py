@@ -112,8 +112,7 @@ class PackedState(StateLayer):
         if not self.is_initialized or not self.cache.ready:
             self._prepare(x, width, channels)
         step = self.cache.advance(self, x.shape[0], x.shape[1])
-        if not torch.compiler.is_compiling() and self.records_past:
-            self._past = []
+        self._past = []  # in compiled forwards, too, or what an eager one before them left is taken back
         return step
 
     def convolve(self, x: Tensor, conv: Any, activation: str = "none") -> Tensor:

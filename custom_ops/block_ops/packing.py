@@ -16,16 +16,19 @@ class BlockPacking:
     Args:
         pools: ``[num_blocks, bytes]`` uint8 each, on one GPU.
         places: where a block of each begins in a row.
+
+    Attributes:
+        tables: what the launch reads of the pools on the device; empty without it.
     """
 
     def __init__(self, pools: list[Tensor], places: list[int]) -> None:
         self._pools, self._places, device = pools, places, pools[0].device
         sizes = [(p.stride(0), p.shape[1], place) for p, place in zip(pools, places, strict=True)]
         words = all(n % 8 == 0 for size in sizes for n in size) and all(p.data_ptr() % 8 == 0 for p in pools)
-        self._at_once = words and importlib.util.find_spec("triton") is not None
-        if self._at_once:
-            self._bases = torch.tensor([p.data_ptr() for p in pools], dtype=torch.int64, device=device)
-            self._sizes = torch.tensor(sizes, dtype=torch.int64, device=device) // 8
+        self.tables: tuple[Tensor, Tensor] | tuple[()] = ()
+        if words and importlib.util.find_spec("triton") is not None:
+            bases = torch.tensor([p.data_ptr() for p in pools], dtype=torch.int64, device=device)
+            self.tables = bases, torch.tensor(sizes, dtype=torch.int64, device=device) // 8
 
     def run(self, rows: Tensor, index: Tensor, unpack: bool) -> None:
         """Launch on the current stream.
@@ -35,10 +38,10 @@ class BlockPacking:
             index: ``[n]`` int64, block ids.
             unpack: from the rows into the pools.
         """
-        if self._at_once:
+        if self.tables:
             from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
 
-            pack_blocks(self._bases, self._sizes, index, rows.view(torch.int64), unpack)
+            pack_blocks(*self.tables, index, rows.view(torch.int64), unpack)
             return
         for pool, place in zip(self._pools, self._places, strict=True):
             part = rows[:, place : place + pool.shape[1]]

@@ -226,9 +226,9 @@ class _GPUCopies:
         self._memory = memory
         self._device = device
         self._out, self._in = _Buffers(places[-1], device), _Buffers(places[-1], device)
-        for pool in pools:  # freed in the middle of a copy, its memory waits for that
-            pool.record_stream(self._in.stream)
         self._packing = BlockPacking(pools, places[:-1])
+        for tensor in (*pools, *self._packing.tables):  # freed in the middle of a copy, memory waits for it
+            tensor.record_stream(self._in.stream)
 
     def out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Packed on the current stream, so that blocks are free at once, then copied. A copy of more than

@@ -36,9 +36,10 @@ class HostTier:
         self.blocks, self.recompute_seconds = host, recompute_seconds
         self.saved_blocks = self.loaded_blocks = 0
         self._entries: OrderedDict[Hashable, tuple[bytes, int]] = OrderedDict()  # name, slot
-        self._free = list(range(host.num_slots - 1, -1, -1))
+        self._free = list[int]()
         self._queue: dict[Hashable, tuple[bytes, int]] = {}  # name, block: given up since the last `flush`
         self._leaving: list[tuple[Arrival, set[int]]] = []  # slots that are read
+        self.clear()
 
     def __len__(self) -> int:
         """Blocks that have a copy, those of the next `flush` left out."""
@@ -105,5 +106,5 @@ class HostTier:
     def clear(self) -> None:
         """The same of all."""
         self._queue.clear()
-        self._free += [slot for _, slot in reversed(self._entries.values())]
         self._entries.clear()
+        self._free = list(range(self.blocks.num_slots - 1, -1, -1))  # those of a `load` that raised, too

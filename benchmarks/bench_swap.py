@@ -1,4 +1,4 @@
-"""Blocks between a GPU and pinned host memory: bytes per second beside the link's, the time of the host, and
+"""Blocks between a GPU and pinned host memory: bytes per second next to the link's, the time of the host, and
 what a captured step costs while copies run.
 
     PYTHONPATH=. python benchmarks/bench_swap.py [--output FILE]
@@ -95,8 +95,9 @@ def rates(cache: PagedKVCache, host: HostBlocks, of_link: dict[str, float]) -> d
     return found
 
 
-def step_beside(host: HostBlocks) -> dict[str, float]:
-    """Milliseconds of a captured chain of matrix products, alone and beside 24 blocks every six replays."""
+def step_during_copies(host: HostBlocks) -> dict[str, float]:
+    """Milliseconds of a captured chain of matrix products, alone and with 24 blocks copied every six
+    replays."""
     weights = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(60)]
     x = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)
 
@@ -111,13 +112,13 @@ def step_beside(host: HostBlocks) -> dict[str, float]:
     with torch.cuda.graph(graph):
         step()
 
-    def mean(beside: Callable[[], object]) -> float:
+    def mean(during: Callable[[], object]) -> float:
         torch.cuda.synchronize()
         events = [torch.cuda.Event(enable_timing=True) for _ in range(121)]
         events[0].record()
         for n in range(120):
             if n % 6 == 0:
-                beside()
+                during()
             graph.replay()
             events[n + 1].record()
         torch.cuda.synchronize()
@@ -126,9 +127,9 @@ def step_beside(host: HostBlocks) -> dict[str, float]:
     one, other = list(range(1, 25)), list(range(100, 124))
     ways: dict[str, Callable[[], object]] = {
         "alone": lambda: None,
-        "beside copies out": lambda: host.swap_out(one, one),
-        "beside copies in": lambda: host.swap_in(one, other),
-        "beside both": lambda: (host.swap_out(one, one), host.swap_in(other, other)),
+        "during copies out": lambda: host.swap_out(one, one),
+        "during copies in": lambda: host.swap_in(one, other),
+        "during both": lambda: (host.swap_out(one, one), host.swap_in(other, other)),
     }
     mean(ways["alone"])
     return {name: mean(way) for name, way in ways.items()}
@@ -147,7 +148,7 @@ def main() -> None:
         document[shape]["measured_gb_per_s"] = [host.out_rate / 1e9, host.in_rate / 1e9]
         print(shape, document[shape], file=sys.stderr)
         if shape == "llama-8b":
-            document["step_ms"] = step_beside(host)
+            document["step_ms"] = step_during_copies(host)
             print(document["step_ms"], file=sys.stderr)
         del cache, host
     text = json.dumps(document)

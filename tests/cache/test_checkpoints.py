@@ -166,7 +166,7 @@ def test_what_is_refused() -> None:
 
 # ------------------------------------------------------------------------------------------ a state machine
 class Machine:
-    """Requests in any order; what each block and checkpoint holds is written down beside it."""
+    """Requests in any order; what each block and checkpoint holds is written down as well."""
 
     def __init__(self, seed: int) -> None:
         self.r = random.Random(seed)

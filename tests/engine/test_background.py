@@ -137,7 +137,7 @@ def test_thirty_two_threads(llama: Any) -> None:
 def test_an_end_of_the_process_in_a_step_reaches_all_who_wait(
     llama: Any, want: list[list[int]], error: BaseException
 ) -> None:
-    """Four callers of three kinds, at a step at which all of them wait; a request that nobody waits for says
+    """Four callers of three kinds, at a step at which all of them wait; a request that none waits for says
     so when it is asked."""
     with engine(llama, graphs=False, max_batch_size=8).start() as generator:
         background, raised = generator._calls.background, threading.Event()
@@ -472,7 +472,7 @@ def test_what_events_refuses(llama: Any) -> None:
 
 
 def test_an_event_loop_that_is_gone_harms_no_one(started: Generator, want: list[list[int]]) -> None:
-    """Its request is cancelled at the next event, since nobody can be told."""
+    """Its request is cancelled at the next event, since its caller cannot be told."""
     here = asyncio.new_event_loop()
     request = started.submit(PROMPTS[0], LONG)
     events = started.events(request)

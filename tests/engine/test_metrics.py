@@ -87,7 +87,7 @@ def test_a_request_that_is_put_back_looks_up_its_prompt_once(llama: Any) -> None
 
 @pytest.mark.parametrize("options", [{"graphs": False}, {"steps_per_launch": 2, "compile": False}])
 def test_latencies(llama: Any, clock: list[float], options: dict[str, Any]) -> None:
-    """A step takes two seconds; nobody waits while there is no request; launches share their seconds."""
+    """A step takes two seconds; none passes while there is no request; launches share their seconds."""
     with engine(llama, **options) as generator:
         for _turn in range(2):
             generator.submit([5, 6, 7], SamplingParams(max_new_tokens=5, ignore_eos=True))

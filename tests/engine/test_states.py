@@ -132,7 +132,7 @@ def test_cancelled_requests_give_their_slots_back() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
 def test_lost_steps_are_not_continued(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that broke off have moved states on whose tokens nobody knows: all is computed again."""
+    """Steps that broke off have moved states on, and their tokens are lost: all is computed again."""
     generator = Generator(make(name), **SIZES, steps_per_launch=4)
     loop = generator.loop
     assert loop is not None

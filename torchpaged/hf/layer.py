@@ -43,7 +43,7 @@ def layer_of(tensor: Any) -> PagedLayer | None:
 
 
 def scaled(layers: Iterable[PagedLayer]) -> list[PagedLayer]:
-    """Those whose fp8 pools have scales beside them."""
+    """Those whose fp8 pools have scales apart from them."""
     return [layer for layer in layers if not layer.latent]
 
 

@@ -245,7 +245,9 @@ def decide_sharing(options: GeneratorOptions, own: str) -> tuple[bool, bool, str
         return False, False, own
     if options.prefix_cache is False:
         return True, False, "switched off by prefix_cache=False"
-    return True, True, "until the pool needs the blocks, those left longest ago first"
+    policy = options.eviction
+    order = "those left longest ago" if policy is None else f"those that {type(policy).__name__} chooses"
+    return True, True, f"until the pool needs the blocks, {order} first"
 
 
 def decide_mixed(options: GeneratorOptions, model: PagedModelProtocol, graphs: bool) -> tuple[bool, str]:

@@ -88,11 +88,13 @@ class HostTier:
     def load(self, keys: Sequence[Hashable], blocks: Sequence[int]) -> Arrival:
         """Start the way back of the copies of ``keys``, none of which waits for `flush`, into ``blocks``."""
         kept = {key: self._entries.pop(key) for key in keys}  # what is given up now takes other slots
-        self.flush()
         slots = [slot for _, slot in kept.values()]
         pairs = sorted(zip(slots, blocks, strict=True))
-        arrival = self.blocks.swap_in([slot for slot, _ in pairs], [block for _, block in pairs])
-        self._entries.update(kept)
+        try:
+            self.flush()
+            arrival = self.blocks.swap_in([slot for slot, _ in pairs], [block for _, block in pairs])
+        finally:
+            self._entries.update(kept)  # or else these slots are lost
         self._leaving.append((arrival, set(slots)))
         self.loaded_blocks += len(slots)
         return arrival

@@ -204,6 +204,7 @@ class PrefixCache(NotCopied):
             self._note(key, None, reason)
         self._table, self._promised = {}, {}
         self._keys = [None] * len(self._keys)
+        self._not_saved.clear()  # of what the blocks held
         if self.host is not None:
             self.host.clear()
         self._version, self._drops, self._epoch = self._version + 1, self._drops + 1, self._epoch + 1
@@ -548,6 +549,7 @@ class CachedText:
                 continue
             name = cache._names[block]
             cache._note(cache._forgotten(block), None, "failed")
+            cache._not_saved.discard(block)
             cache.pool.drop(block)
         self.leave()
 

@@ -25,7 +25,7 @@ from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.custom_ops.block_ops.packing import BlockPacking
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
-from torchpaged.custom_ops.words import of_bytes
+from torchpaged.custom_ops.words import counted, of_bytes
 from torchpaged.metadata.host import to_device
 
 #: Bytes on the GPU that a part of a copy goes through; there are two of them for each way.
@@ -117,7 +117,7 @@ class HostBlocks(NotCopied):
 
     def __repr__(self) -> str:
         size = of_bytes(self.num_slots * self.bytes_per_block)
-        return f"{type(self).__name__}({self.num_slots} blocks, {size}, of {str(self._device)!r})"
+        return f"{type(self).__name__}({counted(self.num_slots, 'block')}, {size}, of {str(self._device)!r})"
 
     def swap_out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Copy blocks to the host: as what is launched by now on the current stream leaves them. What is

@@ -317,7 +317,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     for op, args, kwargs in cases:  # prompts, and single tokens
         if op == "linear_attention":
             record(op, *args, **kwargs)
-    widths = {"key_dim": 64, "value_dim": 48}
+    widths = {"key_dim": 128, "value_dim": 48}
     record("linear_attention", **make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **widths))
     sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
     record("embedding", **make_embedding_inputs(width=576, dtype=torch.bfloat16))

@@ -20,7 +20,7 @@ from torchpaged.custom_ops.triton.records import Tokens
 #: Tokens up to which a row goes one by one.
 SHORT = 16
 #: Widths of keys that go in chunks, and what widths of values and strides are multiples of.
-KEY_DIMS, MULTIPLE = (64, 128), 16
+KEY_DIMS, MULTIPLE = {False: (64, 128), True: (128,)}, 16
 
 
 class Tiles(NamedTuple):
@@ -48,7 +48,7 @@ def has_long_rows(call: LinearAttentionCall) -> bool:
         call.max_query_len > SHORT
         and v.dtype == torch.bfloat16
         and call.g.dim() == 2
-        and q.shape[2] in KEY_DIMS
+        and q.shape[2] in KEY_DIMS[call.delta_rule]
         and not any(n % MULTIPLE for n in (v.shape[2], *strides))
         and not any(x.data_ptr() % 16 for x in (q, k, v))
         and _is_hopper(v.device)

@@ -256,7 +256,7 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         "kv_cache": torch.zeros(4, 16, 1, 656, dtype=torch.float8_e4m3fn),
         "slot_mapping": torch.tensor([17, 18, -1]),
     }
-    widths = {"key_dim": 64, "value_dim": 48}
+    widths = {"key_dim": 128, "value_dim": 48}
     prompts = make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **widths)
     return (
         calls

@@ -93,8 +93,10 @@ def test_keys_that_are_all_alike_and_decays_that_leave_nothing(family: str) -> N
 def test_long_rows_of_bfloat16(state_dtype: torch.dtype, batch: str) -> None:
     """At sizes that go in chunks by themselves."""
     dtypes: dict[str, Any] = {"dtype": torch.bfloat16, "state_dtype": state_dtype, "out_dtype": torch.float32}
-    inputs = make_linear_inputs(STATE_BATCHES[batch], key_dim=64, value_dim=48, **dtypes)
+    inputs = make_linear_inputs(STATE_BATCHES[batch], key_dim=128, value_dim=48, **dtypes)
     assert chunks.has_long_rows(LinearAttentionCall(**inputs))
+    narrow = make_linear_inputs(STATE_BATCHES[batch], key_dim=64, value_dim=48, **dtypes)
+    assert not chunks.has_long_rows(LinearAttentionCall(**narrow)), "not tried on a GPU"
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products=torch.bfloat16)
 
 

@@ -36,7 +36,7 @@ REFUSALS = {
     "computes": r"computes with its cached keys or values.*use PagedCache\(\.\.\., dense=True\)",
     "position bias": r"position bias.*use PagedCache\(\.\.\., dense=True\)",
     "not dense": r"dense=True makes max_seq_len; leave dense out, and call torchpaged.hf.attach\(model\)",
-    "own cache": "keeps a cache of its own kind; call torchpaged.hf.attach",
+    "own cache": r"keeps a cache of its own kind; call (torchpaged.hf.attach|generate)\(",
     "nothing to page": "keeps no keys and values in any layer.*call generate",
     "no static cache": "transformers' StaticCache.*can't be built.*use DynamicCache",
     "indexer": "caches an indexer",

@@ -120,6 +120,20 @@ def test_pins_go_last_and_lower_priorities_first() -> None:
     assert cache.pool.num_pinned == 0, "a pin ends with what its blocks held"
 
 
+def test_pins_that_ended_early_are_not_kept(clock: list[float]) -> None:
+    """A server pins a prefix for each request, and gives it up long before its time."""
+    idle = IdleBlocks(LRU())
+    idle.add(1)
+    kept = idle.pin([1], 4, 5.0, 1)
+    for _ in range(1000):
+        idle.unpin(idle.pin([1], 4, 1e5, 0))
+    assert len(idle._ends) < 50
+    assert idle.is_pinned(1)
+    clock[0] += 6
+    assert idle.num_pinned == 0
+    idle.unpin(kept)
+
+
 def test_several_pins_of_a_block_and_their_ends(clock: list[float]) -> None:
     cache = PrefixCache(BlockPool(12), 4)
     tokens, other = fill(cache, 10), fill(cache, 100)

@@ -111,6 +111,7 @@ class IdleBlocks:
         self._pins: dict[int, dict[Pin, None]] = {}  # by block, idle or held
         self._ends: list[tuple[float, int, Pin]] = []  # a heap
         self._num_ends = 0  # ever pushed, so that no two pins are compared
+        self._prune_at = 16
 
     def __len__(self) -> int:
         return len(self._priorities)
@@ -198,6 +199,10 @@ class IdleBlocks:
             self._pins.setdefault(block, {})[pin] = None
             self._place_again(block)
         if ttl is not None:
+            if len(self._ends) >= self._prune_at:  # those that ended early would stay until their time
+                self._ends = [end for end in self._ends if self._lives(end[2])]
+                heapq.heapify(self._ends)
+                self._prune_at = 2 * len(self._ends) + 16
             self._num_ends += 1
             heapq.heappush(self._ends, (pin.until, self._num_ends, pin))
         return pin
@@ -211,6 +216,10 @@ class IdleBlocks:
                 if not pins:
                     del self._pins[block]
                 self._place_again(block)
+
+    def _lives(self, pin: Pin) -> bool:
+        """Whether a block has it."""
+        return any(pin in self._pins.get(block, ()) for block in pin.blocks)
 
     def _expire(self) -> None:
         now = time.monotonic()

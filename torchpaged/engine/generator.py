@@ -137,8 +137,8 @@ class Generator(Lifecycle, KeptPrefixes):
             memory of every token; none where requests do not share. 0: they share nothing there.
         host_cache_memory: bytes of host memory, pinned on a GPU, for copies of the blocks that the pool gives
             up: a request that finds them there waits for their way back instead of computing them, where that
-            is faster by the rates measured so far. Not where layers keep states or rings. None: what the pool
-            gives up is lost.
+            is faster by the rates measured so far, with ``preemption="swap"`` always. Not where layers keep
+            states or rings. None: what the pool gives up is lost.
         preemption: what happens to keys and values of a request that is put back, since blocks are short.
             They are there until the pool needs the blocks; then "swap" copies these to the host
             (``host_cache_memory``), and "recompute" gives them up. "auto": to the host, if there and back is

@@ -124,7 +124,7 @@ class KeptPrefixes:
             Tokens that it holds.
 
         Raises:
-            ArgumentError: nothing is kept (`prefix_cache_reason`).
+            ArgumentError: nothing is kept (`prefix_cache_reason`), or layers keep states or rings.
             OSError: it can't be written; a file of before stays as it was.
             ImportError: safetensors is not installed.
         """

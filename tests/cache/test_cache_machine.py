@@ -10,8 +10,8 @@ from cache_machine import run_machines
 
 from torchpaged import ArgumentError
 from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.eviction import IdleBlocks
-from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.row_blocks import RowBlocks
 

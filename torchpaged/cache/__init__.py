@@ -12,8 +12,9 @@ requests.py      requests that grow, and the metadata of their steps
 host_blocks.py   `HostBlocks`: blocks in host memory, and the copies there and back (swap)
 host_tier.py     `HostTier`: where a `PrefixCache` has copies of the blocks that the pool gave up
 row_blocks.py    the blocks of a batch's rows, and what they share
-prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike; its counters are
-                 `PrefixCacheStats`
+prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike
+prefix_books.py  which block holds what, beneath it; its counters are `PrefixCacheStats`
+cached_text.py   `CachedText`: one request's text, and how far it is known
 eviction.py      which of these blocks are given up first: an `EvictionPolicy`, `LRU` by default, and a `Pin`
 snapshots.py     what a `PrefixCache` knows, in a safetensors file
 rolling.py       `RollingBlocks`: rings of blocks, for layers with a sliding window
@@ -25,7 +26,8 @@ from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.latent import LatentLayerSpec
-from torchpaged.cache.prefix_cache import PrefixCache, PrefixCacheStats
+from torchpaged.cache.prefix_books import PrefixCacheStats
+from torchpaged.cache.prefix_cache import PrefixCache
 from torchpaged.cache.rolling import RollingBlocks
 from torchpaged.cache.state import LayerStates, StateLayerSpec
 

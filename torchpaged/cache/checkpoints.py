@@ -19,8 +19,10 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 from torchpaged.cache.block_pool import BlockPool
+from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.eviction import EvictionPolicy
-from torchpaged.cache.prefix_cache import EVICTED, CachedText, PrefixCache, Resumed
+from torchpaged.cache.prefix_books import EVICTED, Resumed
+from torchpaged.cache.prefix_cache import PrefixCache
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 

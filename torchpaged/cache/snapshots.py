@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.cache.kv_cache import PagedKVCache
-from torchpaged.cache.prefix_cache import KnownBlock, PrefixCache
+from torchpaged.cache.prefix_books import KnownBlock
+from torchpaged.cache.prefix_cache import PrefixCache
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.whole_files import replacing
 

@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.cache.prefix_cache import CachedText, Resumed
+from torchpaged.cache.cached_text import CachedText
+from torchpaged.cache.prefix_books import Resumed
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.sequence import Sequence
 

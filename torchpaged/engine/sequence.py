@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.host_blocks import Arrival
-from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.custom_ops.errors import RequestError
 from torchpaged.engine.outputs import RequestOutput, TextStream, TokenEvent
 from torchpaged.engine.sampling import SamplingParams

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchpaged.backends.planned_batch import is_capturing
 from torchpaged.cache import PagedKVCache, RollingBlocks
 from torchpaged.cache.block_pool import NULL_BLOCK
-from torchpaged.cache.prefix_cache import Resumed
+from torchpaged.cache.prefix_books import Resumed
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError

@@ -20,9 +20,9 @@ from cache_machine.books import NULL_WORD
 from cache_machine.rows import Rows
 from torchpaged import ArgumentError, PagedKVCache
 from torchpaged.cache import Pin, PrefixCache
+from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.host_blocks import HostBlocks
 from torchpaged.cache.host_tier import HostTier
-from torchpaged.cache.prefix_cache import CachedText
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.custom_ops.errors import BlockPoolExhaustedError
 

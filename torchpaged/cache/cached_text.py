@@ -1,0 +1,276 @@
+"""CachedText: one request's text, and how far a prefix cache knows it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Sequence
+
+from torchpaged.cache.block_pool import NULL_BLOCK
+from torchpaged.cache.host_blocks import Arrival
+from torchpaged.cache.host_tier import HostTier
+from torchpaged.cache.prefix_books import NEW, TAIL, TOKEN_BYTES, PrefixBooks, Resumed
+from torchpaged.custom_ops.errors import ArgumentError
+
+
+class CachedText:
+    """The text of one request in a `PrefixCache`. Made by `PrefixCache.text`.
+
+    It knows places in the cache, and holds no block: those that `take` gives are the caller's.
+
+    Attributes:
+        has_begun: whether `take` gave blocks.
+        resumes: what else is to be copied before it goes on behind these; None: nothing.
+        arrival: of those blocks of `take` that are on their way from the host; None: none is.
+        num_arriving: how many are, the last of them.
+    """
+
+    def __init__(self, cache: PrefixBooks, tokens: Sequence[int], extra: Hashable) -> None:
+        self._cache, self._extra, self._step = cache, extra, cache.block_size * TOKEN_BYTES
+        self._data = b""
+        self.extend(tokens)
+        self._epoch, self._drops = cache._epoch, cache._drops
+        self._blocks: list[int] = []  # of its first tokens, found so far
+        self._name = b""  # of the last of its blocks that is found, or computed
+        self._next: Hashable = None  # the key that was not found
+        self._done = 0  # blocks that are taken, or computed
+        self._last = NULL_BLOCK  # the one that is known by the tokens of the last block that was computed
+        self._pending: dict[Hashable, bytes] = {}  # names by the keys that it promised
+        self._ahead: list[tuple[bytes, Hashable]] = []  # from block `_done` at `promise` on: name before, key
+        self._first = 0  # the place of the first of these
+        self._counted, self._count = -1, 0
+        self.has_begun = False
+        self.resumes: Resumed | None = None
+        self.arrival: Arrival | None = None
+        self.num_arriving = 0
+
+    def __len__(self) -> int:
+        return len(self._data) // TOKEN_BYTES
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """More tokens follow, outputs for instance.
+
+        Raises:
+            ArgumentError: as `PrefixCache.text`.
+        """
+        try:
+            self._data += array("q", tokens).tobytes()
+        except (TypeError, OverflowError) as error:
+            raise ArgumentError("tokens", "ids, signed 64-bit integers", str(error)) from error
+
+    def _key(self, place: int, name: bytes) -> Hashable:
+        """Of its block ``place``, behind one of this name."""
+        tokens = self._data[place * self._step : (place + 1) * self._step]
+        if place:
+            return name + tokens
+        return tokens if self._extra is None else (self._extra, tokens)
+
+    @property
+    def _most(self) -> int:
+        """Blocks that it may take. Its last token is in none: that one is always computed."""
+        return (len(self) - 1) // self._cache.block_size
+
+    def _find(self) -> bool:
+        """Go on to the last block whose keys and values are there; whether another text has promised the one
+        behind it."""
+        cache = self._cache
+        if self._drops != cache._drops:
+            self._blocks, self._name = [], b""
+            self._drops, self._epoch = cache._drops, cache._epoch
+        blocks, table = self._blocks, cache._table
+        for place in range(len(blocks), self._most):
+            self._next = self._key(place, self._name)
+            block = table.get(self._next)
+            if block is None:
+                return self._next in cache._promised
+            blocks.append(block)
+            self._name = cache._names[block]
+        self._next = None
+        return False
+
+    def known(self) -> list[int]:
+        """The blocks that hold its first tokens, full ones, that of its last token among them; not held
+        for the caller."""
+        blocks, name = list[int](), b""
+        for place in range(len(self) // self._cache.block_size):
+            block = self._cache._table.get(self._key(place, name))
+            if block is None:
+                break
+            blocks.append(block)
+            name = self._cache._names[block]
+        return blocks
+
+    def num_shared(self) -> int:
+        """How many of its first blocks other texts hold, or are computing, or are pinned: they cost none of
+        the blocks that are free and not pinned. 0 once it has begun."""
+        if self.has_begun or self._counted == self._cache._version:
+            return 0 if self.has_begun else self._count
+        waits, promised = self._find(), self._cache._promised
+        self._count = sum(map(self._costs_nothing, self._blocks))
+        place, key = len(self._blocks), self._next
+        while waits and key in promised:
+            self._count, place = self._count + 1, place + 1
+            if place == self._most:
+                break
+            key = self._key(place, promised[key])
+        self._counted = self._cache._version
+        return self._count
+
+    def _costs_nothing(self, block: int) -> bool:
+        """Whether ``block`` is none of those that are free and not pinned."""
+        pool = self._cache.pool
+        return pool._ref_counts[block] > 0 or pool._idle.is_pinned(block)
+
+    def take(self, *, counts: bool = True) -> list[int] | None:
+        """The blocks that hold its first tokens, as many as are known, one holder more each; never that of
+        its last token. None: another text has promised the one that would be next; ask again. Blocks that the
+        host has are allocated, and on their way (`arrival`).
+
+        Args:
+            counts: whether the statistics hear of it; False: of a request that they have heard of.
+        """
+        cache = self._cache
+        if (self._next is not None and self._next in cache._promised) or self._find():
+            return None
+        blocks = self._begin(len(self._blocks), counts and cache.host is None)
+        if cache.host is not None:
+            cache._not_saved.difference_update(blocks)
+            blocks += self._bring(cache.host)
+            if counts:
+                self._count_tokens(len(self._blocks), "")
+        return blocks
+
+    def _bring(self, host: HostTier) -> list[int]:
+        """Blocks for the copies that the host has of what is behind those that were found; they are on their
+        way."""
+        cache, pool, key, keys = self._cache, self._cache.pool, self._next, list[Hashable]()
+        if key is not None and host.name(key) is not None:
+            host.flush()  # what is found has a slot then
+        while key is not None and key not in cache._table and key not in cache._promised:
+            name = host.name(key)
+            if name is None:
+                break
+            keys.append(key)
+            place = len(self._blocks) + len(keys)
+            key = self._key(place, name) if place < self._most else None
+        count = min(len(keys), pool.num_free - pool.num_pinned)
+        if count <= 0 or not host.is_cheaper(count, cache.block_size):
+            return []
+        own = pool.allocate(count)
+        self.arrival, self.num_arriving = host.load(keys[:count], own), count
+        self._next = keys[count] if count < len(keys) else key
+        cache.stats.host_tokens += count * cache.block_size
+        return own
+
+    def _begin(self, count: int, counts: bool, why_fewer: str = "") -> list[int]:
+        """Take ``count`` of the blocks that were found; ``why_fewer``: why no more."""
+        cache = self._cache
+        blocks = cache.pool.fork(self._blocks[:count])
+        self._name = cache._names[blocks[-1]] if blocks else b""
+        self._done, self.has_begun = count, True
+        cache._version += 1
+        if counts:
+            self._count_tokens(count, why_fewer)
+        return blocks
+
+    def _count_tokens(self, count: int, why_fewer: str) -> None:
+        stats, size = self._cache.stats, self._cache.block_size
+        stats.queried_tokens += len(self)
+        count += self.num_arriving
+        stats.hit_tokens += count * size
+        found, tail = (len(self._blocks) + self.num_arriving) * size, len(self) - self._most * size
+        missed = (TAIL, tail), (self._why(), len(self) - tail - found), (why_fewer, found - count * size)
+        for reason, tokens in missed:
+            if tokens:
+                stats.missed_tokens[reason] = stats.missed_tokens.get(reason, 0) + tokens
+
+    def _why(self) -> str:
+        """Why the block behind those that were found is not known."""
+        return NEW if self._next is None else self._cache._lost.get(self._next, (None, NEW))[1]
+
+    def promise(self) -> None:
+        """Its further full blocks are going to be computed: until `leave`, texts that share them wait."""
+        cache, name = self._cache, self._name
+        table, promised, pending = cache._table, cache._promised, self._pending
+        self._first, self._ahead = self._done, []
+        for place in range(self._done, self._most):
+            key = self._key(place, name)
+            if key in promised:  # by others
+                break
+            self._ahead.append((name, key))
+            if key in table:  # left behind by others
+                name = cache._names[table[key]]
+            else:
+                name = promised[key] = pending[key] = cache._name(key)
+        cache._version += 1
+
+    def computed(self, num_tokens: int, blocks: Sequence[int]) -> None:
+        """Its first tokens have their keys and values: others find them from now on.
+
+        Call it when what writes them is launched, in the order of the stream, and did not fail.
+
+        Args:
+            num_tokens: how many.
+            blocks: its blocks, held by the caller.
+
+        Raises:
+            ArgumentError: a block that is free, or known by other tokens.
+        """
+        cache = self._cache
+        if self._epoch != cache._epoch:  # what it took may be of other weights
+            return
+        if not self.has_begun:
+            self._name, self.has_begun = b"", True
+        table, names, ahead, name = cache._table, cache._names, self._ahead, self._name
+        for place in range(self._done, min(num_tokens, len(self)) // cache.block_size):
+            at = place - self._first
+            if at < len(ahead) and ahead[at][0] == name:
+                key = ahead[at][1]  # whose hash is known
+            else:
+                key = self._key(place, name)
+            block = table.get(key)
+            if block is None:
+                block = blocks[place]
+                cache._fill(key, block)
+            name = names[block]
+            self._last, self._name, self._done = block, name, place + 1
+
+    def chunk(self, num_computed: int, most: int) -> int:
+        """How many of its tokens are to be computed at once, behind ``num_computed`` of them; at least 1 and
+        at most ``most``."""
+        return most
+
+    def checkpoint(self, num_tokens: int) -> int | None:
+        """Where a copy of what it has besides its blocks, behind its first ``num_tokens`` tokens, goes; call
+        it behind `computed`. None: no such copy is wanted."""
+        return None
+
+    def forget(self) -> None:
+        """What it took and published is not to be trusted: it is not found any more, nor what is behind. It
+        leaves."""
+        cache, name = self._cache, b""
+        for place in range(self._done if self._epoch == cache._epoch else 0):
+            key = self._key(place, name)
+            block = cache._table.get(key)
+            if cache.host is not None:
+                cache.host.drop(key)
+            if block is None:  # another text's, given up: who computes it again would find what is behind
+                again = cache._promised.get(key) or cache._lost.get(key, (None, ""))[0]
+                if again is None:
+                    break
+                name = again
+                continue
+            name = cache._names[block]
+            cache._note(cache._forgotten(block), None, "failed")
+            cache._not_saved.discard(block)
+            cache.pool.drop(block)
+        self.leave()
+
+    def leave(self) -> None:
+        """It computes nothing more: who waits for what it promised does so itself. Before its blocks are
+        freed."""
+        promised = self._cache._promised
+        for key, name in self._pending.items():
+            if promised.get(key) == name:
+                del promised[key]
+        self._epoch, self.has_begun, self._pending = -1, True, {}
+        self._cache._version += 1

@@ -83,16 +83,11 @@ def select_shapes(names: Sequence[str]) -> list[ModelShape]:
     return [SHAPES[name] for name in names]
 
 
-def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Any:
-    """A HuggingFace model of that shape with normal weights, made on ``device`` itself; the same ones
-    every time.
+def model_config(shape: ModelShape) -> Any:
+    """transformers' config of that shape; nothing of it is downloaded."""
+    from transformers import AutoConfig
 
-    Their deviation is 0.9 / sqrt(hidden_size), 0.02 for 2048: a layer's output is then about as large as its
-    normalised input at any size, so that an error in any layer shows in the logits.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
+    return AutoConfig.for_model(
         shape.family,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -109,8 +104,19 @@ def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> 
         pad_token_id=0,
         initializer_range=0.9 * shape.hidden_size**-0.5,
     )
+
+
+def build_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> Any:
+    """A HuggingFace model of that shape with normal weights, made on ``device`` itself; the same ones
+    every time.
+
+    Their deviation is 0.9 / sqrt(hidden_size), 0.02 for 2048: a layer's output is then about as large as its
+    normalised input at any size, so that an error in any layer shows in the logits.
+    """
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(model_config(shape), dtype=dtype).eval()
     model.requires_grad_(False)
     return model

@@ -62,9 +62,11 @@ def index_logits(call: IndexCall) -> None:
 
 
 def top_k_indices(logits: Tensor, indices: Tensor) -> None:
-    """Positions of the largest logits; of equal ones the first."""
+    """Positions of the largest logits, NaN above all; of equal ones the first."""
     check_top_k_indices(logits, indices)
     most = min(logits.shape[1], indices.shape[1])
+    # torch's sort of long rows on a GPU takes a NaN with a sign for the least number
+    logits = logits.masked_fill(logits.isnan(), float("nan"))
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
     indices.fill_(-1)
     taken = torch.where(ordered == float("-inf"), -1, order)[:, :most]

@@ -1,5 +1,5 @@
 """Small launches of every attention kernel, for compute-sanitizer: python
-tests/gpu/sanitize_cases.py BACKEND.
+tests/gpu/sanitize_cases.py BACKEND, or "sparse" for latent attention with indices and its indexer.
 
 Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own and a step outside
 it is seen. With ``every-lane`` behind the backend's name all lanes of the CUDA prefill kernel arrive at its
@@ -62,7 +62,36 @@ def main(backend: str) -> None:
     print(f"{backend}: done")
 
 
+def sparse() -> None:
+    """Backend cuda: selected keys by one CTA and by a cluster, logits of both kinds of keys, top-k."""
+    ops, bf16 = BACKEND_OPS["cuda"], {"dtype": torch.bfloat16, "device": "cuda"}
+    ints = {"dtype": torch.int32, "device": "cuda"}
+    tokens, columns, block = 5, 12, 64
+    table = torch.randperm(tokens * columns, device="cuda").int().view(tokens, columns) + 1
+    lengths, starts = torch.tensor([700, 1, 0, 64, 333], **ints), torch.arange(tokens + 1, **ints)
+    batch = table, lengths, starts
+    blocks = tokens * columns + 1
+    latents, out = torch.randn(blocks, block, 1, 576, **bf16), torch.empty(tokens, 16, 512, **bf16)
+    for top_k in (40, 300):
+        indices = torch.randint(-5, 700, (tokens, top_k), **ints)
+        q, lse = torch.randn(tokens, 16, 576, **bf16), torch.empty(tokens, 16, device="cuda")
+        ops.mla_attention(q, latents, *batch, out, lse, max_query_len=1, scale=0.1, indices=indices)
+    keys, weights = torch.randn(blocks, block, 1, 128, **bf16), torch.randn(tokens, 64, device="cuda")
+    scales = torch.rand(blocks, block, device="cuda")
+    logits = torch.empty(tokens, columns * block, device="cuda")
+    for pool, k_scale in ((keys, None), (keys.to(torch.float8_e4m3fn), scales)):
+        q = torch.randn(tokens, 64, 128, **bf16)
+        ops.index_logits(q, weights, pool, *batch, logits, max_query_len=1, k_scale=k_scale)
+    for rows in (logits, torch.randn(3, 9000, device="cuda")):
+        ops.top_k_indices(rows, torch.empty(len(rows), 100, **ints))
+    torch.cuda.synchronize()
+    print("sparse: done")
+
+
 if __name__ == "__main__":
+    if sys.argv[1] == "sparse":
+        sparse()
+        sys.exit()
     if "every-lane" in sys.argv[2:]:
         prefill.prefill = functools.partial(prefill.prefill, debug=Debug(every_lane=True))
     main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""compute-sanitizer's memcheck and racecheck over small launches of every attention kernel."""
+"""compute-sanitizer's memcheck and racecheck over small launches: attention, and the indexer's kernels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.long
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("backend", ["cuda", "triton", "sparse"])
 def test_sanitizer_is_clean(backend: str, tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():

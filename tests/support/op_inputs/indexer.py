@@ -23,33 +23,32 @@ def weights_of(batch: Batch) -> Tensor:
     return torch.randn(batch.q.shape[:2], generator=generator, dtype=torch.float32).to(batch.q.device)
 
 
-def run_index_logits(ops: BackendOps, batch: Batch, **options: Any) -> Tensor:
-    """Call one backend's ``index_logits``; the logits start as NaN."""
+def run_index_logits(ops: BackendOps, batch: Batch, weights: Tensor | None = None, **options: Any) -> Tensor:
+    """Call one backend's ``index_logits``; the logits start as NaN. ``weights``: made before a capture,
+    `weights_of` by default."""
     columns = batch.block_table.shape[1] * batch.k_cache.shape[1]
     logits = torch.full((batch.q.shape[0], columns), float("nan"), dtype=torch.float32, device=batch.q.device)
     tensors = batch.k_cache, batch.block_table, batch.seq_lens, batch.query_start_loc
-    ops.index_logits(
-        batch.q, weights_of(batch), *tensors, logits, max_query_len=batch.max_query_len, **options
-    )
+    weights = weights_of(batch) if weights is None else weights
+    ops.index_logits(batch.q, weights, *tensors, logits, max_query_len=batch.max_query_len, **options)
     return logits
 
 
 def exact_logits(batch: Batch, causal: bool = True, k_scale: Tensor | None = None) -> Tensor:
-    """What ``index_logits`` should give, in float64, one score after the other."""
+    """What ``index_logits`` should give, in float64, one token after the other."""
     cpu, weights = batch.to("cpu"), weights_of(batch).cpu().double()
-    block_size = cpu.k_cache.shape[1]
+    block_size, keys = cpu.k_cache.shape[1], cpu.k_cache[:, :, 0].double()
+    if k_scale is not None:
+        keys = keys * k_scale.cpu().double()[..., None]
     exact = torch.full((cpu.q.shape[0], cpu.block_table.shape[1] * block_size), float("-inf")).double()
     starts = cpu.query_start_loc.tolist()
     for request, length in enumerate(cpu.seq_lens.tolist()):
         for token in range(starts[request], starts[request + 1]):
             position = length - starts[request + 1] + token
-            for n in range(position + 1 if causal else length if position >= 0 else 0):
-                block = int(cpu.block_table[request, n // block_size])
-                key = cpu.k_cache[block, n % block_size, 0].double()
-                if k_scale is not None:
-                    key = key * k_scale[block, n % block_size].cpu().double()
-                scores = (cpu.q[token].double() @ key).clamp_min(0)
-                exact[token, n] = scores @ weights[token]
+            seen = torch.arange(0 if position < 0 else position + 1 if causal else length)
+            rows = keys[cpu.block_table[request, seen // block_size].long(), seen % block_size]
+            scores = (rows @ cpu.q[token].double().T).clamp_min(0)
+            exact[token, : len(seen)] = scores @ weights[token]
     return exact
 
 

@@ -1,8 +1,7 @@
 """Sparse latent attention on a GPU, at DeepSeek's sizes: attention to selected positions, the indexer's
 logits and their top-k, each backend's alone, and all three in a row.
 
-    TORCHPAGED_CUDA_SPARSE=1 PYTHONPATH=. python benchmarks/bench_sparse.py [--repeats 12] [--seconds 60]
-        [--output FILE]
+    PYTHONPATH=. python benchmarks/bench_sparse.py [--repeats 12] [--seconds 60] [--output FILE]
 
 Latents of 512 + 64, the indexer's 64 heads of 128 over keys of bfloat16 and of e4m3, blocks of 64, shuffled;
 random positions. Every result is compared with the reference's before it is timed. A round is one CUDA graph

@@ -76,13 +76,6 @@ VARIABLES = (
         "0: backend cuda leaves prefill to Triton's kernels, also where its own in CUDA C++ can (Hopper)",
         _flag,
     ),
-    Variable(
-        "TORCHPAGED_CUDA_SPARSE",
-        "0",
-        "1: backend cuda runs its own kernels of sparse latent attention and of the indexer (Hopper), which "
-        "have not passed all of their tests on a GPU; 0: Triton's",
-        _flag,
-    ),
     Variable("TORCHPAGED_DEBUG", "0", "1: the command line shows tracebacks", _flag),
     Variable(
         "TORCHPAGED_FLEX_COMPILER",

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.early_launch import refuse_inductors
 
 
@@ -34,11 +33,6 @@ def shared_per_cta(index: int) -> int:
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of a device."""
     return torch.cuda.get_device_capability(index)
-
-
-def sparse_off() -> str | None:
-    """Why the kernels of sparse latent attention and of the indexer are left alone, or None."""
-    return None if variables.get("TORCHPAGED_CUDA_SPARSE") else "TORCHPAGED_CUDA_SPARSE=0"
 
 
 @functools.cache

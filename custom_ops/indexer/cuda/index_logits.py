@@ -67,7 +67,7 @@ def index_logits(call: IndexCall) -> None:
             f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.q.device.type}"
         )
     index = call.q.device.index or 0
-    if gpu.sparse_off() or why_not(call, gpu.capability(index)) or why_slower(call):
+    if why_not(call, gpu.capability(index)) or why_slower(call):
         from torchpaged.custom_ops.indexer.triton.index_logits import index_logits as by_triton
 
         by_triton(call)

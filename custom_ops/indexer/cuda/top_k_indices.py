@@ -43,7 +43,7 @@ def top_k_indices(logits: Tensor, indices: Tensor) -> None:
             f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {logits.device.type}"
         )
     index = logits.device.index or 0
-    if gpu.sparse_off() or why_not(logits, indices, gpu.capability(index)):
+    if why_not(logits, indices, gpu.capability(index)):
         from torchpaged.custom_ops.indexer.triton.top_k_indices import top_k_indices as by_torch
 
         by_torch(logits, indices)

@@ -40,7 +40,7 @@ def route(call: LatentCall) -> str | None:
     capability = gpu.capability(call.q.device.index or 0)
     if call.indices is None:
         return shape.why_not(call, capability)
-    return gpu.sparse_off() or selected.why_not(call, capability) or selected.why_slower(call)
+    return selected.why_not(call, capability) or selected.why_slower(call)
 
 
 @functools.cache

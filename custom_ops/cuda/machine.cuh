@@ -164,6 +164,19 @@ __device__ __forceinline__ float4 load_l2(const float4 *p) {
   return x;
 }
 
+// Programmatic dependent launch; compute capability 9.0 and later. What is read before the wait was complete
+// when the kernel ahead began.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+template <int THREADS_IN> __device__ __forceinline__ void barrier(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS_IN) : "memory");
+}
+__device__ __forceinline__ void fence_async() {  // what was stored is seen by products and copies
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // CTAs of a cluster write into each other's shared memory: parts of a pair then meet without a trip through
 // L2.
 // the address of `mine` in CTA `rank` of the cluster
@@ -180,6 +193,27 @@ __device__ __forceinline__ void st_cluster(u32 to, float4 x) {
 }
 __device__ __forceinline__ void st_cluster(u32 to, float x) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(x) : "memory");
+}
+__device__ __forceinline__ void st_cluster(u32 to, u32 x) {
+  asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+__device__ __forceinline__ u32 ld_cluster_u32(u32 from) {
+  u32 x;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ float ld_cluster_float(u32 from) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+__device__ __forceinline__ float4 ld_cluster_float4(u32 from) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(from)
+               : "memory");
+  return x;
 }
 __device__ __forceinline__ void red_release_cluster(u32 counter) {
   asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(counter) : "memory");
@@ -202,4 +236,13 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 __device__ __forceinline__ void cluster_wait() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// All threads of a cluster of so many CTAs.
+template <int CTAS> __device__ __forceinline__ void meet_cluster() {
+  if constexpr (CTAS > 1) {
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
+  }
 }

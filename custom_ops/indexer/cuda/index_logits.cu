@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_unseen(const Params &p, const char *memory
 extern "C" __global__ void __launch_bounds__(THREADS, 1) index_logits(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const int thread = threadIdx.x, lane = thread % 32, warpgroup = __shfl_sync(ALL, thread / 128, 0);
-  let_next_kernel_begin();
+  griddepcontrol_launch_dependents();
   line_up(p, memory, thread);
   const int *begins = (const int *)(memory + BEGINS_AT), *ends = (const int *)(memory + ENDS_AT),
             *requests = (const int *)(memory + REQUESTS_AT);
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) index_logits(const __gr
   int tile = (int)(all * blockIdx.x / gridDim.x);
   const int last = (int)(all * (blockIdx.x + 1) / gridDim.x);
   int token = tile < last ? token_of(memory, p.num_tokens, tile) : 0;
-  wait_for_kernels_ahead();
+  griddepcontrol_wait();
   while (tile < last) {
     while (begins[token + 1] <= tile) ++token;  // a tile is left, so that a token with it is behind
     const int until = min(last, begins[token + 1]), begin = begins[token];

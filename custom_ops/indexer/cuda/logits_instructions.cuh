@@ -5,10 +5,6 @@
 #include "../../cuda/wgmma.cuh"
 #include "logits_config.cuh"
 
-template <int COUNT> __device__ __forceinline__ void barrier(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
-}
-
 __device__ __forceinline__ float clipped(float x) {  // NaN stays
   float y;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));

@@ -1,7 +1,6 @@
 // What the indexer's scoring kernel is given, and how its shared memory is laid out.
 #pragma once
 
-#include "../../cuda/early.cuh"
 #include "logits_instructions.cuh"
 
 constexpr int TILE = 64, THREADS = WARPGROUPS * 128, WIDTH = 128, MAX_TOKENS = 512;

@@ -28,9 +28,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, rank = blockIdx.x % CLUSTER,
             begin = rank * CTA_COLUMNS;
   const i64 row = blockIdx.x / CLUSTER;
-  let_next_kernel_begin();
+  griddepcontrol_launch_dependents();
   for (int bin = thread; bin < BINS; bin += THREADS) s.counts[bin] = 0;
-  wait_for_kernels_ahead();
+  griddepcontrol_wait();
   u32 keys[VECTORS][4];
 #pragma unroll
   for (int v = 0; v < VECTORS; ++v) {
@@ -77,12 +77,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     }
     const u32 all = __shfl_sync(ALL, upto, 31);
 #if CLUSTER > 1
-    if (lane < CLUSTER) st_cluster_u32(mapa(&s.of_cta[rank], lane), all);
+    if (lane < CLUSTER) st_cluster(mapa(&s.of_cta[rank], lane), all);
 #else
     if (lane == 0) s.of_cta[0] = all;
 #endif
   }
-  meet_cluster();
+  meet_cluster<CLUSTER>();
   u32 above = 0, equal = 0, all_above = 0, all_equal = 0;
 #pragma unroll
   for (int cta = 0; cta < CLUSTER; ++cta) {

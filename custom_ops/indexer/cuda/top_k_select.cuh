@@ -1,7 +1,7 @@
 // The key of a row's k-th largest number, found by a cluster of CTAs; top_k_indices.cu says how.
 #pragma once
 
-#include "../../cuda/early.cuh"
+#include "../../cuda/machine.cuh"
 #include "top_k_config.cuh"
 
 constexpr int THREADS = 1024, WARPS = 32, BINS = 2048, CTA_COLUMNS = THREADS * 4 * VECTORS;
@@ -35,19 +35,10 @@ __device__ __forceinline__ u32 sum_upto(u32 x, int lane) {  // over the lanes of
   return x;
 }
 
-__device__ __forceinline__ void meet_cluster() {
-#if CLUSTER > 1
-  cluster_arrive();
-  cluster_wait();
-#else
-  __syncthreads();
-#endif
-}
-
 // The counts of all CTAs of the cluster, in every one. Each CTA adds up a share of the bins: LANES threads
 // for each bin read two CTAs' counts each, and send the sum to those two.
 __device__ __forceinline__ void add_up(Shared &s, int thread, int rank) {
-  meet_cluster();
+  meet_cluster<CLUSTER>();
 #if CLUSTER > 1
   constexpr int LANES = CLUSTER / 2, SHARE = BINS / CLUSTER;
   static_assert(SHARE * LANES == THREADS, "two CTAs' counts for each thread");
@@ -55,9 +46,9 @@ __device__ __forceinline__ void add_up(Shared &s, int thread, int rank) {
   u32 sum = ld_cluster_u32(mapa(&s.counts[bin], lane)) + ld_cluster_u32(mapa(&s.counts[bin], lane + LANES));
 #pragma unroll
   for (int step = 1; step < LANES; step *= 2) sum += __shfl_xor_sync(ALL, sum, step);
-  st_cluster_u32(mapa(&s.totals[bin], lane), sum);
-  st_cluster_u32(mapa(&s.totals[bin], lane + LANES), sum);
-  meet_cluster();
+  st_cluster(mapa(&s.totals[bin], lane), sum);
+  st_cluster(mapa(&s.totals[bin], lane + LANES), sum);
+  meet_cluster<CLUSTER>();
 #endif
 }
 

@@ -56,7 +56,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
   // this group's chunks: every K_WARPS-th
   const int first = rank * CHUNKS / CLUSTER + group, end = (rank + 1) * CHUNKS / CLUSTER;
   const int count = first < end ? (end - first + K_WARPS - 1) / K_WARPS : 0;
-  if constexpr (PDL && LAUNCH_FIRST) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (PDL && LAUNCH_FIRST) griddepcontrol_launch_dependents();
 
   // Thread `member` copies 16 bytes, column `member % 8` of a line, of every STEP-th row, to a place swizzled
   // by the row.
@@ -108,8 +108,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
     // one by one: a flood of them would hold up the x of the kernel that still runs
     if (PDL && s < STAGES - 1) cp_async_wait<0>();
   }
-  if constexpr (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
-  if constexpr (PDL && !LAUNCH_FIRST) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (PDL) griddepcontrol_wait();
+  if constexpr (PDL && !LAUNCH_FIRST) griddepcontrol_launch_dependents();
   {  // not by cp.async: its groups complete in order, and these would wait for all weights on their way
     uint4 early[STAGES][X_COPIES];
     [[maybe_unused]] uint4 early_norm[STAGES];
@@ -150,7 +150,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
   static_assert(ROW_WARPS == 1 || K_WARPS < 16, "barrier 0 is __syncthreads, 15 are left for groups");
   auto meet = [&] {
     if (ROW_WARPS == 1) __syncwarp();
-    else asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(MEMBERS) : "memory");
+    else barrier<MEMBERS>(group + 1);
   };
   float sums[CHAINS][MT][NT][4] = {};
   [[maybe_unused]] float square[NT][4] = {};

@@ -28,29 +28,19 @@ __device__ __forceinline__ void load_four(float (&to)[4], const char *p, int rea
 // Four sums of a part: of warp group `group` of CTA `rank` of the cluster.
 __device__ __forceinline__ float4 load_part(const float *at, int rank) {
   if constexpr (CLUSTER == 1) return *(const float4 *)at;
-  float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(mapa(at, rank)) : "memory");
-  return x;
+  return ld_cluster_float4(mapa(at, rank));
 }
 __device__ __forceinline__ float load_square(const float *at, int rank) {
   if constexpr (CLUSTER == 1) return *at;
-  float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(mapa(at, rank)) : "memory");
-  return x;
+  return ld_cluster_float(mapa(at, rank));
 }
 // Add the parts, apply norm, bias, activation and residual, store. All threads; the parts are in place when
 // the first call is made.
 __device__ __forceinline__ void store_output(const Params &p, const float *parts,
                                              [[maybe_unused]] const float (*squares)[TOKENS], int tile,
                                              int rank) {
-  if constexpr (CLUSTER > 1) {
-    // every thread of every CTA comes here and to the end of this function, whatever tokens and rows it has
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  // every thread of every CTA comes here and to the end of this function, whatever tokens and rows it has
+  meet_cluster<CLUSTER>();
   // The CTAs of a cluster share out the elements, four columns of a token at a time. A thread asks for BATCH
   // elements before it adds any up.
   constexpr int PARTS = CLUSTER * K_WARPS, HALVES = GATED ? 2 : 1,
@@ -136,8 +126,5 @@ __device__ __forceinline__ void store_output(const Params &p, const float *parts
       }
     }
   }
-  if constexpr (CLUSTER > 1) {
-    cluster_arrive();  // no CTA's shared memory goes before all have read it
-    cluster_wait();
-  }
+  if constexpr (CLUSTER > 1) meet_cluster<CLUSTER>();  // no CTA's shared memory goes before all have read it
 }

@@ -67,7 +67,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
   // Nothing but the barriers, fenced above, need be seen. Every thread arrives here and waits once further
   // down, the fetching warp too.
   if constexpr (CLUSTER > 1) cluster_arrive_relaxed();
-  if constexpr (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (PDL) griddepcontrol_wait();
   if (warp == CONSUMERS) {
     if (lane == 0) {
       for (int i = 0; i < min(count, STAGES); ++i) load_x(i, i);
@@ -84,7 +84,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
         }
       }
       // all is asked for: the next kernel's weights come while these parts are put together
-      if constexpr (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+      if constexpr (PDL) griddepcontrol_launch_dependents();
     }
     __syncwarp();
     if constexpr (CLUSTER > 1) cluster_wait();  // a CTA that leaves has started the others

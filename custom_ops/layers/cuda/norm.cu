@@ -28,7 +28,7 @@ __device__ __forceinline__ void unpack8(float (&to)[8], uint4 x) {
 extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_constant__ Params p) {
   __shared__ float sums[THREADS / 32];
   // what starts waits for this kernel, and so for those that it waits for
-  if constexpr (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (PDL) griddepcontrol_launch_dependents();
   uint4 weight[EACH][WEIGHT_BYTES / 2];  // a constant, so it may come early
 #pragma unroll
   for (int i = 0; i < EACH; ++i)
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rms_norm(const __grid_cons
                      : "=r"(weight[i][j].x), "=r"(weight[i][j].y), "=r"(weight[i][j].z), "=r"(weight[i][j].w)
                      : "l"((const uint4 *)p.weight + at * (WEIGHT_BYTES / 2) + j));
     }
-  if constexpr (PDL) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if constexpr (PDL) griddepcontrol_wait();
   const uint4 *x = (const uint4 *)(p.x + blockIdx.x * p.x_token * 2);
   float numbers[EACH][8], total = 0.f;
 #pragma unroll

@@ -16,7 +16,7 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
-  let_next_kernel_begin();
+  griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(shared + FULL_AT + i * 8, 1);
@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __g
     fence_mbarrier_init();
     prefetch_tensormap(&p.kv);
   }
-  wait_for_kernels_ahead();
+  griddepcontrol_wait();
   const int group = blockIdx.x / p.row_tiles, row_tile = blockIdx.x - group * p.row_tiles;
   Place place;
   const Schedule schedule = open_schedule<THREADS>(p, group, (int *)(memory + SCAN_AT), place);

@@ -10,21 +10,8 @@
 #include "../../cuda/wgmma.cuh"
 #include "latent_config.cuh"
 
-// What is read before the first one was complete when the kernel ahead began.
-__device__ __forceinline__ void wait_for_kernels_ahead() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-__device__ __forceinline__ void let_next_kernel_begin() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-template <int THREADS_IN> __device__ __forceinline__ void barrier(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS_IN) : "memory");
-}
 __device__ __forceinline__ void fence_mbarrier_init() {  // the copy engine sees them
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void fence_async() {  // what was stored is seen by products and copies
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 template <int N> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));

@@ -16,8 +16,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) latent_merge(const _
   __shared__ int scan[18];
   __shared__ int seen[ROWS];
   // Every CTA waits, with work or without, and lets the next kernel go only then
-  wait_for_kernels_ahead();
-  let_next_kernel_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int sub = blockIdx.x % MERGE_SHARE, item = blockIdx.x / MERGE_SHARE,
             row_tile = item % p.row_tiles, border = item / p.row_tiles + 1;
   Place place;

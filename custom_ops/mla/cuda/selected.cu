@@ -18,9 +18,9 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
   const u32 shared = shared_address(memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, rank = blockIdx.x % CLUSTER,
             item = blockIdx.x / CLUSTER, head_tile = item % p.head_tiles, token = item / p.head_tiles;
-  let_next_kernel_begin();
+  griddepcontrol_launch_dependents();
   const Token t = find_token(p, token, lane);
-  wait_for_kernels_ahead();
+  griddepcontrol_wait();
   copy_queries(p, shared, token, head_tile, thread);
   const int tiles = find_keys(p, memory, token, rank, t, thread);
   for (int tile = 0; tile < STAGES; ++tile) {

@@ -3,14 +3,6 @@
 
 #include "selected_tile.cuh"
 
-__device__ __forceinline__ void meet_cluster() {
-#if CLUSTER > 1
-  cluster_arrive();
-  cluster_wait();
-#else
-  __syncthreads();
-#endif
-}
 __device__ __forceinline__ float4 load_of(const void *mine, int cta) {  // of a CTA of the cluster
 #if CLUSTER > 1
   return ld_cluster_float4(mapa(mine, cta));
@@ -46,7 +38,7 @@ __device__ __forceinline__ void store_merged(const Params &p, char *memory, int 
                                              int rank, int thread) {
   constexpr int LINE = RANK / CLUSTER / 4;  // groups of 4 columns of this CTA's share
   float *factors = (float *)(memory + FACTOR_AT);
-  meet_cluster();  // all parts are left
+  meet_cluster<CLUSTER>();  // all parts are left
   if (thread < ROWS) {
     float4 state[CLUSTER];
     float top = FLOOR, total = 0.f, seen = 0.f;
@@ -85,5 +77,5 @@ __device__ __forceinline__ void store_merged(const Params &p, char *memory, int 
       *(uint2 *)(p.out + (token * p.o_token + head * p.o_head + column) * 2) =
           uint2{pack<HALF>(sum.x, sum.y), pack<HALF>(sum.z, sum.w)};
   }
-  meet_cluster();  // no CTA leaves while others read its part
+  meet_cluster<CLUSTER>();  // no CTA leaves while others read its part
 }

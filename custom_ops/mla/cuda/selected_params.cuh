@@ -1,7 +1,7 @@
 // What sparse latent attention's kernel is given, and how its shared memory is laid out.
 #pragma once
 
-#include "../../cuda/early.cuh"
+#include "../../cuda/machine.cuh"
 #include "selected_config.cuh"
 
 #if CLUSTER > 1

@@ -1,21 +1,20 @@
-"""The CUDA C++ kernel of latent attention on the host (hopper_on_host.h): its own sources, launched by its
+"""The CUDA C++ kernel of latent attention on the host (latent_on_host.h): its own sources, launched by its
 own launcher, against the oracle."""
 
 from __future__ import annotations
 
 import ctypes
-import re
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kernels_on_host
 import pytest
 import torch
 from cuda_sources import needs_gxx
+from kernels_on_host import HostKernel
 from op_inputs.latent import assert_latent_close, latent_tensors, make_latent_batch
 
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Map
 from torchpaged.custom_ops.mla.call import LatentCall
@@ -25,13 +24,11 @@ from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
 from torchpaged.testing import BatchSpec
 
 pytestmark = needs_gxx
-HOST = Path(__file__).with_name("hopper_on_host.h")
-REPLACED = ("machine.cuh", "bulk.cuh", "wgmma.cuh", "latent_instructions.cuh")
 CTAS = 6  # of the device: few, so that requests are cut and CTAs go from one to the next
 
 
 class HostMap(ctypes.Structure):
-    """``struct Map`` of hopper_on_host.h."""
+    """``struct Map`` of latent_on_host.h."""
 
     _fields_ = [
         ("begin", ctypes.c_void_p),
@@ -42,39 +39,9 @@ class HostMap(ctypes.Structure):
     ]
 
 
-@dataclass
-class HostKernel:
-    """Stands for a loaded kernel."""
-
-    library: ctypes.CDLL
-    seed: int
-
-    def launch(self, grid: int, threads: int, arguments: ctypes.Structure, *, early: bool) -> None:
-        assert self.library.run(ctypes.byref(arguments), grid, threads, self.seed) == 0, (
-            "a wait without an end"
-        )
-
-
 def compiled(folder: Path, file: str, name: str, config: Config) -> ctypes.CDLL:
-    folder.mkdir()
-    source = jit.write_sources(folder, file, config)
-    (folder / "machine.cuh").write_text(HOST.read_text())
-    for header in REPLACED[1:]:
-        (folder / header).write_text('#pragma once\n#include "machine.cuh"\n')
-    for path in folder.iterdir():
-        text = re.sub(r"extern __shared__[^;]*;", "", path.read_text()).replace("__shared__", "static")
-        path.write_text(re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+r\"\(\w+\)\);", "", text))
-    with source.open("a") as end:
-        end.write(
-            'extern "C" int run(const Params *p, int ctas, int threads, int seed) {\n'
-            f"  return launch(ctas, threads, seed, [&] {{ {name}(*p); }});\n}}\n"
-        )
-    library = folder / "kernel.so"
-    options = ["-x", "c++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC"]
-    command = ["g++", *options, "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(library))
+    replaced = ("bulk.cuh", "wgmma.cuh", "latent_instructions.cuh")
+    return kernels_on_host.compiled(folder, file, name, config, "latent_on_host.h", replaced)
 
 
 def pool_map(address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
@@ -123,7 +90,9 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
         for file, entry in (("latent.cu", "latent_decode"), ("latent_merge.cu", "latent_merge")):
             if file not in libraries:
                 libraries[file] = compiled(tmp_path / file, file, entry, config)
-        kernel, merge = (HostKernel(libraries[file], seeds[-1]) for file in ("latent.cu", "latent_merge.cu"))
+        kernel, merge = (
+            HostKernel(libraries[file], seed=seeds[-1]) for file in ("latent.cu", "latent_merge.cu")
+        )
         return kernel, merge, config
 
     monkeypatch.setattr(latent, "_specialised", specialised)

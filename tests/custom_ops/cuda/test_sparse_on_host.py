@@ -1,24 +1,24 @@
-"""The CUDA C++ kernels of sparse latent attention and of its indexer on the host (cluster_on_host.h): their
+"""The CUDA C++ kernels of sparse latent attention and of its indexer on the host (sparse_on_host.h): their
 own sources, launched by their own launchers, against the oracles."""
 
 from __future__ import annotations
 
 import ctypes
-import re
-import subprocess
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import kernels_on_host
 import pytest
 import torch
 from cuda_sources import needs_gxx
+from kernels_on_host import HostKernel
 from op_inputs.indexer import exact_logits, make_index_batch, weights_of
 from op_inputs.latent import assert_sparse_close, latent_tensors, make_latent_batch, selected
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.cuda import index_logits, top_k_indices
@@ -27,46 +27,11 @@ from torchpaged.custom_ops.mla.cuda import selected as sparse
 from torchpaged.testing import BatchSpec
 
 pytestmark = needs_gxx
-HOST = Path(__file__).with_name("cluster_on_host.h")
-REPLACED = ("machine.cuh", "early.cuh", "wgmma.cuh", "logits_instructions.cuh")
-
-
-@dataclass
-class HostKernel:
-    """Stands for a loaded kernel."""
-
-    library: ctypes.CDLL
-    cluster: int
-    seed: int = 1
-
-    def launch(self, grid: int, threads: int, arguments: ctypes.Structure, *, early: bool) -> None:
-        assert grid % self.cluster == 0
-        ended = self.library.run(ctypes.byref(arguments), grid, threads, self.cluster, self.seed)
-        assert ended == 0, "a wait without an end"
-        self.seed += 1
 
 
 def compiled(folder: Path, file: str, name: str, config: Config) -> ctypes.CDLL:
-    folder.mkdir()
-    source = jit.write_sources(folder, file, config)
-    (folder / "machine.cuh").write_text(f'#include "{config.table.header}"\n' + HOST.read_text())
-    for header in REPLACED[1:]:
-        (folder / header).write_text('#pragma once\n#include "machine.cuh"\n')
-    for path in folder.iterdir():
-        text = re.sub(r"extern __shared__[^;]*;", "char *memory = cta_memory();", path.read_text())
-        text = text.replace("__shared__ Shared s;", "Shared &s = *(Shared *)cta_memory();")
-        path.write_text(re.sub(r"#pragma unroll.*", "", text))
-    with source.open("a") as end:
-        end.write(
-            'extern "C" int run(const Params *p, int ctas, int threads, int cluster, int seed) {\n'
-            f"  return launch(ctas, threads, cluster, seed, [&] {{ {name}(*p); }});\n}}\n"
-        )
-    library = folder / "kernel.so"
-    options = ["-x", "c++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC"]
-    command = ["g++", *options, "-o", str(library), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[:3000]
-    return ctypes.CDLL(str(library))
+    replaced = ("wgmma.cuh", "logits_instructions.cuh")
+    return kernels_on_host.compiled(folder, file, name, config, "sparse_on_host.h", replaced)
 
 
 @pytest.fixture(autouse=True)

@@ -18,11 +18,11 @@
 // runs: so no CTA waits here, and all that is read was complete before. What an older kernel left in L1 is
 // gone by load_and_forget_l1, which stands before every plain load. The last CTA waits at its end.
 __device__ __forceinline__ void wait_and_launch_next() {
-  if constexpr (PDL && DECODE_LEN == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-  if constexpr (PDL) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (PDL && DECODE_LEN == 0) griddepcontrol_wait();
+  if constexpr (PDL) griddepcontrol_launch_dependents();
 }
 // Kernels behind wait for this launch alone: it must not end before the prefill launch. That waits for none
 // of its dependents, so it ends.
 __device__ __forceinline__ void wait_for_prefill() {
-  if (PDL && DECODE_LEN > 0 && blockIdx.x == gridDim.x - 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (PDL && DECODE_LEN > 0 && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }

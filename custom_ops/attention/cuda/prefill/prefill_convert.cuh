@@ -63,7 +63,7 @@ struct Converter {
     if constexpr (Q_FP8) turn_values(from, to, uniform(thread / 32), thread % 32);
     else convert_step<WIDTH_ALL, WIDTH>(from, to, thread);
     // the tensor cores read what ordinary stores wrote
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async();
     __syncwarp();
     if (DEBUG_EVERY_LANE || thread % 32 == 0) {
       mbarrier_arrive(full + place.slot * 8);

@@ -9,7 +9,7 @@
 // the late CTAs, which wait for decode at their end. The merge launch waits for all of this one at once.
 // All CTAs run when they let the next kernel go.
 __device__ __forceinline__ void let_merge_or_decode_begin() {
-  if constexpr (DECODE_LEN > 0 || SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (DECODE_LEN > 0 || SPLIT) griddepcontrol_launch_dependents();
 }
 
 // Without a decode launch behind it this kernel may begin while the ones ahead still run. Lengths, query
@@ -17,12 +17,12 @@ __device__ __forceinline__ void let_merge_or_decode_begin() {
 // Whatever warp stays passes it once, with work or without, so that no CTA ends before the kernels ahead. The
 // kernel behind may begin then; a merge launch, which waits for this kernel's end, already at its start.
 __device__ __forceinline__ void wait_for_kernels_ahead() {
-  if constexpr (DECODE_LEN == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-  if constexpr (DECODE_LEN == 0 && !SPLIT) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if constexpr (DECODE_LEN == 0) griddepcontrol_wait();
+  if constexpr (DECODE_LEN == 0 && !SPLIT) griddepcontrol_launch_dependents();
 }
 
 // Kernels behind wait for the late launch alone: it must not end before the decode launch, which does not
 // before the first launch of tiles.
 __device__ __forceinline__ void finish_behind_decode(const Params &p) {
-  if (DECODE_LEN > 0 && p.is_late && blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (DECODE_LEN > 0 && p.is_late && blockIdx.x == 0) griddepcontrol_wait();
 }

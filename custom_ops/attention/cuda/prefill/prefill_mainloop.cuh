@@ -9,13 +9,13 @@
 // Turns: barrier 1 is warpgroup 0's, 2 is warpgroup 1's ...; 256 threads: who waits and who gives the turn.
 // Behind them: the warps of one warpgroup.
 __device__ __forceinline__ void await_turn(int warpgroup) {
-  asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory");
+  barrier<256>(1 + warpgroup);
 }
 __device__ __forceinline__ void give_turn(int warpgroup) {
   asm volatile("bar.arrive %0, 256;" ::"r"(1 + (warpgroup + 1) % WARPGROUPS) : "memory");
 }
 __device__ __forceinline__ void meet(int warpgroup) {
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + WARPGROUPS + warpgroup) : "memory");
+  barrier<128>(1 + WARPGROUPS + warpgroup);
 }
 
 // A wait that begins only when `x`, which is not negative, is there. Without it the compiler puts the
@@ -113,7 +113,7 @@ struct Consumer {
       }
     }
     // the tensor cores read what ordinary stores wrote
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_async();
     // arrive: the other warps of this warpgroup, here
     meet(warpgroup);
   }

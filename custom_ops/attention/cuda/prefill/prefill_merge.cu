@@ -35,8 +35,8 @@ __device__ __forceinline__ CascadeScheduler load_schedule(const CascadeScheduler
 extern "C" __global__ void __launch_bounds__(128) paged_prefill_merge(const __grid_constant__ Params p) {
   // Every CTA waits, with work or without, and lets the next kernel go only then: to an attention behind this
   // one the ends of those ahead count.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if constexpr (CASCADE && LSE) copy_lse_of_others(p);
   const SplitTiles *split_tiles = split_tiles_of(p);
   int item = blockIdx.x;

@@ -1,0 +1,133 @@
+// The instructions of latent attention for the host, in place of machine.cuh, bulk.cuh, wgmma.cuh and
+// latent_instructions.cuh. What is asynchronous happens as late, or as early, as it may: products read their
+// operands when they are waited for, copies arrive when they are asked for. So a barrier that is missing shows
+// as a wrong result.
+#pragma once
+#include "hopper_on_host.h"
+
+struct Product { float *d; u64 a, b; int columns; bool turned, add; };
+struct Products {  // of a thread
+  std::vector<std::vector<Product>> groups;  // committed, not waited for
+  std::vector<Product> open;
+};
+inline Products products[MOST_WARPS * 32];
+
+struct Barrier { int expected, pending, phase; i64 bytes; };
+inline std::map<u32, Barrier> barriers;
+inline void completes(Barrier &b) {
+  if (b.pending || b.bytes) return;
+  b.phase ^= 1;
+  b.pending = b.expected;
+  ++moved;
+}
+inline void mbarrier_init(u32 at, int arrivals) { barriers[at] = {arrivals, arrivals, 0, 0}; }
+inline void mbarrier_arrive(u32 at) {
+  --barriers.at(at).pending;
+  completes(barriers.at(at));
+}
+inline void mbarrier_arrive_expect_tx(u32 at, int bytes) {
+  barriers.at(at).bytes += bytes;
+  mbarrier_arrive(at);
+}
+inline void mbarrier_wait(u32 at, int parity) {
+  wait_until([&] { return barriers.at(at).phase != parity; });
+}
+struct alignas(64) Map {  // test_latent_on_host.py fills it in
+  const char *from;
+  int sizes[4], strides[3], box[4];  // in numbers of 16 bits
+  char unused[128 - 8 - 44];
+};
+inline void tma_load_4d(u32 to, const Map *map, int x, int y, int z, int w, u32 barrier) {
+  const int begin[4] = {x, y, z, w};
+  int count = 0;
+  for (int d = 0; d < map->box[3]; ++d)
+    for (int c = 0; c < map->box[2]; ++c)
+      for (int b = 0; b < map->box[1]; ++b)
+        for (int a = 0; a < map->box[0]; ++a, ++count) {
+          const int at[4] = {begin[0] + a, begin[1] + b, begin[2] + c, begin[3] + d};
+          bool inside = true;
+          i64 from = at[0];
+          for (int i = 0; i < 4; ++i) inside &= 0 <= at[i] && at[i] < map->sizes[i];
+          for (int i = 0; i < 3; ++i) from += (i64)at[i + 1] * map->strides[i];
+          u16 number = 0;
+          if (inside) memcpy(&number, map->from + from * 2, 2);
+          const u32 place = to + count * 2;
+          memcpy(memories + (place ^ (place >> 7 & 7) << 4), &number, 2);
+        }
+  barriers.at(barrier).bytes -= count * 2;
+  completes(barriers.at(barrier));
+}
+inline void prefetch_tensormap(const void *) {}
+inline void prefetch_l2(const char *) {}
+inline void fence_mbarrier_init() {}
+template <int N> void take_registers() {}
+template <int N> void give_registers() {}
+
+// ----------------------------------------------------------------------------------------------- matrices
+inline u32 movmatrix_trans(u32 x) {
+  const u64 *all = exchange(x);
+  const int row = current % 32 / 4, column = current % 4 * 2;
+  u32 y = 0;
+  for (int i = 0; i < 2; ++i) y |= (u32)(u16)(all[(column + i) * 4 + row / 2] >> row % 2 * 16) << i * 16;
+  return y;
+}
+template <int COUNT> void stmatrix_trans(u32 at, const u32 (&x)[COUNT]) {
+  const int lane = current % 32, matrix = lane / 8, row = lane % 8;
+  for (int m = 0; m < COUNT; ++m) {
+    const u64 *all = exchange(x[m]);
+    if (matrix == m)
+      for (int k = 0; k < 8; ++k) {
+        const u16 value = (u16)(all[k * 4 + row / 2] >> row % 2 * 16);
+        memcpy(memories + at + k * 2, &value, 2);
+      }
+  }
+}
+inline void stmatrix_x4_trans(u32 at, u32 a, u32 b, u32 c, u32 d) { stmatrix_trans(at, {a, b, c, d}); }
+inline void stmatrix_x2_trans(u32 at, u32 a, u32 b) { stmatrix_trans(at, {a, b}); }
+
+// Descriptors as the PTX ISA has them: begin, bytes between groups of 8 lines; 128-byte swizzle.
+inline u64 operand(u32 at, int groups) { return (u64)at | (u64)groups << 32; }
+inline float element(u64 of, bool turned, int row, int k) {
+  const u32 begin = (u32)of, groups = (u32)(of >> 32);
+  const u32 at = turned ? begin + k / 8 * groups + k % 8 * 128 + row * 2
+                        : begin + row / 8 * groups + row % 8 * 128 + k * 2;
+  u16 x;
+  memcpy(&x, memories + (at ^ (at >> 7 & 7) << 4), 2);
+  return number<HALF>(x);
+}
+template <int TURNED, int ADD = 1, int J> void product16(float (&d)[J][4], u64 a, u64 b) {
+  products[current].open.push_back({d[0], a, b, J, TURNED == 1, ADD == 1});
+}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {
+  products[current].groups.push_back(std::move(products[current].open));
+  products[current].open.clear();
+}
+inline Meeting warpgroups[4];
+template <int N> void wgmma_wait() {
+  // no warp of the warpgroup has its results before all have asked
+  meet(warpgroups[current / 128], 128);
+  Products &t = products[current];
+  while ((int)t.groups.size() > N) {
+    for (const Product &p : t.groups.front()) {
+      const int row = current % 128 / 32 * 16 + current % 32 / 4;
+      float of_a[2][16];
+      for (int r = 0; r < 2; ++r)
+        for (int k = 0; k < 16; ++k) of_a[r][k] = element(p.a, p.turned, row + r * 8, k);
+      for (int j = 0; j < p.columns; ++j)
+        for (int e = 0; e < 2; ++e)
+          for (int r = 0; r < 2; ++r) {
+            float sum = p.add ? p.d[j * 4 + r * 2 + e] : 0.f;
+            for (int k = 0; k < 16; ++k)
+              sum += of_a[r][k] * element(p.b, false, j * 8 + current % 4 * 2 + e, k);
+            p.d[j * 4 + r * 2 + e] = sum;
+          }
+    }
+    t.groups.erase(t.groups.begin());
+  }
+}
+inline const bool forgets = (forget = [] {
+  barriers.clear();
+  for (Meeting &m : warpgroups) m = {};
+  for (Products &t : products) t = {};
+}, true);

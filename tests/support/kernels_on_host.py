@@ -1,0 +1,61 @@
+"""CUDA C++ kernels compiled by g++, with headers that stand in for the GPU's instructions, and launched by
+their own launchers."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.cuda.config import Config
+
+_HEADERS = Path(__file__).parents[1] / "custom_ops" / "cuda"
+
+
+@dataclass
+class HostKernel:
+    """Stands for a loaded kernel; ``seed``: of the order in which threads take turns, another one at each
+    launch."""
+
+    library: ctypes.CDLL
+    cluster: int = 1
+    seed: int = 1
+
+    def launch(self, grid: int, threads: int, arguments: ctypes.Structure, *, early: bool) -> None:
+        assert grid % self.cluster == 0
+        ended = self.library.run(ctypes.byref(arguments), grid, threads, self.cluster, self.seed)
+        assert ended == 0, "a wait without an end"
+        self.seed += 1
+
+
+def compiled(
+    folder: Path, file: str, name: str, config: Config, header: str, replaced: tuple[str, ...]
+) -> ctypes.CDLL:
+    """Kernel ``name`` of ``file``, with ``header`` of tests/custom_ops/cuda in place of machine.cuh and of
+    the headers in ``replaced``; ``folder`` does not exist."""
+    folder.mkdir()
+    source = jit.write_sources(folder, file, config)
+    for stand_in in ("hopper_on_host.h", header):
+        (folder / stand_in).write_text((_HEADERS / stand_in).read_text())
+    (folder / "machine.cuh").write_text(f'#include "{config.table.header}"\n#include "{header}"\n')
+    for other in replaced:
+        (folder / other).write_text('#pragma once\n#include "machine.cuh"\n')
+    for path in folder.iterdir():
+        text = re.sub(r"extern __shared__[^;]*;", "char *memory = cta_memory();", path.read_text())
+        text = text.replace("__shared__ Shared s;", "Shared &s = *(Shared *)cta_memory();")
+        text = text.replace("__shared__", "static")
+        path.write_text(re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+r\"\(\w+\)\);", "", text))
+    with source.open("a") as end:
+        end.write(
+            'extern "C" int run(const Params *p, int ctas, int threads, int cluster, int seed) {\n'
+            f"  return launch(ctas, threads, cluster, seed, [&] {{ {name}(*p); }});\n}}\n"
+        )
+    library = folder / "kernel.so"
+    options = ["-x", "c++", "-std=c++20", "-O2", "-w", "-shared", "-fPIC"]
+    command = ["g++", *options, "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(library))

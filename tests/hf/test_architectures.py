@@ -39,6 +39,7 @@ REFUSALS = {
     "own cache": "keeps a cache of its own kind; call generate",
     "own cache, attached": "keeps a cache of its own kind; call torchpaged.hf.attach",
     "nothing to page": "keeps no keys and values in any layer.*call generate",
+    "states alone": "keeps states alone.*attach.*leave dense out",
     "no static cache": "transformers' StaticCache.*can't be built.*use DynamicCache",
     "indexer": "caches an indexer",
     "sparse": "selects keys sparsely",

@@ -83,7 +83,9 @@ def test_every_way_gives_eager_tokens(name: str, way: str) -> None:
 
 
 @pytest.mark.slow_cases("bamba", "olmo_hybrid")
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "olmo_hybrid", "kimi_linear", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "bamba", "lfm2", "olmo_hybrid", "kimi_linear", "minimax", "mamba", "mamba2"]
+)
 def test_decode_is_one_graph_for_every_cache(name: str) -> None:
     """Compiled by generate(), left-padded; another cache, rows in another order and a reset take the same."""
     model = attach(model_of(name))
@@ -143,7 +145,9 @@ def test_no_token_is_taken_back(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4 * float(want.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "olmo_hybrid", "bamba", "lfm2", "kimi_linear", "minimax"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", "olmo_hybrid", "bamba", "lfm2", "kimi_linear", "minimax", "mamba2"]
+)
 def test_tokens_of_the_last_forward_are_taken_back(name: str) -> None:
     """Any number of five candidates, twice behind each other: what follows sees the others alone. In two
     rows, one of them padded; NaN in the slots of no row."""

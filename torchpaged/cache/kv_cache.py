@@ -287,12 +287,14 @@ class PagedKVCache:
 
     def describe(self) -> str:
         """The memory arithmetic in one line."""
-        return (
-            f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = "
-            f"{counted(self.num_tokens, 'token')} in "
-            f"{counted(len(self), 'layer')}, {of_bytes(self.num_bytes)} ({self.bytes_per_token} bytes per "
-            f"token, {str(self.dtype).removeprefix('torch.')})"
-        )
+        blocks = f"{self.num_blocks} blocks of {counted(self.block_size, 'token')}"
+        tokens, dtype = counted(self.num_tokens, "token"), str(self.dtype).removeprefix("torch.")
+        layers, size = counted(len(self), "layer"), of_bytes(self.num_bytes)
+        if len(self.per_request) == len(self):
+            count = self.blocks_of[0] - 1
+            each = f"{self._bytes_apart // (count + 1)} bytes per request, {dtype}"
+            return f"states of {counted(count, 'request')} in {layers}, {size} ({each}); {blocks} = {tokens}"
+        return f"{blocks} = {tokens} in {layers}, {size} ({self.bytes_per_token} bytes per token, {dtype})"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.describe()}, on {self.device})"

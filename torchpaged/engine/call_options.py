@@ -20,7 +20,8 @@ _LEAVE = "call torchpaged.hf.unaccelerate(model) first, or leave it out"
 # Arguments of generate() that go to loops of transformers' own, by which they never reach a caller's loop.
 _OTHER_LOOPS = ("assistant_model", "assistant_tokenizer", "synced_gpus")
 # What generate() itself adds to a call.
-_KNOWN_INPUTS = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+_CACHES = ("past_key_values", "cache_params")
+_KNOWN_INPUTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES)
 _OUTPUTS = ("output_scores", "output_logits", "output_hidden_states")
 _OWN_MODES = ("beam_search", "beam_sample", "assisted_generation")  # the last by prompt lookup
 
@@ -56,7 +57,7 @@ def require_plain_call(call: Mapping[str, Any]) -> None:
     for name in _OTHER_LOOPS:
         if call.get(name) not in (None, False):
             raise _refuse(name, "None on an accelerated model", type(call[name]).__name__)
-    for name in ("past_key_values", "cache_implementation"):
+    for name in (*_CACHES, "cache_implementation"):
         if call.get(name) is not None:
             shown = call[name] if isinstance(call[name], str) else type(call[name]).__name__
             raise _refuse(name, "None on an accelerated model, whose engine keeps its own cache", repr(shown))

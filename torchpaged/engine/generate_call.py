@@ -61,10 +61,12 @@ class _Generate:
         if call.get("streamer") is not None:
             call["streamer"] = _BehindPrompt(call["streamer"])
         from torchpaged.hf import PagedCache  # transformers is optional
+        from torchpaged.hf.support import has_paged_cache
 
-        cache = PagedCache(self._model.config, said.rows, said.tokens)
+        if has_paged_cache(self._model.config):  # else generate() makes one of transformers'
+            call["past_key_values"] = PagedCache(self._model.config, said.rows, said.tokens)
         with self.generator._calls.held():  # forwards of a fused model must not overlap
-            return own(**call, past_key_values=cache)
+            return own(**call)
 
     def _require_unchanged(self) -> None:
         """Refuse a model that no longer fits the pools and rows made for it."""

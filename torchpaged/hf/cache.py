@@ -29,6 +29,7 @@ from torchpaged.custom_ops.words import counted, of_bytes
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_options import check_options, keeps_kv, not_of_fp8, require_use_cache, why_dense
 from torchpaged.hf.cache_rows import CacheRows
+from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.families import family_of
@@ -43,8 +44,8 @@ from torchpaged.hf.row_states import describe_states, keys_like, slots_of_rows
 from torchpaged.hf.support import (
     NAME,
     require_implementation,
+    require_kept_layers,
     require_made_by_user,
-    require_paged_layers,
     require_supported_config,
 )
 from torchpaged.hf.template import paged_layers
@@ -139,7 +140,11 @@ class PagedCache(PagedOwner):
         self.dense_reason = why_dense(self._text_config, dense, batch_invariant)
         dense = bool(self.dense_reason) if dense is None else dense
         super().__init__(self._text_config, max_seq_len, paged_layers, dense)
-        require_paged_layers(self._text_config, self.paged)
+        require_kept_layers(self._text_config, self.keeping)
+        if not self.paged and num_blocks is not None:
+            raise ArgumentError(
+                "num_blocks", f"None for {self.name}, which keeps states and no blocks", str(num_blocks)
+            )
         # An encoder's keys, in a cache for cross attention, are context of the first query and must be
         # complete before attention begins.
         flags = ("is_encoder_decoder", "add_cross_attention")
@@ -160,8 +165,7 @@ class PagedCache(PagedOwner):
         self.masks = CacheMasks(self.name, self.rows, self.paged, config is not self._text_config)
         self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)
         self.num_states = max_batch_size + 1
-        writing = [layer for layer in self.layers if isinstance(layer, (PagedLayer, PackedState))]
-        self.order = ForwardOrder(self.name, writing, crosses)
+        self.order = ForwardOrder(self.name, self.keeping, crosses)
         self.prefixes = RowPrefixes(self.rows, self.paged, cascade if self.keys_of_queries else False)
         self._rolling_chosen = False
         # By default generate() runs the models of some configs without a cache, even if it is given one.
@@ -298,11 +302,16 @@ class PagedCache(PagedOwner):
         return self.prefixes.prepare(step) if self.prefixes.active and not layer.rolls else step
 
     # --------------------------------------------------------------------------------- what transformers asks
+    def see_mask(self, mask: Tensor, x: Tensor) -> None:
+        """See `PagedOwner`."""
+        first = int(self.rows.total) if self.ready and not torch.compiler.is_compiling() else 0
+        self.masks.observe(MaskRequest(x.shape[0], x.shape[1], 0, mask, q_offset=first, device=x.device))
+
     def mask_sizes(self, layer: PagedLayer, query_length: int) -> tuple[int, Any]:
         """Runs right before the mask function; outside compiled code it is also where overlong rows are
         refused."""
         self.order.announce(query_length)
-        if not torch.compiler.is_compiling() and layer is self.paged[0]:
+        if not torch.compiler.is_compiling() and layer is (self.paged or self.layers)[0]:
             self._require_implementation()  # before the model reads a mask that it can't
             self.rows.require_room(query_length)
         return super().mask_sizes(layer, query_length)
@@ -411,6 +420,8 @@ class PagedCache(PagedOwner):
             f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = {counted(tokens, 'token')} "
             f"in {counted(len(grows), 'paged layer')}, {size if num_bytes else 'made with the first keys'}"
         ]
+        if not self.paged:
+            parts = [f"{counted(self.rows.max_rows, 'row')} of {counted(self.max_seq_len, 'token')}"]
         if rolling is not None:
             parts.append(
                 f"a row keeps {rolling.blocks.blocks_per_ring} blocks in "

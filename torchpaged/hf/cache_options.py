@@ -78,6 +78,7 @@ def not_of_fp8(
     return (
         own
         | latents_not_of(layers, kv_dtype)
+        | (set() if layers else {"no layer keeps keys and values"})
         | ({f"its keys are gathered ({dense_reason or 'dense=True'})"} if dense else set())
     )
 

@@ -16,7 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends import AttentionSpec, Choice, Limits, Planning, Route, Session, select_backend
+from torchpaged.backends import (
+    AttentionSpec,
+    Choice,
+    Limits,
+    Planning,
+    Route,
+    Session,
+    attention_spec,
+    select_backend,
+)
 from torchpaged.backends.choose.kind import Kind
 from torchpaged.backends.choose.names import check_backend
 from torchpaged.backends.session import PlannedBatch
@@ -91,12 +100,14 @@ class ChosenBackend:
                 layer.spec = layer.asked = None  # what it asked for elsewhere, or in another dtype
 
     def choose_for(self, config: Any, key_states: Tensor, head_dim_v: int | None = None) -> None:
-        """Choose when the first keys show device and dtype; layers that made calls keep what these asked."""
+        """Choose when the first keys show device and dtype; layers that made calls keep what these asked.
+        Where no layer attends, a plain attention over such keys stands for those that keep states."""
         specs = [layer.attention_spec(config, key_states, head_dim_v) for layer in self._layers]
+        specs_of_states = [] if specs else [_plain_spec(key_states)]
         like = (key_states.device, key_states.dtype)
         # Asked before a reset.
         known = [spec for spec in self.specs if (spec.device, spec.dtype) == like]
-        self.choose([*specs, *known])
+        self.choose([*specs, *specs_of_states, *known])
         for layer, spec in zip(self._layers, specs, strict=True):
             if layer.asked is None:
                 self.give_workspace(layer, spec)
@@ -177,3 +188,15 @@ class ChosenBackend:
                 f"backend {self.choice.name!r} cannot run this attention: {'; '.join(reasons)}"
                 + ("; run a forward eagerly first" if traced else "")
             )
+
+
+def _plain_spec(key_states: Tensor) -> AttentionSpec:
+    """Of attention over keys ``[batch, num_kv_heads, query_len, head_dim]`` without further options."""
+    num_heads, head_dim = key_states.shape[1], key_states.shape[3]
+    return attention_spec(
+        device=key_states.device,
+        dtype=key_states.dtype,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=head_dim,
+    )

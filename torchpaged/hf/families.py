@@ -49,6 +49,8 @@ class Family:
         makes_ones: they make a mask of ones where they are given none, and place tokens by the positions
             given.
         caches_others: what is no token of theirs that they write to their cache; empty: nothing.
+        states_alone: none of their layers attends.
+        cache_argument: the argument of their forwards that takes a cache.
         require_expressible: refuses a config that asks for what paged attention does not express.
         loses_masks_made_ahead: whether masks that generate() makes ahead of a forward are wrong for a model
             of this config, so that it must make them itself: its cache is then not compileable.
@@ -77,6 +79,8 @@ class Family:
     asks_again: bool = False
     makes_ones: bool = False
     caches_others: str = ""
+    states_alone: bool = False
+    cache_argument: str = "past_key_values"
     require_expressible: Callable[[Any], None] = lambda config: None
     loses_masks_made_ahead: Callable[[Any], bool] = lambda config: False
     class_tables: tuple[str, ...] = ()

@@ -72,6 +72,11 @@ class PagedOwner(Cache):
         self._mask_token._torchpaged_cache = self  # type: ignore[attr-defined]
 
     @property
+    def keeping(self) -> list[Any]:
+        """The layers that have pools: of keys and values, latents or states."""
+        return [layer for layer in self.layers if hasattr(layer, "has_written")]
+
+    @property
     def kv_scales(self) -> list[tuple[Tensor, Tensor]]:
         """``(k_scale, v_scale)`` of each paged layer of keys and values, float32 ``[1]`` or
         ``[num_kv_heads]``: for a file, and for the next cache's argument of this name. Empty where there are
@@ -108,7 +113,7 @@ class PagedOwner(Cache):
             NotCopyableError: it has pools: they are places in this process's memory that layers, masks and
                 compiled code know.
         """
-        if self.ready or any(layer.is_initialized for layer in self.paged):
+        if self.ready or any(layer.is_initialized for layer in self.keeping):
             raise NotCopyableError(
                 "a PagedCache that was used can't be copied or pickled: its pools are places in this "
                 "process's memory, known to compiled code; make a new PagedCache, and run the prompt "
@@ -165,6 +170,20 @@ class PagedOwner(Cache):
     def num_blocks_of(self, layer: Any) -> int:
         """Blocks of the layer's pools, the null block included."""
         return self.num_blocks
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """As transformers' caches; of a cache without attention by a layer of states, which has rows, too."""
+        return super().get_seq_length(layer_idx) if self.paged else self.length(self.layers[layer_idx])
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> Any:
+        """As `get_seq_length`."""
+        if self.paged:
+            return super().get_mask_sizes(query_length, layer_idx)
+        return self.mask_sizes(self.layers[layer_idx], query_length)
+
+    def see_mask(self, mask: Tensor, x: Tensor) -> None:
+        """The 2-D mask over all tokens of a forward over ``x [batch, query_len, *]``, of a model without
+        attention, which asks for no masks."""
 
     def mask_sizes(self, layer: Any, query_length: int) -> tuple[int, Any]:
         """As many keys as fit, and the offset that carries the cache to the mask function."""

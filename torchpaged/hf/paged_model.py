@@ -138,7 +138,7 @@ class PagedModel(NotCopied):
             sized = replace(said, block_size=block_size)
             rolling = self._choose_rolling(probed, sliding_step, sized, num_blocks)
         rolls = [] if rolling is None else [n for n, layer in enumerate(probed.keeping) if layer.rolls]
-        dtype = probed.paged[0].keys.dtype
+        dtype = (probed.paged[0].keys if probed.paged else probed.states[0].pools.conv_state).dtype
         own = [spec for n, spec in enumerate(specs) if spec.per_request or n in rolls]
         copies = num_checkpoints
         if copies is None:
@@ -147,7 +147,8 @@ class PagedModel(NotCopied):
             copies = _num_checkpoints(said, rolling, fitting) if own else 0
         if rolling is not None:
             rolling.num_rings += copies
-        if rolling is not None and all(layer.rolls for layer in probed.paged) and num_blocks is None:
+        budget = memory_budget
+        if len(own) == len(specs) and num_blocks is None:
             num_blocks, memory_budget = _most_blocks(said), None  # of no layer
         self.kv_cache = PagedKVCache(
             specs,
@@ -160,6 +161,13 @@ class PagedModel(NotCopied):
             max_num_reqs=_most_requests(said) + copies if probed.states else None,
         )
         pool = self.kv_cache
+        if budget is not None and pool.num_bytes > budget:
+            raise ArgumentError(
+                "memory_budget",
+                f"at least {pool.num_bytes} bytes, for the rings and states of {_most_requests(said)} "
+                f"requests and {copies} checkpoints",
+                str(budget),
+            )
         self.rings = None
         if rolling is not None or probed.states:
             self.rings = StepRings(_most_requests(said), rolling, pool, copies)

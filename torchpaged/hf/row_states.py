@@ -23,9 +23,13 @@ def slots_of_rows(max_rows: int, device: torch.device) -> Tensor:
 
 def keys_like(config: Any, x: Tensor) -> Tensor:
     """What a text config says of the keys of tokens ``x [batch, query_len, *]``: no values, but their shape
-    ``[batch, num_kv_heads, query_len, head_dim]``, dtype and device."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return x.new_empty(()).expand(x.shape[0], config.num_key_value_heads, x.shape[1], head_dim)
+    ``[batch, num_kv_heads, query_len, head_dim]``, dtype and device. Of a model without attention one head
+    of 64, for a choice by dtype and device."""
+    num_heads, head_dim = 1, 64
+    if getattr(config, "num_attention_heads", None):
+        num_heads = config.num_key_value_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return x.new_empty(()).expand(x.shape[0], num_heads, x.shape[1], head_dim)
 
 
 def describe_states(layers: Sequence[Any]) -> list[str]:

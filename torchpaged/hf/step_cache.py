@@ -21,8 +21,9 @@ from torchpaged.hf.mask_functions import is_causal
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_mixers import keeps_nothing
 from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.row_states import keys_like
 from torchpaged.hf.state_layer import StateLayer
-from torchpaged.hf.support import require_paged_layers
+from torchpaged.hf.support import require_kept_layers
 from torchpaged.hf.template import HybridPagedLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.fields import METADATA_FIELDS, BatchSizes, make_batch_tensors
@@ -93,7 +94,7 @@ class StepCache(PagedOwner):
                     "which the packed batches of the engine do not carry yet; use generate() with "
                     "torchpaged.hf.PagedCache"
                 )
-        require_paged_layers(config, self.paged)
+        require_kept_layers(config, self.keeping)
         if kv_dtype is not None:
             others = latents_not_of(self.paged, kv_dtype)
             others |= {f"layer {layer.index} keeps a state" for layer in self.states}
@@ -111,19 +112,21 @@ class StepCache(PagedOwner):
         self.ready = False
 
     @property
-    def keeping(self) -> list[PagedLayer | PackedState]:
-        """The layers that have pools."""
-        return [layer for layer in self.layers if isinstance(layer, (PagedLayer, PackedState))]
-
-    @property
     def states(self) -> list[PackedState]:
         """The layers that keep a state per request."""
         return [layer for layer in self.layers if isinstance(layer, PackedState)]
 
-    def prepare(self, layer: PagedLayer, key_states: Tensor, head_dim_v: int | None = None) -> None:
+    def prepare(
+        self, layer: PagedLayer | PackedState, key_states: Tensor, head_dim_v: int | None = None
+    ) -> None:
         """Choose the backend, when the first keys show device and dtype."""
         self.backend.choose_for(self._config, key_states, head_dim_v)
         self.ready = True
+
+    def prepare_states(self, layer: PackedState, x: Tensor) -> None:
+        """See `PagedOwner`: without attention the first tokens of a state show device and dtype."""
+        if not self.paged and not self.ready:
+            self.prepare(layer, keys_like(self._config, x))
 
     def prepare_for(self, specs: Iterable[AttentionSpec]) -> None:
         """Choose the backend for what the layers are known to ask."""
@@ -158,12 +161,9 @@ class StepCache(PagedOwner):
         if self.family.makes_ones:
             ones = torch.ones(1, input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
             options["attention_mask"] = self.masks.given = ones
+        options[self.family.cache_argument] = self
         outputs = model(
-            input_ids=input_ids[None],
-            position_ids=metadata.positions[None],
-            past_key_values=self,
-            use_cache=True,
-            **options,
+            input_ids=input_ids[None], position_ids=metadata.positions[None], use_cache=True, **options
         )
         logits: Tensor = outputs[0][0]
         return logits

@@ -247,17 +247,35 @@ def require_supported_config(config: Any) -> None:
         )
 
 
-def require_paged_layers(config: Any, layers: Sequence[Any]) -> None:
-    """Refuse a model without keys and values to page.
+def has_paged_cache(config: Any) -> bool:
+    """Whether a `PagedCache` of a supported model keeps anything: not of one without attention that is not
+    attached."""
+    config = config.get_text_config(decoder=True)
+    return not family_of(config.model_type).states_alone or was_given_functions(config)
+
+
+def require_kept_layers(config: Any, layers: Sequence[Any]) -> None:
+    """Refuse a model of which no layer would keep anything in a paged cache.
+
+    Args:
+        config: of the text.
+        layers: those with pools: of keys and values, latents or states.
 
     Raises:
-        UnsupportedModelError: no layer keeps any.
+        UnsupportedModelError: there is none.
     """
-    if not layers:
+    if layers:
+        return
+    if family_of(config.model_type).packed:
         raise UnsupportedModelError(
-            f"{config.model_type} keeps no keys and values in any layer, so that there is nothing to page; "
-            "call generate() without past_key_values"
+            f"{config.model_type} keeps states alone, as an attached model's mixers compute them, and no "
+            "keys to gather; call torchpaged.hf.attach(model) before PagedCache(model.config, ...), and "
+            "leave dense out"
         )
+    raise UnsupportedModelError(
+        f"{config.model_type} keeps no keys and values in any layer, so that there is nothing to page; "
+        "call generate() without past_key_values"
+    )
 
 
 def require_made_by_user(arguments: Sequence[Any], options: Mapping[str, Any]) -> None:

@@ -35,12 +35,13 @@ from transformers import CompileConfig, PreTrainedModel
 from model_coverage.architectures import model_of
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf import PagedCache, attach
+from torchpaged.hf.families import family_of
 from torchpaged.hf.support import lacks_causal_mask
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 8
-MODES = ("paged", "latent", "dense", "no cache", "refused", "wrong", "broken")
-RUNS = ("paged", "latent", "dense")  # the modes in which torchpaged attends
+MODES = ("paged", "latent", "states", "dense", "no cache", "refused", "wrong", "broken")
+RUNS = ("paged", "latent", "states", "dense")  # the modes in which torchpaged runs layers
 _MAX_SEQ_LEN = 32
 
 Beat = Callable[..., None]
@@ -54,9 +55,9 @@ class Row:
     Attributes:
         model_type: transformers' name of it.
         kind: what its layers are made of, in words.
-        mode: "paged", "latent" or "dense" (every check but the compiled one is right), "no cache" (it
-            keeps no keys and values, and runs as without torchpaged), "refused", "wrong" (numbers differ, and
-            nothing said so), "broken" (an error that is not a refusal).
+        mode: "paged", "latent", "states" or "dense" (every check but the compiled one is right), "no cache"
+            (it keeps no keys and values, and runs as without torchpaged), "refused", "wrong" (numbers differ,
+            and nothing said so), "broken" (an error that is not a refusal).
         checks: name -> "right", or what happened.
         graphs: of the compiled decode; None if it did not run.
         reason: why it is not paged, or not compiled; empty if it is both.
@@ -167,7 +168,10 @@ def difference(got: Tensor, want: Tensor, names_tokens: bool = True) -> str:
     return "right" if same else "wrong: other tokens"
 
 
-def _keeps_keys(cache: Any) -> bool:
+def _keeps_keys(model_type: str, cache: Any) -> bool:
+    """Or states alone, that a `PagedCache` keeps."""
+    if family_of(model_type).states_alone:
+        return True
     cache = getattr(cache, "self_attention_cache", cache)
     return any(isinstance(getattr(layer, "keys", None), Tensor) for layer in getattr(cache, "layers", ()))
 
@@ -324,7 +328,7 @@ def examine(model_type: str, *, compiled: bool = True, beat: Beat | None = None)
         want, cache = _generate(model, padded)
     except Exception as error:
         return eager_failed(row, error)
-    if not _keeps_keys(cache):
+    if not _keeps_keys(model_type, cache):
         _pass_through(model_type, want, row)
         row.seconds = round(time.monotonic() - begin, 1)
         return row
@@ -353,7 +357,9 @@ def _judge(row: Row, made: list[PagedCache]) -> None:
     """Mode and reason, from the checks that ran."""
     if not judge_bad(row, [outcome for outcome in row.checks.values() if outcome != "right"]):
         latent = any(layer.latent for layer in made[-1].paged)
-        row.mode = "dense" if made[-1].dense else "latent" if latent else "paged"
+        row.mode = (
+            "dense" if made[-1].dense else "latent" if latent else "paged" if made[-1].paged else "states"
+        )
         row.reason = getattr(made[-1], "dense_reason", "") if row.mode == "dense" else ""
 
 

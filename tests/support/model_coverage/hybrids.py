@@ -26,6 +26,9 @@ HYBRIDS = (
     "kimi_linear",
     "minimax",
     "jamba",
+    "mamba",
+    "mamba2",
+    "falcon_mamba",
     *({"bailing_hybrid"} & {*CONFIG_MAPPING}),  # not in transformers 5.17
 )
 #: Changes of configs by which the op does not take a mixer's convolution: too wide, another activation.

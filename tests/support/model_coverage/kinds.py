@@ -26,7 +26,8 @@ made this page; `--help` says how to run it again, and `tests/support/model_cove
 check does.
 
 - **paged**: attention reads the block pools. **latent**: it reads pools of latents, one row per token for all
-  heads. **dense**: keys and values are gathered first, and SDPA attends.
+  heads. **states**: no layer attends; each keeps a state per row. **dense**: keys and values are gathered
+  first, and SDPA attends.
 - **no cache**: the model keeps no keys and values; it runs as without torchpaged.
 - **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
   **broken**: another error.

@@ -24,4 +24,5 @@ from torchpaged.hf.models import (  # noqa: F401
     mamba2,
     recurrent_gemma,
     short_conv,
+    state_models,
 )

@@ -1,5 +1,5 @@
-"""Mamba 1 mixers over the states of a paged cache: those of Jamba. A channel is a head of one value
-column, and each number of its state has a decay.
+"""Mamba 1 mixers over the states of a paged cache: those of Jamba, Mamba and Falcon Mamba. A channel is
+a head of one value column, and each number of its state has a decay.
 
 Source: Gu, Dao, "Mamba" (arXiv:2312.00752), algorithm 2. The modules' fields are not public;
 ``tests/engine/test_states.py`` runs the class under each supported transformers.
@@ -16,22 +16,29 @@ from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
 
 
-def _forward(
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def forward_mamba1(
     self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
 ) -> Tensor:
+    """Of a mixer, in the place of its class's, which runs with any other cache."""
     layer = packed_state(cache_params, self.layer_idx)
     if layer is None:
         plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
         return plain
+    norms = (getattr(self, f"{name}_layernorm", _as_it_is) for name in ("dt", "b", "c"))  # none in Mamba
+    norm_dt, norm_b, norm_c = norms
     x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
     x = layer.convolve(x, self.conv1d, self.activation)
     sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
     dt, b, c = self.x_proj(x).split(sizes, dim=-1)
-    dt = linear(self.dt_layernorm(dt), self.dt_proj.weight).float() + self.dt_proj.bias.float()
+    dt = linear(norm_dt(dt), self.dt_proj.weight).float() + self.dt_proj.bias.float()
     dt = softplus(dt)
     out = layer.attend(
-        self.c_layernorm(c)[:, :, None],
-        self.b_layernorm(b)[:, :, None],
+        norm_c(c)[:, :, None],
+        norm_b(b)[:, :, None],
         x[..., None],
         -self.A_log.float().exp() * dt[..., None],
         dt,
@@ -47,7 +54,7 @@ def _forward(
 register_family(
     Family(
         ("jamba",),
-        packed={"JambaMambaMixer": _forward},
+        packed={"JambaMambaMixer": forward_mamba1},
         functions=packed_functions,
         layer=state_of_attached,
     )

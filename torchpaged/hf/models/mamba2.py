@@ -1,4 +1,5 @@
-"""Mamba 2 mixers over the states of a paged cache: those of Bamba, Granite 4 and Nemotron-H.
+"""Mamba 2 mixers over the states of a paged cache: those of Bamba, Granite 4, Nemotron-H and
+Mamba 2 itself.
 
 The modules' fields are not public; ``tests/engine/test_states.py`` runs every class under each supported
 transformers.
@@ -15,9 +16,10 @@ from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
 
 
-def _forward(
+def forward_mamba2(
     self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
 ) -> Tensor:
+    """Of a mixer, in the place of its class's, which runs with any other cache."""
     layer = packed_state(cache_params, self.layer_idx)
     if layer is None:
         plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
@@ -50,7 +52,7 @@ _CLASSES = ("BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
 register_family(
     Family(
         ("bamba", "granitemoehybrid", "nemotron_h"),
-        packed=dict.fromkeys(_CLASSES, _forward),
+        packed=dict.fromkeys(_CLASSES, forward_mamba2),
         functions=packed_functions,
         layer=state_of_attached,
     )

@@ -68,6 +68,7 @@ from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
 from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
 from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
 from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
+from torchpaged.custom_ops.words import one_line
 
 # kept for the life of the process: dropping it deregisters the ops
 LIBRARY = torch.library.Library("torchpaged", "DEF")
@@ -140,6 +141,9 @@ class BackendOps(NamedTuple):
     write_index_keys: Any
     index_logits: Any
     top_k_indices: Any
+
+    def __repr__(self) -> str:
+        return one_line(self, *(f"{name}={op}" for name, op in self._asdict().items()))
 
 
 # -------------------------------------------------------------------------------------------- implementations

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_callable, checks_device_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError, NotCopied
-from torchpaged.custom_ops.words import shortened
+from torchpaged.custom_ops.words import one_line, shortened
 from torchpaged.graphs.addresses import CapturedAddresses, Watch
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, HostCapture
@@ -231,9 +231,11 @@ class BucketedGraphs(NotCopied):
 
     def __repr__(self) -> str:
         captured = [bucket for bucket in self.buckets if bucket in self._graphs]
-        return (
-            f"{type(self).__name__}(buckets={shortened(self.buckets)}, captured={shortened(captured)}, "
-            f"device={str(self.device)!r})"
+        return one_line(
+            self,
+            f"buckets={shortened(self.buckets, 5)}",
+            f"captured={shortened(captured, 5)}",
+            f"device={str(self.device)!r}",
         )
 
     # ------------------------------------------------------------------------------------------------ steps

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchpaged.custom_ops.words import counted, of_bytes, one_line
 from torchpaged.graphs.capture import synchronises
 
 
@@ -38,6 +39,16 @@ class BucketReport:
     hits: int = 0
     padded_rows: int = 0
     captured: bool = False
+
+    def __repr__(self) -> str:
+        cost = [f"captured in {self.capture_ms:.1f} ms", of_bytes(self.num_bytes)]
+        return one_line(
+            self,
+            f"bucket={self.bucket}",
+            *(cost if self.captured else ["not captured"]),
+            counted(self.hits, "replay"),
+            counted(self.padded_rows, "padded row"),
+        )
 
 
 def bucket_table(reports: Sequence[BucketReport], bucket: str = "bucket", padded: str = "padded rows") -> str:

@@ -34,9 +34,9 @@ def test_numbers_in_words() -> None:
 # ------------------------------------------------------------------------------------------------- reprs
 def test_a_cache_and_its_requests() -> None:
     cache = pools()
-    assert repr(cache) == (
-        "PagedKVCache(8 blocks of 16 tokens = 112 tokens in 2 layers, 256.00 KiB (2048 bytes per token, "
-        "float32), on cpu)"
+    assert repr(cache) == "PagedKVCache(8 blocks of 16 tokens in 2 layers, 256.00 KiB, float32, on cpu)"
+    assert cache.describe() == (
+        "8 blocks of 16 tokens = 112 tokens in 2 layers, 256.00 KiB (2048 bytes per token, float32)"
     )
     assert "blocks of 1 token = 7 tokens in 1 layer, " in pools(1, 1).describe()
     rows = cache.allocate(2, max_seq_len=40)
@@ -51,14 +51,11 @@ def test_a_cache_and_its_requests() -> None:
 
 def test_a_batch_is_short_and_reads_no_values() -> None:
     batch = AttentionMetadata.from_lists([1] * 99, [9] * 99, [[n, 0] for n in range(1, 100)], block_size=16)
-    expected = (
-        "AttentionMetadata(num_reqs=99, num_tokens=99, query_lens=[1, 1, 1, 1, 1, 1, 1, 1, ... 99 in all], "
-        "max_query_len=1, max_blocks_per_req=2, block_size=16, device='cpu')"
-    )
+    expected = "AttentionMetadata(num_reqs=99, num_tokens=99, max_query_len=1, block_size=16, device='cpu')"
     assert repr(batch) == expected
     assert repr(batch.to("meta")) == expected.replace("cpu", "meta")  # which has no values to read
     batch.tree_mask = batch.slot_mapping
-    assert repr(batch).endswith(", with tree_mask)")
+    assert ", with tree_mask, " in repr(batch)
 
 
 def test_a_runner_says_what_is_captured() -> None:
@@ -86,13 +83,12 @@ def test_models_and_generators(model: Any) -> None:
 
     generator = Generator(model, max_batch_size=2, max_seq_len=32, backend="reference", graphs=False)
     assert repr(generator) == (
-        "Generator(LlamaForCausalLM, backend='reference', max_batch_size=2, max_seq_len=32, 0 requests, "
-        "pool=BlockPool(4 of 4 blocks free))"
+        "Generator(LlamaForCausalLM, backend='reference', 0 requests, 4 of 4 blocks free, max_batch_size=2)"
     )
     generator.submit([1, 2, 3])
-    assert "max_seq_len=32, 1 request, pool=" in repr(generator)
-    assert repr(generator.model).startswith(
-        "PagedModel(LlamaForCausalLM, backend='reference', kv_cache=PagedKVCache(5 blocks of 16 tokens"
+    assert "'reference', 1 request, 4 of 4 blocks" in repr(generator)
+    assert repr(generator.model) == (
+        "PagedModel(LlamaForCausalLM, backend='reference', 5 blocks of 16 tokens, on cpu)"
     )
 
 
@@ -102,10 +98,11 @@ def test_a_huggingface_cache_before_and_after_its_first_keys(model: Any) -> None
     model.set_attn_implementation("torchpaged")
     cache = PagedCache(model.config, max_batch_size=1, max_seq_len=32)
     assert cache.describe().endswith("paged layers, made with the first keys")
-    assert repr(cache) == f"PagedCache({cache.describe()}; backend not chosen yet)"
+    size = "PagedCache(3 blocks of 16 tokens in 2 paged layers, "
+    assert repr(cache) == f"{size}made with the first keys, backend not chosen yet)"
     model.generate(torch.tensor([[5, 6]]), past_key_values=cache, max_new_tokens=2, do_sample=False)
     assert cache.describe().endswith("bytes per token)")
-    assert repr(cache) == f"PagedCache({cache.describe()}; backend {cache.backend.choice.name!r})"
+    assert repr(cache) == f"{size}24.00 KiB, backend={cache.backend.choice.name!r})"
 
 
 # ------------------------------------------------------------------------------------------------ mistakes

@@ -12,6 +12,7 @@ from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import one_line
 
 
 class Backend:
@@ -54,6 +55,9 @@ class Backend:
         self.session, self.route = session, route
         self.ops = ops if isinstance(ops, BackendOps) else BACKEND_OPS["default"]._replace(**given)
         self.serves = tuple(given)
+
+    def __repr__(self) -> str:
+        return one_line(self, repr(self.name), self.unavailable() or "available")
 
     def reject(self, spec: AttentionSpec) -> list[str]:
         """Every reason why ``spec`` can't run on this backend here; empty if it can."""

@@ -16,6 +16,7 @@ from torchpaged.backends.spec import (
     require_known,
 )
 from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.words import repr_of_fields
 
 
 class Planning(IntEnum):
@@ -70,6 +71,9 @@ class Capabilities:
     max_query_len: int | None = None
     deterministic: bool = True
     further: Callable[[AttentionSpec], list[str]] | None = None
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def __post_init__(self) -> None:
         require_known("features", self.features, FEATURES)

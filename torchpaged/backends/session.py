@@ -23,6 +23,7 @@ from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import checks_device_values, is_int
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, PlanError
+from torchpaged.custom_ops.words import counted, one_line, repr_of_fields
 from torchpaged.metadata import HostLengths
 
 
@@ -48,6 +49,9 @@ class Limits:
     num_blocks: int | None = None
     block_size: int | None = None
     graphs: GraphSupport = GraphSupport.NEVER
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def __post_init__(self) -> None:
         for each in fields(self)[:5]:
@@ -158,6 +162,10 @@ class Session(NotCopied):
             raise unable(name, f"graph support {declared} is less than {limits.graphs.name}")
         for spec in specs:
             self.workspace(spec)
+
+    def __repr__(self) -> str:
+        specs = counted(len(self._workspaces), "layer spec")
+        return one_line(self, repr(self.name), specs, f"device={str(self.device)!r}")
 
     # ---------------------------------------------------------------------------------------- a backend's own
     def _open(self, specs: Sequence[AttentionSpec]) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 
 #: ``score_mod(score, request, head, query_position, key_position)``: tensors without dimensions, positions in
 #: the sequence.
@@ -125,6 +126,9 @@ class AttentionSpec:
     batch_invariant: bool = False
     max_query_len: int | None = None
     deterministic: bool = False
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def __post_init__(self) -> None:
         require_known("uses", self.uses, GIVEN.values())

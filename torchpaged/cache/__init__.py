@@ -14,6 +14,7 @@ host_tier.py     `HostTier`: where a `PrefixCache` has copies of the blocks that
 row_blocks.py    the blocks of a batch's rows, and what they share
 prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike
 prefix_books.py  which block holds what, beneath it; its counters are `PrefixCacheStats`
+checkpoints.py   `CheckpointedPrefixCache`: a `PrefixCache` for layers that keep a state or a ring per request
 cached_text.py   `CachedText`: one request's text, and how far it is known
 eviction.py      which of these blocks are given up first: an `EvictionPolicy`, `LRU` by default, and a `Pin`
 snapshots.py     what a `PrefixCache` knows, in a safetensors file
@@ -21,7 +22,10 @@ rolling.py       `RollingBlocks`: rings of blocks, for layers with a sliding win
 """
 
 from torchpaged.cache.block_pool import BlockPool
+from torchpaged.cache.checkpoints import CheckpointedPrefixCache
 from torchpaged.cache.eviction import LRU, EvictionPolicy, Pin
+from torchpaged.cache.host_blocks import HostBlocks
+from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
 from torchpaged.cache.kv import KVLayerSpec, LayerKVCache
 from torchpaged.cache.kv_cache import PagedKVCache
@@ -34,7 +38,10 @@ from torchpaged.cache.state import LayerStates, StateLayerSpec
 __all__ = [
     "LRU",
     "BlockPool",
+    "CheckpointedPrefixCache",
     "EvictionPolicy",
+    "HostBlocks",
+    "HostTier",
     "KVLayerSpec",
     "LatentLayerSpec",
     "LayerKVCache",

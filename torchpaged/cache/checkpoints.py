@@ -25,6 +25,7 @@ from torchpaged.cache.prefix_books import EVICTED, Resumed
 from torchpaged.cache.prefix_cache import PrefixCache
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import counted
 
 #: Why known blocks were not taken: no checkpoint was made behind them, or it was given up for another.
 NO_CHECKPOINT, CHECKPOINT_EVICTED = "no checkpoint", "checkpoint evicted"
@@ -70,6 +71,10 @@ class CheckpointedPrefixCache(PrefixCache):
         self._free = list(range(self.num_checkpoints - 1, -1, -1))
         for books in (self._of_block, self._unused, self._evicted, self._coming, self._wanted):
             books.clear()
+
+    def _facts(self) -> list[str]:
+        kept = f"{len(self._of_block)} of {counted(self.num_checkpoints, 'checkpoint')} kept"
+        return [*super()._facts(), kept]
 
     @property
     def checkpoints(self) -> dict[int, int]:

@@ -28,6 +28,7 @@ from typing import Protocol, runtime_checkable
 
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import counted, one_line
 
 
 @runtime_checkable
@@ -61,6 +62,9 @@ class LRU:
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return one_line(self, counted(len(self._order), "idle block"))
 
     def add(self, block: int) -> None:
         """See `EvictionPolicy`."""

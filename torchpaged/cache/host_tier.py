@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
 from torchpaged.cache.host_blocks import Arrival, HostBlocks
+from torchpaged.custom_ops.words import counted, one_line
 
 
 class HostTier:
@@ -40,6 +41,14 @@ class HostTier:
         self._queue: dict[Hashable, tuple[bytes, int]] = {}  # name, block: given up since the last `flush`
         self._leaving: list[tuple[Arrival, set[int]]] = []  # slots that are read
         self.clear()
+
+    def __repr__(self) -> str:
+        return one_line(
+            self,
+            f"{len(self)} of {counted(self.blocks.num_slots, 'block')} filled",
+            f"{self.saved_blocks} saved",
+            f"{self.loaded_blocks} loaded",
+        )
 
     def __len__(self) -> int:
         """Blocks that have a copy, those of the next `flush` left out."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import one_line
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -32,8 +33,8 @@ class LayerKVCache(NamedTuple):
 
     def __repr__(self) -> str:
         """Without the values, of which there are millions."""
-        shapes = ", ".join(f"{n}={list(x.shape)}" for n, x in self._asdict().items() if x is not None)
-        return f"{type(self).__name__}({shapes}, {self.k_cache.dtype}, device={str(self.k_cache.device)!r})"
+        shapes = [f"{n}={list(x.shape)}" for n, x in self._asdict().items() if x is not None]
+        return one_line(self, *shapes, str(self.k_cache.dtype), f"device={str(self.k_cache.device)!r}")
 
 
 def layer_pools(kv_cache: LayerKVCache | Sequence[Tensor]) -> LayerKVCache:

@@ -26,7 +26,7 @@ from torchpaged.cache.requests import CacheRequests
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, device_here, is_int, switch
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.words import counted, of_bytes
+from torchpaged.custom_ops.words import counted, of_bytes, one_line
 from torchpaged.metadata.host import to_device
 
 
@@ -287,7 +287,7 @@ class PagedKVCache:
 
     def describe(self) -> str:
         """The memory arithmetic in one line."""
-        blocks = f"{self.num_blocks} blocks of {counted(self.block_size, 'token')}"
+        blocks = f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')}"
         tokens, dtype = counted(self.num_tokens, "token"), str(self.dtype).removeprefix("torch.")
         layers, size = counted(len(self), "layer"), of_bytes(self.num_bytes)
         if len(self.per_request) == len(self):
@@ -297,7 +297,11 @@ class PagedKVCache:
         return f"{blocks} = {tokens} in {layers}, {size} ({self.bytes_per_token} bytes per token, {dtype})"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.describe()}, on {self.device})"
+        what = f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')}"
+        if len(self.per_request) == len(self):
+            what = f"states of {counted(self.blocks_of[0] - 1, 'request')}"
+        layers, dtype = counted(len(self), "layer"), str(self.dtype).removeprefix("torch.")
+        return one_line(self, f"{what} in {layers}", of_bytes(self.num_bytes), dtype, f"on {self.device}")
 
     if not TYPE_CHECKING:  # type checkers know the attributes by their names
 

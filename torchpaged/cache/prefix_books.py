@@ -17,6 +17,7 @@ from torchpaged.cache.eviction import EvictionPolicy, check_policy
 from torchpaged.cache.host_tier import HostTier
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
+from torchpaged.custom_ops.words import counted, one_line, repr_of_fields
 
 #: Why tokens were not found: they were new; the pool needed their blocks; they fill no block, or are
 #: the last block of a text, whose last token is always computed since its logits are wanted.
@@ -48,6 +49,9 @@ class PrefixCacheStats:
     host_tokens: int = 0
     checkpoints: int = 0
     evicted_checkpoints: int = 0
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
 
 class KnownBlock(NamedTuple):
@@ -105,6 +109,18 @@ class PrefixBooks(NotCopied):
         self._version = 0  # another one when what is known or held may have changed
         self._drops = 0  # blocks that are not known any more
         self._epoch = 0  # times that all were forgotten
+
+    def __repr__(self) -> str:
+        return one_line(self, *self._facts())
+
+    def _facts(self) -> list[str]:
+        """Of its repr, the most important one first."""
+        facts = [
+            f"{len(self)} of {counted(self.pool.num_usable, 'block')} known",
+            f"{self.stats.hit_tokens} of {counted(self.stats.queried_tokens, 'token')} found",
+            f"block_size={self.block_size}",
+        ]
+        return facts if self.host is None else [*facts, f"{counted(len(self.host), 'block')} on the host"]
 
     def __len__(self) -> int:
         """Blocks whose tokens are known."""

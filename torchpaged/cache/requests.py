@@ -23,7 +23,7 @@ import torch
 from torchpaged.cache.block_pool import BlockPool
 from torchpaged.custom_ops.checks import check_sizes, is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
-from torchpaged.custom_ops.words import counted, shortened
+from torchpaged.custom_ops.words import counted, one_line, shortened
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.encoder import CrossMetadata
 
@@ -87,9 +87,12 @@ class CacheRequests:
 
     def __repr__(self) -> str:
         held = [len(blocks) for blocks in self.block_tables]
-        return (
-            f"{type(self).__name__}(seq_lens={shortened(self.seq_lens)}, num_blocks={shortened(held)}, "
-            f"block_size={self.block_size}, max_seq_len={self.max_seq_len})"
+        return one_line(
+            self,
+            f"seq_lens={shortened(self.seq_lens, 5)}",
+            f"num_blocks={shortened(held, 5)}",
+            f"block_size={self.block_size}",
+            f"max_seq_len={self.max_seq_len}",
         )
 
     @property

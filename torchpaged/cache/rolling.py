@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import counted, one_line
 
 
 def blocks_per_ring(window: int, step: int, block_size: int) -> int:
@@ -47,6 +48,10 @@ class RollingBlocks:
         self.window, self.step, self.block_size, self.num_rings = window, step, block_size, num_rings
         self.blocks_per_ring = blocks_per_ring(window, step, block_size)
         self.rings: list[int] = []
+
+    def __repr__(self) -> str:
+        rings = f"{counted(self.num_rings, 'ring')} of {counted(self.blocks_per_ring, 'block')}"
+        return one_line(self, rings, f"window={self.window}", f"block_size={self.block_size}")
 
     @property
     def num_blocks(self) -> int:

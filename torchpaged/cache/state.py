@@ -13,6 +13,7 @@ from torch import Tensor
 from torchpaged.cache.kinds import LayerKind, LayerSpec, register_layer_kind
 from torchpaged.custom_ops.checks import check_is_dtype, check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 
 
 class LayerStates(NamedTuple):
@@ -26,6 +27,9 @@ class LayerStates(NamedTuple):
 
     conv_state: Tensor
     state: Tensor | None
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,9 @@ class StateLayerSpec(LayerSpec):
     state_dtype: torch.dtype = torch.float32
 
     per_request: ClassVar[bool] = True
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def __post_init__(self) -> None:
         check_sizes(2, width=self.width)

@@ -27,7 +27,7 @@ import torch
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.words import counted
+from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.engine.calls import Calls, HandOut
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
@@ -273,10 +273,13 @@ class Generator(Lifecycle, KeptPrefixes):
         if self._calls.closed:
             return f"{type(self).__name__}(closed)"
         model = type(getattr(self.model, "model", self.model)).__name__
-        return (
-            f"{type(self).__name__}({model}, backend={self.choice.name!r}, "
-            f"max_batch_size={self.scheduler.max_batch_size}, max_seq_len={self.max_seq_len}, "
-            f"{counted(len(self._requests), 'request')}, pool={self.pool!r})"
+        return one_line(
+            self,
+            model,
+            f"backend={self.choice.name!r}",
+            counted(len(self._requests), "request"),
+            f"{self.pool.num_free} of {counted(self.pool.num_usable, 'block')} free",
+            f"max_batch_size={self.scheduler.max_batch_size}",
         )
 
     # ----------------------------------------------------------------------------------------------- requests

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.engine.latency import BOUNDS, LatencyHistogram
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.scheduler import Scheduler
@@ -51,6 +52,9 @@ class EngineMetrics:
     prefix_hit_rate: float
     first_token: LatencyHistogram
     between_tokens: LatencyHistogram
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def prometheus(self) -> str:
         """The same in Prometheus' text format, version 0.0.4; names begin with ``torchpaged_``."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchpaged.cache import PrefixCacheStats
 from torchpaged.custom_ops.errors import RequestError
+from torchpaged.custom_ops.words import counted, one_line, repr_of_fields, shown
 from torchpaged.engine.latency import LatencyHistogram
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -32,6 +33,9 @@ class TokenEvent:
     error: RequestError | None = None
     logprobs: dict[int, float] | None = field(default=None, hash=False)
 
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
+
 
 @dataclass(frozen=True)
 class RequestOutput:
@@ -45,6 +49,17 @@ class RequestOutput:
     finish_reason: str
     error: RequestError | None = None
     logprobs: list[dict[int, float]] | None = None
+
+    def __repr__(self) -> str:
+        more = [] if self.error is None else [f"error={self.error.reason!r}"]
+        return one_line(
+            self,
+            f"request_id={self.request_id}",
+            f"finish_reason={self.finish_reason!r}",
+            *more,
+            f"{counted(len(self.token_ids), 'token')}",
+            f"text={shown(self.text)}",
+        )
 
 
 @dataclass
@@ -76,6 +91,17 @@ class GeneratorStats:
     finished: dict[str, int] = field(default_factory=dict)
     first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     between_tokens: LatencyHistogram = field(default_factory=LatencyHistogram)
+
+    def __repr__(self) -> str:
+        """What a run is asked about first; the counters have names of their own."""
+        return one_line(
+            self,
+            f"{counted(sum(self.finished.values()), 'request')} finished",
+            counted(self.prompt_tokens, "prompt token"),
+            counted(self.new_tokens, "new token"),
+            counted(self.steps, "step"),
+            f"at most {self.peak_blocks_used} of {counted(self.num_blocks, 'block')} used",
+        )
 
     @property
     def shared_tokens(self) -> int:

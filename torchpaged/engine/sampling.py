@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.engine.device.request_state import token_bits
 from torchpaged.engine.numbers import as_float, as_integer, shown
 from torchpaged.metadata.host import to_device
@@ -84,6 +85,9 @@ class SamplingParams:
     logprobs: int | None = None
     n: int = 1
     extra_args: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def __post_init__(self) -> None:
         self._integer("max_new_tokens", "an integer of at least 1", 1)

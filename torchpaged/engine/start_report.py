@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchpaged.custom_ops import compiles
+from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.engine.outputs import GeneratorStats
 
 _LOG = logging.getLogger("torchpaged.engine")
@@ -59,6 +60,15 @@ class StartReport:
     def compiled(self) -> int:
         """Kernels and graphs compiled in all phases."""
         return sum(phase.compiled for phase in self.phases)
+
+    def __repr__(self) -> str:
+        """In short; as a string it is a table."""
+        return one_line(
+            self,
+            f"{self.seconds:.2f} s in {counted(len(self.phases), 'phase')}",
+            f"{self.compiled} compiled",
+            f"warmed_up={self.warmed_up}",
+        )
 
     def __str__(self) -> str:
         lines = [f"{'phase':<15} {'seconds':>8} {'count':>6} {'compiled':>9}"]

@@ -7,7 +7,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
-from torchpaged.custom_ops.words import counted
+from torchpaged.custom_ops.words import counted, repr_of_fields
 from torchpaged.fuse.fusible import PASSES
 
 
@@ -46,6 +46,9 @@ class FusionReport:
     skipped: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     before: Launches | None = None
     after: Launches | None = None
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     @property
     def complete(self) -> bool:

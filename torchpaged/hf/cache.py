@@ -25,7 +25,7 @@ from torchpaged.custom_ops.errors import (
     ArgumentError,
     UnsupportedModelError,
 )
-from torchpaged.custom_ops.words import counted, of_bytes
+from torchpaged.custom_ops.words import counted, of_bytes, one_line
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_options import check_options, keeps_kv, not_of_fp8, require_use_cache, why_dense
 from torchpaged.hf.cache_rows import CacheRows
@@ -405,8 +405,14 @@ class PagedCache(PagedOwner):
 
     def __repr__(self) -> str:
         choice = getattr(self.backend, "choice", None)  # made with the first keys
-        name = "not chosen yet" if choice is None else repr(choice.name)
-        return f"{type(self).__name__}({self.describe()}; backend {name})"
+        num_bytes = sum(layer.num_bytes for layer in self.paged)
+        return one_line(
+            self,
+            f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} "
+            f"in {counted(len(self.paged), 'paged layer')}",
+            of_bytes(num_bytes) if num_bytes else "made with the first keys",
+            "backend not chosen yet" if choice is None else f"backend={choice.name!r}",
+        )
 
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""
@@ -417,14 +423,15 @@ class PagedCache(PagedOwner):
         rolling = self.rows.rolling
         size = f"{of_bytes(num_bytes)} ({per_token} bytes per token)"
         parts = [
-            f"{self.num_blocks} blocks of {counted(self.block_size, 'token')} = {counted(tokens, 'token')} "
+            f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} = "
+            f"{counted(tokens, 'token')} "
             f"in {counted(len(grows), 'paged layer')}, {size if num_bytes else 'made with the first keys'}"
         ]
         if not self.paged:
             parts = [f"{counted(self.rows.max_rows, 'row')} of {counted(self.max_seq_len, 'token')}"]
         if rolling is not None:
             parts.append(
-                f"a row keeps {rolling.blocks.blocks_per_ring} blocks in "
+                f"a row keeps {counted(rolling.blocks.blocks_per_ring, 'block')} in "
                 f"{counted(len(self.paged) - len(grows), 'layer')} with a window of {rolling.blocks.window}"
             )
         parts += describe_states(self.layers)

@@ -19,6 +19,7 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 
 from torchpaged.backends import Route
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.cache import PagedCache
 from torchpaged.hf.call_sizes import sizes_of_encoder_decoder_call
 from torchpaged.hf.kv_scales import Scales
@@ -132,6 +133,12 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
             PagedCache(config, max_batch_size, max_seq_len, dense=dense, **both),
             CrossPagedCache(config, max_batch_size, max_encoder_len, **both),
         )
+
+    def __repr__(self) -> str:
+        """Of the decoder's half; `describe` tells of both."""
+        half = self.self_attention_cache
+        blocks = f"{counted(half.num_blocks, 'block')} of {counted(half.block_size, 'token')} in the decoder"
+        return one_line(self, blocks, counted(len(half.paged), "paged layer"))
 
     def __copy__(self) -> Any:
         """Refuse, as the two caches do: a shallow copy would write into its original's rows."""

@@ -24,6 +24,7 @@ from torchpaged.backends import Choice, Limits, Planning, Route, Session, select
 from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.checks import check_sizes, is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
+from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
 from torchpaged.hf.packed_mixers import pack_mixers
@@ -215,9 +216,13 @@ class PagedModel(NotCopied):
         return choose_rolling(self._config, layers, step, replace(limits, num_blocks=most))
 
     def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({type(self.model).__name__}, backend={self.choice.name!r}, "
-            f"kv_cache={self.kv_cache!r})"
+        blocks = counted(self.kv_cache.num_blocks, "block")
+        return one_line(
+            self,
+            type(self.model).__name__,
+            f"backend={self.choice.name!r}",
+            f"{blocks} of {counted(self.kv_cache.block_size, 'token')}",
+            f"on {self.kv_cache.device}",
         )
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_sizes, device_here
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.words import shortened
+from torchpaged.custom_ops.words import one_line, repr_of_fields
 from torchpaged.metadata.checks import check_batch
 from torchpaged.metadata.fields import ALL_METADATA_FIELDS, FIELDS, BatchSizes
 from torchpaged.metadata.host import host_block_table, host_numbers, to_device
@@ -66,14 +66,16 @@ class AttentionMetadata:
 
     def __repr__(self) -> str:
         """Sizes and what the host knows; no values of tensors, which would wait for the device."""
-        tokens = "" if self.slot_mapping is None else f", num_tokens={self.slot_mapping.shape[0]}"
-        lens = "" if self.query_lens is None else f", query_lens={shortened(self.query_lens)}"
-        more = [name for name in ("tree_mask", "prefixes") if getattr(self, name) is not None]
-        return (
-            f"{type(self).__name__}(num_reqs={self.num_reqs}{tokens}{lens}, "
-            f"max_query_len={self.max_query_len}, max_blocks_per_req={self.block_table.shape[1]}, "
-            f"block_size={self.block_size}, device={str(self.block_table.device)!r}"
-            f"{''.join(f', with {name}' for name in more)})"
+        tokens = [] if self.slot_mapping is None else [f"num_tokens={self.slot_mapping.shape[0]}"]
+        more = [f"with {name}" for name in ("tree_mask", "prefixes") if getattr(self, name) is not None]
+        return one_line(
+            self,
+            f"num_reqs={self.num_reqs}",
+            *tokens,
+            f"max_query_len={self.max_query_len}",
+            *more,
+            f"block_size={self.block_size}",
+            f"device={str(self.block_table.device)!r}",
         )
 
     @property
@@ -318,3 +320,6 @@ class HostLengths(NamedTuple):
 
     query_lens: Sequence[int]
     seq_lens: Sequence[int]
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)

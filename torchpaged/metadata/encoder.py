@@ -10,6 +10,7 @@ import torch
 
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.metadata.batch import AttentionMetadata
 from torchpaged.metadata.checks import num_rows
 from torchpaged.metadata.host import to_device
@@ -68,6 +69,9 @@ class CrossMetadata:
 
     attention: AttentionMetadata
     written: AttentionMetadata | None = None
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     @classmethod
     def from_lists(

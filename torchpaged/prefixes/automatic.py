@@ -8,6 +8,7 @@ import torch
 
 from torchpaged.backends import AttentionSpec, Session
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import one_line
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.prefixes.attention import can_read_once
 from torchpaged.prefixes.buffers import SharedPrefixes
@@ -81,6 +82,10 @@ class AutomaticPrefixes:
             device=spec.device,
             costs=cascade if isinstance(cascade, CascadeCosts) else None,
         )
+
+    def __repr__(self) -> str:
+        sizes = {**self._sizes, "block_size": self.block_size, "device": str(self._device)}
+        return one_line(self, *(f"{name}={size!r}" for name, size in sizes.items()))
 
     def buffers(self, num_reqs: int, num_tokens: int) -> SharedPrefixes:
         """The groups of batches of exactly these sizes, padding included; the same tensors each time."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.host import host_block_table, to_device
 from torchpaged.prefixes.groups import PrefixGroup
@@ -55,6 +56,9 @@ class SharedPrefixes:
     group_of_row: Tensor
     block_size: int
     query_lens: tuple[int, ...] | None = None
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     @classmethod
     def allocate(

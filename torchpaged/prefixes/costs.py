@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.prefixes.groups import PrefixGroup, find_prefix_groups
 
 
@@ -35,6 +36,9 @@ class CascadeCosts(NamedTuple):
     bytes_per_us: float
     flop_per_us: float
     evidence: str
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
 
 class LayerShape(NamedTuple):

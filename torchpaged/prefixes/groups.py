@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 
 
 class PrefixGroup(NamedTuple):
@@ -20,6 +21,9 @@ class PrefixGroup(NamedTuple):
 
     rows: tuple[int, ...]
     num_blocks: int
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     @property
     def saved_blocks(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.testing.pools import FP8_DTYPES, PoolLayout, clone_storage, on_host, paged_pool, strided
 
 GARBAGE = 2_000_000_011  # past the end of every table row; a kernel that follows it leaves the pool
@@ -28,6 +29,9 @@ class BatchSpec:
     query_lens: tuple[int, ...]
     padded_tokens: int = 0  # token rows after the last request's, as a padded graph has them
     padded_reqs: int = 0  # requests with seq_len 0 and query_len 0
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def __post_init__(self) -> None:
         if len(self.seq_lens) != len(self.query_lens):
@@ -70,6 +74,9 @@ class Batch:
     scale: float
     # sinks, alibi_slopes, ...: further arguments of the op
     extras: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device, strides and gaps included."""

@@ -20,6 +20,7 @@ from torchpaged.backends.session import Limits, Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.custom_ops.words import one_line
 
 _LOG = logging.getLogger("torchpaged.backends")
 
@@ -39,6 +40,9 @@ class Choice:
     route: Route
     reason: str
     rejected: dict[str, list[str]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return one_line(self, repr(self.name), self.reason)
 
     @property
     def backend(self) -> Backend:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 
 
 class LogitsRows(NamedTuple):
@@ -34,6 +35,9 @@ class LogitsRows(NamedTuple):
     last_token_ids: Tensor
     seq_lens: Tensor
     extra_args: Tensor
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
 
 LogitsProcessor = Callable[[Tensor, LogitsRows], Tensor]

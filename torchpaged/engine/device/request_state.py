@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.metadata.slots import slot_of
 
 #: Token ids that can end a row on the device; the caller looks after further ones.
@@ -64,6 +65,9 @@ class RowState:
     stop_token_ids: Sequence[int] = ()
     seen: Sequence[int] | None = None
     logits_words: Sequence[int] = ()
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     def check(self, block_size: int, max_blocks_per_req: int) -> None:
         """Refuse, with an `ArgumentError`, what a row can't hold."""

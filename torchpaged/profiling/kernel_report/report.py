@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from torchpaged.custom_ops.words import repr_of_fields
+
 #: The layer's own module, in the names relative to a layer.
 ITSELF = "(itself)"
 #: In place of ``Between.after``: compiled code launched it, called by the module that ``before`` names, or
@@ -130,6 +132,9 @@ class KernelReport:
     steps: int = 1
     rows: Rows = field(default_factory=Rows)
     missing: Rows = field(default_factory=Rows)
+
+    def __repr__(self) -> str:
+        return repr_of_fields(self)
 
     @property
     def is_complete(self) -> bool:

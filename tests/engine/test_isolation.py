@@ -173,6 +173,8 @@ def test_bad_prompts_are_refused_before_anything_is_queued(model: Any, want: lis
     for prompt in (
         [1.5],
         [True],
+        [5, True],
+        [5, 98, 99],
         ["a"],
         [[1, 2]],
         torch.tensor([1.0]),

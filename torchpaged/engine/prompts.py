@@ -64,6 +64,13 @@ def token_ids(prompt: Any, vocab_size: int) -> list[int]:
     values = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
         raise ArgumentError("prompt", "a string or token ids", shown(prompt))
+    # Most prompts are lists of plain integers: looked at one by one, 256 of 560 took 0.1 s of the host.
+    if (
+        type(values) is list
+        and set(map(type, values)) == {int}
+        and 0 <= min(values) <= max(values) < vocab_size
+    ):
+        return values.copy()
     ids = []
     for value in values:
         token = as_integer(value)

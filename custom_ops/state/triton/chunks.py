@@ -82,7 +82,6 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
     chunks = _workspace(call, tile.chunk)
     q, k, v, out = (Tokens.of(x) for x in (call.q, call.k, call.v, call.out))
     batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
-    beta = Gate(None, 0) if call.beta is None else Gate(call.beta, call.beta.stride(0))
     common: dict[str, Any] = {
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // call.q.shape[1],
@@ -102,8 +101,8 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
         q,
         k,
         v,
-        Gate(call.g, call.g.stride(0)),
-        beta,
+        Gate.of(call.g),
+        Gate.of(call.beta),
         batch,
         out,
         chunks,

@@ -18,8 +18,10 @@ from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.triton.causal_conv import row_of
 from torchpaged.custom_ops.state.triton.chunks import SHORT, attend_in_chunks, has_long_rows
 from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel
+from torchpaged.custom_ops.state.triton.records import Batch, Gate, State
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.records import Tokens
 
 #: Numbers of a state that a program holds, and a warp: 64 registers of each thread.
 _TILE, _WARP = 8192, 2048
@@ -63,31 +65,15 @@ def load_key(ptr, here, NORMALIZE: tl.constexpr, EPS: tl.constexpr):
 def recurrent_kernel(
     num_reqs,
     num_tokens,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    g_ptr,
-    state_ptr,
-    slots_ptr,
-    lens_ptr,
-    starts_ptr,
-    out_ptr,
-    beta_ptr,
     scale,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
-    g_token,
-    g_head,
-    beta_token,
-    state_slot,
-    state_head,
-    state_row,
-    out_token,
-    out_head,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    batch,
+    state,
+    out,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -100,53 +86,53 @@ def recurrent_kernel(
     EPS: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; GROUP: heads per key head;
-    BY_KEY: a decay per row of the state; SHORT: rows of more tokens, and what is behind the last row, are
-    other kernels'; 0: all is this one's."""
+    """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; ``q, k, v, g, out``: `Tokens`; GROUP:
+    heads per key head; BY_KEY: a decay per row of the state; SHORT: rows of more tokens, and what is behind
+    the last row, are other kernels'; 0: all is this one's."""
     VALUE_TILES: tl.constexpr = (VALUE_DIM + TILE_VALUE - 1) // TILE_VALUE
     pid = tl.program_id(0)
     head = pid // VALUE_TILES % NUM_HEADS
     req = pid // (VALUE_TILES * NUM_HEADS)
-    begin, count, first, slot, seq_len = row_of(req, slots_ptr, lens_ptr, starts_ptr)
+    begin, count, first, slot, seq_len = row_of(req, batch.slots, batch.lens, batch.starts)
     if (SHORT > 0) & (count > SHORT):
         return
     n = tl.arange(0, KEY_PAD)
     d = pid % VALUE_TILES * TILE_VALUE + tl.arange(0, TILE_VALUE)
     of_key, of_value = n < KEY_DIM, d < VALUE_DIM
-    place = state_ptr + slot * state_slot + head * state_head + n[:, None] * state_row + d[None, :]
+    place = state.ptr + slot * state.slot + head * state.head + n[:, None] * state.row + d[None, :]
     inside = of_key[:, None] & of_value[None, :]
     kept = (slot > 0) & (seq_len > count)
-    state = tl.load(place, mask=inside & kept, other=0.0).to(tl.float32)
-    out_ptr += head * out_head + d
-    nothing = tl.zeros((TILE_VALUE,), out_ptr.dtype.element_ty)
+    matrix = tl.load(place, mask=inside & kept, other=0.0).to(tl.float32)
+    to = out.ptr + head * out.head + d
+    nothing = tl.zeros((TILE_VALUE,), out.ptr.dtype.element_ty)
     begin = begin.to(tl.int64)
     for i in range(first):
-        tl.store(out_ptr + (begin + i) * out_token, nothing, mask=of_value)
+        tl.store(to + (begin + i) * out.token, nothing, mask=of_value)
     for i in range(first, count):
         token = begin + i
-        q_place = q_ptr + token * q_token + head // GROUP * q_head + n
-        k_place = k_ptr + token * k_token + head // GROUP * k_head + n
-        q = load_key(q_place, of_key, NORMALIZE, EPS) * scale
-        k = load_key(k_place, of_key, NORMALIZE, EPS)
-        u = tl.load(v_ptr + token * v_token + head * v_head + d, mask=of_value, other=0.0).to(tl.float32)
+        q_place = q.ptr + token * q.token + head // GROUP * q.head + n
+        k_place = k.ptr + token * k.token + head // GROUP * k.head + n
+        query = load_key(q_place, of_key, NORMALIZE, EPS) * scale
+        key = load_key(k_place, of_key, NORMALIZE, EPS)
+        u = tl.load(v.ptr + token * v.token + head * v.head + d, mask=of_value, other=0.0).to(tl.float32)
+        gate = g.ptr + token * g.token + head * g.head
         if BY_KEY:
-            g = tl.load(g_ptr + token * g_token + head * g_head + n, mask=of_key, other=0.0)
-            state *= tl.exp(g)[:, None]
+            matrix *= tl.exp(tl.load(gate + n, mask=of_key, other=0.0))[:, None]
         else:
-            state *= tl.exp(tl.load(g_ptr + token * g_token + head * g_head))
+            matrix *= tl.exp(tl.load(gate))
         if DELTA:
-            u -= tl.sum(state * k[:, None], axis=0)
-        if beta_ptr is not None:
-            u *= tl.load(beta_ptr + token * beta_token + head).to(tl.float32)
-        state += k[:, None] * u[None, :]
-        y = tl.sum(state * q[:, None], axis=0)
-        tl.store(out_ptr + token * out_token, y.to(out_ptr.dtype.element_ty), mask=of_value)
+            u -= tl.sum(matrix * key[:, None], axis=0)
+        if beta.ptr is not None:
+            u *= tl.load(beta.ptr + token * beta.token + head).to(tl.float32)
+        matrix += key[:, None] * u[None, :]
+        y = tl.sum(matrix * query[:, None], axis=0)
+        tl.store(to + token * out.token, y.to(out.ptr.dtype.element_ty), mask=of_value)
     if slot > 0:
-        tl.store(place, state.to(state_ptr.dtype.element_ty), mask=inside)
+        tl.store(place, matrix.to(state.ptr.dtype.element_ty), mask=inside)
     # The last row's programs have the tokens behind it, too.
     if (SHORT == 0) & (req == num_reqs - 1):
         for rest in range(count, num_tokens - begin):
-            tl.store(out_ptr + (begin + rest) * out_token, nothing, mask=of_value)
+            tl.store(to + (begin + rest) * out.token, nothing, mask=of_value)
 
 
 def linear_attention(call: LinearAttentionCall) -> None:
@@ -154,7 +140,7 @@ def linear_attention(call: LinearAttentionCall) -> None:
     require_launchable(call.v)
     check_dtype("v", call.v, torch.bfloat16, torch.float16, torch.float32)
     check_linear_attention(call)
-    q, k, v, g, state, out, beta = call.q, call.k, call.v, call.g, call.state, call.out, call.beta
+    q, k, v, g, state, out = call.q, call.k, call.v, call.g, call.state, call.out
     num_tokens, num_heads, value_dim = v.shape
     num_reqs, key_dim = call.state_slots.shape[0], q.shape[2]
     if key_dim > MAX_KEY_DIM:
@@ -170,24 +156,12 @@ def linear_attention(call: LinearAttentionCall) -> None:
     arguments = (
         num_reqs,
         num_tokens,
-        q,
-        k,
-        v,
-        g,
-        state,
-        call.state_slots,
-        call.seq_lens,
-        call.query_start_loc,
-        out,
-        beta,
         call.scale,
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *g.stride()[:2],
-        0 if beta is None else beta.stride(0),
-        *state.stride()[:3],
-        *out.stride()[:2],
+        *map(Tokens.of, (q, k, v, g)),
+        Gate.of(call.beta),
+        Batch(call.state_slots, call.seq_lens, call.query_start_loc),
+        State.of(state),
+        Tokens.of(out),
     )
     options = {
         "NUM_HEADS": num_heads,

@@ -21,6 +21,11 @@ class Gate(NamedTuple):
     ptr: Any
     token: Any
 
+    @classmethod
+    def of(cls, x: Tensor | None) -> Gate:
+        """That of a tensor; of none, without a pointer."""
+        return cls(None, 0) if x is None else cls(x, x.stride(0))
+
 
 class Chunks(NamedTuple):
     """What the first kernel leaves to the second, tokens of a head one after the other: ``w [heads, tokens,

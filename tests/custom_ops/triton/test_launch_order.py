@@ -34,6 +34,7 @@ from torchpaged.custom_ops.layers.triton.rms_norm import rms_norm
 from torchpaged.custom_ops.state.call import ConvCall, LinearAttentionCall
 from torchpaged.custom_ops.state.triton.causal_conv import causal_conv
 from torchpaged.custom_ops.state.triton.linear_attention import linear_attention
+from torchpaged.custom_ops.state.triton.records import Batch, Gate, State
 from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
 from torchpaged.custom_ops.step_end.triton.accept_tokens import accept_tokens
 from torchpaged.custom_ops.step_end.triton.advance_step import advance_step
@@ -285,12 +286,15 @@ def attended_linearly(max_query_len: int) -> Case:
     q, k, v, out = floats(4, 2, 64), floats(4, 2, 64), floats(4, 6, 32), floats(4, 6, 32)
     g, beta, state = floats(4, 6, 64, dtype=torch.float32), floats(4, 6), floats(9, 6, 64, 32)
     batch, expected = state_batch()
-    tensors = {"q": q, "k": k, "v": v, "g": g, "state": state, "out": out, "beta": beta}
-    expected |= {f"{name}_ptr": tensor for name, tensor in tensors.items()}
-    for name in ("q", "k", "v", "g", "out"):
-        expected |= strides(tensors[name], f"{name}_token", f"{name}_head")
-    expected |= {"num_tokens": 4, "scale": 0.25, "beta_token": beta.stride(0)}
-    expected |= strides(state, "state_slot", "state_head", "state_row")
+    expected = {
+        "num_reqs": expected["num_reqs"],
+        "num_tokens": 4,
+        "scale": 0.25,
+        **{name: Tokens.of(x) for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("out", out))},
+        "beta": Gate(beta, beta.stride(0)),
+        "batch": Batch(*batch),
+        "state": State.of(state),
+    }
     call = LinearAttentionCall(q, k, v, g, state, *batch, out, beta, max_query_len, scale=0.25)
     kernel = "linear_decode_kernel" if max_query_len == 1 else "recurrent_kernel"
     return lambda: linear_attention(call), [(kernel, expected)]

@@ -134,7 +134,7 @@ class Load:
         plan: Schedule = self.scheduler.schedule()
         for sequence, count in plan.chunks:
             sequence.num_computed += count
-            self.scheduler.computed(sequence)
+            self.scheduler.blocks.computed(sequence)
         took = time.thread_time() - began
         for sequence in plan.put_back:
             sequence.row = None

@@ -76,7 +76,7 @@ def at_sampling(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch)
 
 def at_reading(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
     if generator.loop is None:
-        switch.before(patch, generator._stepper, "_accept")
+        switch.before(patch, generator._stepper._acceptor, "accept")
     else:
         switch.before(patch, generator.loop, "collect")
 

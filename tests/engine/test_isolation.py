@@ -26,11 +26,15 @@ import torchpaged
 from torchpaged import ArgumentError
 from torchpaged.custom_ops.errors import NotCopyableError, RequestError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.calls import Calls
+from torchpaged.engine.call_lock import CallLock
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
 OF_THE_ENGINE = tuple(str(Path(torchpaged.__file__).parent / part) for part in ("engine", "cache"))
+CALL_FILES = tuple(
+    str(Path(torchpaged.__file__).parent / "engine" / f"{name}.py")
+    for name in ("request_calls", "calls", "call_lock", "hand_out", "interrupts")
+)
 
 
 @pytest.fixture(scope="module")
@@ -485,13 +489,14 @@ def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
             collect("behind acquire")
             return super().pop(*arguments)
 
-    class Traced(Calls):
+    class Traced(CallLock):
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, value)
             if name == "_holder" and value == 0:
                 collect("ahead of release")
 
-    generator._calls._queue, generator._calls.__class__ = Queue(), Traced
+    lock = generator._calls.lock
+    lock._queue, lock.__class__ = Queue(), Traced
     other = threading.Thread(target=generator.step, daemon=True)
     other.start()
     other.join(20)
@@ -527,7 +532,7 @@ def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
     other = threading.Thread(target=lambda: ids.append(generator.submit("hello", EACH[1])))
     other.start()
     assert inside.wait(60)
-    generator._calls._queue = Noticed()
+    generator._calls.lock._queue = Noticed()
     stream.close()  # type: ignore[attr-defined]
     other.join(60)
     owned = {
@@ -591,10 +596,10 @@ def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
 
     generator = engine(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(generator._calls, "_lock", Interrupted())
+        patch.setattr(generator._calls.lock, "_lock", Interrupted())
         generator.step()
     naps: list[float] = []
-    monkeypatch.setattr("torchpaged.engine.calls.time.sleep", naps.append)
+    monkeypatch.setattr("torchpaged.engine.call_lock.time.sleep", naps.append)
     other = threading.Thread(target=generator.generate, args=(PROMPTS[:1], EACH[0]))
     other.start()
     other.join(100)
@@ -668,9 +673,7 @@ def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next
     """Ctrl-C at every line between the step's work and its return, `Inbox` and lock included."""
     lost, points = [], 0
     generator = engine(model, graphs=False)
-    files = tuple(
-        str(Path(torchpaged.__file__).parent / "engine" / name) for name in ("generator.py", "calls.py")
-    )
+    files = CALL_FILES
     while True:
         ids = [generator.submit(PROMPTS[i], dataclasses.replace(EACH[i], max_new_tokens=2)) for i in (0, 3)]
         seen: dict[int, list[int | None]] = {request: [] for request in ids}
@@ -696,9 +699,7 @@ def test_a_stream_interrupted_while_it_begins_leaves_no_request_without_an_owner
 ) -> None:
     """Ctrl-C at every line of stream(ids): its requests are cancelled, or still belong to all."""
     generator, points = engine(model, graphs=False), 0
-    files = tuple(
-        str(Path(torchpaged.__file__).parent / "engine" / name) for name in ("generator.py", "calls.py")
-    )
+    files = CALL_FILES
     while True:
         ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS, EACH, strict=True)]
         interrupt, taken = Interrupt(points + 1, files), None

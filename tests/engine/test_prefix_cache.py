@@ -355,7 +355,7 @@ def test_a_scheduler_takes_idle_blocks_as_no_free_ones() -> None:
     scheduler.add(first)
     assert scheduler.schedule().chunks == [(first, 12)]
     first.num_computed = 12
-    scheduler.computed(first)
+    scheduler.blocks.computed(first)
     scheduler.remove(first)
     assert (pool.num_idle, pool.num_free) == (3, 8)
     again = [Sequence(n, [*range(12), 50 + n, 60], TEN, 0, TextStream(None, ()), 64) for n in (1, 2)]
@@ -440,7 +440,7 @@ class _Books:
             self.write(sequence, sequence.num_computed, sequence.num_computed + count)
         for sequence, count in steps:
             sequence.num_computed += count
-            self.scheduler.computed(sequence)
+            self.scheduler.blocks.computed(sequence)
             if sequence.remaining == 0:
                 sequence.tokens.append(sum(sequence.tokens) % 3)
                 if len(sequence.tokens) >= sequence.max_len:
@@ -453,7 +453,7 @@ class _Books:
         self.finished += reason == "length"
 
     def reset(self) -> None:
-        self.scheduler.forget_prefixes("a step broke off")
+        self.scheduler.blocks.forget_prefixes("a step broke off")
         if self.r.random() < 0.5:
             self.scheduler.reset(self.live)
 

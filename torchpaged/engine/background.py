@@ -30,7 +30,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from torchpaged.custom_ops.errors import ClosedError, TorchpagedError
-from torchpaged.engine.calls import Calls, HandOut
+from torchpaged.engine.calls import Calls
+from torchpaged.engine.hand_out import HandOut
 from torchpaged.engine.isolation import isolate
 from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox
@@ -90,7 +91,7 @@ class BackgroundLoop:
                 while self._wait():
                     with self._calls.entered():
                         self._step()
-                    self._calls.give_way()
+                    self._calls.lock.give_way()
         except BaseException as error:
             reason = error
         with self._calls.held():

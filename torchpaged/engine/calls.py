@@ -3,7 +3,6 @@
     calls = Calls(stepper)
     with calls.entered():           # no other thread is inside, and Ctrl-C waits
         stepper.step()
-    calls.give_way()
     for event in calls.stream():
         ...
 
@@ -18,105 +17,22 @@ which is one more caller (`advance`, `_events`).
 
 from __future__ import annotations
 
-# What `signal` wraps, without its search for members of an enumeration: 1.5 us a step for 17.
-import _signal  # type: ignore[import-not-found]
 import contextlib
 import os
-import signal
-import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from torchpaged.custom_ops.errors import ArgumentError, ClosedError, TorchpagedError
+from torchpaged.engine.call_lock import CallLock
+from torchpaged.engine.hand_out import TAKING, HandOut
+from torchpaged.engine.interrupts import interrupts_wait
 from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.stepper import Stepper
 
 #: Of requests that were cancelled and belong to no stream, so many keep what was not read.
 NUM_UNREAD = 1024
-# For threads that wait for the lock: without it the one that steps would take it again and again.
-_GIVE_WAY_SECONDS = 1e-4
-# Held while events are taken or change their owner, which a stream does with no other lock: it must not wait
-# for another thread's step to give what it has.
-_TAKING = threading.Lock()
-
-
-@contextlib.contextmanager
-def interrupts_wait() -> Iterator[None]:
-    """Ctrl-C within the block comes when the block is over; a second one at once, for a step that hangs or
-    compiles for minutes. In other threads, which get no signals, and where SIGINT has no handler in Python:
-    nothing."""
-    handler = _signal.getsignal(signal.SIGINT)
-    waiting: list[tuple[Any, ...]] = []
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-
-    def note(*arrived: Any) -> None:
-        if waiting:
-            handler(*waiting.pop())
-            handler(*arrived)
-        else:
-            waiting.append(arrived)
-
-    try:
-        _signal.signal(signal.SIGINT, note)
-        yield
-    finally:
-        _signal.signal(signal.SIGINT, handler)
-        if waiting:
-            handler(*waiting.pop())
-
-
-class HandOut:
-    """Events on their way to a caller, each request's in order. An event is taken when it is given, not when
-    it is found: a stream may be suspended between two, and the other calls give what it has not given.
-
-    Args:
-        inbox: whose events; from inside.
-    """
-
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
-        self._places = {sequence: (sequence.taken, len(sequence.log.rows)) for sequence in inbox.waiting}
-        inbox.ready = dict.fromkeys(self._places)
-
-    def _take(self, sequence: Sequence, first: int, end: int) -> bool:
-        """Take events ``first`` to ``end``; False, and nothing is, if another call took some or owns them."""
-        # Nothing is called in here, so that no signal and no garbage collector, which may close a stream and
-        # wait for the lock of all calls, comes in.
-        with _TAKING:
-            mine = sequence.inbox is self._inbox and sequence.taken == first
-            if mine:
-                sequence.taken, sequence.taker = end, self
-        return mine
-
-    def __iter__(self) -> Iterator[TokenEvent]:
-        """One by one, those that no other call has taken by then."""
-        for sequence, (first, end) in self._places.items():
-            for index in range(first, end):
-                if not self._take(sequence, index, index + 1):
-                    break
-                yield sequence.log[index]
-
-    def take(self) -> list[TokenEvent]:
-        """All at once."""
-        return [
-            event
-            for sequence, (first, end) in self._places.items()
-            if self._take(sequence, first, end)
-            for event in map(sequence.log.__getitem__, range(first, end))
-        ]
-
-    def give_back(self) -> None:
-        """After an interrupt in or behind `take`: the next call of the requests' owner gets them, unless
-        another thread has taken later ones of a request meanwhile. From inside."""
-        for sequence, (first, end) in self._places.items():
-            if sequence.taker is self and sequence.taken == end:
-                sequence.inbox.ready[sequence] = None
-                sequence.taken = first
 
 
 class Background(Protocol):
@@ -159,6 +75,7 @@ class Calls:
         stepper: as given; gone when it is closed.
         background: whose thread makes the steps; None: calls make them.
         closed: no call is let in any more.
+        lock: of all of them.
     """
 
     def __init__(self, stepper: Stepper) -> None:
@@ -166,9 +83,7 @@ class Calls:
         self.inbox = Inbox()
         self.background: Background | None = None
         self.closed = False
-        self._lock = threading.RLock()
-        self._holder = 0  # the thread that is inside: a little less long than it has the lock
-        self._queue: dict[int, None] = {}  # threads that wait for the lock
+        self.lock = CallLock()
         self._left: deque[list[Sequence] | Inbox] = deque()  # requests to be cancelled; of an inbox all
         self._cancelled: dict[Sequence, None] = {}  # the latest that no stream had
         self._stream_of_all: object | None = None  # the mark of the open stream over all requests
@@ -197,39 +112,14 @@ class Calls:
                 if self.background is not None:
                     self.background.deliver()
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self) -> contextlib.AbstractContextManager[None]:
         """Hold the lock alone.
 
-        The lock may be taken again by its thread: the garbage collector may close a stream between the lock
-        and the note of its holder, where nothing is half done either.
-
         Raises:
-            TorchpagedError: this thread is inside already, or as `require_own_process`.
+            TorchpagedError: as `CallLock.held` or `require_own_process`.
         """
         self.require_own_process()
-        if self._is_inside():
-            raise TorchpagedError(
-                "a Generator was called from inside one of its own steps (a callback of the model, "
-                "tokenizer or progress)"
-            )
-        thread = threading.get_ident()
-        self._queue[thread] = None
-        try:
-            with self._lock:
-                self._queue.pop(thread, None)
-                self._holder = thread
-                try:
-                    yield
-                finally:
-                    self._holder = 0
-        finally:
-            self._queue.pop(thread, None)  # interrupted while it waited
-
-    def _is_inside(self) -> bool:
-        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may
-        # leave an old one behind.
-        return bool(self._lock._is_owned()) and self._holder == threading.get_ident()  # type: ignore[attr-defined]
+        return self.lock.held()
 
     def _is_forked(self) -> bool:
         return self.background is not None and self.background.process != os.getpid()
@@ -247,11 +137,6 @@ class Calls:
                 f"called start(); this one, {os.getpid()}, was forked from it and has no such thread: make a "
                 "Generator in each process, after the fork"
             )
-
-    def give_way(self) -> None:
-        """Between two steps of one call: let in a thread that waits."""
-        if self._queue:
-            time.sleep(_GIVE_WAY_SECONDS)
 
     # ------------------------------------------------------------------------------------------------ the end
     def require_open(self) -> None:
@@ -317,7 +202,7 @@ class Calls:
                 if sequence in old:
                     new[sequence] = None
                     del old[sequence]
-            with _TAKING:
+            with TAKING:
                 sequence.inbox = inbox
 
     def cancel(self, request_id: int) -> None:
@@ -381,7 +266,7 @@ class Calls:
                 self.require_open()
                 self.stepper.step()
             handed = HandOut(inbox)
-        self.give_way()
+        self.lock.give_way()
         return handed
 
     def advance(self, inbox: Inbox) -> None:
@@ -393,13 +278,13 @@ class Calls:
             if inbox.live:
                 self.require_open()
                 self.stepper.step()
-        self.give_way()
+        self.lock.give_way()
 
     def leave(self, requests: list[Sequence] | Inbox, now: bool = True) -> None:
         """Cancel the requests of a call that broke off; not ``now``: the next call does it."""
         self._left.append(requests)
         # Inside, collected as garbage within a step: the next call, too. In a forked process: the other one.
-        if now and not self._is_inside() and not self._is_forked():
+        if now and not self.lock.is_inside() and not self._is_forked():
             with self.entered(if_closed=True):
                 pass
 
@@ -413,7 +298,7 @@ class Calls:
                 if not isinstance(requests, Inbox):  # of a `submit` that did not return its id
                     sequence.inbox.live.pop(sequence, None)
                     sequence.inbox.ready.pop(sequence, None)
-                    with _TAKING:
+                    with TAKING:
                         sequence.inbox = Inbox()
                 self.stepper.cancel(sequence.request_id)
             self._left.popleft()

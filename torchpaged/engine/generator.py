@@ -18,37 +18,29 @@ steps; `Generator.close` ends it all.
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted, one_line
-from torchpaged.engine.calls import Calls, HandOut
+from torchpaged.engine.calls import Calls
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
-from torchpaged.engine.device import WholeStepRunner
 from torchpaged.engine.kept_prefixes import KeptPrefixes, make_prefix_cache
 from torchpaged.engine.lifecycle import Lifecycle
 from torchpaged.engine.model import PagedModelProtocol
-from torchpaged.engine.numbers import as_integer, shown
 from torchpaged.engine.options import GeneratorOptions, taking
-from torchpaged.engine.outputs import GeneratorStats, RequestOutput, TextStream, TokenEvent
+from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.paged import paged_model, tokens_per_request
-from torchpaged.engine.prompts import list_prompts, list_sampling, logits_words, prompt_ids
-from torchpaged.engine.sampling import SamplingParams
+from torchpaged.engine.reasons import Reasons
+from torchpaged.engine.request_calls import RequestCalls
 from torchpaged.engine.scheduler import Scheduler
-from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.start import start
 from torchpaged.engine.start_report import LateCompiles, StartClock, StartReport
 from torchpaged.engine.step_graphs import PrefillGraphs, make_step_graphs
 from torchpaged.engine.stepper import Stepper
-from torchpaged.graphs import PackedGraphRunner
 from torchpaged.model_state import ModelState, undone_if_it_raises
 from torchpaged.prefixes.automatic import find_prefixes
 
@@ -56,7 +48,7 @@ if TYPE_CHECKING:
     from torchpaged.fuse import FusionReport
 
 
-class Generator(Lifecycle, KeptPrefixes):
+class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
     """Continuous batching over one model.
 
     Args:
@@ -281,217 +273,3 @@ class Generator(Lifecycle, KeptPrefixes):
             f"{self.pool.num_free} of {counted(self.pool.num_usable, 'block')} free",
             f"max_batch_size={self.scheduler.max_batch_size}",
         )
-
-    # ----------------------------------------------------------------------------------------------- requests
-    def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
-        """Queue a request; returns its id. Its events come from `stream` or `step`.
-
-        Args:
-            prompt: text, or token ids: integers in a list, an array or a tensor of one dimension.
-            sampling: default: `SamplingParams()`; of one sample.
-
-        Raises:
-            ArgumentError: an empty prompt, ids that are no integers or outside the vocabulary, a prompt that
-                does not fit ``max_seq_len`` or the pool, strings without a tokenizer, or a ``sampling`` that
-                this Generator was not made for. Nothing is queued then.
-        """
-        sequence = None
-        try:
-            with self._calls.entered():
-                self._require_unchanged()
-                self._forget_other_weights()
-                sequence = self._sequence(prompt, sampling, self._calls.inbox)
-                self._stepper.add(sequence)
-            return sequence.request_id
-        except BaseException:
-            if sequence is not None:  # interrupted: its id was not returned
-                self._calls.leave([sequence])
-            raise
-
-    def cancel(self, request_id: int) -> None:
-        """End a request now; its blocks are free at once, its event comes to its owner. One that has ended
-        stays as it is, whether its owner has learnt of it or not.
-
-        Events that are not read stay in memory. Of requests that were cancelled, before or behind their end,
-        and belong to no stream, the latest 1,024 keep theirs; those of earlier ones are given up.
-
-        Raises:
-            ArgumentError: an id that no request has had.
-        """
-        number = as_integer(request_id)
-        if number is None or not 0 <= number < self._next_id:
-            raise ArgumentError("request_id", "an id that submit() has given", shown(request_id))
-        with self._calls.entered():
-            self._calls.cancel(request_id)
-
-    def stream(self, request_ids: Seq[int] | None = None) -> Iterator[TokenEvent]:
-        """Step until every request is done, giving events as they come.
-
-        Left early, by an error, Ctrl-C, ``break`` or ``close()``, it cancels its requests; to only pause,
-        keep the iterator.
-
-        Args:
-            request_ids: of submitted requests, which then belong to this stream; default: all that were
-                submitted and belong to no other stream, those submitted while it runs included. There can be
-                one such stream at a time; threads name their requests.
-
-        Raises:
-            ArgumentError: an id that is unknown, finished, given up (`cancel`), or another stream's; or the
-                model is not what its graphs were made with.
-            TorchpagedError: a second stream over all requests.
-        """
-        self._calls.require_open()
-        self._require_unchanged()
-        if request_ids is None:
-            return self._calls.stream(None, self)
-        stream = self._calls.stream(list(request_ids), self)
-        next(stream)
-        return stream
-
-    def generate(
-        self, prompts: str | Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None
-    ) -> list[RequestOutput]:
-        """Run ``prompts`` to their ends, in one continuous batch; results in their order, ``n`` samples of a
-        prompt one behind the other.
-
-        Args:
-            prompts: strings or lists of token ids. One string is one prompt, as if it stood in a list.
-            sampling: for all of them, or one each.
-
-        Returns:
-            One result per prompt, or ``sampling.n``. A request that failed alone, of NaN logits for instance,
-            has ``finish_reason`` "error" and an ``error``.
-
-        Raises:
-            ArgumentError: a prompt or parameter that `submit` refuses; then none of them runs.
-        """
-        texts = list_prompts(prompts)
-        each = list_sampling(sampling, len(texts))
-        samples = [(text, one) for text, params in zip(texts, each, strict=True) for one in params.samples()]
-        inbox = Inbox()
-        with self._calls.entered():
-            self._require_unchanged()
-            self._forget_other_weights()
-            sequences = [self._sequence(text, one, inbox) for text, one in samples]
-        try:
-            with self._calls.entered():
-                for sequence in sequences:
-                    self._stepper.add(sequence)
-            while inbox.live:
-                self._calls.advance(inbox)
-        except BaseException:
-            self._calls.leave(sequences)
-            raise
-        return [sequence.result() for sequence in sequences]
-
-    def step(self) -> list[TokenEvent]:
-        """One step of the whole batch; returns the events of submitted requests not handed out yet, those
-        of open streams over some of them left out.
-
-        If it is interrupted, the next call or stream gives the events that this one did not return.
-        """
-        handed: HandOut | None = None
-        try:
-            with self._calls.entered():
-                self._calls.require_no_background("step()")
-                self._stepper.step()
-                handed = HandOut(self._calls.inbox)
-                events = handed.take()
-            return events
-        except BaseException:
-            if handed is not None:
-                with self._calls.entered(if_closed=True):
-                    handed.give_back()
-            raise
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a step would do anything."""
-        return not self._calls.closed and bool(self._requests or self._calls.inbox.waiting)
-
-    def _require_unchanged(self) -> None:
-        """Refuse to replay graphs over a model that changed."""
-        if self.loop is not None:
-            self._state.require_unchanged(
-                "its graphs were made with",
-                "make a new Generator (unaccelerate and accelerate again), or give graphs=False, which looks "
-                "at them at every step",
-            )
-
-    def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
-        """A request that fits, not queued yet."""
-        params = SamplingParams() if sampling is None else sampling
-        if not isinstance(params, SamplingParams):
-            raise ArgumentError("sampling", "SamplingParams", shown(params))
-        if params.n > 1:
-            fix = "submit each of sampling.samples(), or call generate()"
-            raise ArgumentError("n", "1 for a request", str(params.n), fix)
-        ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size, bool(params.stop))
-        params.check_vocabulary(self.model.vocab_size)
-        words = logits_words(self._stage, params, self.model.eos_token_ids, self.model.vocab_size)
-        room = self._room
-        if len(ids) >= room:
-            raise ArgumentError(
-                "prompt",
-                f"at most {room - 1} tokens (max_seq_len {self.max_seq_len}, {self.pool.num_usable} blocks "
-                f"of {self.scheduler.block_size})",
-                str(len(ids)),
-                f"{self._how_to_raise_room()}shorten the prompt",
-            )
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        # The last token is not stored, hence room for one more.
-        asked = min(len(ids) + params.max_new_tokens, self.max_seq_len)
-        return Sequence(
-            request_id,
-            ids,
-            params,
-            seed,
-            TextStream(self.tokenizer, params.stop, params.min_new_tokens),
-            max_len=min(asked, room + 1),
-            last_reason="length" if asked <= room + 1 else "out_of_blocks",
-            inbox=inbox,
-            logits_words=words,
-        )
-
-    @property
-    def _room(self) -> int:
-        """Tokens of a request at most, prompt and output."""
-        return min(self.max_seq_len, self.pool.num_usable * self.scheduler.block_size)
-
-    def _how_to_raise_room(self) -> str:
-        """Advice that ends in "or ", nothing where the model itself takes no longer text."""
-        if self._room < self.max_seq_len:
-            return "raise num_blocks, or "
-        return "" if self.max_seq_len == self._longest_text else "raise max_seq_len, or "
-
-    # --------------------------------------------------------------------------------------- what was decided
-    @property
-    def runner(self) -> WholeStepRunner | None:
-        """The graph runner; None without graphs."""
-        return None if self.loop is None else self.loop.runner
-
-    @property
-    def prefill_runner(self) -> PackedGraphRunner | None:
-        """The graph runner of prefills; None without."""
-        return None if self._prefill_graphs is None else self._prefill_graphs.runner
-
-    @property
-    def graph_reason(self) -> str:
-        """Why decode steps have graphs or not."""
-        return self._decided.graph_reason
-
-    @property
-    def compile_reason(self) -> str:
-        """Whether decode steps are compiled, and why."""
-        return self._decided.compile_reason
-
-    @property
-    def mixed_reason(self) -> str:
-        """Whether decodes and chunks of prompts run in one pass, and why."""
-        return self._decided.mixed_reason
-
-    @property
-    def prefill_graph_reason(self) -> str:
-        """Why prefills have graphs or not."""
-        return self._decided.prefill_reason if self._prefill_graphs is None else self._prefill_graphs.reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -67,7 +66,7 @@ class KeptPrefixes:
     _calls: Calls
     _decided: Decisions
     _num_writes: int
-    _requests: Mapping[int, Sequence]
+    _requests: dict[int, Sequence]
     _state: ModelState
     _stepper: Stepper
 

@@ -1,12 +1,8 @@
-"""Scheduler: who runs in the next step, and which blocks each one holds.
+"""Scheduler: who runs in the next step, and who gets blocks for it (`RequestBlocks` says which).
 
 Continuous batching (Orca, OSDI 2022) over a block pool (vLLM, arXiv:2309.06180): decoding rows always run,
 prompts are prefilled in chunks within a token budget, and when the pool runs dry the youngest request is put
 back and recomputed later. The oldest request is never put back, so that there is always progress.
-
-Requests that begin with the same tokens share the full blocks of these: the first one computes them, the
-others wait for that and take them. Those of requests that ended, or were put back, are there until the pool
-needs them (`PrefixCache`).
 
 Sequences with a row in the decode loop may be further than the host has read: their blocks are counted from
 the tokens they may have, and before one of them is put back the caller reads what is in
@@ -18,34 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.cache.cached_text import CachedText
-from torchpaged.cache.prefix_books import Resumed
 from torchpaged.engine.chunk_budget import ChunkBudget
+from torchpaged.engine.request_blocks import RequestBlocks, Rings
 from torchpaged.engine.sequence import Sequence
-
-
-class Rings(Protocol):
-    """Rings of blocks, or states, of requests besides their blocks: `torchpaged.hf.step_rings.StepRings`."""
-
-    num_resets: int
-
-    def take(self, block: int) -> None:
-        """A request begins, with this as its first block."""
-
-    def give(self, block: int) -> None:
-        """The request that began with this block has ended."""
-
-    def keep(self, block: int, checkpoint: int) -> None:
-        """Copy what the request that began with this block has now."""
-
-    def resume(self, block: int, resumed: Resumed) -> None:
-        """The request that has begun with this block goes on from such a copy."""
-
-    def reset(self) -> None:
-        """No request has one."""
 
 
 @dataclass
@@ -82,7 +55,7 @@ class Scheduler:
         preemption: one of `PREEMPTIONS`.
 
     Attributes:
-        preemption: as given.
+        blocks: what each request holds.
         preemptions, swapped: requests put back, and those of them whose blocks go to the host.
     """
 
@@ -103,27 +76,16 @@ class Scheduler:
         rings: Rings | None = None,
         preemption: str = "auto",
     ) -> None:
-        self.preemption, self.swapped = preemption, 0
+        self.blocks = RequestBlocks(pool, block_size, prefixes, rings, preemption)
+        self.pool, self.block_size, self.prefixes = pool, block_size, prefixes
         self._are_ahead = False  # blocks may have been given ahead of need
-        self._rings, self._resets = rings, -1
-        self.pool, self.block_size = pool, block_size
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.preemptions, self.budget = 0, budget
-        self.prefixes = prefixes
+        self.preemptions, self.swapped, self.budget = 0, 0, budget
         self._one_prompt_per_step, self._mixes = one_prompt_per_step, mixes
         self._max_query_len = prefill_chunk_size if max_query_len is None else max_query_len
-
-    @property
-    def has_rings(self) -> bool:
-        """Whether requests have rings besides their blocks."""
-        return self._rings is not None
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that ``num_tokens`` tokens take."""
-        return -(-num_tokens // self.block_size)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new request."""
@@ -135,34 +97,24 @@ class Scheduler:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        self._release(sequence)
+        self.blocks.release(sequence)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Start over with ``sequences``, whatever was half done: all of them wait, and none holds
         blocks."""
         self.waiting, self.running = deque(sorted(sequences, key=lambda s: s.request_id)), []
-        for sequence in self.waiting:
-            _wait_for_arrival(sequence)
-        self.pool.reset()
-        if self._rings is not None and self._rings.num_resets == self._resets:
-            self._reset_rings(self._rings)
-        for sequence in self.waiting:
-            sequence.blocks, sequence.num_computed, sequence.blocks_on_device = [], 0, 0
-            sequence.cached = None
-
-    def forget_prefixes(self, reason: str) -> None:
-        """What blocks hold is of no use to requests that begin from now on."""
-        if self.prefixes is not None:
-            self.prefixes.clear(reason)
+        self.blocks.reset(self.waiting)
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
         if self.waiting:
             self._admit()
         # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
-        begun = [sequence for sequence in self.running if sequence.row is not None or self._begin(sequence)]
+        begun = [
+            sequence for sequence in self.running if sequence.row is not None or self.blocks.begin(sequence)
+        ]
         if not begun:
-            begun = [s for s in self.running if s.arrival is not None and self._arrived(s, waits=True)]
+            begun = [s for s in self.running if s.arrival is not None and self.blocks.arrived(s, waits=True)]
         step, budget = Schedule(), -1
         for sequence in begun:
             if step.put_back and sequence in step.put_back:
@@ -212,7 +164,7 @@ class Scheduler:
             else:
                 tokens = self._tokens_after(sequence, sequence.remaining)
             if tokens > len(sequence.blocks) * size:
-                missing += self._missing(sequence, tokens)
+                missing += self.blocks.missing(sequence, tokens)
         return missing > 0 and missing > self._room()
 
     def _room(self) -> int:
@@ -241,9 +193,6 @@ class Scheduler:
             return sequence.num_computed + count
         return min(len(sequence.tokens) + 1 + self.ahead, sequence.max_len - 1)
 
-    def _missing(self, sequence: Sequence, num_tokens: int) -> int:
-        return max(0, self.blocks_for(num_tokens) - len(sequence.blocks))
-
     def _look_ahead(self, step: Schedule) -> None:
         """Blocks for ``lookahead`` more tokens each, once a request has used up its own."""
         if not self.lookahead or self.waiting or not step.blocks_added:
@@ -251,7 +200,7 @@ class Scheduler:
         if not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in step.decodes):
             return
         extra = [
-            (s, self._missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1)))
+            (s, self.blocks.missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1)))
             for s in step.decodes
         ]
         if 2 * sum(count for _, count in extra) <= self.pool.num_free - self.pool.num_pinned:
@@ -266,7 +215,7 @@ class Scheduler:
         self._are_ahead = False
         for sequence in self.running:
             if _decodes(sequence):
-                need = self.blocks_for(self._tokens_ahead(sequence))
+                need = -(-self._tokens_ahead(sequence) // self.block_size)
                 self.pool.free(sequence.blocks[need:])
                 del sequence.blocks[need:]
                 sequence.blocks_on_device = min(sequence.blocks_on_device, len(sequence.blocks))
@@ -275,9 +224,9 @@ class Scheduler:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more."""
         if len(self.running) >= self.max_batch_size:
             return
-        promised = sum(self._need(s) for s in self.running if s.row is None and not _decodes(s))
+        promised = sum(self.blocks.need(s) for s in self.running if s.row is None and not _decodes(s))
         while self.waiting and len(self.running) < self.max_batch_size:
-            need = self._need(self.waiting[0])
+            need = self.blocks.need(self.waiting[0])
             if self.running and need + promised > self.pool.num_free - self.pool.num_pinned:
                 self._trim()
                 if need + promised > self.pool.num_free - self.pool.num_pinned:
@@ -287,60 +236,9 @@ class Scheduler:
             # it would be one whose tokens in flight were not read.
             self.running.append(self.waiting.popleft())
 
-    def _need(self, sequence: Sequence) -> int:
-        """Blocks that a request lacks for all its tokens and one more, those left out that others share."""
-        shared = 0 if self.prefixes is None else self._text(self.prefixes, sequence).num_shared()
-        return self.blocks_for(len(sequence.tokens) + 1) - len(sequence.blocks) - shared
-
-    def _text(self, prefixes: PrefixCache, sequence: Sequence) -> CachedText:
-        if sequence.cached is None:
-            sequence.cached = prefixes.text(sequence.tokens, sequence.sampling.cache_salt)
-        return sequence.cached
-
-    def _begin(self, sequence: Sequence) -> bool:
-        """Give a request that begins the blocks of its first tokens that are there; False: another one is
-        computing what they share, and that is waited for."""
-        if self.prefixes is None:
-            return True
-        text = self._text(self.prefixes, sequence)
-        if text.has_begun:
-            return self._arrived(sequence)
-        found = text.take(counts=not sequence.has_begun)
-        if found is None:
-            return False
-        sequence.has_begun = True
-        text.promise()
-        sequence.blocks, sequence.arrival = found, text.arrival
-        sequence.num_computed = (len(found) - text.num_arriving) * self.block_size
-        if text.resumes is not None and self._rings is not None:
-            self._take_ring(self._rings, found[0])
-            self._rings.resume(found[0], text.resumes)
-        return self._arrived(sequence)
-
-    def _arrived(self, sequence: Sequence, waits: bool = False) -> bool:
-        """Whether its blocks from the host are there, so that others find them, too; ``waits``: they are for
-        all that is launched from now on, which waits for them."""
-        if sequence.arrival is None or sequence.cached is None:
-            return True
-        if not waits and not sequence.arrival.ready():
-            return False
-        _wait_for_arrival(sequence)
-        sequence.num_computed += sequence.cached.num_arriving * self.block_size
-        sequence.cached.computed(sequence.num_computed, sequence.blocks)
-        return True
-
-    def computed(self, sequence: Sequence) -> None:
-        """More of its prompt is computed: others may share that."""
-        if sequence.cached is None:
-            return
-        sequence.cached.computed(sequence.num_computed, sequence.blocks)
-        checkpoint = sequence.cached.checkpoint(sequence.num_computed)
-        if checkpoint is not None and self._rings is not None:
-            self._rings.keep(sequence.blocks[0], checkpoint)
-
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
-        missing = self._missing(sequence, num_tokens)
+        missing = self.blocks.missing(sequence, num_tokens)
         if missing <= 0:
             return True
         if missing > self._room():
@@ -352,68 +250,15 @@ class Scheduler:
             step.put_back.append(youngest)
             if youngest is sequence:
                 return False
-        if not sequence.blocks and self._rings is not None:
-            sequence.blocks += self.pool.allocate(1)
-            self._take_ring(self._rings, sequence.blocks[0])
-            missing -= 1
-        sequence.blocks += self.pool.allocate(missing)
+        self.blocks.give(sequence, missing)
         step.blocks_added = True
         return True
 
-    def _take_ring(self, rings: Rings, block: int) -> None:
-        # An engine that had them since has no requests any more: `CacheOwner` lets one engine run.
-        if rings.num_resets != self._resets:
-            self._reset_rings(rings)
-        rings.take(block)
-
-    def _reset_rings(self, rings: Rings) -> None:
-        rings.reset()
-        self._resets = rings.num_resets
-
     def _put_back(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        blocks, swaps = sequence.blocks, self._swaps(sequence)
-        self._release(sequence)
-        if not swaps and self.prefixes is not None:
-            self.prefixes.save_none(blocks)
-        self.swapped += swaps
-        sequence.num_computed = 0
+        self.swapped += self.blocks.put_back(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
-
-    def _swaps(self, sequence: Sequence) -> bool:
-        """Whether the blocks of a request that is put back go to the host when others need them."""
-        host = None if self.prefixes is None else self.prefixes.host
-        if host is None or self.preemption == "recompute":
-            return False
-        return self.preemption == "swap" or host.is_cheaper(len(sequence.blocks), self.block_size, out=True)
-
-    def _release(self, sequence: Sequence) -> None:
-        _wait_for_arrival(sequence)
-        # Not those of another scheduler.
-        if sequence.blocks and self._rings is not None and self._rings.num_resets == self._resets:
-            self._rings.give(sequence.blocks[0])
-        if sequence.cached is not None:
-            self._leave(sequence, sequence.cached)
-        self.pool.free(sequence.blocks)
-        sequence.blocks, sequence.cached = [], None
-
-    def _leave(self, sequence: Sequence, text: CachedText) -> None:
-        """Publish what was computed since the prompt, all at once: while it ran it was not asked for."""
-        if sequence.finish_reason == "error":  # what it took may be the reason
-            return text.forget()
-        if self.prefixes is not None and self.prefixes.keeps:
-            if sequence.num_computed > len(text):
-                text.extend(sequence.tokens[len(text) : sequence.num_computed])
-            text.computed(sequence.num_computed, sequence.blocks)
-        text.leave()
-
-
-def _wait_for_arrival(sequence: Sequence) -> None:
-    """What is launched from now on comes after what is on its way from the host to this one, if anything."""
-    if sequence.arrival is not None:
-        sequence.arrival.wait()
-        sequence.arrival = None
 
 
 def _decodes(sequence: Sequence) -> bool:

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from torchpaged.custom_ops.errors import RequestError
+from torchpaged.engine.acceptor import Acceptor
 from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
@@ -31,9 +31,10 @@ from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.scheduler import Schedule, Scheduler
-from torchpaged.engine.sequence import EventRow, Sequence
+from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.start_report import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
+from torchpaged.engine.step_times import StepTimes
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
@@ -79,16 +80,17 @@ class Stepper:
         self._packed = PackedSteps(model, prefill_graphs, prefixes, rows, stage)
         self._lost = Lost.NOTHING
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
-        self._first_tokens, self._last_tokens_at = 0, 0.0
-        self._chunk_tokens = 0  # beside decodes, in the step whose end is waited for next
         self.requests: dict[int, Sequence] = {}
         self._plan: Schedule | None = None  # of the last step; None: it did not come so far
         self._owner = CacheOwner(model.kv_cache, self.requests)
         self.stats = GeneratorStats(scheduler.pool.num_usable)
         if scheduler.prefixes is not None:
             self.stats.prefix_cache = scheduler.prefixes.stats
-            if scheduler.prefixes.host is not None and scheduler.preemption != "swap":
+            if scheduler.prefixes.host is not None and scheduler.blocks.preemption != "swap":
                 scheduler.prefixes.host.recompute_seconds = self.stats.prefill_seconds_per_token
+        waits_later = self._launches_return_at_once and loop is not None
+        self._times = StepTimes(self.stats, scheduler.budget, waits_later)
+        self._acceptor = Acceptor(self.requests, scheduler, loop, model, self.stats)
         self.late = LateCompiles(self.stats, warns=False)
 
     def add(self, sequence: Sequence) -> None:
@@ -102,7 +104,7 @@ class Stepper:
             self._model.find_scales(sequence.prompt)  # type: ignore[attr-defined]
         sequence.submitted = time.perf_counter()
         if not self.requests:
-            self._last_tokens_at = sequence.submitted  # none waited for tokens before
+            self._times.begin(sequence.submitted)  # none waited for tokens before
         with self._at_work():
             self.requests[sequence.request_id] = sequence
             sequence.inbox.live[sequence] = None
@@ -118,18 +120,18 @@ class Stepper:
             text = ""
             with contextlib.suppress(Exception):  # a tokenizer's: the request ends anyway
                 text = sequence.stream.flush()
-            self._emit(sequence, (None, text, "cancelled", None, None))
+            self._acceptor.emit(sequence, (None, text, "cancelled", None, None))
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error now."""
         with self._at_work():
             for sequence in list(self.requests.values()):
-                self._fail(sequence, reason)
+                self._acceptor.fail(sequence, reason)
 
     def fail(self, sequence: Sequence, reason: str) -> None:
         """End one request with an error now."""
         with self._at_work():
-            self._fail(sequence, reason)
+            self._acceptor.fail(sequence, reason)
 
     def in_step(self) -> list[Sequence]:
         """The requests that the last step was to move; those that could have run, where it chose none."""
@@ -169,7 +171,7 @@ class Stepper:
     def forget_prefixes(self, reason: str) -> None:
         """What blocks hold is of no use to requests that begin from now on."""
         with self._at_work():
-            self._scheduler.forget_prefixes(reason)
+            self._scheduler.blocks.forget_prefixes(reason)
 
     # ------------------------------------------------------------------------------------------- breaking off
     @contextlib.contextmanager
@@ -198,10 +200,10 @@ class Stepper:
                 sequence.inbox.live.pop(sequence, None)
                 del self.requests[sequence.request_id]
         # What the device says late of a step may concern what that step wrote.
-        self._scheduler.forget_prefixes("a step broke off")
+        self._scheduler.blocks.forget_prefixes("a step broke off")
         # Steps whose tokens are lost have written over what the last known one saw in rings, and have moved
         # states on.
-        if self._lost is Lost.BLOCKS or self._scheduler.has_rings:
+        if self._lost is Lost.BLOCKS or self._scheduler.blocks.has_rings:
             self._scheduler.reset(self.requests.values())
         self._lost = Lost.NOTHING
 
@@ -209,7 +211,7 @@ class Stepper:
     def _step(self) -> None:
         started, loop = time.perf_counter(), self._loop
         tokens_before, steps_before = self.stats.new_tokens, 0 if loop is None else loop.steps_read
-        self._first_tokens = 0
+        self._acceptor.first_tokens = 0
         if loop is not None and loop.in_flight and self._scheduler.short_of_blocks():
             self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
@@ -228,31 +230,14 @@ class Stepper:
         prefilled = sum(count for _, count in plan.chunks)
         now = time.perf_counter()
         seconds = now - started
-        self._note_tokens(now, tokens_before, 1 if loop is None else loop.steps_read - steps_before)
-        self._note_wait(seconds, prefilled if plan.decodes else 0)
+        steps_read = 1 if loop is None else loop.steps_read - steps_before
+        tokens = self.stats.new_tokens - tokens_before
+        self._times.note_tokens(now, tokens, self._acceptor.first_tokens, steps_read)
+        self._times.note_wait(seconds, prefilled if plan.decodes else 0)
         if decoded or prefilled:
             self.stats.add_step(seconds, decode_seconds, decoded, prefilled)
             self.stats.preemptions, self.stats.swapped = self._scheduler.preemptions, self._scheduler.swapped
             self.stats.peak_blocks_used = self._scheduler.pool.peak_used
-
-    def _note_tokens(self, now: float, tokens_before: int, num_steps: int) -> None:
-        """Count the seconds between tokens, once for all requests: each has had its token before from the
-        last step that gave any, or was put back since."""
-        tokens = self.stats.new_tokens - tokens_before
-        if tokens > self._first_tokens:
-            seconds = (now - self._last_tokens_at) / num_steps
-            self.stats.between_tokens.add(seconds, tokens - self._first_tokens)
-        if tokens:
-            self._last_tokens_at = now
-
-    def _note_wait(self, seconds: float, chunk_tokens: int) -> None:
-        """What decodes waited in this call, beside so many tokens of prompts. Where launches return at once,
-        it was for the step before."""
-        waited, self._chunk_tokens = self._chunk_tokens, chunk_tokens
-        if not self._launches_return_at_once or self._loop is None:
-            waited = chunk_tokens
-        if waited and self._scheduler.budget is not None:
-            self._scheduler.budget.note(waited, seconds)
 
     def _launch(self, loop: DecodeLoop, plan: Schedule) -> float | None:
         """Start a pass over the chunks or a launch, or both, and read what was started before; returns the
@@ -283,7 +268,7 @@ class Stepper:
         self._lost = Lost.BLOCKS
         for sequence, count in plan.chunks:
             sequence.num_computed += count
-            self._scheduler.computed(sequence)
+            self._scheduler.blocks.computed(sequence)
         self._lost = Lost.ROWS
         if decoding or done:
             loop.finish_packed([*decoding, *done], logits)
@@ -303,7 +288,7 @@ class Stepper:
                 # What a row produced after a stop that only the host could see is dropped.
                 if sequence.finish_reason is None:
                     sequence.num_computed = len(sequence.tokens)  # the step that drew it wrote the one before
-                    self._accept(sequence, token, None if logprobs is None else logprobs[index])
+                    self._acceptor.accept(sequence, token, None if logprobs is None else logprobs[index])
 
     def _advance(self, plan: Schedule) -> float | None:
         """Decode, prefill, sample and read: a step without graphs; returns as `_launch` does."""
@@ -325,62 +310,7 @@ class Stepper:
             sequence.num_computed += 1
         for sequence, count in plan.chunks:
             sequence.num_computed += count
-            self._scheduler.computed(sequence)
+            self._scheduler.blocks.computed(sequence)
         for sequence, (token, logprobs) in zip(rows, drawn, strict=True):
-            self._accept(sequence, token, logprobs)
+            self._acceptor.accept(sequence, token, logprobs)
         return decode_seconds
-
-    def _accept(self, sequence: Sequence, token: int, logprobs: dict[int, float] | None) -> None:
-        """Add a sampled token; end the request if it is its last, or none."""
-        if token < 0:
-            return self._fail(
-                sequence,
-                f"its output token {sequence.num_output} could not be drawn: a logit is NaN, or all are "
-                "-inf; look at the model's weights and dtype",
-            )
-        params = sequence.sampling
-        reason = (
-            "stop"
-            if token in params.stop_token_ids
-            or (token in self._model.eos_token_ids and not params.ignore_eos)
-            else None
-        )
-        try:
-            text = "" if reason else sequence.stream.push(token)
-            if reason is None and sequence.stream.stopped:
-                reason = "stop"
-            elif reason is None and len(sequence.tokens) + 1 >= sequence.max_len:
-                reason = sequence.last_reason
-            if reason:
-                text += sequence.stream.flush()
-        except Exception as error:
-            return self._fail(
-                sequence, f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}"
-            )
-        self._emit(sequence, (token, text, reason, None, logprobs))
-
-    def _fail(self, sequence: Sequence, reason: str) -> None:
-        """End one request with an error."""
-        error = RequestError(sequence.request_id, reason)
-        self._emit(sequence, (None, "", "error", error, None))
-
-    def _emit(self, sequence: Sequence, event: EventRow) -> None:
-        """Give the owner ``event``, then make everything else agree with it."""
-        token, text, finish_reason, error, _ = event
-        sequence.inbox.ready[sequence] = None
-        sequence.log.rows.append(event)
-        sequence.text += text
-        if token is not None:
-            if len(sequence.tokens) == len(sequence.prompt):
-                self._first_tokens += 1
-                self.stats.first_token.add(time.perf_counter() - sequence.submitted)
-            sequence.tokens.append(token)
-            self.stats.new_tokens += 1
-        if finish_reason is not None:
-            sequence.finish_reason, sequence.error = finish_reason, error
-            self.stats.finished[finish_reason] = self.stats.finished.get(finish_reason, 0) + 1
-            if self._loop is not None:
-                self._loop.release(sequence)
-            self._scheduler.remove(sequence)
-            sequence.inbox.live.pop(sequence, None)
-            del self.requests[sequence.request_id]

@@ -1,0 +1,62 @@
+"""CallLock: one call at a time into one `Generator`, and a turn for each thread that waits."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+from torchpaged.custom_ops.errors import TorchpagedError
+
+# For threads that wait for the lock: without it the one that steps would take it again and again.
+_GIVE_WAY_SECONDS = 1e-4
+
+
+class CallLock:
+    """The lock of all calls. Who has it knows that no other thread is inside, and can tell whether it is
+    inside itself."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._holder = 0  # the thread that is inside: a little less long than it has the lock
+        self._queue: dict[int, None] = {}  # threads that wait for the lock
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock.
+
+        It may be taken again by its thread: the garbage collector may close a stream between the lock
+        and the note of its holder, where nothing is half done either.
+
+        Raises:
+            TorchpagedError: this thread is inside already.
+        """
+        if self.is_inside():
+            raise TorchpagedError(
+                "a Generator was called from inside one of its own steps (a callback of the model, "
+                "tokenizer or progress)"
+            )
+        thread = threading.get_ident()
+        self._queue[thread] = None
+        try:
+            with self._lock:
+                self._queue.pop(thread, None)
+                self._holder = thread
+                try:
+                    yield
+                finally:
+                    self._holder = 0
+        finally:
+            self._queue.pop(thread, None)  # interrupted while it waited
+
+    def is_inside(self) -> bool:
+        """Whether this thread holds it."""
+        # _is_owned is not public; threading.Condition relies on it. The note alone is not enough: Ctrl-C may
+        # leave an old one behind.
+        return bool(self._lock._is_owned()) and self._holder == threading.get_ident()  # type: ignore[attr-defined]
+
+    def give_way(self) -> None:
+        """Between two steps of one call: let in a thread that waits."""
+        if self._queue:
+            time.sleep(_GIVE_WAY_SECONDS)

@@ -1,0 +1,66 @@
+"""HandOut: events of some requests on their way to the call that owns these.
+
+handed = HandOut(inbox)         # from inside
+for event in handed: ...        # outside, whatever other calls do meanwhile
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from torchpaged.engine.outputs import TokenEvent
+from torchpaged.engine.sequence import Inbox, Sequence
+
+#: Held while events are taken or change their owner, which a stream does with no other lock: it must not wait
+#: for another thread's step to give what it has.
+TAKING = threading.Lock()
+
+
+class HandOut:
+    """Events on their way to a caller, each request's in order. An event is taken when it is given, not when
+    it is found: a stream may be suspended between two, and the other calls give what it has not given.
+
+    Args:
+        inbox: whose events; from inside.
+    """
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._places = {sequence: (sequence.taken, len(sequence.log.rows)) for sequence in inbox.waiting}
+        inbox.ready = dict.fromkeys(self._places)
+
+    def _take(self, sequence: Sequence, first: int, end: int) -> bool:
+        """Take events ``first`` to ``end``; False, and nothing is, if another call took some or owns them."""
+        # Nothing is called in here, so that no signal and no garbage collector, which may close a stream and
+        # wait for the lock of all calls, comes in.
+        with TAKING:
+            mine = sequence.inbox is self._inbox and sequence.taken == first
+            if mine:
+                sequence.taken, sequence.taker = end, self
+        return mine
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        """One by one, those that no other call has taken by then."""
+        for sequence, (first, end) in self._places.items():
+            for index in range(first, end):
+                if not self._take(sequence, index, index + 1):
+                    break
+                yield sequence.log[index]
+
+    def take(self) -> list[TokenEvent]:
+        """All at once."""
+        return [
+            event
+            for sequence, (first, end) in self._places.items()
+            if self._take(sequence, first, end)
+            for event in map(sequence.log.__getitem__, range(first, end))
+        ]
+
+    def give_back(self) -> None:
+        """After an interrupt in or behind `take`: the next call of the requests' owner gets them, unless
+        another thread has taken later ones of a request meanwhile. From inside."""
+        for sequence, (first, end) in self._places.items():
+            if sequence.taker is self and sequence.taken == end:
+                sequence.inbox.ready[sequence] = None
+                sequence.taken = first

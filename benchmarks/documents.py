@@ -12,9 +12,9 @@ import torch
 from torchpaged.bench import conditions
 
 
-def write_rows(rows: Sequence[dict[str, Any]], output: str | None) -> None:
-    """Print ``rows`` and the conditions on the GPU as one line of JSON, and write it to ``output``."""
-    document = json.dumps({"rows": rows, "conditions": conditions.collect(torch.device("cuda"))})
+def write_rows(rows: Sequence[dict[str, Any]], output: str | None, device: str = "cuda") -> None:
+    """Print ``rows`` and the conditions on the device as one line of JSON, and write it to ``output``."""
+    document = json.dumps({"rows": rows, "conditions": conditions.collect(torch.device(device))})
     if output:
         Path(output).write_text(document)
     print(document)

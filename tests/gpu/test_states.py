@@ -33,7 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kda": {"by_key": True, "key_heads": 4, "key_dim": 128, "value_dim": 128},
 }
 #: One model of each kind of layer.
-MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h")
+MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h", "mamba", "mamba2", "recurrent_gemma")
 OF_EXPERTS = ("qwen3_next", "nemotron_h")
 
 

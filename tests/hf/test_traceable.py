@@ -84,7 +84,8 @@ def test_ctrl_with_what_a_trace_of_ours_does_not_give() -> None:
 
 
 def test_recurrent_states_stay_where_they_are() -> None:
-    """From one step to the next and from one prompt to the next; the first is in inference mode."""
+    """Where no cache has them: from one step to the next and from one prompt to the next; the first is in
+    inference mode."""
     model, ids = model_of("recurrent_gemma", "eager"), torch.randint(3, 99, (2, 6))
     call = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "disable_compile": True}
     want = model.generate(ids, **call)
@@ -93,11 +94,12 @@ def test_recurrent_states_stay_where_they_are() -> None:
         places = []
         for mode in (torch.inference_mode, torch.no_grad):
             with mode():
-                got = model.generate(ids, **call, past_key_values=PagedCache(model.config, 2, 16))
+                got = model.generate(ids, **call, past_key_values=PagedCache(model.config, 2, 16, dense=True))
             assert torch.equal(got, want)
             places.append([state.data_ptr() for state in (block.conv1d_state, block.rg_lru.recurrent_states)])
         assert places[0] == places[1]
         assert block.conv1d_state.is_contiguous()
+    assert "self.conv1d_state = conv_state[:, :, 1:]" in inspect.getsource(type(block).forward)
 
 
 def test_they_come_and_go() -> None:
@@ -115,7 +117,6 @@ def test_each_is_needed() -> None:
         "CTRLModel": "np.sqrt(",
         "DbrxExperts": ".nonzero()",
         "LongcatFlashExperts": ".nonzero(",
-        "RecurrentGemmaRecurrentBlock": "self.conv1d_state = conv_state[:, :, 1:]",
     }
     moved = "key_states.to(query_states.device)"
     only_old = {

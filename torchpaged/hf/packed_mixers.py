@@ -29,8 +29,14 @@ def packed_state(cache: Any, index: int) -> PackedState | None:
 
 
 def mixers_of(model: Any) -> list[Any]:
-    """The modules of a model that have a forward over packed tokens."""
-    return [module for module in model.modules() if type(module).__name__ in PACKED]
+    """The modules of a model that have a forward over packed tokens. Those that do not know their layer
+    (RecurrentGemma's) are told it, by their place among the model's modules."""
+    named = [(name, module) for name, module in model.named_modules() if type(module).__name__ in PACKED]
+    for name, module in named:
+        places = [int(part) for part in name.split(".") if part.isdigit()]
+        if places and not hasattr(module, "layer_idx"):
+            module.layer_idx = places[-1]
+    return [module for _, module in named]
 
 
 def is_packed(mixer: Any) -> bool:
@@ -74,7 +80,8 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
 
 def _is_served(mixer: Any) -> bool:
     """Whether the op takes its convolution, if it has one."""
-    conv = getattr(mixer, "conv1d", getattr(mixer, "conv", None))
+    names = ("conv1d", "conv", "conv_1d")
+    conv = next((getattr(mixer, name) for name in names if hasattr(mixer, name)), None)
     if conv is None:
         return True
     width, activation = conv.kernel_size[0], getattr(mixer, "activation", "none")

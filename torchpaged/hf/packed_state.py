@@ -204,6 +204,14 @@ class PackedState(StateLayer):
         )
         return out
 
+    def positions(self, batch: int, query_len: int) -> Tensor:
+        """``[batch, query_len]``: of each token in its request, below 0 of padding. Behind `convolve` or
+        `begin`."""
+        step = self.cache.metadata_of(self, batch, query_len)
+        if step.positions is not None:
+            return step.positions.view(batch, query_len)
+        return step.seq_lens[:, None] - query_len + torch.arange(query_len, device=step.seq_lens.device)
+
     def complete(self) -> None:
         """Say that this forward's states are written, last of what a mixer calls; the last layer's word
         completes the forward."""

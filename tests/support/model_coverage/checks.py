@@ -141,6 +141,8 @@ def _wants(
     model: PreTrainedModel, padded: dict[str, Tensor], even: dict[str, Tensor], eager: Tensor
 ) -> Wants:
     """What the checks compare with; ``eager``: transformers' own generate() over ``padded``."""
+    if model.config.model_type == "recurrent_gemma":  # its own states read the padding
+        return _wants_of_rows(model, padded, even)
     if model.config.model_type == "minimax":  # its decodes lose the padding with a cache of its own
         eager = _generate(model, padded, use_cache=False)[0]
     if lacks_causal_mask(model):
@@ -153,6 +155,17 @@ def _wants(
         "generate": eager,
         "window": _generate(model, even)[0],
         "forward": _forward(model, padded, use_cache=False),
+    }
+
+
+def _wants_of_rows(model: PreTrainedModel, padded: dict[str, Tensor], even: dict[str, Tensor]) -> Wants:
+    """Of each row by itself, without padding and without a cache."""
+    rows = [ids[mask.bool()][None] for ids, mask in zip(*padded.values(), strict=True)]
+    calls = [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in rows]
+    return {
+        "generate": torch.cat([_generate(model, call, use_cache=False)[0] for call in calls], 1),
+        "window": _generate(model, even, use_cache=False)[0],
+        "forward": torch.cat([_forward(model, call, use_cache=False) for call in calls]),
     }
 
 

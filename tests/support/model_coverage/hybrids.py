@@ -12,7 +12,7 @@ from model_coverage.architectures import config_of, with_random_weights
 from torchpaged.hf.packed_state import PackedState
 
 #: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions, Kimi delta
-#: attention with latents, lightning attention, Mamba 1.
+#: attention with latents, lightning attention, Mamba 1, models of states alone, RG-LRU.
 HYBRIDS = (
     "qwen3_next",
     "qwen3_5_text",
@@ -29,6 +29,7 @@ HYBRIDS = (
     "mamba",
     "mamba2",
     "falcon_mamba",
+    "recurrent_gemma",
     *({"bailing_hybrid"} & {*CONFIG_MAPPING}),  # not in transformers 5.17
 )
 #: Changes of configs by which the op does not take a mixer's convolution: too wide, another activation.

@@ -1,8 +1,12 @@
-"""RecurrentGemma, which keeps its recurrent states in its modules, and in transformers 5.17 binds methods to
-its cache, which Dynamo can't follow.
+"""RecurrentGemma: its RG-LRU over the states of a paged cache. A channel is a head with a state of one
+number, h = a h + sqrt(1 - a^2) i x, and the op's decay is the logarithm of a.
 
-The modules' names and fields are not public; ``tests/hf/test_traceable.py`` compares each with what it
-replaces under each supported transformers, and notices one that needs it no more.
+transformers keeps these states in the modules, which beams, chunks of a prompt and padding do not reach; in
+5.17 it binds methods to its cache, which Dynamo can't follow.
+
+Source: De, Smith and others, "Griffin" (arXiv:2402.19427), section 2.4. The modules' names and fields are not
+public; ``tests/hf/test_traceable.py`` compares each with what it replaces under each supported transformers,
+and ``tests/engine/test_states.py`` runs the class.
 """
 
 from __future__ import annotations
@@ -12,13 +16,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 
-from torchpaged.hf.attached import plain_of
+from torchpaged.hf.attached import plain_of, was_given_functions
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.owner import PagedOwner
+from torchpaged.hf.packed_mixers import packed_functions, packed_state
+from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.state_layer import StateLayer
 from torchpaged.hf.support import records_layers
 
 
@@ -94,26 +103,59 @@ def _kept(place: Tensor | None, state: Tensor | None) -> Tensor | None:
     return made.copy_(state)
 
 
-def _recurrent_block(module: Any) -> Function:
-    """Keeps what a step gives as its state: another layout behind a prompt than behind a token, and so
-    compiled twice, and the next step's input in memory that a captured graph owns."""
-    plain = plain_of(module, "forward")
+def _gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Of ``x [batch, query_len, channels]``, by blocks of channels: weights ``[blocks, width, width]``."""
+    blocks = x.reshape(-1, *bias.shape).transpose(0, 1)
+    return torch.baddbmm(bias[:, None], blocks, weight).transpose(0, 1).reshape(x.shape).sigmoid()
 
-    def forward(self: Any, *args: Any, **options: Any) -> Any:
+
+def _forward(
+    self: Any,
+    input_states: Tensor,
+    position_ids: Tensor,
+    *args: Any,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Of a recurrent block. With any other cache its class's, whose states are kept where they are: behind a
+    prompt they have another layout than behind a token, so that steps would be compiled twice, and lie in
+    memory that a captured graph owns."""
+    layer = packed_state(past_key_values, self.layer_idx)
+    if layer is None:
         conv, recurrent = self.conv1d_state, self.rg_lru.recurrent_states
-        out = plain(self, *args, **options)
+        options["past_key_values"] = past_key_values
+        plain: tuple[Tensor, None] = type(self).forward(self, input_states, position_ids, *args, **options)
         self.conv1d_state = _kept(conv, self.conv1d_state)
         self.rg_lru.recurrent_states = _kept(recurrent, self.rg_lru.recurrent_states)
-        return out
+        return plain
+    lru, gate = self.rg_lru, self.act_fn(self.linear_y(input_states))
+    x = layer.convolve(self.linear_x(input_states), self.conv_1d)
+    decay = _gate(x, lru.recurrent_gate_weight, lru.recurrent_gate_bias).float()
+    decay = -8.0 * decay * softplus(lru.recurrent_param.float())
+    begins = layer.positions(*x.shape[:2])[..., None] == 0
+    norm = torch.where(begins, 1.0, (-torch.expm1(2 * decay)).sqrt())
+    v = x * _gate(x, lru.input_gate_weight, lru.input_gate_bias) * norm.to(x.dtype)
+    ones = x.new_ones(*x.shape[:2], 1, 1)
+    h = layer.attend(ones, ones, v[..., None], decay, None, scale=1.0, delta_rule=False)
+    layer.complete()
+    return self.linear_out(h[..., 0] * gate), None
 
-    return "forward", forward
+
+def _layer(owner: PagedOwner, index: int, config: Any, template: Any) -> StateLayer | None:
+    """Of a recurrent block, of which transformers 5.17 makes a layer of keys. A cache for a model that is not
+    attached has no states: they are the modules'."""
+    if config.layers_block_type[index] in ("attention", "sliding_attention"):
+        return None
+    packed = was_given_functions(config) and not owner.dense
+    return PackedState(owner, index) if packed else StateLayer()
 
 
 register_family(
     Family(
-        modules={
-            "RecurrentGemmaModel": _recurrent_gemma,
-            "RecurrentGemmaRecurrentBlock": _recurrent_block,
-        }
+        ("recurrent_gemma",),
+        modules={"RecurrentGemmaModel": _recurrent_gemma},
+        packed={"RecurrentGemmaRecurrentBlock": _forward},
+        functions=packed_functions,
+        layer=_layer,
     )
 )

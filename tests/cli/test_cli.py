@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import ROOT, run, run_process
+from command import ROOT, Captured, run, run_process
 
 for _package in ("typer", "rich", "transformers", "gguf"):
     pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
@@ -616,6 +616,46 @@ def test_nothing_is_cut_on_a_narrow_screen(command: tuple[str, ...]) -> None:
     done = run(*command, COLUMNS="80" if command == ("-h",) else "60")
     assert done.returncode == 0
     assert not re.search(r"…|\w\.\.\.(?! <)", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("columns", [80, 110])
+@pytest.mark.parametrize("command", [("env",), ("backends",), ("generate",)], ids=" ".join)
+def test_reports_fit_a_terminal_and_are_whole_in_a_pipe(
+    command: tuple[str, ...], columns: int, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a terminal the same words, none of them cut."""
+    if command == ("generate",):
+        command = ("generate", "hello", "--model", folder, "--max-new-tokens", "2", "--verbose")
+    piped = run(*command, COLUMNS=str(columns))
+    monkeypatch.setattr(Captured, "terminal", True)
+    shown = run(*command, COLUMNS=str(columns), NO_COLOR="1", TERM="dumb")
+    for line in (shown.stdout + shown.stderr).splitlines():
+        assert len(line) <= columns or " " not in line.strip(), line
+    if command[0] != "generate":  # whose seconds differ
+        assert shown.stdout.split() == piped.stdout.split()
+    assert max(map(len, (piped.stdout + piped.stderr).splitlines())) > 110 or command == ("env",)
+
+
+def test_the_engine_is_closed_at_the_end(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it ends: what traces a GPU loses records where graphs outlive the program."""
+    import torchpaged.cli.generate as command
+    from torchpaged.engine import Generator
+
+    made: list[Generator] = []
+
+    def kept(*arguments: Any, **options: Any) -> Generator:
+        made.append(Generator(*arguments, **options))
+        return made[-1]
+
+    def fails(*_: Any) -> None:
+        raise ValueError("no summary")
+
+    monkeypatch.setattr(command, "Generator", kept)
+    arguments = ("generate", "hello", "--model", folder, "--max-new-tokens", "2")
+    assert run(*arguments).returncode == 0
+    monkeypatch.setattr(command, "_summary", fails)
+    assert run(*arguments).returncode == 2
+    assert [repr(generator) for generator in made] == ["Generator(closed)"] * 2
 
 
 def test_bad_options_are_refused_before_a_model_is_fetched(tmp_path: Path) -> None:

@@ -44,11 +44,21 @@ def run_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     return python("-m", "torchpaged", *arguments, HF_HUB_OFFLINE="1", COLUMNS="200")
 
 
+class Captured(io.StringIO):
+    """What `run` catches the command's output with: a pipe to it, unless `terminal` is set."""
+
+    terminal = False
+
+    def isatty(self) -> bool:
+        """Whether the command is to take it for a terminal."""
+        return self.terminal
+
+
 def run(*arguments: str, **environment: str) -> Done:
     """The entry point in this process, with what Python would print of an exception that leaves it."""
     from torchpaged.cli import main
 
-    out, errors, code = io.StringIO(), io.StringIO(), 0
+    out, errors, code = Captured(), Captured(), 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(errors):
         patch.setattr(sys, "argv", ["torchpaged", *arguments])
         for name, value in {"HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment}.items():

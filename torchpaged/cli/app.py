@@ -22,6 +22,7 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
 from torchpaged.cli.backends import Asked, backends
 from torchpaged.cli.bench import app as bench_app
 from torchpaged.cli.commands import command_of
+from torchpaged.cli.lines import show
 from torchpaged.cli.settings import Settings
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError
@@ -78,7 +79,7 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
         return
     for section, content in report.items():
         if not isinstance(content, dict):
-            print(f"{section}: {content}")
+            show(f"{section}: {content}")
             continue
         print(f"{section}:")
         for key, value in content.items():
@@ -87,7 +88,7 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
                 if isinstance(value, dict) and "meaning" in value
                 else value
             )
-            print(f"  {key}: {shown}")
+            show(f"  {key}: {shown}")
 
 
 def main() -> Any:

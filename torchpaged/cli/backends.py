@@ -21,6 +21,7 @@ from torchpaged.backends import (
 from torchpaged.backends.choose.names import requested
 from torchpaged.backends.choose.order import order_of, platform_of, platform_table
 from torchpaged.backends.table import capability_tables, declared
+from torchpaged.cli.lines import show
 from torchpaged.cli.settings import dtype_named
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.names import device_named, option
@@ -130,6 +131,6 @@ def backends(asked: Asked) -> None:
     Console().print(shown)
     for name, rejected in reasons.items():
         if rejected:  # not in the table, whose width would break what is to be copied
-            print(f"{name}: {'; '.join(rejected)}")
-    print(f"chosen: {chosen or 'none'} ({why})")
+            show(f"{name}: {'; '.join(rejected)}")
+    show(f"chosen: {chosen or 'none'} ({why})")
     raise typer.Exit(status)

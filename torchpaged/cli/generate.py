@@ -18,6 +18,7 @@ from torchpaged import profiling
 from torchpaged.backends.choose.names import requested_name
 from torchpaged.cli.demo import ensure_smollm2
 from torchpaged.cli.jsonl import lines_of_stdin, read_prompts, write_outputs
+from torchpaged.cli.lines import show
 from torchpaged.cli.model import load, read_config, reading, source
 from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
@@ -70,7 +71,7 @@ def run(settings: Settings) -> int:
 
 
 def _generate(settings: Settings, sampling: SamplingParams, names: list[int | str]) -> int:
-    """Load, submit, stream, or write under these names, summarise."""
+    """Read the prompts, load the model, and answer."""
     from transformers import AutoTokenizer
 
     config = read_config(settings.model)
@@ -84,7 +85,21 @@ def _generate(settings: Settings, sampling: SamplingParams, names: list[int | st
     if not prompts and not settings.as_json:
         return 2
     model = load(settings, config)
-    generator = _generator(model, tokenizer, settings)
+    # Closed at the end: tools that trace the GPU lose what they hold when graphs outlive the program.
+    with _generator(model, tokenizer, settings) as generator:
+        return _answer(generator, model, settings, sampling, names, prompts, refused)
+
+
+def _answer(
+    generator: Generator,
+    model: Any,
+    settings: Settings,
+    sampling: SamplingParams,
+    names: list[int | str],
+    prompts: dict[int, list[int]],
+    refused: dict[int, str],
+) -> int:
+    """Submit the prompts, stream or write what comes, under these names, summarise."""
     ids: dict[int, int] = {}
     for index, prompt_ids in prompts.items():
         with _refusing(refused, index):
@@ -106,7 +121,8 @@ def _generate(settings: Settings, sampling: SamplingParams, names: list[int | st
         print(json.dumps(document))
     else:
         if outputs:
-            print(_summary(generator))
+            print()
+            show(_summary(generator))
         for table in _bucket_tables(generator) if settings.verbose else ():
             print(table, file=sys.stderr)
         for phase, report in kernels.items():
@@ -154,9 +170,10 @@ def _generator(model: Any, tokenizer: Any, settings: Settings) -> Generator:
             ),
         )
     if not settings.as_json:
-        print(f"cache: {generator.model.kv_cache.describe()}", file=sys.stderr)
+        show(f"cache: {generator.model.kv_cache.describe()}", sys.stderr)
         if settings.verbose:
-            print(_decisions(generator), file=sys.stderr)
+            for line in _decisions(generator).splitlines():
+                show(line, sys.stderr)
     return generator
 
 
@@ -282,7 +299,7 @@ def _rate(tokens: int, seconds: float) -> str:
 def _summary(generator: Generator) -> str:
     s = generator.stats
     return (
-        f"\n{counted(s.prompt_tokens, 'prompt token')}, {counted(s.new_tokens, 'new token')} | prefill "
+        f"{counted(s.prompt_tokens, 'prompt token')}, {counted(s.new_tokens, 'new token')} | prefill "
         f"{_rate(s.prefill_tokens, s.prefill_seconds)}, "
         f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of "
         f"{counted(s.num_blocks, 'block')} | "

@@ -25,6 +25,7 @@ def test_any_order_of_operations(seed: int) -> None:
     assert done["evicted blocks"] > 100
     assert done["restored blocks"] > 0
     assert done["swapped in"] > 0
+    assert done["disk tokens"] > 0
 
 
 @pytest.mark.slow

@@ -4,72 +4,15 @@ each block's content known by its text."""
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
-import torch
-
-from torchpaged import PagedKVCache
-from torchpaged.cache import KVLayerSpec, LatentLayerSpec, PrefixCache
-from torchpaged.cache.host_blocks import HostBlocks
-from torchpaged.cache.host_tier import HostTier
-
-SIZE = 4
-
-
-class Engine:
-    """Texts computed one at a time: the content of a block is the sum of the tokens up to its end."""
-
-    def __init__(self, num_blocks: int, num_slots: int) -> None:
-        specs = [KVLayerSpec(1, 4), LatentLayerSpec(4, 4)]
-        self.cache = PagedKVCache(specs, block_size=SIZE, num_blocks=num_blocks, dtype=torch.float32)
-        self.host = HostTier(HostBlocks(self.cache, num_slots * self.cache.bytes_per_block))
-        self.prefixes = PrefixCache(self.cache.pool, SIZE, host=self.host)
-        self.computed = 0
-
-    def write(self, tokens: list[int], blocks: list[int], place: int) -> None:
-        for pool in self.cache.tensors().values():
-            pool[blocks[place]] = float(sum(tokens[: (place + 1) * SIZE]))
-
-    def check(self, tokens: list[int], blocks: list[int], count: int) -> None:
-        for place in range(count):
-            for name, pool in self.cache.tensors().items():
-                want = float(sum(tokens[: (place + 1) * SIZE]))
-                assert (pool[blocks[place]] == want).all(), (name, place)
-
-    def run(self, tokens: list[int], salt: Any = None) -> int:
-        """Take, compute and leave; how many blocks were there."""
-        text, pool = self.prefixes.text(tokens, salt), self.cache.pool
-        blocks = text.take()
-        assert blocks is not None
-        text.promise()
-        found = len(blocks)
-        assert (text.arrival is not None) is (text.num_arriving > 0)
-        blocks += pool.allocate(-(-len(tokens) // SIZE) - found)
-        self.host.flush()
-        if text.arrival is not None:
-            text.arrival.wait()
-        self.check(tokens, blocks, found)
-        for place in range(found, len(tokens) // SIZE):
-            self.write(tokens, blocks, place)
-            self.computed += 1
-        text.computed(len(tokens), blocks)
-        text.leave()
-        pool.free(blocks)
-        self.check_books()
-        return found
-
-    def check_books(self) -> None:
-        host = self.host
-        used = [slot for _, slot in host._entries.values()]
-        assert sorted(used + host._free) == list(range(host.blocks.num_slots))
-        assert len(host) <= host.blocks.num_slots
+from tiered_engine import SIZE, TieredEngine
 
 
 @pytest.mark.parametrize("num_slots", [1, 5, 60])
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_order_texts_come_in(seed: int, num_slots: int) -> None:
-    draw, engine = random.Random(seed), Engine(14, num_slots)
+    draw, engine = random.Random(seed), TieredEngine(14, num_slots)
     systems = [[draw.randrange(1000) for _ in range(draw.randrange(4, 25))] for _ in range(5)]
     for turn in range(200):
         tokens = draw.choice(systems)[: draw.randrange(1, 30)] + [draw.randrange(3) for _ in range(6)]
@@ -91,7 +34,7 @@ def test_whatever_order_texts_come_in(seed: int, num_slots: int) -> None:
 
 
 def test_a_second_copy_is_not_made() -> None:
-    engine = Engine(8, 20)
+    engine = TieredEngine(8, 20)
     one, other = list(range(17)), list(range(100, 125))
     engine.run(one)
     assert engine.run(other) == 0
@@ -105,7 +48,7 @@ def test_a_second_copy_is_not_made() -> None:
 
 
 def test_what_is_faster_to_compute_stays_there() -> None:
-    engine = Engine(8, 20)
+    engine = TieredEngine(8, 20)
     one = list(range(17))
     engine.run(one)
     engine.run(list(range(100, 125)))
@@ -118,7 +61,7 @@ def test_what_is_faster_to_compute_stays_there() -> None:
 
 
 def test_who_shares_waits_for_what_is_on_its_way() -> None:
-    engine = Engine(12, 20)
+    engine = TieredEngine(12, 20)
     one = list(range(17))
     engine.run(one)
     engine.run(list(range(100, 141)))
@@ -136,7 +79,7 @@ def test_who_shares_waits_for_what_is_on_its_way() -> None:
 
 def test_a_forked_row_is_copied_behind_what_was_given_up() -> None:
     """Its own copy of a shared block goes where another text's was, whose copy to the host comes first."""
-    engine, first = Engine(5, 8), [*range(1, 9), 7]
+    engine, first = TieredEngine(5, 8), [*range(1, 9), 7]
     engine.run(first)
     rows = engine.cache.allocate(1)
     rows.append([5])

@@ -73,6 +73,9 @@ class LateArrival:
             self.end()
         return self not in self.host.pending
 
+    def leave(self) -> None:
+        self.wait()
+
     def wait(self) -> None:
         self.host.waits += self in self.host.pending
         self.end()

@@ -21,7 +21,7 @@ class CachedText:
         has_begun: whether `take` gave blocks.
         resumes: what else is to be copied before it goes on behind these; None: nothing.
         arrival: of those blocks of `take` that are on their way from the host; None: none is.
-        num_arriving: how many are, the last of them.
+        num_arriving: how many are, the last of them; fewer once it is known that some do not come.
     """
 
     def __init__(self, cache: PrefixBooks, tokens: Sequence[int], extra: Hashable) -> None:
@@ -37,7 +37,7 @@ class CachedText:
         self._pending: dict[Hashable, bytes] = {}  # names by the keys that it promised
         self._ahead: list[tuple[bytes, Hashable]] = []  # from block `_done` at `promise` on: name before, key
         self._first = 0  # the place of the first of these
-        self._counted, self._count = -1, 0
+        self._counted, self._count, self._is_counted = -1, 0, False
         self.has_begun = False
         self.resumes: Resumed | None = None
         self.arrival: Arrival | None = None
@@ -135,6 +135,7 @@ class CachedText:
         if cache.host is not None:
             cache._not_saved.difference_update(blocks)
             blocks += self._bring(cache.host)
+            self._is_counted = counts
             if counts:
                 self._count_tokens(len(self._blocks), "")
         return blocks
@@ -152,14 +153,28 @@ class CachedText:
             keys.append(key)
             place = len(self._blocks) + len(keys)
             key = self._key(place, name) if place < self._most else None
-        count = min(len(keys), pool.num_free - pool.num_pinned)
-        if count <= 0 or not host.is_cheaper(count, cache.block_size):
+        room = max(pool.num_free - pool.num_pinned, 0)
+        count = host.worth_loading(keys[:room], cache.block_size) if keys and room else 0
+        if not count:
             return []
         own = pool.allocate(count)
-        self.arrival, self.num_arriving = host.load(keys[:count], own), count
+        self.num_arriving = count
+        self.arrival = host.load(keys[:count], own, self._tell)
         self._next = keys[count] if count < len(keys) else key
         cache.stats.host_tokens += count * cache.block_size
         return own
+
+    def _tell(self, from_disk: int, lost: int, why: str) -> None:
+        """How the way back ended; see `torchpaged.cache.host_tier.Told`."""
+        stats, size = self._cache.stats, self._cache.block_size
+        stats.disk_tokens += from_disk * size
+        if not lost:
+            return
+        self.num_arriving -= lost
+        stats.host_tokens -= lost * size
+        if self._is_counted:
+            stats.hit_tokens -= lost * size
+            stats.missed_tokens[why] = stats.missed_tokens.get(why, 0) + lost * size
 
     def _begin(self, count: int, counts: bool, why_fewer: str = "") -> list[int]:
         """Take ``count`` of the blocks that were found; ``why_fewer``: why no more."""

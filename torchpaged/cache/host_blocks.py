@@ -42,7 +42,11 @@ class Arrival(Protocol):
 
     def wait(self) -> None:
         """What is launched on the current stream from now on comes after their arrival; the host does not
-        wait."""
+        wait, unless they come from a disk."""
+
+    def leave(self) -> None:
+        """Nobody wants them any more: the same, but what has not begun to arrive never will, and is not
+        waited for."""
 
 
 class _Arrived:
@@ -51,6 +55,8 @@ class _Arrived:
 
     def wait(self) -> None:
         return
+
+    leave = wait
 
 
 class _OnStream:
@@ -62,6 +68,8 @@ class _OnStream:
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    leave = wait
 
 
 class HostBlocks(NotCopied):
@@ -159,6 +167,15 @@ class HostBlocks(NotCopied):
                 pool.index_copy_(0, index, held[:, place : place + pool.shape[1]])
         return _Arrived()
 
+    def row(self, slot: int) -> Tensor:
+        """The memory of a slot, ``[bytes_per_block]`` uint8. Who reads or fills it waits for a `fence`."""
+        [(_, held)] = self._memory.runs([slot])
+        return held[0]
+
+    def fence(self) -> Callable[[], None]:
+        """What waits, on the host and in any thread, for all copies that were begun by now."""
+        return (lambda: None) if self._copies is None else self._copies.fence()
+
     def _require_alike(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if len(blocks) != len(slots):
             raise ArgumentError("slots", f"one for each of {len(blocks)} blocks", str(len(slots)))
@@ -243,6 +260,18 @@ class _GPUCopies:
                 for at, held in self._memory.runs(slots[first : first + len(ids)]):
                     held.copy_(buffer[at : at + len(held)], non_blocking=True)
                 free.record()
+
+    def fence(self) -> Callable[[], None]:
+        """See `HostBlocks.fence`."""
+        events = [torch.cuda.Event(blocking=True) for _ in range(2)]
+        for event, stream in zip(events, (self._out.stream, self._in.stream), strict=True):
+            event.record(stream)
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
 
     def order(self) -> None:
         """Copies to the host come after those back that were begun."""

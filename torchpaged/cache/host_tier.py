@@ -15,9 +15,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
 
 from torchpaged.cache.host_blocks import Arrival, HostBlocks
 from torchpaged.custom_ops.words import counted, one_line
+
+#: Told of a load when it is known: blocks that a disk had, blocks at the end that did not arrive, and why.
+Told: TypeAlias = Callable[[int, int, str], None]
 
 
 class HostTier:
@@ -63,10 +67,14 @@ class HostTier:
         seconds = count / host.in_rate + (count / host.out_rate if out else 0.0)
         return seconds < num_blocks * block_size * self.recompute_seconds()
 
+    def worth_loading(self, keys: Sequence[Hashable], block_size: int) -> int:
+        """How many of the first of these copies, which follow each other in a text, `load` is to bring."""
+        return len(keys) if self.is_cheaper(len(keys), block_size) else 0
+
     def save(self, key: Hashable, name: bytes, block: int) -> None:
         """The pool gives ``block`` up: the next `flush` copies it, unless there is a copy."""
-        if key in self._entries and self._entries[key][0] == name:
-            self._entries.move_to_end(key)
+        if key not in self._queue and self.name(key) == name:
+            self._touch(key)
         else:
             self.drop(key)
             self._queue[key] = name, block
@@ -76,10 +84,7 @@ class HostTier:
         if not self._queue:
             return
         queue, self._queue = list(self._queue.items())[-self.blocks.num_slots :], {}
-        slots = list[int]()
-        while len(slots) < len(queue) and (self._free or self._entries):
-            slots.append(self._free.pop() if self._free else self._entries.popitem(last=False)[1][1])
-        slots.sort()  # neighbours are one copy
+        slots = sorted(self._take_slots(len(queue)))  # neighbours are one copy
         blocks = [block for _, (_, block) in queue[: len(slots)]]
         for (key, (name, _)), slot in zip(queue, slots, strict=False):
             self._entries[key] = name, slot
@@ -89,21 +94,36 @@ class HostTier:
         self.blocks.swap_out(blocks, slots)
         self.saved_blocks += len(blocks)
 
+    def _take_slots(self, count: int) -> list[int]:
+        """Free ones, then those of the copies used longest ago; as many as there are."""
+        slots = list[int]()
+        while len(slots) < count and (self._free or self._entries):
+            slots.append(self._free.pop() if self._free else self._entries.popitem(last=False)[1][1])
+        return slots
+
+    def _touch(self, key: Hashable) -> None:
+        """The copy of ``key`` is used."""
+        self._entries.move_to_end(key)
+
     def name(self, key: Hashable) -> bytes | None:
         """The name of ``key``; None: it has no copy."""
         found = self._entries.get(key) or self._queue.get(key)
         return None if found is None else found[0]
 
-    def load(self, keys: Sequence[Hashable], blocks: Sequence[int]) -> Arrival:
+    def load(
+        self, keys: Sequence[Hashable], blocks: Sequence[int], told: Told = lambda cold, lost, why: None
+    ) -> Arrival:
         """Start the way back of the copies of ``keys``, none of which waits for `flush`, into ``blocks``."""
         kept = {key: self._entries.pop(key) for key in keys}  # what is given up now takes other slots
-        slots = [slot for _, slot in kept.values()]
-        pairs = sorted(zip(slots, blocks, strict=True))
         try:
             self.flush()
-            arrival = self.blocks.swap_in([slot for slot, _ in pairs], [block for _, block in pairs])
+            return self._swap_in([slot for _, slot in kept.values()], blocks)
         finally:
             self._entries.update(kept)  # or else these slots are lost
+
+    def _swap_in(self, slots: Sequence[int], blocks: Sequence[int]) -> Arrival:
+        pairs = sorted(zip(slots, blocks, strict=True))
+        arrival = self.blocks.swap_in([slot for slot, _ in pairs], [block for _, block in pairs])
         self._leaving.append((arrival, set(slots)))
         self.loaded_blocks += len(slots)
         return arrival
@@ -119,3 +139,6 @@ class HostTier:
         self._queue.clear()
         self._entries.clear()
         self._free = list(range(self.blocks.num_slots - 1, -1, -1))  # those of a `load` that raised, too
+
+    def close(self) -> None:
+        """Nothing is copied any more."""

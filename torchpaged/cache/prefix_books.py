@@ -36,9 +36,11 @@ class PrefixCacheStats:
         missed_tokens: the others by the reason why a hit ended where it did: "new", they had not been
             computed; "evicted", the pool needed the blocks, so that a larger one would have had them; "tail",
             they fill no block, or are the block with a text's last token, which is always computed; what
-            `PrefixCache.clear` was told; and the two reasons of `torchpaged.cache.checkpoints`.
+            `PrefixCache.clear` was told; the two reasons of `torchpaged.cache.checkpoints`; and "disk: ..."
+            of blocks that did not come back as they were written.
         evicted_blocks: blocks given up for other tokens.
         host_tokens: brought back from the host, for requests that were put back as well.
+        disk_tokens: those of them that came from a disk.
         checkpoints, evicted_checkpoints: kept so far, and given up for others.
     """
 
@@ -47,6 +49,7 @@ class PrefixCacheStats:
     missed_tokens: dict[str, int] = field(default_factory=dict)
     evicted_blocks: int = 0
     host_tokens: int = 0
+    disk_tokens: int = 0
     checkpoints: int = 0
     evicted_checkpoints: int = 0
 

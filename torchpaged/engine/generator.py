@@ -131,6 +131,10 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             up: a request that finds them there waits for their way back instead of computing them, where that
             is faster by the rates measured so far, with ``preemption="swap"`` always. Not where layers keep
             states or rings. None: what the pool gives up is lost.
+        disk_cache_path, disk_cache_size: a folder, and bytes in it at most, for those of these copies that
+            were used longest ago: they go to a file and come back through ``host_cache_memory``, where that
+            is faster. Threads write and read. The file has no name and ends with this process. A block that
+            does not come back as it was written is computed again, and counted (`metrics`).
         preemption: what happens to keys and values of a request that is put back, since blocks are short.
             They are there until the pool needs the blocks; then "swap" copies these to the host
             (``host_cache_memory``), and "recompute" gives them up. "auto": to the host, if there and back is
@@ -257,6 +261,8 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             if self.loop is not None:
                 self.loop.reset()  # nothing of it runs on the device any more
         finally:
+            if self.prefix_cache is not None and self.prefix_cache.host is not None:
+                self.prefix_cache.host.close()
             self.loop = self._prefill_graphs = self.prefix_cache = None
             del self.model, self.scheduler, self._stepper, self._state
             self._give_back()

@@ -10,6 +10,8 @@ import torch
 
 from torchpaged.cache import BlockPool, PagedKVCache, Pin, PrefixCache
 from torchpaged.cache.checkpoints import CheckpointedPrefixCache
+from torchpaged.cache.disk_blocks import DiskBlocks
+from torchpaged.cache.disk_tier import DiskTier
 from torchpaged.cache.host_blocks import HostBlocks
 from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
@@ -35,15 +37,15 @@ def make_prefix_cache(
     """By which requests share blocks, those of ``cache``, or None if they do not; ``rings``: of the model.
 
     Raises:
-        ArgumentError: ``host_cache_memory`` holds no block.
+        ArgumentError: ``host_cache_memory`` or ``disk_cache_size`` holds no block, or nothing can be written
+            to ``disk_cache_path``.
         ArgumentError: ``checkpoint_every`` is no multiple of the block size.
     """
     if not decided.shares:
         return None
     block_size = cache.block_size
     if rings is None:
-        memory = options.host_cache_memory
-        host = None if memory is None else HostTier(HostBlocks(cache, memory))
+        host = _host_tier(options, cache)
         return PrefixCache(pool, block_size, keep=decided.keeps, eviction=options.eviction, host=host)
     every = options.checkpoint_every
     if every is None:
@@ -54,6 +56,16 @@ def make_prefix_cache(
     count = rings.num_checkpoints
     kept: dict[str, Any] = {"keep": decided.keeps, "eviction": options.eviction}
     return CheckpointedPrefixCache(pool, block_size, num_checkpoints=count, every=every, **kept)
+
+
+def _host_tier(options: GeneratorOptions, cache: PagedKVCache) -> HostTier | None:
+    """Where copies go."""
+    if options.host_cache_memory is None:
+        return None
+    host, folder = HostBlocks(cache, options.host_cache_memory), options.disk_cache_path
+    if folder is None or options.disk_cache_size is None:
+        return HostTier(host)
+    return DiskTier(host, DiskBlocks(folder, options.disk_cache_size, host.bytes_per_block))
 
 
 class KeptPrefixes:

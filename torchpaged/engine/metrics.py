@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torchpaged.cache.disk_tier import DiskTier
 from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.engine.latency import BOUNDS, LatencyHistogram
 from torchpaged.engine.outputs import GeneratorStats
@@ -34,6 +35,9 @@ class EngineMetrics:
         prompt_tokens, new_tokens: of all requests.
         prefix_hit_rate: share of prompts' tokens that were found in the prefix cache when their requests
             began; 0 before any. What one that was put back finds of its own is not counted.
+        host_tokens, disk_tokens: that came back from the host, and those of them that a disk had.
+        disk_blocks: that the disk has.
+        disk_errors: blocks that could not be written to it, or not be read back, by reason.
         first_token: seconds from `Generator.submit` to a request's first token.
         between_tokens: seconds from one token of a request to its next one. Tokens of one launch share its
             seconds. The wait of a request that was put back is not in it.
@@ -50,6 +54,10 @@ class EngineMetrics:
     prompt_tokens: int
     new_tokens: int
     prefix_hit_rate: float
+    host_tokens: int
+    disk_tokens: int
+    disk_blocks: int
+    disk_errors: dict[str, int]
     first_token: LatencyHistogram
     between_tokens: LatencyHistogram
 
@@ -78,6 +86,12 @@ class EngineMetrics:
         yield from _metric(
             "prefix_hit_ratio", "gauge", "Share of tokens looked up that were found.", self.prefix_hit_rate
         )
+        yield from _metric("host_tokens_total", "counter", "Tokens back from the host.", self.host_tokens)
+        yield from _metric("disk_tokens_total", "counter", "Of these, from a disk.", self.disk_tokens)
+        yield from _metric("disk_blocks", "gauge", "Blocks on the disk.", self.disk_blocks)
+        yield from _head("disk_errors_total", "counter", "Blocks not written or not read back, by reason.")
+        for reason, count in sorted(self.disk_errors.items()):
+            yield f'torchpaged_disk_errors_total{{reason="{reason}"}} {count}'
         yield from _histogram("first_token_seconds", "Seconds to the first token.", self.first_token)
         yield from _histogram("between_tokens_seconds", "Seconds between tokens.", self.between_tokens)
 
@@ -109,6 +123,8 @@ def measured(scheduler: Scheduler, stats: GeneratorStats) -> EngineMetrics:
         num_full, tail = divmod(min(sequence.num_computed, len(sequence.blocks) * size), size)
         full.update(sequence.blocks[:num_full])
         tails += tail
+    disk = None if scheduler.prefixes is None else scheduler.prefixes.host
+    disk = disk if isinstance(disk, DiskTier) else None
     used, useful, prefixes = scheduler.pool.num_used, len(full) * size + tails, stats.prefix_cache
     return EngineMetrics(
         running=len(scheduler.running),
@@ -122,6 +138,10 @@ def measured(scheduler: Scheduler, stats: GeneratorStats) -> EngineMetrics:
         prompt_tokens=stats.prompt_tokens,
         new_tokens=stats.new_tokens,
         prefix_hit_rate=prefixes.hit_tokens / max(prefixes.queried_tokens, 1),
+        host_tokens=prefixes.host_tokens,
+        disk_tokens=prefixes.disk_tokens,
+        disk_blocks=0 if disk is None else disk.num_on_disk,
+        disk_errors={} if disk is None else dict(disk.errors),
         first_token=stats.first_token.copy(),
         between_tokens=stats.between_tokens.copy(),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Concatenate, ParamSpec
@@ -65,6 +66,8 @@ class GeneratorOptions:
     prefix_cache: bool | str = "auto"
     eviction: EvictionPolicy | None = None
     host_cache_memory: int | None = None
+    disk_cache_path: str | os.PathLike[str] | None = None
+    disk_cache_size: int | None = None
     preemption: str = "auto"
     num_checkpoints: int | None = None
     checkpoint_every: int | None = None
@@ -173,12 +176,26 @@ class GeneratorOptions:
 
     def _check_host(self) -> None:
         self._check_size("host_cache_memory")
+        self._check_disk()
         if self.preemption not in PREEMPTIONS:
             expected = " or ".join(map(repr, PREEMPTIONS))
             raise ArgumentError("preemption", expected, shown(self.preemption))
         if self.preemption == "swap" and self.host_cache_memory is None:
             expected = "'auto' or 'recompute' without host_cache_memory, where blocks would go"
             raise ArgumentError("preemption", expected, "'swap'")
+
+    def _check_disk(self) -> None:
+        self._check_size("disk_cache_size")
+        path, size = self.disk_cache_path, self.disk_cache_size
+        if (path is None) is not (size is None):
+            expected = "a folder with disk_cache_size, and bytes with disk_cache_path"
+            missing = "disk_cache_path" if path is None else "disk_cache_size"
+            raise ArgumentError(missing, expected, "None", "for 100 GiB give disk_cache_size=100 * 2**30")
+        if path is not None and not (isinstance(path, str | os.PathLike) and os.path.isdir(path)):
+            raise ArgumentError("disk_cache_path", "None or a folder that exists", shown(path))
+        if path is not None and self.host_cache_memory is None:
+            why = "blocks pass through host memory on their way; a few hundred of them suffice"
+            raise ArgumentError("host_cache_memory", "bytes with disk_cache_path", "None", why)
 
     def _check_prefill_buckets(self) -> None:
         given, most = self.prefill_buckets, self.prefill_chunk_size

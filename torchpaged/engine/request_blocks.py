@@ -66,7 +66,7 @@ class RequestBlocks:
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Nobody holds any; ``sequences`` are all that may have."""
         for sequence in sequences:
-            wait_for_arrival(sequence)
+            leave_arrival(sequence)
         self.pool.reset()
         if self._rings is not None and self._rings.num_resets == self._resets:
             self._reset_rings(self._rings)
@@ -145,7 +145,7 @@ class RequestBlocks:
 
     def release(self, sequence: Sequence) -> None:
         """It ends, or is put back: it holds none. What they hold is found by others, if it is kept."""
-        wait_for_arrival(sequence)
+        leave_arrival(sequence)
         # Not those of another scheduler.
         if sequence.blocks and self._rings is not None and self._rings.num_resets == self._resets:
             self._rings.give(sequence.blocks[0])
@@ -200,4 +200,11 @@ def wait_for_arrival(sequence: Sequence) -> None:
     """What is launched from now on comes after what is on its way from the host to this one, if anything."""
     if sequence.arrival is not None:
         sequence.arrival.wait()
+        sequence.arrival = None
+
+
+def leave_arrival(sequence: Sequence) -> None:
+    """The same for blocks that it gives back."""
+    if sequence.arrival is not None:
+        sequence.arrival.leave()
         sequence.arrival = None

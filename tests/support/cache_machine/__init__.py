@@ -11,6 +11,7 @@ from collections import Counter
 from unittest.mock import patch
 
 from cache_machine.machine import CacheMachine
+from torchpaged.cache.disk_tier import DiskTier
 
 
 def run_machines(seed: int, operations: int, each: int = 500) -> Counter[str]:
@@ -28,6 +29,10 @@ def run_machines(seed: int, operations: int, each: int = 500) -> Counter[str]:
                 raise
         done += machine.done
         done["hit tokens"] += machine.prefixes.stats.hit_tokens
+        done["disk tokens"] += machine.prefixes.stats.disk_tokens
+        if isinstance(machine.host, DiskTier):
+            done["disk errors"] += sum(machine.host.errors.values())
+            machine.host.close()
         done["evicted blocks"] += machine.prefixes.stats.evicted_blocks
     return done
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy
+from tiered_engine import check_slots
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.host_tier import HostTier
@@ -110,8 +111,7 @@ class Books:
         if not self.requests:
             assert not cache._promised
         if self.host is not None:
-            slots = [slot for _, slot in self.host._entries.values()] + self.host._free
-            assert sorted(slots) == list(range(self.host.blocks.num_slots)), "a slot twice, or lost"
+            check_slots(self.host)
             assert not self.host._queue
         stats = cache.stats
         assert stats.queried_tokens == stats.hit_tokens + sum(stats.missed_tokens.values())

@@ -15,13 +15,15 @@ from typing import Any
 
 import numpy
 import torch
+from late_disk import LateDisk
 
 from cache_machine.books import NULL_WORD
 from cache_machine.rows import Rows
 from torchpaged import ArgumentError, PagedKVCache
 from torchpaged.cache import Pin, PrefixCache
 from torchpaged.cache.cached_text import CachedText
-from torchpaged.cache.host_blocks import HostBlocks
+from torchpaged.cache.disk_tier import DiskTier
+from torchpaged.cache.host_blocks import Arrival, HostBlocks
 from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.snapshots import load_prefixes, save_prefixes
 from torchpaged.custom_ops.errors import BlockPoolExhaustedError
@@ -37,6 +39,7 @@ class Request:
     weights: int = 0
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    arrival: Arrival | None = None
 
 
 class CacheMachine(Rows):
@@ -50,12 +53,20 @@ class CacheMachine(Rows):
     def __init__(self, seed: int) -> None:
         self.r = random.Random(seed)
         self.size = self.r.choice([1, 2, 3])
+        keep, slots = self.r.random() < 0.8, self.r.choice([0, 3, 5, 8, 40])
         shape = {"block_size": self.size, "num_blocks": self.r.choice([9, 17, 29, 49])}
         self.kv = PagedKVCache.uniform(1, 1, 1, dtype=torch.float32, **shape)
         self.pool = self.kv.pool
-        keep, slots = self.r.random() < 0.8, self.r.choice([0, 3, 40, 40])
         budget = slots * self.kv.bytes_per_block
-        self.host = HostTier(HostBlocks(self.kv, budget)) if keep and slots else None
+        self._folder = TemporaryDirectory()
+        self.disk: LateDisk | None = None
+        self.host: HostTier | None = None
+        if keep and slots:
+            blocks, row = HostBlocks(self.kv, budget), self.kv.bytes_per_block
+            self.host = HostTier(blocks)
+            if slots < 40:
+                self.disk = LateDisk(self.r, self._folder.name, self.r.choice([3, 20, 200]) * row, row)
+                self.host = DiskTier(blocks, self.disk)
         self.prefixes = PrefixCache(self.pool, self.size, keep=keep, host=self.host)
         self.words = self.kv[0][0].view(-1, self.size).numpy()
         self.words[:], self.words[0] = numpy.nan, NULL_WORD
@@ -69,7 +80,6 @@ class CacheMachine(Rows):
         self.numbers: dict[Any, int] = {}
         self.weights, self.now, self.forgot = 0, 0.0, False
         self.done: Counter[str] = Counter()
-        self._folder = TemporaryDirectory()
 
     def step(self) -> None:
         """One operation, and a look at everything. One that the pool has no blocks for changes nothing."""
@@ -121,15 +131,31 @@ class CacheMachine(Rows):
             return
         assert len(found) * self.size < len(one.tokens)
         self.done["swapped in"] += one.text.num_arriving
-        one.blocks, one.computed, one.weights = found, len(found) * self.size, self.weights
+        one.arrival, one.blocks, one.weights = one.text.arrival, found, self.weights
+        one.computed = (len(found) - one.text.num_arriving) * self.size
         if self.r.random() < 0.7:
             one.text.promise()
         self.requests.append(one)  # `check` reads what it took
+
+    def arrive(self, one: Request) -> bool:
+        """Whether what the host or the disk had is there, or what of it could be had."""
+        if one.arrival is not None:
+            if not one.arrival.ready():
+                if self.r.random() < 0.5:
+                    return False
+                one.arrival.wait()
+            one.arrival = None
+            one.computed += one.text.num_arriving * self.size
+            if self.r.random() < 0.5:
+                self.publish(one)
+        return True
 
     def grow(self) -> None:
         if not self.requests:
             return
         one = self.r.choice(self.requests)
+        if not self.arrive(one):
+            return
         if one.computed == len(one.tokens):
             one.tokens = one.tokens + self.r.choices(range(2), k=self.r.randint(1, 4))
         end = min(len(one.tokens), one.computed + self.r.randint(1, 6))
@@ -149,6 +175,8 @@ class CacheMachine(Rows):
         if not self.requests:
             return
         one = self.requests.pop(self.r.randrange(len(self.requests)))
+        if one.arrival is not None:
+            one.arrival.leave()
         how = self.r.random()
         if how < 0.6:
             self.publish(one)
@@ -219,6 +247,8 @@ class CacheMachine(Rows):
             self.weights += 1
         elif what < 0.3:
             self.snapshot()
+        elif what < 0.6 and self.disk is not None:
+            self.disk.spoil()
         if 0.02 < what < 0.03:  # a step broke off
             self.pool.reset()
             self.requests, self.waiting, self.others, self.rows, self.batch = [], [], [], [], None

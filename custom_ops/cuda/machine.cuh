@@ -207,6 +207,11 @@ __device__ __forceinline__ float ld_cluster_float(u32 from) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
   return x;
 }
+__device__ __forceinline__ float2 ld_cluster_float2(u32 from) {
+  float2 x;
+  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(from) : "memory");
+  return x;
+}
 __device__ __forceinline__ float4 ld_cluster_float4(u32 from) {
   float4 x;
   asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"

@@ -1,10 +1,10 @@
 // Sparse latent attention on Hopper: query tokens that attend to selected positions of their requests.
 //
 // A cluster of CTAs takes up to 32 heads of one query token, each CTA a part of its positions. It looks up
-// their rows of the pool and asks for all of them at once, as far as its shared memory goes: with 2,048
-// positions over 16 CTAs that is everything, so that memory is waited for once. Heads are the 16 rows of
-// mma.m16n8k16; each row of the pool, gathered by 16 bytes, is key and value. The parts meet in the cluster's
-// shared memory: one launch, no memory of its own, the same bits every time.
+// their rows of the pool and asks for as many as its shared memory holds. With up to 16 heads two CTAs fit a
+// multiprocessor: so clusters of 16 find room, and one CTA copies while the other one multiplies. Heads are
+// the 16 rows of mma.m16n8k16; each row of the pool, gathered by 16 bytes, is key and value. The parts meet
+// in the cluster's shared memory: one launch, no memory of its own, the same bits every time.
 //
 // Nothing here waits for ever: all waits are barriers of a CTA or of its cluster, which all threads reach.
 // Compiled by NVRTC for sm_90; its constants: selected_config.cuh. Sources: absorbed latents
@@ -12,7 +12,7 @@
 
 #include "selected_merge.cuh"
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
     attend_selected(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
@@ -20,9 +20,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
             item = blockIdx.x / CLUSTER, head_tile = item % p.head_tiles, token = item / p.head_tiles;
   griddepcontrol_launch_dependents();
   const Token t = find_token(p, token, lane);
+  copy_table(p, memory, t, thread);
   griddepcontrol_wait();
+  const Positions positions(p, token, rank, thread);
   copy_queries(p, shared, token, head_tile, thread);
-  const int tiles = find_keys(p, memory, token, rank, t, thread);
+  const int tiles = find_keys(p, memory, positions, t, thread);
   for (int tile = 0; tile < STAGES; ++tile) {
     if (tile < tiles) copy_keys(p, memory, shared + tile * STAGE_BYTES, tile, warp, lane);
     cp_async_commit();  // of the first stage with the queries
@@ -31,7 +33,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
   queries.at = shared + Q_AT;
   Softmax softmax;
 #pragma unroll
-  for (int i = 0; i < MY_ROWS; ++i) {
+  for (int i = 0; i < Softmax::TURNS; ++i) {
     softmax.maximum[i] = FLOOR;
     softmax.total[i] = 0.f;
   }
@@ -40,7 +42,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
     const u32 stage = shared + tile % STAGES * STAGE_BYTES;
     cp_async_wait<STAGES - 1>();
     __syncthreads();  // the tile is there, of all threads' copies
-    if (tile == 0) queries.keep(warp / 4, lane);
+    if (tile == 0) queries.keep(warp / KEY_PARTS, lane);
     score(memory, stage, queries, warp, lane);
     __syncthreads();
     weigh(memory, softmax, tile, p.scale, warp, lane);

@@ -15,9 +15,10 @@ from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
 from torchpaged.custom_ops.mla.call import LatentCall
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-THREADS, TILE = 256, 64
-#: Positions that a CTA has room for, and CTAs that share those of a token.
-MAX_KEYS, MAX_CLUSTER = 2048, 8
+THREADS, TILE = 256, 32  # with one tile of heads
+#: Positions that a CTA has room for, fewest that are worth one, and CTAs that share those of a token: 16 with
+#: one tile of heads, of which two fit a multiprocessor, so that clusters of 16 do.
+MAX_KEYS, MIN_KEYS, MAX_CLUSTER = 2048, 64, 8
 #: With more heads than a tile's 16 the Triton kernel is faster until so many CTAs have work without a cluster
 #: (docs/log/latent_cuda.md).
 _MANY = 128
@@ -76,8 +77,14 @@ class SelectedSpec(NamedTuple):
         (tokens, heads, width), top_k = call.q.shape, call.indices.shape[1]
         m_tiles = 1 if heads <= 16 else 2
         programs, cluster = tokens * -(-heads // (16 * m_tiles)), 1
-        while cluster < MAX_CLUSTER and (
-            cluster * MAX_KEYS < top_k or (cluster * TILE < top_k and programs * cluster * 2 <= num_sms)
+        most = MAX_CLUSTER * 2 // m_tiles
+        two_per_sm = num_sms * 2 // m_tiles  # which pays where a CTA has all positions
+        while cluster < most and (
+            cluster * MAX_KEYS < top_k
+            or (
+                cluster * MIN_KEYS < top_k
+                and programs * cluster * 2 <= (two_per_sm if cluster == 1 else num_sms)
+            )
         ):
             cluster *= 2
         return cls(
@@ -165,12 +172,15 @@ def attend(call: LatentCall, spec: SelectedSpec) -> None:
 @functools.cache
 def _specialised(index: int, spec: SelectedSpec) -> Kernel:
     device, config = torch.device("cuda", index), spec.config()
-    return jit.kernel("selected.cu", "attend_selected", config, device, shared_bytes=shared_bytes(spec))
+    kernel = jit.kernel("selected.cu", "attend_selected", config, device, shared_bytes=shared_bytes(spec))
+    if spec.cluster > 8:
+        kernel.resident(THREADS, spec.cluster, spec.cluster)  # which the device must be told to allow
+    return kernel
 
 
 def shared_bytes(spec: SelectedSpec) -> int:
     """Dynamic shared memory, as selected_params.cuh counts it."""
     rows, group = spec.m_tiles * 16, (spec.rank + spec.rope) * 16
-    stages = 2 * TILE // 8 * group
-    scores = rows * 128 + 2 * rows * (TILE + 8) * 4
-    return stages + rows // 8 * group + scores + MAX_KEYS * 4 + rows * 16 + spec.cluster * rows * 4 + 32
+    tile = TILE * spec.m_tiles
+    scores = rows * 128 + THREADS // 32 * 16 // tile * rows * (tile + 8) * 4
+    return 2 * tile // 8 * group + rows // 8 * group + scores + MAX_KEYS * 4 + rows * 12 + 32

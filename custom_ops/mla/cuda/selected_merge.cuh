@@ -3,11 +3,17 @@
 
 #include "selected_tile.cuh"
 
-__device__ __forceinline__ float4 load_of(const void *mine, int cta) {  // of a CTA of the cluster
+// Of CTAs of the cluster, all asked for at once.
+__device__ __forceinline__ void load_parts(float2 (&states)[CLUSTER], const void *state,
+                                           float4 (&sums)[CLUSTER], const void *sum) {
 #if CLUSTER > 1
-  return ld_cluster_float4(mapa(mine, cta));
+#pragma unroll
+  for (int cta = 0; cta < CLUSTER; ++cta) states[cta] = ld_cluster_float2(mapa(state, cta));
+#pragma unroll
+  for (int cta = 0; cta < CLUSTER; ++cta) sums[cta] = ld_cluster_float4(mapa(sum, cta));
 #else
-  return *(const float4 *)mine;
+  states[0] = *(const float2 *)state;
+  sums[0] = *(const float4 *)sum;
 #endif
 }
 
@@ -16,13 +22,13 @@ __device__ __forceinline__ void leave_part(char *memory, const Softmax &s,
                                            const float (&acc)[M_TILES][PAIRS * 2][4], int tiles, int warp,
                                            int lane) {
 #pragma unroll
-  for (int i = 0; i < MY_ROWS; ++i) {
+  for (int i = 0; i < Softmax::TURNS; ++i) {
     float total = s.total[i];
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) total += __shfl_xor_sync(ALL, total, step);
-    if (lane == 0)
-      ((float4 *)(memory + STATE_AT))[warp * MY_ROWS + i] =
-          float4{s.maximum[i], total, tiles > 0 ? 1.f : 0.f, 0.f};
+    for (int step = 1; step < Softmax::LANES; step *= 2) total += __shfl_xor_sync(ALL, total, step);
+    if (lane % Softmax::LANES == 0)
+      ((float2 *)(memory + STATE_AT))[Softmax::row(i, warp, lane)] =
+          float2{s.maximum[i], tiles > 0 ? total : -1.f};
   }
   float *sums = (float *)memory + lane / 4 * O_LINE + warp * (RANK / WARPS) + lane % 4 * 2;
 #pragma unroll
@@ -37,45 +43,37 @@ __device__ __forceinline__ void leave_part(char *memory, const Softmax &s,
 __device__ __forceinline__ void store_merged(const Params &p, char *memory, int token, int head_tile,
                                              int rank, int thread) {
   constexpr int LINE = RANK / CLUSTER / 4;  // groups of 4 columns of this CTA's share
-  float *factors = (float *)(memory + FACTOR_AT);
-  meet_cluster<CLUSTER>();  // all parts are left
-  if (thread < ROWS) {
-    float4 state[CLUSTER];
-    float top = FLOOR, total = 0.f, seen = 0.f;
-#pragma unroll
-    for (int cta = 0; cta < CLUSTER; ++cta) {
-      state[cta] = load_of(memory + STATE_AT + thread * 16, cta);
-      top = fmaxf(top, state[cta].x);
-      seen += state[cta].z;
-    }
-#pragma unroll
-    for (int cta = 0; cta < CLUSTER; ++cta) {
-      state[cta].x = exp2_(state[cta].x - top);
-      total += state[cta].x * state[cta].y;
-    }
-#pragma unroll
-    for (int cta = 0; cta < CLUSTER; ++cta)
-      factors[cta * ROWS + thread] = seen > 0.f ? state[cta].x / total : 0.f;
-    const int head = head_tile * ROWS + thread;
-    if (LSE && rank == 0 && head < NUM_HEADS)
-      p.lse[token * p.l_token + head * p.l_head] = seen > 0.f ? (top + log2_(total)) * LN2 : -INF;
-  }
-  __syncthreads();
+  meet_cluster<CLUSTER>();                  // all parts are left
+#pragma unroll 1
   for (int i = thread; i < ROWS * LINE; i += THREADS) {
     const int r = i / LINE, column = (rank * LINE + i % LINE) * 4, head = head_tile * ROWS + r;
+    float2 states[CLUSTER];
+    float4 sums[CLUSTER];
+    load_parts(states, memory + STATE_AT + r * 8, sums, memory + (r * O_LINE + column) * 4);
+    float top = FLOOR, total = 0.f;
+    bool seen = false;
+#pragma unroll
+    for (int cta = 0; cta < CLUSTER; ++cta) {
+      top = fmaxf(top, states[cta].x);
+      seen = seen || !(states[cta].y < 0.f);
+    }
     float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int cta = 0; cta < CLUSTER; ++cta) {
-      const float4 x = load_of(memory + (r * O_LINE + column) * 4, cta);
-      const float factor = factors[cta * ROWS + r];
-      sum.x += x.x * factor;
-      sum.y += x.y * factor;
-      sum.z += x.z * factor;
-      sum.w += x.w * factor;
+      const float factor = states[cta].y < 0.f ? 0.f : exp2_(states[cta].x - top);
+      total += factor * states[cta].y;
+      sum.x += sums[cta].x * factor;
+      sum.y += sums[cta].y * factor;
+      sum.z += sums[cta].z * factor;
+      sum.w += sums[cta].w * factor;
     }
-    if (head < NUM_HEADS)
+    const float by = seen ? 1.f / total : 0.f;
+    if (head < NUM_HEADS) {
       *(uint2 *)(p.out + (token * p.o_token + head * p.o_head + column) * 2) =
-          uint2{pack<HALF>(sum.x, sum.y), pack<HALF>(sum.z, sum.w)};
+          uint2{pack<HALF>(sum.x * by, sum.y * by), pack<HALF>(sum.z * by, sum.w * by)};
+      if (LSE && column == 0)
+        p.lse[token * p.l_token + head * p.l_head] = seen ? (top + log2_(total)) * LN2 : -INF;
+    }
   }
-  meet_cluster<CLUSTER>();  // no CTA leaves while others read its part
+  if constexpr (CLUSTER > 1) meet_cluster<CLUSTER>();  // no CTA leaves while others read its part
 }

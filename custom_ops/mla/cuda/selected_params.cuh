@@ -10,12 +10,17 @@
 #define CLUSTERED
 #endif
 
-constexpr int THREADS = 256, WARPS = 8, TILE = 64, STAGES = 2, MAX_KEYS = 2048;
+// With 16 heads a CTA's memory and registers are such that two of them fit a multiprocessor.
+constexpr int THREADS = 256, WARPS = 8, TILE = M_TILES == 1 ? 32 : 64, STAGES = 2, MAX_KEYS = 2048;
+constexpr int CTAS_PER_SM = M_TILES == 1 ? 2 : 1;
 constexpr int ROWS = M_TILES * 16, MY_ROWS = ROWS / WARPS;  // heads; those whose softmax a warp works out
 constexpr int WIDTH = RANK + ROPE, SQUARES = WIDTH / 64;    // 64 columns each, lines of 128 bytes
 constexpr int GROUP_BYTES = SQUARES * 1024;                 // 8 keys, or 8 heads
 constexpr int STAGE_BYTES = TILE / 8 * GROUP_BYTES;
+constexpr int KEY_PARTS = TILE / 16, COLUMN_PARTS = WARPS / KEY_PARTS;  // of a tile's scores, by warps
+constexpr int STEPS = 4 / COLUMN_PARTS;                     // of 16 columns, of a warp in each square
 constexpr int PAIRS = RANK / WARPS / 16;                    // 16 value columns each, of a warp
+constexpr int TABLE_ENTRIES = STAGES * STAGE_BYTES / 4;     // which the stages have room for
 constexpr int S_LINE = TILE + 8, O_LINE = RANK + 8;         // numbers; rows lie in other banks
 static_assert(RANK % 128 == 0 && WIDTH % 64 == 0 && RANK <= 512, "whole squares; sums fit in registers");
 static_assert(RANK % (CLUSTER * 4) == 0 && CLUSTER <= 16, "columns for each CTA of a cluster");
@@ -35,10 +40,12 @@ static_assert(sizeof(Params) == 168, "as custom_ops/mla/cuda/selected.py packs i
 // Where in shared memory things are, in bytes from its begin; custom_ops/mla/cuda/selected.py counts alike.
 constexpr int Q_AT = STAGES * STAGE_BYTES;             // behind the stages, in which the sums lie at the end
 constexpr int P_AT = Q_AT + ROWS / 8 * GROUP_BYTES;    // weights, lines of 128 bytes
-constexpr int S_AT = P_AT + ROWS * 128;                // scores of either half of the columns
-constexpr int KEYS_AT = S_AT + 2 * ROWS * S_LINE * 4;  // [MAX_KEYS], rows of the pool, -1: not seen
-constexpr int STATE_AT = KEYS_AT + MAX_KEYS * 4;       // [ROWS], maximum, sum, keys seen
-constexpr int FACTOR_AT = STATE_AT + ROWS * 16;        // [CLUSTER, ROWS]
-constexpr int COUNT_AT = FACTOR_AT + CLUSTER * ROWS * 4;
+constexpr int S_AT = P_AT + ROWS * 128;                // scores of each part of the columns
+// [MAX_KEYS], rows of the pool, -1: not seen
+constexpr int KEYS_AT = S_AT + COLUMN_PARTS * ROWS * S_LINE * 4;
+constexpr int STATE_AT = KEYS_AT + MAX_KEYS * 4;       // [ROWS], maximum; sum, below 0: no key is seen
+constexpr int FACTOR_AT = STATE_AT + ROWS * 8;         // [ROWS], by which sums shrink
+constexpr int COUNT_AT = FACTOR_AT + ROWS * 4;
 constexpr int SHARED_BYTES = COUNT_AT + WARPS * 4;
-static_assert(ROWS * O_LINE * 4 <= Q_AT && SHARED_BYTES <= 227 * 1024, "shared memory");
+static_assert(ROWS * O_LINE * 4 <= Q_AT, "sums in place of the stages");
+static_assert((SHARED_BYTES + 1024) * CTAS_PER_SM <= 228 * 1024, "shared memory");

@@ -8,39 +8,41 @@ __device__ __forceinline__ u32 line_at(int lane, int chunk) {
   return lane % 8 * 128 + (chunk ^ lane % 8) * 16;
 }
 
-// Queries of a warp's half of the columns as operands; kept in registers where a tile has 16 heads.
+// Queries of a warp's part of the columns as operands; kept in registers where a tile has 16 heads.
 struct Queries {
   static constexpr bool KEPT = M_TILES == 1;
-  u32 kept[KEPT ? SQUARES : 1][2][4];
+  u32 kept[KEPT ? SQUARES : 1][STEPS][4];
   u32 at;
 
-  __device__ __forceinline__ void load(u32 (&a)[4], int m, int square, int k, int half, int lane) const {
+  __device__ __forceinline__ void load(u32 (&a)[4], int m, int square, int k, int part, int lane) const {
     ldmatrix_x4(a, at + (m * 2 + lane / 8 % 2) * GROUP_BYTES + square * 1024 +
-                       line_at(lane, half * 4 + k * 2 + lane / 16));
+                       line_at(lane, (part * STEPS + k) * 2 + lane / 16));
   }
-  __device__ __forceinline__ void keep(int half, int lane) {
+  __device__ __forceinline__ void keep(int part, int lane) {
     if constexpr (KEPT)
 #pragma unroll
       for (int square = 0; square < SQUARES; ++square)
 #pragma unroll
-        for (int k = 0; k < 2; ++k) load(kept[square][k], 0, square, k, half, lane);
+        for (int k = 0; k < STEPS; ++k) load(kept[square][k], 0, square, k, part, lane);
   }
 };
 
-// Scores of 16 keys in half of the columns, every other 32 of them, for each warp.
+// Scores of 16 keys in a part of the columns, STEPS times 16 of each square, for each warp.
 __device__ __forceinline__ void score(char *memory, u32 stage, const Queries &q, int warp, int lane) {
-  constexpr int CHAINS = M_TILES == 1 ? 2 : 1;  // a product waits for the one before on the same sum
-  const int half = warp / 4, part = warp % 4;
+  constexpr int CHAINS = 1;
+  const int part = warp / KEY_PARTS, keys = warp % KEY_PARTS;
   float c[CHAINS][M_TILES][2][4] = {};
 #pragma unroll
   for (int square = 0; square < SQUARES; ++square) {
-    u32 b[2][4];
+    // of 8 keys 32 columns each, or of 16 keys 16
+    u32 b[STEPS][4];
+    const u32 at = stage + keys * 2 * GROUP_BYTES + square * 1024;
 #pragma unroll
-    for (int n = 0; n < 2; ++n)
-      ldmatrix_x4(b[n], stage + (part * 2 + n) * GROUP_BYTES + square * 1024 +
-                            line_at(lane, half * 4 + lane / 8));
+    for (int n = 0; n < STEPS; ++n)
+      ldmatrix_x4(b[n], at + (STEPS == 2 ? n : lane / 16) * GROUP_BYTES +
+                            line_at(lane, STEPS == 2 ? part * 4 + lane / 8 : part * 2 + lane / 8 % 2));
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
+    for (int k = 0; k < STEPS; ++k)
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
         u32 a[4];
@@ -48,13 +50,17 @@ __device__ __forceinline__ void score(char *memory, u32 stage, const Queries &q,
 #pragma unroll
           for (int e = 0; e < 4; ++e) a[e] = q.kept[square][k][e];
         } else {
-          q.load(a, m, square, k, half, lane);
+          q.load(a, m, square, k, part, lane);
         }
 #pragma unroll
-        for (int n = 0; n < 2; ++n) mma<HALF>(c[k % CHAINS][m][n], a, b[n][k * 2], b[n][k * 2 + 1]);
+        for (int n = 0; n < 2; ++n) {
+          const u32(&of)[4] = b[STEPS == 2 ? n : 0];
+          const int e = STEPS == 2 ? k * 2 : n * 2;
+          mma<HALF>(c[(square + k) % CHAINS][m][n], a, of[e], of[e + 1]);
+        }
       }
   }
-  float *to = (float *)(memory + S_AT) + half * ROWS * S_LINE + part * 16 + lane % 4 * 2;
+  float *to = (float *)(memory + S_AT) + part * ROWS * S_LINE + keys * 16 + lane % 4 * 2;
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -70,29 +76,44 @@ __device__ __forceinline__ void score(char *memory, u32 stage, const Queries &q,
       }
 }
 
-struct Softmax {  // of a warp's rows; the total of a lane's keys
-  float maximum[MY_ROWS], total[MY_ROWS];
+// Of a warp's rows, AT_ONCE next to each other, each with as many lanes as it has pairs of keys; the total of
+// a lane's keys.
+struct Softmax {
+  static constexpr int LANES = TILE / 2, AT_ONCE = 32 / LANES, TURNS = MY_ROWS / AT_ONCE;
+  float maximum[TURNS], total[TURNS];
+
+  static __device__ __forceinline__ int row(int turn, int warp, int lane) {
+    return warp * MY_ROWS + turn * AT_ONCE + lane / LANES;
+  }
 };
 
 // Weights of a tile into shared memory, as an operand; by which the sums so far shrink, into FACTOR_AT.
 __device__ __forceinline__ void weigh(char *memory, Softmax &s, int tile, float scale, int warp, int lane) {
-  const int *keys = (const int *)(memory + KEYS_AT) + tile * TILE + lane * 2;
+  const int pair = lane % Softmax::LANES;
+  const int *keys = (const int *)(memory + KEYS_AT) + tile * TILE + pair * 2;
   const bool first_seen = keys[0] >= 0, second_seen = keys[1] >= 0;
 #pragma unroll
-  for (int i = 0; i < MY_ROWS; ++i) {
-    const int r = warp * MY_ROWS + i;
-    const float *from = (const float *)(memory + S_AT) + r * S_LINE + lane * 2;
-    const float2 a = *(const float2 *)from, b = *(const float2 *)(from + ROWS * S_LINE);
-    const float x = first_seen ? (a.x + b.x) * scale : -INF, y = second_seen ? (a.y + b.y) * scale : -INF;
+  for (int i = 0; i < Softmax::TURNS; ++i) {
+    const int r = Softmax::row(i, warp, lane);
+    const float *from = (const float *)(memory + S_AT) + r * S_LINE + pair * 2;
+    float2 sum = *(const float2 *)from;
+#pragma unroll
+    for (int part = 1; part < COLUMN_PARTS; ++part) {
+      const float2 more = *(const float2 *)(from + part * ROWS * S_LINE);
+      sum.x += more.x;
+      sum.y += more.y;
+    }
+    const float x = first_seen ? sum.x * scale : -INF, y = second_seen ? sum.y * scale : -INF;
     float top = fmaxf(x, y);
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
+    for (int step = 1; step < Softmax::LANES; step *= 2)
+      top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
     top = fmaxf(s.maximum[i], top);
     const float shrink = exp2_(s.maximum[i] - top), px = exp2_(x - top), py = exp2_(y - top);
     s.maximum[i] = top;
     s.total[i] = s.total[i] * shrink + (px + py);
-    *(u32 *)(memory + P_AT + r * 128 + (lane / 4 ^ r % 8) * 16 + lane % 4 * 4) = pack<HALF>(px, py);
-    if (lane == 0) ((float *)(memory + FACTOR_AT))[r] = shrink;
+    *(u32 *)(memory + P_AT + r * 128 + (pair / 4 ^ r % 8) * 16 + pair % 4 * 4) = pack<HALF>(px, py);
+    if (pair == 0) ((float *)(memory + FACTOR_AT))[r] = shrink;
   }
 }
 

@@ -148,6 +148,16 @@ template <bool FP16> u32 pack(float low, float high) {
   return rounded<FP16>(low) | (u32)rounded<FP16>(high) << 16;
 }
 template <bool FP16> float to_float(u16 x) { return number<FP16>(x); }
+inline float from_e4m3(u32 x) {
+  const int exponent = x >> 3 & 15, mantissa = x & 7;
+  float y = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+  if ((x & 127) == 127) y = __builtin_nanf("");
+  return x & 128 ? -y : y;
+}
+template <bool> void unpack_fp8(u32 x, u32 &low, u32 &high) {
+  low = pack<true>(from_e4m3(x), from_e4m3(x >> 8));
+  high = pack<true>(from_e4m3(x >> 16), from_e4m3(x >> 24));
+}
 
 // ------------------------------------------------------------------------------------------------- launch
 inline void (*forget)() = [] {};  // what a header keeps of the cluster before

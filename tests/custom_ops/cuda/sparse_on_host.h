@@ -8,20 +8,10 @@ inline u32 mapa(const void *mine, int rank) {
   return shared_address(mine) % CTA_BYTES + (u32)rank * CTA_BYTES;
 }
 inline u32 ld_cluster_u32(u32 from) { return *(u32 *)(memories + from); }
+inline float2 ld_cluster_float2(u32 from) { return *(float2 *)(memories + from); }
 inline float4 ld_cluster_float4(u32 from) { return *(float4 *)(memories + from); }
 inline void st_cluster(u32 to, u32 x) { *(u32 *)(memories + to) = x; }
 inline float clipped(float x) { return x < 0.f ? 0.f : x; }
-inline float from_e4m3(u32 x) {
-  const int exponent = x >> 3 & 15, mantissa = x & 7;
-  float y = exponent ? std::ldexp(8.f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
-  if ((x & 127) == 127) y = __builtin_nanf("");
-  return x & 128 ? -y : y;
-}
-template <bool> void unpack_fp8(u32 x, u32 &low, u32 &high) {
-  low = pack<true>(from_e4m3(x), from_e4m3(x >> 8));
-  high = pack<true>(from_e4m3(x >> 16), from_e4m3(x >> 24));
-}
-
 // ----------------------------------------------------------------------------------------------- matrices
 inline u16 half_at(u32 at) { u16 x; memcpy(&x, memories + at, 2); return x; }
 inline void ldmatrix_x4(u32 (&r)[4], u32 at) {

@@ -48,7 +48,7 @@ def examples() -> dict[str, Config]:
         "prefill_config.cuh": prefill_config(specialisation()),
         "linear_config.cuh": linear_shape.linear_config(linear, shape, early=True),
         "latent_config.cuh": latent_config(LatentSpec(512, 64, 16, 64, False, True, False, 16, 132)),
-        "selected_config.cuh": SelectedSpec(512, 64, 16, 64, False, True, False, 1, 8).config(),
+        "selected_config.cuh": SelectedSpec(512, 64, 16, 64, False, True, False, 1, 16).config(),
         "logits_config.cuh": LogitsSpec(64, 64, False, True, True).config(),
         "top_k_config.cuh": top_k_config(4, 131072, 132),
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),

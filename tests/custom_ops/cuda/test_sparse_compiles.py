@@ -22,7 +22,7 @@ from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.custom_ops.mla.cuda.selected import SelectedSpec
 
-DECODE = SelectedSpec(512, 64, 16, 64, False, True, True, 1, 8)
+DECODE = SelectedSpec(512, 64, 16, 64, False, True, True, 1, 16)
 CONFIGS: dict[str, Config] = {
     "16 heads": DECODE.config(),
     "64 heads, fp16": DECODE._replace(num_heads=64, m_tiles=2, half=True, cluster=4).config(),
@@ -91,7 +91,9 @@ def test_how_work_is_cut() -> None:
         assert (config["VECTORS"], config["CLUSTER"]) == (vectors, cluster), (rows, columns)
         assert vectors * cluster * 4 * top_k_indices.THREADS >= columns
     for (tokens, heads, top_k), (m_tiles, cluster) in {
-        (8, 16, 2048): (1, 8),
+        (8, 16, 2048): (1, 16),
+        (16, 16, 2048): (1, 8),
+        (128, 16, 2048): (1, 2),
         (1, 5, 100): (1, 2),
         (64, 16, 2048): (1, 2),
         (64, 128, 2048): (2, 1),

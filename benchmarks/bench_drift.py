@@ -145,9 +145,15 @@ def captured(run: Callable[..., None], tokens: dict[str, Tensor], out: Tensor, s
     return graph.replay
 
 
-def measure(name: str, count: int, device: str, reference: bool) -> list[dict[str, Any]]:
+def small(family: Family) -> Family:
+    """With keys and values of 16 at most, in 16 heads at most."""
+    return family._replace(
+        heads=min(family.heads, 16), key_dim=min(family.key_dim, 16), value_dim=min(family.value_dim, 16)
+    )
+
+
+def measure(name: str, family: Family, count: int, device: str, reference: bool) -> list[dict[str, Any]]:
     """Errors of one family, by case and way."""
-    family = FAMILIES[name]
     made = runners(family, device, reference)
     buffers = tokens_of(family, 0, device)
     outs = {
@@ -187,14 +193,11 @@ def main() -> None:
     parser.add_argument("--reference", action="store_true", help="on a CPU the reference's decodes, too")
     parser.add_argument("--output")
     args = parser.parse_args()
-    if args.small:
-        for name, family in FAMILIES.items():
-            sizes = {"heads": min(family.heads, 16), "key_dim": min(family.key_dim, 16)}
-            FAMILIES[name] = family._replace(**sizes, value_dim=min(family.value_dim, 16))
     rows = []
     with torch.inference_mode():
         for name in args.families.split(","):
-            rows += measure(name, args.tokens, args.device, args.reference)
+            family = small(FAMILIES[name]) if args.small else FAMILIES[name]
+            rows += measure(name, family, args.tokens, args.device, args.reference)
     write_rows(rows, args.output, args.device)
 
 

@@ -241,7 +241,7 @@ def test_workers_give_rows() -> None:
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_the_committed_table(path: Path) -> None:
     """Nothing wrong, nothing broken, and no fewer than there were: paged, latents, gathered, in one graph."""
-    least = {"architectures-5.23": (134, 13, 3, 6, 156), "architectures-5.17": (129, 12, 0, 4, 145)}[
+    least = {"architectures-5.23": (135, 13, 3, 6, 157), "architectures-5.17": (130, 12, 3, 4, 149)}[
         path.stem
     ]
     text = path.read_text()

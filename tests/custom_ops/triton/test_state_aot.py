@@ -20,12 +20,20 @@ from torchpaged.custom_ops import BACKEND_OPS
 
 BF16 = torch.bfloat16
 #: A TP2 shard of Qwen3-Next; Bamba's Mamba 2, with states of float32; Granite 4's; Mamba 1 of Jamba; Kimi
-#: Linear's.
+#: Linear's; RecurrentGemma's RG-LRU.
 LINEAR: dict[str, dict[str, Any]] = {
     "qwen3_next": {"key_heads": 8, "heads": 16, "key_dim": 128, "value_dim": 128, "state_dtype": BF16},
     "bamba": {"key_heads": 1, "heads": 16, "key_dim": 128, "value_dim": 64, "delta": False},
     "granite": {"key_heads": 1, "heads": 6, "key_dim": 256, "value_dim": 64, "delta": False},
     "jamba": {"key_heads": 1, "heads": 64, "key_dim": 16, "value_dim": 1, "delta": False, "by_key": True},
+    "recurrent_gemma": {
+        "key_heads": 1,
+        "heads": 64,
+        "key_dim": 1,
+        "value_dim": 1,
+        "delta": False,
+        "beta": False,
+    },
     "kimi": {"key_heads": 16, "heads": 16, "key_dim": 128, "value_dim": 128, "by_key": True},
 }
 

@@ -55,6 +55,14 @@ def test_linear_attention_matches_the_oracle(batch: str, family: str) -> None:
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
 
 
+@pytest.mark.parametrize("batch", STATE_BATCHES)
+def test_heads_of_one_number(batch: str) -> None:
+    """RG-LRU: a channel is a head."""
+    sizes: dict[str, Any] = {"key_heads": 1, "heads": 5, "key_dim": 1, "value_dim": 1}
+    inputs = make_linear_inputs(STATE_BATCHES[batch], delta=False, beta=False, **sizes)
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
+
+
 @pytest.fixture(params=[32, 64], ids="chunks of {}".format)
 def in_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Long rows go in chunks whatever their dtype and widths: of float32, nothing rounded hides an error."""

@@ -498,7 +498,7 @@ SIZES = {"hidden_size": 2**20, "intermediate_size": 2**22, "num_hidden_layers": 
 TEMPLATE = "a chat template that transformers can read"
 #: What is done to a good folder -> how the line goes on, and, at last, arguments.
 BAD_FOLDERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
-    "no tokenizer": (drop("tokenizer*"), "a tokenizer that transformers can read", ()),
+    "no tokenizer": (drop("tokenizer*"), "a folder without tokenizer.json; tokenizer.save_pretrained", ()),
     "empty": (drop("*"), "a HuggingFace folder, hub id or .gguf file, got .*without config.json", ()),
     "weights alone": (
         lambda path: [drop("*")(path), write("a.gguf", b"GGUF")(path)],

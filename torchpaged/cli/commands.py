@@ -18,7 +18,7 @@ def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[
     hints = get_type_hints(record)
 
     def command(**given: Any) -> None:
-        run(record(**given))
+        run(record(**{name: value for name, value in given.items() if value is not None}))
 
     parameters = []
     for field in dataclasses.fields(record):  # type: ignore[arg-type]
@@ -27,12 +27,14 @@ def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[
         words, flags, limits = (field.metadata[key] for key in ("help", "flags", "limits"))
         required = field.default is dataclasses.MISSING
         by_place = field.metadata["argument"]
+        default = inspect.Parameter.empty if required else field.default
         asked = typer.Argument(help=words) if by_place else typer.Option(*flags, help=words, **limits)
         parameters.append(
             inspect.Parameter(
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if required else field.default,
+                # click 8.1 refuses another default of an argument that takes several values
+                default=None if by_place and not required else default,
                 annotation=Annotated[hints[field.name], asked],
             )
         )

@@ -19,7 +19,7 @@ from torchpaged.backends.choose.names import requested_name
 from torchpaged.cli.demo import ensure_smollm2
 from torchpaged.cli.jsonl import lines_of_stdin, read_prompts, write_outputs
 from torchpaged.cli.lines import show
-from torchpaged.cli.model import load, read_config, reading, source
+from torchpaged.cli.model import load, read_config, read_tokenizer, reading
 from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, RequestError
@@ -72,11 +72,8 @@ def run(settings: Settings) -> int:
 
 def _generate(settings: Settings, sampling: SamplingParams, names: list[int | str]) -> int:
     """Read the prompts, load the model, and answer."""
-    from transformers import AutoTokenizer
-
     config = read_config(settings.model)
-    with reading(settings.model, "a tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(**source(settings.model))
+    tokenizer = read_tokenizer(settings.model)
     refused: dict[int, str] = {}
     prompts: dict[int, list[int]] = {}
     for index, prompt in enumerate(settings.prompts):

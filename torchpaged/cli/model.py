@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 from torchpaged.names import short_dtype
 
 CONFIGS = ("config.json", "adapter_config.json")
+#: What a folder's tokenizer is in, by its kind.
+TOKENIZERS = ("tokenizer*", "vocab*", "spiece.model", "tekken.json", "*.tiktoken", "sentencepiece*.model")
 
 
 @contextlib.contextmanager
@@ -27,7 +30,7 @@ def reading(model: str, what: str) -> Iterator[None]:
     except TorchpagedError:
         raise
     except Exception as error:
-        first = " ".join(str(error).split())[:240]
+        first = textwrap.shorten(str(error), 240, placeholder=" ...")
         raise ValueError(
             f"--model: expected {what} that transformers can read, got {model!r}: "
             f"{type(error).__name__}: {first}"
@@ -54,7 +57,8 @@ def read_config(model: str) -> Any:
 
     expected, path = "a HuggingFace folder, hub id or .gguf file", Path(model)
     if not path.exists():
-        if model.startswith((".", "/", "~")):
+        owner = path.parent != Path(".") and path.parent.is_dir()  # a folder here, no name on the hub
+        if model.startswith((".", "/", "~")) or path.suffix == ".gguf" or owner:
             raise ArgumentError("--model", expected, f"{model!r}, which does not exist")
     elif path.is_file() and path.suffix != ".gguf":
         raise ArgumentError("--model", expected, f"{model!r}, another file", "give the folder that it is in")
@@ -79,6 +83,26 @@ def read_config(model: str) -> Any:
             fix if config.is_encoder_decoder else "",
         )
     return config
+
+
+def read_tokenizer(model: str) -> Any:
+    """The tokenizer of a folder, hub id or file of GGUF.
+
+    Raises:
+        ArgumentError, ValueError: there is none, or it can't be read.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(model)
+    if path.is_dir() and not any(any(path.glob(name)) for name in TOKENIZERS):
+        raise ArgumentError(
+            "--model",
+            "a folder with a tokenizer that transformers can read",
+            f"{model!r}, a folder without tokenizer.json",
+            "tokenizer.save_pretrained(folder) puts it there",
+        )
+    with reading(model, "a tokenizer"):
+        return AutoTokenizer.from_pretrained(**source(model))
 
 
 def load(settings: Settings, config: Any) -> Any:

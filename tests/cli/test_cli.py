@@ -658,6 +658,20 @@ def test_the_engine_is_closed_at_the_end(folder: str, monkeypatch: pytest.Monkey
     assert [repr(generator) for generator in made] == ["Generator(closed)"] * 2
 
 
+def test_an_argument_of_several_values_has_no_default() -> None:
+    """click 8.1, which typer 0.15 brings, refuses one."""
+    import inspect
+
+    from torchpaged.cli.commands import command_of
+    from torchpaged.cli.settings import Settings
+
+    command = command_of(Settings, lambda settings: given.append(settings))
+    parameters, given = inspect.signature(command).parameters, list[Settings]()
+    assert parameters["prompts"].default is None
+    command(prompts=None, model="a folder")
+    assert given == [Settings(model="a folder")]
+
+
 def test_bad_options_are_refused_before_a_model_is_fetched(tmp_path: Path) -> None:
     """With no --model the demo's would come over the network, 89 MiB, or be converted for 10 s."""
     for options, words in (

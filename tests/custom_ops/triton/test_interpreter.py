@@ -337,6 +337,15 @@ def test_fp8_writes_saturate() -> None:
         assert cache[1, 1, 0].float().tolist() == [448.0, -448.0, 0.25, 1.5]
 
 
+def test_fp8_writes_round_as_torch_does() -> None:
+    """Up into the next power of two, below the smallest normal number, ties to even; NaN stays NaN."""
+    numbers = torch.cat([torch.tensor([31.1, -31.9, 7.8, 2**-7, 3e-4, float("nan")]), torch.randn(506) * 20])
+    caches = [torch.zeros(2, 1, 1, 512, dtype=torch.float8_e4m3fn) for _ in range(2)]
+    k = numbers.view(1, 1, 512)
+    TRITON.write_kv(k, k, *caches, torch.tensor([1]), torch.ones(1), torch.ones(1))
+    assert torch.equal(caches[0][1].view(torch.uint8), k.to(torch.float8_e4m3fn)[0].view(torch.uint8)[None])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ROPE_CASES)
 def test_rope_write_kv(case: str, dtype: torch.dtype) -> None:

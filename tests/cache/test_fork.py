@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from row_holders import row_holders
 
 from torchpaged import AttentionMetadata, BlockPool, PagedAttention, PagedKVCache
 from torchpaged.cache import KVLayerSpec, LatentLayerSpec, StateLayerSpec
@@ -110,7 +111,7 @@ class Machine:
             self.seen[act.__name__] += 1
 
     def check(self) -> None:
-        uses = Counter(block for rows, _ in self.groups for blocks in rows.block_tables for block in blocks)
+        uses = row_holders(rows for rows, _ in self.groups)
         assert [self.pool.ref_count(b) for b in range(1, BLOCKS)] == [uses[b] for b in range(1, BLOCKS)]
         assert self.pool.num_used == len(uses)
         assert not {*self.pool._free, *self.pool._idle} & {*uses}
@@ -123,7 +124,11 @@ class Machine:
             assert [self.memory[block, i] for i in range(BLOCK)] == tokens
 
 
-def test_each_request_reads_its_own_tokens_through_20_000_changes() -> None:
+@pytest.mark.parametrize("chunk", [64, 1, 2])
+def test_each_request_reads_its_own_tokens_through_20_000_changes(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchpaged.cache.row_holds.CHUNK", chunk)
     machine = Machine(seed=20)
     for _ in range(20_000):
         machine.step()

@@ -14,6 +14,7 @@ host_tier.py     `HostTier`: where a `PrefixCache` has copies of the blocks that
 disk_blocks.py   `DiskBlocks`: blocks in a file, with checksums, written and read by threads
 disk_tier.py     `DiskTier`: a `HostTier` whose oldest copies go on to such a file
 disk_arrival.py  the way back from it
+row_holds.py     how forked requests share blocks
 row_blocks.py    the blocks of a batch's rows, and what they share
 prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike
 prefix_books.py  which block holds what, beneath it; its counters are `PrefixCacheStats`

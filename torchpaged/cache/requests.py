@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from torchpaged.cache.block_pool import BlockPool
+from torchpaged.cache.row_holds import RowHolds
 from torchpaged.custom_ops.checks import check_sizes, is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 from torchpaged.custom_ops.words import counted, one_line, shortened
@@ -69,6 +70,7 @@ class CacheRequests:
         self.pool, self.block_size, self.max_seq_len, self.device = pool, block_size, max_seq_len, device
         self.seq_lens = [0] * num_reqs
         self.block_tables: list[list[int]] = [[] for _ in range(num_reqs)]
+        self._holds = [RowHolds() for _ in range(num_reqs)]
 
     def __copy__(self) -> CacheRequests:
         raise ArgumentError(*self._ALONE)
@@ -202,7 +204,7 @@ class CacheRequests:
 
         Nothing is copied yet: a request shares all blocks of its parent. Before one writes into a partly
         filled block that it shares, `append` copies that block. Both sides may grow, be truncated and freed
-        in any order.
+        in any order. Of long requests 64 full blocks are shared as one, and have one holder in the pool.
 
         Args:
             parents: request ``i`` of the new ones holds what request ``parents[i]`` holds; default: each
@@ -220,7 +222,11 @@ class CacheRequests:
             raise ArgumentError("parents", f"numbers of requests from 0 to {len(self) - 1}", str(parents))
         forks = CacheRequests(self.pool, len(numbers), self.block_size, self.max_seq_len, self.device)
         forks.seq_lens = [self.seq_lens[n] for n in numbers]
-        forks.block_tables = [self.pool.fork(self.block_tables[n]) for n in numbers]
+        forked = [
+            self._holds[n].fork(self.pool, self.block_tables[n], self.seq_lens[n] // self.block_size)
+            for n in numbers
+        ]
+        forks.block_tables, forks._holds = [list(part) for part in zip(*forked, strict=True)]
         return forks
 
     def cross(self, query_lens: Sequence[int], written: AttentionMetadata | None = None) -> CrossMetadata:
@@ -263,10 +269,8 @@ class CacheRequests:
         lens = self._lens("seq_lens", seq_lens)
         if any(new > held for new, held in zip(lens, self.seq_lens, strict=True)):
             raise ArgumentError("seq_lens", f"at most what is held, {self.seq_lens}", str(lens))
-        for blocks, length in zip(self.block_tables, lens, strict=True):
-            kept = -(-length // self.block_size)
-            self.pool.free(blocks[kept:])
-            del blocks[kept:]
+        for blocks, holds, length in zip(self.block_tables, self._holds, lens, strict=True):
+            holds.free(self.pool, blocks, -(-length // self.block_size), length // self.block_size)
         self.seq_lens = lens
 
     def free(self) -> None:

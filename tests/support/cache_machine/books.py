@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy
+from row_holders import row_holders
 from tiered_engine import check_slots
 
 from torchpaged.cache import BlockPool, PrefixCache
@@ -69,7 +70,9 @@ class Books:
     def _check_pool(self) -> None:
         pool, tables = self.pool, [table for table, _ in self.texts()] + self.others
         assert all(len(set(table)) == len(table) for table in tables), "a block twice"
-        holders = Counter(block for table in tables for block in table)
+        rows = {id(table) for group, _ in self.rows for table in group.block_tables}
+        holders = Counter(block for table in tables if id(table) not in rows for block in table)
+        holders += row_holders(group for group, _ in self.rows)
         assert holders[0] == 0, "the null block was given"
         assert [holders[block] for block in range(1, pool.num_blocks)] == pool._ref_counts[1:]
         assert pool._ref_counts[0] == 1

@@ -31,6 +31,8 @@ STEPS = {
     "hf_cb": ("HuggingFace, continuous batching, FA3", "#2563eb", "s"),
     "hf_static": ("HuggingFace, static cache and torch.compile", "#059669", "D"),
 }
+#: Of p50 and p99, of each engine in turn.
+LATENCIES = ("#c2410c", "#fdba74", "#1d4ed8", "#93c5fd")
 RANGES = {
     "step": "#9ca3af",
     "admission": "#f59e0b",
@@ -86,6 +88,20 @@ def serving_data() -> dict[str, dict[str, list[float]]]:
     rows = sorted((row["share"], row) for row in load("h200_serving_3")["1b"] if "share" in row)
     return {
         name: {at: [row[name][at] * 1e3 for _, row in rows] for at in ("p50", "p99")}
+        for name in ("first_token", "between_tokens")
+    }
+
+
+def serving_peers_data() -> dict[str, dict[str, list[float]]]:
+    """The same of both engines, at the same requests per second."""
+    rows = [row for row in load("h200_serving_peers")["rows"] if row["part"] == "rates"]
+    rows.sort(key=lambda row: row["share"])
+    return {
+        name: {
+            f"{words} {at}": [row[name][at] * 1e3 for row in rows if row["engine"] == engine]
+            for engine, words in (("ours", "ours"), ("vllm", "vLLM"))
+            for at in ("p50", "p99")
+        }
         for name in ("first_token", "between_tokens")
     }
 
@@ -157,19 +173,22 @@ def draw_steps(figure: Any, data: dict[str, dict[str, dict[str, float]]]) -> Non
 
 
 def draw_serving(figure: Any, data: dict[str, dict[str, list[float]]]) -> None:
-    """A panel for each latency."""
+    """A panel for each latency; of several engines by a logarithmic scale."""
     figure.set_size_inches(8.2, 2.8)
     panels = zip(figure.subplots(1, len(data)), data.items(), strict=True)
     for axes, (name, of) in panels:
+        width = 0.76 / len(of)
         for place, (at, values) in enumerate(of.items()):
-            places = [number + 0.38 * (place - 0.5) for number in range(len(values))]
-            bars = axes.bar(places, values, 0.36, color=("#c2410c", "#fdba74")[place], label=at)
-            axes.bar_label(bars, fmt="%.1f", fontsize=8)
+            places = [number + width * (place - (len(of) - 1) / 2) for number in range(len(values))]
+            bars = axes.bar(places, values, 0.95 * width, color=LATENCIES[place], label=at)
+            axes.bar_label(bars, fmt="%.1f", fontsize=8 if len(of) < 3 else 6)
+        if len(of) > 2:
+            axes.set_yscale("log")
         axes.set_xticks(range(3), ["25 %", "50 %", "75 %"])
         axes.set_xlabel("share of the requests per second served at once")
         axes.set_title(f"{name.replace('_', ' ')}: ms", loc="left", fontsize=10)
         axes.legend(fontsize=8, loc="upper left")
-        axes.margins(y=0.2)
+        axes.margins(y=0.2 if len(of) < 3 else 0.45)
 
 
 def draw_timeline(figure: Any, data: dict[str, list[list[Any]]]) -> None:
@@ -194,6 +213,7 @@ PLOTS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], None]]] = {
     "results_generate": (generate_data, draw_generate),
     "results_step": (step_data, draw_steps),
     "results_serving": (serving_data, draw_serving),
+    "results_serving_peers": (serving_peers_data, draw_serving),
     "nsys_timeline": (timeline_data, draw_timeline),
 }
 

@@ -172,6 +172,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         steps.cold,
         steps.engine,
         steps.serving,
+        steps.serving_peers,
+        steps.serving_latencies,
         steps.linear,
         steps.sampling,
         summary,

@@ -156,6 +156,44 @@ def serving() -> list[str]:
     )
 
 
+#: Parts of a run beside vLLM: how a row is named, and its figure.
+PEER_PARTS: dict[str, tuple[str, str]] = {
+    "start": ("start, {kernels} stored, s", "start_s"),
+    "uniform": ("256 requests of 100 to 1,024 tokens, {run} run", "tok_per_s"),
+    "sharegpt": ("1,024 requests like ShareGPT's", "tok_per_s"),
+    "prompts": ("{requests} prompts of 2,048 tokens, {run} run, prompt tok/s", "prompt_tok_per_s"),
+}
+
+
+def serving_peers() -> list[str]:
+    """Output tokens per second, where nothing else is said."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in load("h200_serving_peers")["rows"]:
+        if row["part"] in PEER_PARTS:
+            name, key = PEER_PARTS[row["part"]]
+            words = name.format(kernels="kernels" if row.get("stored") else "nothing", **row)
+            found.setdefault((row["shape"], words), {})[row["engine"]] = row[key]
+    lines = []
+    for (shape, words), by in found.items():
+        ahead = by["ours"] / by["vllm"] if "start" not in words else by["vllm"] / by["ours"]
+        lines.append([shape, words, figure(by["ours"]), figure(by["vllm"]), f"{ahead:.2f}"])
+    return table(["shape", "load", "ours", "vLLM", "×"], lines)
+
+
+def serving_latencies() -> list[str]:
+    """Of the rows at a rate, ours behind vLLM's: milliseconds."""
+    rows = [row for row in load("h200_serving_peers")["rows"] if row["part"] == "rates"]
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["share"], row["engine"])):
+        ms = (
+            " / ".join(figure(1e3 * row[name][at]) for at in ("p50", "p99", "max"))
+            for name in ("first_token", "between_tokens")
+        )
+        engine = {"ours": "ours", "vllm": "vLLM"}[row["engine"]]
+        lines.append([f"{100 * row['share']:.0f} %", f"{row['rate']:.1f}", engine, *ms])
+    return table(["load", "requests/s", "engine", "first token", "between two"], lines)
+
+
 def linear() -> list[str]:
     document, lines = load("h200_linear"), []
     for key, peer in (("layers", "cublas"), ("chains", "composed")):

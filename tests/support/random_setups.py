@@ -12,6 +12,7 @@ import gc
 import random
 import signal
 import sys
+import tempfile
 import traceback
 from collections import Counter, defaultdict
 from dataclasses import replace
@@ -195,7 +196,13 @@ class SetUp:
         """Blocks go to the host, where there are blocks to keep."""
         if shares is False or self.paged.rings is not None:
             return {}
-        return {"prefix_cache": "auto", "host_cache_memory": 1 << 16, "preemption": "swap"}
+        host = {"prefix_cache": "auto", "host_cache_memory": 1 << 16, "preemption": "swap"}
+        if self.rng.random() < 0.5:
+            return host
+        row = self.paged.kv_cache.bytes_per_block  # few on the host, so that most come from the disk
+        size = self.rng.choice((4, 1000)) * row
+        disk = {"disk_cache_path": tempfile.gettempdir(), "disk_cache_size": size}
+        return {**host, "host_cache_memory": self.rng.choice((2, 6, 12)) * row, **disk}
 
     def request(self) -> tuple[tuple[int, ...], SamplingParams]:
         """A prompt, often with the beginning of others, and how to sample."""
@@ -264,6 +271,7 @@ class SetUp:
             "mixed": stats.mixed_steps > 0,
             "put back": stats.preemptions > 0,
             "swapped": stats.prefix_cache.host_tokens > 0,
+            "from a disk": stats.prefix_cache.disk_tokens > 0,
         }
         self.met[" + ".join(name for name, is_so in facts.items() if is_so) or "plain"] += 1
 

@@ -50,7 +50,7 @@ from torchpaged.custom_ops.checks import (
     switch,
 )
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FLOATS, FP8
+from torchpaged.custom_ops.pools import FLOATS, FP8, check_scale_values
 from torchpaged.custom_ops.registry import check_native_dtype, checks_arguments
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.prefixes.attention import attend_with_prefixes, can_read_once
@@ -58,9 +58,11 @@ from torchpaged.prefixes.attention import attend_with_prefixes, can_read_once
 #: Attributes of a module that its backend is asked for, under the names of `attention_spec`.
 _ASKED = (
     *("num_heads", "num_kv_heads", "head_dim", "head_dim_v", "block_size", "kv_dtype", "causal", "scale"),
-    *("window_size", "logits_soft_cap", "alibi_slopes", "sinks", "chunk_size", "tree_mask"),
+    *("window_size", "logits_soft_cap", "alibi_slopes", "sinks", "chunk_size", "tree_mask", "output_scale"),
     *("score_mod", "mask_mod", "batch_invariant"),
 )
+#: Buffers that stay float32 whatever the module's dtype is.
+_FLOAT32 = ("alibi_slopes", "output_scale")
 #: What shapes may be tried with on the meta device: everything.
 _META = Capabilities(
     device_types=("meta",),
@@ -126,6 +128,8 @@ class PagedAttention(nn.Module):
             can't take are refused.
         tree_mask: whether batches with a ``tree_mask`` will come, so that it counts in the choice of a
             backend. Batches with one are refused where the backend takes none.
+        output_scale: one positive number; results are then of float8_e4m3fn, attention over this scale,
+            rounded and saturated. A float32 buffer of the module.
         backend: a name, a `Route` or its text ("decode=NAME,prefill=NAME"), or "auto". Chosen here and again
             when the module moves (``.to``), never in ``forward``.
         limits: the largest batches to come, for a session of the module's own. None: not said; a backend may
@@ -149,6 +153,7 @@ class PagedAttention(nn.Module):
 
     alibi_slopes: Tensor | None
     sinks: Tensor | None
+    output_scale: Tensor | None
     _home: Tensor
     _writes_query_tokens = True  # not in cross attention, where they are the encoder's
 
@@ -172,6 +177,7 @@ class PagedAttention(nn.Module):
         block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
         tree_mask: bool = False,
+        output_scale: float | Tensor | None = None,
         backend: str | Route = "auto",
         limits: Limits | None = None,
         session: Session | None = None,
@@ -205,9 +211,12 @@ class PagedAttention(nn.Module):
         self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
         self.register_buffer("sinks", self._per_head("sinks", sinks, self._home.dtype))
         self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
+        one = [output_scale] if isinstance(output_scale, (int, float)) else output_scale
+        self.register_buffer("output_scale", self._per_head("output_scale", one, torch.float32))
         # numbers that a buffer on the meta device can't hold
-        per_head = {"sinks": sinks, "alibi_slopes": alibi_slopes} if self._home.is_meta else {}
-        self._numbers = {name: _numbers(values) for name, values in per_head.items()}
+        buffers = {"sinks": sinks, "alibi_slopes": alibi_slopes, "output_scale": one}
+        buffers = buffers if self._home.is_meta else {}
+        self._numbers = {name: _numbers(values) for name, values in buffers.items()}
         self._choose()
 
     def _per_head(
@@ -215,13 +224,18 @@ class PagedAttention(nn.Module):
     ) -> Tensor | None:
         if values is None:
             return None
+        count, words = self.num_heads, "one number per head"
+        if name == "output_scale":
+            count, words = 1, "one positive number"
         try:
             held = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu", dtype=dtype)
         except (TypeError, ValueError, RuntimeError):
-            raise ArgumentError(name, f"{self.num_heads} numbers, one per head", repr(values)) from None
+            raise ArgumentError(name, words, repr(values)) from None
         tensor = held.to(self._home.device, dtype)
-        if tensor.shape != (self.num_heads,):
-            raise ArgumentError(name, f"shape [{self.num_heads}] (one per head)", str(list(tensor.shape)))
+        if tensor.shape != (count,):
+            raise ArgumentError(name, f"shape [{count}] ({words})", str(list(tensor.shape)))
+        if name == "output_scale":
+            check_scale_values(name, tensor)
         return tensor
 
     def _choose(self) -> None:
@@ -279,8 +293,9 @@ class PagedAttention(nn.Module):
             self._home = fn(home)
         except NotImplementedError:  # there is nothing in it that could be lost with the meta device
             self._home = fn(torch.empty(0, dtype=home.dtype, device="cpu"))
-        if self.alibi_slopes is not None:  # slopes stay float32 when the module becomes bf16
-            self.alibi_slopes = self.alibi_slopes.float()
+        for name in _FLOAT32:  # when the module becomes bf16, too
+            if (held := getattr(self, name)) is not None:
+                setattr(self, name, held.float())
         self._fill(was_meta)
         self._choose()
         return self
@@ -293,7 +308,7 @@ class PagedAttention(nn.Module):
         """Numbers that were given, into buffers that left the meta device without them."""
         for name in names:
             if self._numbers[name] is not None and not self._home.is_meta:
-                dtype = torch.float32 if name == "alibi_slopes" else self._home.dtype
+                dtype = torch.float32 if name in _FLOAT32 else self._home.dtype
                 setattr(self, name, self._per_head(name, self._numbers[name], dtype))
 
     def _settle(self, query: Tensor) -> None:
@@ -337,11 +352,12 @@ class PagedAttention(nn.Module):
             metadata: the batch; its slots are those of the query tokens. Requests may share a prefix that is
                 computed in this same step, but not in a step of one query token each: there the GPU kernels
                 read what lies before the query tokens while ``key`` and ``value`` are still written.
-            out: ``[..., num_heads, head_dim_v]`` in query's dtype to write into, which is returned: apart
-                from the other tensors, and its leading dimensions flatten without a copy. None: a new one.
+            out: ``[..., num_heads, head_dim_v]`` in the result's dtype to write into, which is returned:
+                apart from the other tensors, and its leading dimensions flatten without a copy. None: a new
+                one.
 
         Returns:
-            ``[..., num_heads, head_dim_v]`` in query's dtype.
+            ``[..., num_heads, head_dim_v]`` in query's dtype, of float8_e4m3fn with an ``output_scale``.
 
         Raises:
             ArgumentError: shapes, dtypes, devices or values don't fit, the cache's block size is not the
@@ -360,7 +376,11 @@ class PagedAttention(nn.Module):
         require_fit(pools.k_cache, metadata, self.session, self.block_size)
         write = self._to_write(key, value, pools, metadata)
         q = query.reshape(-1, self.num_heads, self.head_dim)
-        result = q.new_empty(*query.shape[:-1], self.head_dim_v) if out is None else out
+        options = self._options()
+        result = out
+        if result is None:
+            dtype = q.dtype if options["output_scale"] is None else torch.float8_e4m3fn
+            result = q.new_empty(*query.shape[:-1], self.head_dim_v, dtype=dtype)
         eager = not torch.compiler.is_compiling()
         if out is not None and eager:
             check_out(out, query, self.head_dim_v, key, value)
@@ -372,7 +392,7 @@ class PagedAttention(nn.Module):
             result.view(-1, self.num_heads, self.head_dim_v),
             k_scale=pools.k_scale,
             v_scale=pools.v_scale,
-            **self._options(),
+            **options,
         )
         refuse_grad(query=query, key=key, value=value)
         workspace = self._checked(call, write, metadata) if eager else self._workspace
@@ -436,6 +456,7 @@ class PagedAttention(nn.Module):
             "alibi_slopes": self._of_heads("alibi_slopes"),
             "sinks": self._of_heads("sinks"),
             "chunk_size": self.chunk_size or 0,
+            "output_scale": self._of_heads("output_scale"),
         }
 
     def _of_heads(self, name: str) -> Tensor | None:

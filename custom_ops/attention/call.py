@@ -41,6 +41,7 @@ class AttentionCall(NamedTuple):
     v_scale: Tensor | None = None
     chunk_size: int = 0
     tree_mask: Tensor | None = None
+    output_scale: Tensor | None = None
     semaphore: Tensor | None = None
 
     @classmethod
@@ -113,6 +114,13 @@ class AttentionCall(NamedTuple):
         return self.block_table.shape[1] * self.k_cache.shape[1]
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of queries and results; where one of the two is fp8, of the other; bfloat16 where both are."""
+        if self.output_scale is None:
+            return self.out.dtype
+        return torch.bfloat16 if self.fp8_queries else self.q.dtype
+
+    @property
     def fp8_queries(self) -> bool:
         """Whether both products are of 8 bits."""
         return self.q.dtype in FP8
@@ -154,7 +162,10 @@ class AttentionCall(NamedTuple):
 _POSITIONAL = AttentionCall._fields.index("lse") + 1
 _NAMES = tuple(AttentionCall._field_defaults)
 _DEFAULTS = tuple(AttentionCall._field_defaults.values())
-_CASCADE_OPTIONS = ("max_query_len", "scale", "logits_soft_cap", "sinks", "k_scale", "v_scale", "semaphore")
+_CASCADE_OPTIONS = (
+    *("max_query_len", "scale", "logits_soft_cap", "sinks", "k_scale", "v_scale", "output_scale"),
+    "semaphore",
+)
 
 
 class Specialisation(NamedTuple):
@@ -162,7 +173,7 @@ class Specialisation(NamedTuple):
     compiled kernel, together with what the kernel's own room adds.
 
     Attributes:
-        dtype: of results, and of queries but for ``fp8_queries``.
+        dtype: `AttentionCall.dtype`; of results but for ``fp8_results``, of queries but for ``fp8_queries``.
         kv_dtype: of the pools.
         group: query heads of a kv head.
         k_strides, v_strides: of a block, a slot and a head, in numbers.
@@ -188,13 +199,14 @@ class Specialisation(NamedTuple):
     scales: bool = False
     lse: bool = False
     tree: bool = False
+    fp8_results: bool = False
 
     @classmethod
     def of(cls, call: AttentionCall) -> Specialisation:
         """That of a call."""
         _, block_size, num_kv_heads, dim = call.k_cache.shape
         return cls(
-            call.out.dtype,
+            call.dtype,
             call.k_cache.dtype,
             call.fp8_queries,
             call.q.shape[1] // num_kv_heads,
@@ -214,6 +226,7 @@ class Specialisation(NamedTuple):
             call.k_scale is not None,
             call.lse is not None,
             call.tree_mask is not None,
+            call.output_scale is not None,
         )
 
     def without_features(self) -> Specialisation:
@@ -279,5 +292,6 @@ class CascadeCall(NamedTuple):
             max_query_len=max(q.shape[0], 1),
             causal=False,
             sinks=None,
+            output_scale=None,
             semaphore=None,
         )

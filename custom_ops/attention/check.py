@@ -17,12 +17,13 @@ from torchpaged.custom_ops.checks import (
     check_last_dim,
     check_own_elements,
     check_softmax,
+    given,
     is_int,
     reads_values,
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FLOATS, FP8, check_cache_dtype, check_pools
+from torchpaged.custom_ops.pools import FLOATS, FP8, check_cache_dtype, check_pools, check_scale
 
 #: Query tokens of a request that the words of a tree_mask have bits for.
 MAX_TREE_TOKENS = 64
@@ -60,10 +61,11 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
             "q", f"num_heads a multiple of num_kv_heads ({num_kv_heads})", f"{q.shape[1]} heads"
         )
     check_dims("out", out, q.shape[0], q.shape[1], v_cache.shape[3])
-    _check_query_dtype(q, k_cache, out, fp8_queries)
+    _check_query_dtype(q, k_cache, fp8_queries)
+    _check_results_dtype(call)
     batch = check_batch(block_table, seq_lens, query_start_loc)
     check_last_dim(q=q, out=out)
-    check_results(q, out, lse, k_cache=k_cache, v_cache=v_cache)
+    check_results(q, out, lse, k_cache=k_cache, v_cache=v_cache, **given(output_scale=call.output_scale))
     for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
         if per_head is not None:
             check_dims(name, per_head, q.shape[1])
@@ -80,6 +82,7 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
         sinks=call.sinks,
         k_scale=call.k_scale,
         v_scale=call.v_scale,
+        output_scale=call.output_scale,
         **batch,
     )
     check_cache_dtype(q, k_cache, call.k_scale, call.v_scale)
@@ -115,9 +118,16 @@ def _check_numbers(call: AttentionCall) -> None:
         raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(call.chunk_size))
 
 
-def _check_query_dtype(q: Tensor, k_cache: Tensor, out: Tensor, fp8_queries: bool) -> None:
+def _check_results_dtype(call: AttentionCall) -> None:
+    if call.output_scale is None:
+        check_dtype("out", call.out, *(FLOATS if call.fp8_queries else (call.q.dtype,)))
+        return
+    check_dtype("out", call.out, torch.float8_e4m3fn)
+    check_scale("output_scale", call.output_scale, 1)
+
+
+def _check_query_dtype(q: Tensor, k_cache: Tensor, fp8_queries: bool) -> None:
     if q.dtype not in FP8:
-        check_dtype("out", out, q.dtype)
         return
     if not fp8_queries:
         raise ArgumentError(
@@ -129,7 +139,6 @@ def _check_query_dtype(q: Tensor, k_cache: Tensor, out: Tensor, fp8_queries: boo
     for name, tensor in (("q", q), ("k_cache", k_cache)):
         if tensor.dtype != torch.float8_e4m3fn:
             raise ArgumentError(name, "float8_e4m3fn, as fp8 queries and their keys are", str(tensor.dtype))
-    check_dtype("out", out, *FLOATS)
 
 
 def _check_per_token(tensors: dict[str, Tensor], q: Tensor) -> None:
@@ -180,7 +189,13 @@ def _check_tree_values(tree_mask: Tensor, seq_lens: Tensor, query_start_loc: Ten
 
 
 def check_merge_attn_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> None:
     """Every argument of ``merge_attn_states``."""
     if out_a.dim() != 3:
@@ -188,14 +203,18 @@ def check_merge_attn_states(
     if min(out_a.shape[1:]) < 1:
         raise ArgumentError("out_a", "at least one head and one column", shape_of(out_a))
     check_dtype("out_a", out_a, *FLOATS)
-    for name, tensor in (("out_b", out_b), ("out", out)):
+    results = out_a.dtype if output_scale is None else torch.float8_e4m3fn
+    for name, tensor, dtype in (("out_b", out_b, out_a.dtype), ("out", out, results)):
         check_dims(name, tensor, *out_a.shape)
-        check_dtype(name, tensor, out_a.dtype)
+        check_dtype(name, tensor, dtype)
+    if output_scale is not None:
+        check_scale("output_scale", output_scale, 1)
     for name, state in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         if state is not None:
             check_dims(name, state, *out_a.shape[:2])
             check_dtype(name, state, torch.float32)
-    check_device(out_a.device, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, lse=lse)
+    further = given(lse=lse, output_scale=output_scale)
+    check_device(out_a.device, lse_a=lse_a, out_b=out_b, lse_b=lse_b, out=out, **further)
     check_last_dim(out_a=out_a, out_b=out_b, out=out)
     check_own_elements("out", out)
     if lse is not None:

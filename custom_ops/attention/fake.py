@@ -23,10 +23,15 @@ def _paged_attention(call: AttentionCall) -> None:
     refuse_inductors_for(q)
     expect_batch(q, out, block_table, seq_lens, query_start_loc)
     expect_pools(k_cache, v_cache)
-    if q.dtype != torch.float8_e4m3fn:
+    if call.output_scale is not None:
+        torch._check(
+            out.dtype == torch.float8_e4m3fn, lambda: f"out: expected torch.float8_e4m3fn, got {out.dtype}"
+        )
+    elif q.dtype != torch.float8_e4m3fn:
         torch._check(q.dtype == out.dtype, lambda: f"out: expected {q.dtype}, got {out.dtype}")
     else:
         torch._check(out.dtype in FLOATS, lambda: f"out: expected 16, 32 or 64 bits, got {out.dtype}")
+    if q.dtype == torch.float8_e4m3fn:
         torch._check(k_cache.dtype == q.dtype, lambda: f"k_cache: expected {q.dtype}, got {k_cache.dtype}")
     torch._check(
         q.shape[2] == k_cache.shape[3], lambda: f"q: expected head_dim {k_cache.shape[3]}, got {q.shape[2]}"
@@ -36,7 +41,8 @@ def _paged_attention(call: AttentionCall) -> None:
 
 def _cascade_attention(call: CascadeCall) -> None:
     own = call.own
-    for batch in (own, call.prefixes(own.q, own.out, own.lse)):
+    shared = call.prefixes(own.q, own.out, own.lse)._replace(output_scale=own.output_scale)
+    for batch in (own, shared):
         _paged_attention(batch)
     _expect_per_token(call.per_token, own.q)
 

@@ -52,6 +52,14 @@ def _weigh(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     return result
 
 
+def stored(result: Tensor, dtype: torch.dtype, output_scale: Tensor | None) -> Tensor:
+    """``result`` as it is written: over the scale, if there is one, and then saturated. NaN stays NaN."""
+    if output_scale is not None:
+        most = torch.finfo(dtype).max
+        result = (result / output_scale.to(result.dtype)).clamp(-most, most)
+    return result.to(dtype)
+
+
 def paged_attention(call: AttentionCall) -> None:
     """Softmax attention of packed queries over paged keys and values, one request after the other.
 
@@ -63,7 +71,7 @@ def paged_attention(call: AttentionCall) -> None:
     check_paged_attention(call, fp8_queries=True)
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     # of what fp8 queries stand for, nothing is rounded before the end
-    dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if call.dtype == torch.float64 else torch.float32
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     out.zero_()
@@ -105,17 +113,23 @@ def paged_attention(call: AttentionCall) -> None:
         sees = mask.any(-1)  # [S]: rows without a key stay zero and -inf
         weights = torch.exp(scores - denominator[..., None]).masked_fill(~mask, 0.0)
         result = _weigh(weights, values, mask)
-        out[start:end] = torch.where(sees[:, None, None], result, 0.0).to(out.dtype)
+        out[start:end] = stored(torch.where(sees[:, None, None], result, 0.0), out.dtype, call.output_scale)
         if lse is not None:
             lse[start:end] = torch.where(sees[:, None], denominator.T, float("-inf")).float()
 
 
 def merge_attn_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> None:
     """Combine attention over two disjoint key sets into attention over both (arXiv:2501.01005,
     section 2.2)."""
-    check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+    check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse, output_scale)
     dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
     total = torch.logaddexp(lse_a.to(dtype), lse_b.to(dtype))
     total = total.masked_fill(total == float("inf"), float("nan"))  # inf / inf, as softmax has it
@@ -124,7 +138,8 @@ def merge_attn_states(
         weight = torch.exp(state_lse.to(dtype) - total)[..., None]
         terms.append((weight * state.to(dtype)).masked_fill((state_lse == float("-inf"))[..., None], 0.0))
     result = terms[0] + terms[1]
-    out.copy_(result.masked_fill(total.isnan()[..., None], float("nan")))
+    result = result.masked_fill(total.isnan()[..., None], float("nan"))
+    out.copy_(stored(result, out.dtype, output_scale))
     if lse is not None:
         lse.copy_(total)
 

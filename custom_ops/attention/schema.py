@@ -15,17 +15,20 @@ SCHEMAS = {
     # Needs causal and at most 64 query tokens per request.
     # fp8 queries: q may be float8_e4m3fn where the pools are; out then has 16 bits or more, k_scale is the
     # scale of the products: the queries' times the keys'. Backends say whether they take them.
+    # output_scale: float32, one number; out is then e4m3: the result over the scale, rounded and saturated.
     # semaphore: int32 zeros, at least B * num_kv_heads, zeros again afterwards; calls that may overlap need
     # one each. Without it a kernel that needs one makes its own, which costs a memset.
     "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
         Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
         bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
         Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
-        int chunk_size=0, Tensor? tree_mask=None, Tensor(c!)? semaphore=None) -> ()""",
+        int chunk_size=0, Tensor? tree_mask=None,
+        Tensor? output_scale=None, Tensor(c!)? semaphore=None) -> ()""",
     # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32. LSE -inf: that
-    # side saw nothing, its out is not read. NaN or +inf on either side: NaN.
+    # side saw nothing, its out is not read. NaN or +inf on either side: NaN. output_scale: as in
+    # paged_attention.
     "merge_attn_states": """(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out,
-        Tensor(b!)? lse=None) -> ()""",
+        Tensor(b!)? lse=None, *, Tensor? output_scale=None) -> ()""",
     # Causal paged_attention of requests whose first blocks groups of them share, with these read once for a
     # group. block_table, seq_lens: what each request has behind its group's blocks; together they are its
     # whole context. prefix_block_table [G, max_blocks_per_group] int32; prefix_lens [G] int32, multiples of
@@ -37,5 +40,5 @@ SCHEMAS = {
         Tensor query_start_loc, Tensor prefix_block_table, Tensor prefix_lens, Tensor prefix_query_start_loc,
         Tensor order, Tensor inverse, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len,
         float scale, float logits_soft_cap=0.0, Tensor? sinks=None, Tensor? k_scale=None,
-        Tensor? v_scale=None, Tensor(c!)? semaphore=None) -> ()""",
+        Tensor? v_scale=None, Tensor? output_scale=None, Tensor(c!)? semaphore=None) -> ()""",
 }

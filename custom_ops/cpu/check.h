@@ -90,6 +90,25 @@ inline void check_apart(const char* name, const Tensor& t, const char* written, 
                   "'s, which the op writes, got overlapping tensors");
 }
 
+// What is written is of the dtype of `x`, or e4m3 with a scale of its own, one positive finite number.
+inline void check_results_dtype(const char* name, const Tensor& x, const Tensor& out,
+                                const std::optional<Tensor>& output_scale) {
+  if (!output_scale) {
+    STD_TORCH_CHECK(out.scalar_type() == x.scalar_type(), "out: expected the dtype of ", name,
+                    ", got another");
+    return;
+  }
+  check_dtype("out", out, ScalarType::Float8_e4m3fn, "torch.float8_e4m3fn");
+  check_dtype("output_scale", *output_scale, ScalarType::Float, "torch.float32");
+  check_cpu("output_scale", *output_scale);
+  STD_TORCH_CHECK(output_scale->dim() < 2 && output_scale->numel() == 1,
+                  "output_scale: expected one scale, got ", shape_of(*output_scale));
+  const float scale = *static_cast<const float*>(output_scale->const_data_ptr());
+  STD_TORCH_CHECK(scale > 0 && scale <= 3.4028234664e38f,
+                  "output_scale: expected positive finite numbers, got ", scale);
+  check_apart("output_scale", *output_scale, "out", out);
+}
+
 // Whether two pools of the same strides share an element, `distance` elements apart: see pools_meet in
 // custom_ops/checks.py.
 inline bool meet(const int64_t* strides, const int64_t* sizes, int dims, int64_t distance, int64_t width_k,

@@ -11,10 +11,10 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
                      double scale, bool causal, int64_t window_left, int64_t window_right,
                      double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                      std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t chunk_size,
-                     std::optional<Tensor> tree_mask,
+                     std::optional<Tensor> tree_mask, std::optional<Tensor> output_scale,
                      std::optional<Tensor> /*semaphore: for kernels that merge on a device*/);
 void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor out,
-                       std::optional<Tensor> lse);
+                       std::optional<Tensor> lse, std::optional<Tensor> output_scale);
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping);
 void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
                   Tensor seq_lens, Tensor slot_mapping, int64_t block_size);

@@ -48,6 +48,16 @@ inline void from_float(float x, fp16* out) {
   out->bits = uint16_t(sign | ((a + 0xc8000fff + ((a >> 13) & 1)) >> 13));
 }
 
+// A number of e4m3: what is beyond 448 is 448, NaN stays NaN.
+inline uint8_t to_e4m3(float x) {
+  const uint32_t u = float_to_bits(x), sign = (u >> 24) & 0x80, a = u & 0x7fffffff;
+  if (a > 0x7f800000) return uint8_t(sign | 0x7f);
+  if (a >= 0x43e00000) return uint8_t(sign | 0x7e);
+  if (a < 0x3c800000)  // subnormal: adding 2^14 aligns the mantissa, with the hardware's rounding
+    return uint8_t(sign | (float_to_bits(bits_to_float(a) + 16384.0f) - 0x46800000));
+  return uint8_t(sign | (((a + 0x7ffff + ((a >> 20) & 1)) >> 20) - (120 << 3)));
+}
+
 inline vf splat(float x) { return x - vf{}; }
 inline vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
 inline vf load(const bf16* p) {

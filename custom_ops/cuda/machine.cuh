@@ -103,6 +103,19 @@ template <bool FP16> __device__ __forceinline__ float to_float(u16 x) {
     return __int_as_float((u32)x << 16);
   }
 }
+// Four numbers as e4m3, the first in the lowest byte; what is beyond 448 is 448, NaN stays NaN.
+__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
+  u32 r;
+  asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; "
+      "mov.b32 %0, {l, h};}"
+      : "=r"(r)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return r;
+}
+// What results are multiplied by to be over `scale`: finite, so that a zero stays one.
+__device__ __forceinline__ float inverse_of(float scale) {
+  return fminf(__frcp_rn(scale), __int_as_float(0x7f7fffff));
+}
 template <bool E5M2> __device__ __forceinline__ void unpack_fp8(u32 x, u32 &low, u32 &high) {  // to float16
   if constexpr (E5M2)
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e5m2x2 %0, l; cvt.rn.f16x2.e5m2x2 %1, h;}"

@@ -10,9 +10,13 @@ from torchpaged.custom_ops.triton.cache_writes import to_fp8
 
 @triton.jit
 def stored(results, out):
-    """What is written for float32 ``out``: over the scale, if there is one."""
+    """What is written for float32 ``out``: over the scale, if there is one.
+
+    By its inverse, which is finite so that a zero stays one: a division of each number is many instructions.
+    """
     if results.scale is not None:
-        out = to_fp8(tl.div_rn(out, tl.load(results.scale)), 448.0, results.out.dtype.element_ty)
+        inverse = tl.minimum(tl.div_rn(1.0, tl.load(results.scale)), 3.4028234663852886e38)
+        out = to_fp8(out * inverse, 448.0, results.out.dtype.element_ty)
     return out.to(results.out.dtype.element_ty)
 
 

@@ -398,6 +398,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         "tree_mask": "--tree",
         "batch_invariant": "--batch-invariant",
         "fp8_queries": "--fp8-queries",
+        "output_scale": "--output-scale",
     }
     able = get_backend("reference").capabilities
     switches = {field.name for field in dataclasses.fields(able) if getattr(able, field.name) is True}

@@ -252,9 +252,10 @@ def test_the_cuda_backend_has_one_kernel_for_them(
     assert "multiples of 16 bytes" in reason
     with pytest.raises(BackendUnavailableError, match="multiples of 16 bytes"):
         cuda_op._refuse_fp8_queries(kernel, reason, call(odd))
-    with pytest.raises(ArgumentError, match="None with fp8 queries"):
-        words = torch.zeros(26, dtype=torch.int64)
-        cuda_op._refuse_fp8_queries("prefill", "", call(batch.q)._replace(tree_mask=words))
+    words = torch.zeros(26, dtype=torch.int64)
+    for changed in ({"tree_mask": words}, {"output_scale": torch.ones(1)}):
+        with pytest.raises(ArgumentError, match="None with fp8 queries"):
+            cuda_op._refuse_fp8_queries("prefill", "", call(batch.q)._replace(**changed))
 
 
 def test_tokens_without_requests_have_a_ticket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,12 @@ def test_equal_to_the_plain_path(name: str) -> None:
             q, *pools, table, seq_lens, starts, prefixes, ops=BACKEND_OPS["reference"], **common
         )
         torch.testing.assert_close(op, want, rtol=2e-5, atol=2e-5)
+        scaled = {**common, "output_scale": torch.tensor(0.02)}
+        rounded, _ = torchpaged.paged_attention(q, *pools, table, seq_lens, starts, **scaled)
+        for ops in (None, BACKEND_OPS["reference"]):  # at most one step of e4m3 apart
+            out, lse = cascade_attention(q, *pools, table, seq_lens, starts, prefixes, ops=ops, **scaled)
+            torch.testing.assert_close(out.float(), rounded.float(), rtol=1 / 7, atol=2**-9)
+            torch.testing.assert_close(lse, want[1], rtol=2e-5, atol=2e-5)
         read = int(suffix[1].sum()) + int(prefixes.lens.sum())
         assert int(seq_lens.sum()) - read == sum(group.saved_blocks for group in groups) * BLOCK
     assert saved > 20

@@ -140,6 +140,7 @@ def attention_launches(
     sinks: bool = False,
     scales: bool = False,
     tree: bool = False,
+    fp8_results: bool = False,
     **options: Any,
 ) -> list[Launch]:
     """Those of ``paged_attention``, for 8 kv heads and contiguous pools, whose memory is not touched.
@@ -147,7 +148,7 @@ def attention_launches(
     Args:
         dtype, kv_dtype: as Triton calls them.
         capacity: tokens that a row of the block table holds.
-        alibi, sinks, scales, tree: whether the call has such tensors.
+        alibi, sinks, scales, tree: whether the call has such tensors; ``fp8_results``: an ``output_scale``.
         options: of the call.
     """
     kinds = {name: torch_dtype for torch_dtype, name in _TYPES.items()}
@@ -163,13 +164,16 @@ def attention_launches(
         options["sinks"] = torch.ones(heads, dtype=q.dtype)
     if scales:
         options["k_scale"], options["v_scale"] = torch.ones(8), torch.ones(8)
+    out = torch.empty_like(q)
+    if fp8_results:
+        options["output_scale"], out = torch.ones(1), out.to(torch.float8_e4m3fn)
     call = AttentionCall(
         q,
         *pools,
         torch.arange(1, columns + 1, dtype=torch.int32).expand(len(lens), -1).contiguous(),
         lens,
         torch.tensor([0, *itertools.accumulate(query_lens)], dtype=torch.int32),
-        torch.empty_like(q),
+        out,
         torch.empty(tokens, heads) if lse else None,
         max(query_lens),
         0.1,

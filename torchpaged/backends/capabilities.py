@@ -127,7 +127,9 @@ class Capabilities:
         kv_dtype = spec.kv_dtype or spec.dtype
         if kv_dtype != spec.dtype and not self._takes_rows(kv_dtype, ["latent"]):
             reasons.append(f"a latent cache of {_short(kv_dtype)} is not supported")
-        used = [name for name in spec.features if name not in ("bidirectional", "lse", "latent")]
+        used = [
+            name for name in spec.features if name not in ("bidirectional", "lse", "latent", "output_scale")
+        ]
         asked = (("score_mod or mask_mod", spec.mods), ("batch_invariant", spec.batch_invariant))
         used += [name for name, is_asked in asked if is_asked]
         return reasons + [f"{name} is not supported over latents" for name in used]

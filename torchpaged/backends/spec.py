@@ -29,7 +29,7 @@ MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 #: What an attention may use and a backend may lack, by the names that messages have for it: keys after the
 #: query, a window, a cap, and so on; ``latent``: it is ``mla_attention``; ``fp8_queries``: queries of
-#: float8_e4m3fn.
+#: float8_e4m3fn; ``output_scale``: results of it.
 FEATURES = (
     "bidirectional",
     "window",
@@ -41,13 +41,14 @@ FEATURES = (
     "tree_mask",
     "latent",
     "fp8_queries",
+    "output_scale",
 )
 #: Those that a backend has unless its `Capabilities` say otherwise.
 COMMON_FEATURES = frozenset(
     {"bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse"}
 )
 #: Those of this project's own kernels, on every kind of device.
-OWN_FEATURES = COMMON_FEATURES | {"tree_mask", "latent"}
+OWN_FEATURES = COMMON_FEATURES | {"tree_mask", "latent", "output_scale"}
 #: Those that a batch brings with it, and not every batch of a layer that asks for them.
 BATCH_FEATURES = frozenset({"tree_mask"})
 #: Options of a layer that bear on where in their sequence a query and a key stand.
@@ -60,6 +61,7 @@ GIVEN = {
     "tree_mask": "tree_mask",
     "latent": "latent",
     "fp8_queries": "fp8_queries",
+    "output_scale": "output_scale",
 }
 _TENSORS = tuple(name for name in GIVEN if name in AttentionCall._fields)
 
@@ -83,7 +85,8 @@ class AttentionSpec:
 
     Attributes:
         device: where it runs.
-        dtype: of queries and outputs; of outputs alone with "fp8_queries".
+        dtype: of queries and outputs; of outputs alone with "fp8_queries", of queries alone with
+            "output_scale"; bfloat16 with both.
         head_dim, head_dim_v: width of keys and of values (None = ``head_dim``).
         num_heads, num_kv_heads: query and kv heads.
         block_size: tokens per block; None = not known yet, the cache that comes says it.

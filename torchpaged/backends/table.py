@@ -20,12 +20,13 @@ _SHORT = {
     torch.float8_e5m2: "e5m2",
 }
 _HEADS = {
-    "bidirectional": "not causal",
+    "bidirectional": "full",
     "logits_soft_cap": "cap",
     "alibi": "ALiBi",
     "lse": "LSE",
     "latent": "MLA",
     "fp8_queries": "q8",
+    "output_scale": "o8",
 }
 
 

@@ -25,13 +25,20 @@ def unavailable() -> str | None:
 
 
 def further(spec: AttentionSpec) -> list[str]:
-    """Reasons against latents in fp8, whose conversion older GPUs have no instruction for."""
-    if "latent" not in spec.uses or spec.kv_dtype != torch.float8_e4m3fn or spec.device.type != "cuda":
+    """Reasons against latents and results in fp8, whose conversion older GPUs have no instruction for."""
+    asked = {
+        "latents": "latent" in spec.uses and spec.kv_dtype == torch.float8_e4m3fn,
+        "results": "output_scale" in spec.uses,
+    }
+    what = [name for name, is_asked in asked.items() if is_asked]
+    if not what or spec.device.type != "cuda":
         return []
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return []
     found = torch.cuda.get_device_capability(spec.device)
-    return [] if found >= (8, 9) else [f"latents in fp8 need compute capability 8.9, got {found}"]
+    return (
+        [] if found >= (8, 9) else [f"{' and '.join(what)} in fp8 need compute capability 8.9, got {found}"]
+    )
 
 
 CAPABILITIES = Capabilities(

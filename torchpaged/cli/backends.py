@@ -60,6 +60,7 @@ class Asked:
     )
     batch_invariant: bool = option("a request's bits don't depend on the others in the batch", False)
     fp8_queries: bool = option("queries of e4m3; --dtype is the output's alone", False)
+    output_scale: bool = option("results of e4m3; --dtype is the queries' alone", False)
 
     def spec(self) -> AttentionSpec:
         """As a backend is asked; raises `typer.BadParameter` or `ArgumentError`."""
@@ -96,6 +97,7 @@ _FEATURES: dict[str, tuple[str, Any]] = {
     "bidirectional": ("causal", False),
     "tree": ("tree_mask", True),
     **{name: (name, True) for name in ("sinks", "lse", "latent", "batch_invariant", "fp8_queries")},
+    "output_scale": ("output_scale", True),
 }
 
 

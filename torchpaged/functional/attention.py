@@ -42,6 +42,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     chunk_size: int | None = None,
     tree_mask: Tensor | None = None,
+    output_scale: Tensor | None = None,
     workspace: Mapping[str, Tensor] | None = None,
     batch_invariant: bool = False,
     return_lse: bool = False,
@@ -76,6 +77,8 @@ def paged_attention(
         tree_mask: ``[num_tokens]`` int64: of its request's query tokens a token sees itself and those before
             it whose bits its word has; needs ``causal`` and at most 64 query tokens per request. See
             `tree_mask_from_parents`. None: it sees all those before it.
+        output_scale: float32, one number on the device. The result is then of float8_e4m3fn: attention over
+            this scale, rounded and saturated; NaN stays NaN. For a projection behind it in fp8.
         workspace: what a session of the backend of ``ops`` keeps for this kind of call:
             ``session.workspace(spec)``; the session has planned the batch if it plans at all. None: nothing
             is kept: a GPU kernel makes its semaphore anew, which costs a memset, and a backend that plans
@@ -86,7 +89,7 @@ def paged_attention(
         return_lse: also return the log-sum-exp.
         out: ``[num_tokens, num_heads, head_dim_v]`` in q's dtype to write into, which is returned; apart from
             q and the pools, any strides with a contiguous last dimension. None: a new one. With queries of
-            fp8 of bfloat16 or float16; None: a new one of bfloat16.
+            fp8 of bfloat16 or float16; None: a new one of bfloat16. With ``output_scale`` of float8_e4m3fn.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
@@ -99,7 +102,12 @@ def paged_attention(
             all reasons.
     """
     optional = given(
-        alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale, tree_mask=tree_mask
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        tree_mask=tree_mask,
+        output_scale=output_scale,
     )
     _check_modes(ops, workspace, batch_invariant)
     if not torch.compiler.is_compiling():
@@ -116,6 +124,8 @@ def paged_attention(
                 raise ArgumentError(name, f"{dims} dimensions", str(list(tensor.shape)))
     if out is None:
         dtype = torch.bfloat16 if q.dtype in FP8 else q.dtype
+        if output_scale is not None:
+            dtype = torch.float8_e4m3fn
         out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[3], dtype=dtype)
     if q_scale is not None:
         optional["k_scale"] = scale_of_products(q, q_scale, k_cache.shape[2], k_scale)

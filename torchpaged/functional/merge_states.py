@@ -10,12 +10,18 @@ from torch import Tensor
 from torchpaged.backends.choose.for_call import device_ops
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
-from torchpaged.custom_ops.checks import check_tensors, refuse_grad
+from torchpaged.custom_ops.checks import check_tensors, given, refuse_grad
 from torchpaged.functional.arguments import run_op
 
 
 def merge_attn_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, ops: BackendOps | None = None
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    *,
+    output_scale: Tensor | None = None,
+    ops: BackendOps | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Combine attention over two disjoint sets of keys (arXiv:2501.01005, section 2.2).
 
@@ -28,6 +34,8 @@ def merge_attn_states(
         lse_a, lse_b: ``[num_tokens, num_heads]`` float32, natural logarithm; -inf = that side saw no key and
             its ``out`` is not read. NaN or +inf on either side makes the row NaN: an LSE of +inf, with which
             some libraries mark empty rows, is none to us.
+        output_scale: float32, one number; the first result is then of float8_e4m3fn, as in
+            `torchpaged.paged_attention`.
         ops: whose kernels to run; default: those of the backend that every other door would choose.
 
     Returns:
@@ -39,14 +47,17 @@ def merge_attn_states(
     """
     states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
     check_tensors(**states)
-    out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+    scale = given(output_scale=output_scale)
+    check_tensors(**scale)
+    out = torch.empty_like(out_a, dtype=torch.float8_e4m3fn if scale else out_a.dtype)
+    lse = torch.empty_like(lse_a)
     refuse_grad(**states)
     args = (out_a, lse_a, out_b, lse_b, out, lse)
     run_op(
         "merge_attn_states",
-        partial(check_merge_attn_states, *args),
+        partial(check_merge_attn_states, *args, **scale),
         args,
-        {},
+        scale,
         lambda: device_ops(out_a.device) if ops is None else ops,
         native="out_a",
     )

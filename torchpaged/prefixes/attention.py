@@ -15,7 +15,7 @@ from torchpaged.backends.choose.kind import Kind
 from torchpaged.backends.spec import BATCH_FEATURES
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
-from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
+from torchpaged.custom_ops.checks import check_dims, check_tensors, given, reads_values, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import check_pools
 from torchpaged.functional import merge_attn_states, paged_attention
@@ -56,6 +56,7 @@ def cascade_attention(
     sinks: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
     return_lse: bool = False,
     ops: BackendOps | None = None,
 ) -> Any:
@@ -67,15 +68,15 @@ def cascade_attention(
         max_query_len: upper bound of the query lengths.
         suffix: what ``prefixes.suffix(block_table, seq_lens)`` gave; None: computed here. Layers of a step
             share it.
-        scale, logits_soft_cap, k_scale, v_scale, ops: as in `torchpaged.paged_attention`.
+        scale, logits_soft_cap, k_scale, v_scale, output_scale, ops: as in `torchpaged.paged_attention`.
         sinks: ``[num_heads]``; they count once, in the second pass.
         return_lse: also return the log-sum-exp.
 
     No windows, chunks or ALiBi: a prefix is seen alike by all queries of its group.
 
     Returns:
-        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype; with ``return_lse`` a pair of it and
-        float32 ``[num_tokens, num_heads]``.
+        A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's dtype, with ``output_scale`` of
+        float8_e4m3fn; with ``return_lse`` a pair of it and float32 ``[num_tokens, num_heads]``.
 
     Raises:
         ArgumentError: arguments don't fit, or, where values are checked, the groups are another batch's.
@@ -84,6 +85,7 @@ def cascade_attention(
     step = StepPrefixes(prefixes, *(prefixes.suffix(block_table, seq_lens) if suffix is None else suffix))
     if not torch.compiler.is_compiling():
         _check(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, step)
+    dtype = q.dtype if output_scale is None else torch.float8_e4m3fn
     call = AttentionCall(
         q,
         k_cache,
@@ -91,7 +93,7 @@ def cascade_attention(
         block_table,
         seq_lens,
         query_start_loc,
-        q.new_empty(*q.shape[:2], v_cache.shape[3]),
+        q.new_empty(*q.shape[:2], v_cache.shape[3], dtype=dtype),
         q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None,
         max_query_len,
         scale=max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
@@ -99,13 +101,14 @@ def cascade_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        output_scale=output_scale,
     )
     one_call = _ops_of_one_call(call, ops)
     out, lse = call.out, call.lse
     if one_call is not None:
         _one_call(one_call, call, step)
     else:
-        out, lse = merge_attn_states(*_two_passes(q, call, step, ops), ops=ops)
+        out, lse = merge_attn_states(*_two_passes(q, call, step, ops), output_scale=output_scale, ops=ops)
     return (out, lse) if return_lse else out
 
 
@@ -125,7 +128,8 @@ def attend_with_prefixes(ops: BackendOps, call: AttentionCall, step: StepPrefixe
     if _has_op(ops, call.q.device):
         _one_call(ops, call, step)
     else:
-        ops.merge_attn_states(*_two_passes(call.q, call, step, ops), call.out)
+        scale = given(output_scale=call.output_scale)
+        ops.merge_attn_states(*_two_passes(call.q, call, step, ops), call.out, **scale)
 
 
 def _ops_of_one_call(call: AttentionCall, ops: BackendOps | None) -> BackendOps | None:

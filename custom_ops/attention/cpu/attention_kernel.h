@@ -12,6 +12,7 @@ struct Problem {
   Dtype dtype;
   const void *q, *k_cache, *v_cache;
   void* out;
+  const float* output_scale;  // may be null; else out is e4m3, over this number
   float* lse;  // may be null
   const int32_t *block_table, *seq_lens, *query_start_loc;
   const float *alibi_slopes, *sinks;  // may be null

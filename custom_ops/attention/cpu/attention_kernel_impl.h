@@ -94,7 +94,7 @@ void weigh_rows(const float* weights, const T* const* values, int64_t num_keys, 
 template <typename T>
 void finish_row(const Problem& p, int64_t token, int64_t head, bool sees, const float* acc, float maximum,
                 float total) {
-  T* out = static_cast<T*>(p.out) + token * p.o_token + head * p.o_head;
+  const int64_t at = token * p.o_token + head * p.o_head;
   float shrink = 1.0f;
   if (p.sinks) {
     const float sink = p.sinks[head], top = std::max(maximum, sink);
@@ -103,7 +103,12 @@ void finish_row(const Problem& p, int64_t token, int64_t head, bool sees, const 
     maximum = top;
   }
   const float factor = shrink / total;
-  for (int64_t d = 0; d < p.head_dim_v; ++d) from_float(sees ? acc[d] * factor : 0.0f, out + d);
+  if (p.output_scale)
+    for (int64_t d = 0; d < p.head_dim_v; ++d)
+      static_cast<uint8_t*>(p.out)[at + d] = to_e4m3(sees ? acc[d] * factor / *p.output_scale : 0.0f);
+  else
+    for (int64_t d = 0; d < p.head_dim_v; ++d)
+      from_float(sees ? acc[d] * factor : 0.0f, static_cast<T*>(p.out) + at + d);
   if (p.lse) p.lse[token * p.lse_token + head * p.lse_head] = sees ? maximum + std::log(total) : NEG_INF;
 }
 

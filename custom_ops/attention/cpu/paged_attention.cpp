@@ -207,7 +207,7 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
                      double scale, bool causal, int64_t window_left, int64_t window_right,
                      double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                      std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t chunk_size,
-                     std::optional<Tensor> tree_mask,
+                     std::optional<Tensor> tree_mask, std::optional<Tensor> output_scale,
                      std::optional<Tensor> /*semaphore: for kernels that merge on a device*/) {
   check_pools(k_cache, v_cache);
   STD_TORCH_CHECK(!k_scale && !v_scale,
@@ -221,7 +221,7 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
   STD_TORCH_CHECK(k_cache.scalar_type() == q.scalar_type(),
                   "k_cache: expected the dtype of q (the cpu backend has no fp8 pools), got another");
   check_dims("out", out, {q.size(0), q.size(1), v_cache.size(3)});
-  STD_TORCH_CHECK(out.scalar_type() == q.scalar_type(), "out: expected the dtype of q, got another");
+  check_results_dtype("q", q, out, output_scale);
   check_dims("block_table", block_table, {-1, -1});
   check_dims("seq_lens", seq_lens, {block_table.size(0)});
   check_dims("query_start_loc", query_start_loc, {block_table.size(0) + 1});
@@ -278,6 +278,7 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
   p.sinks = as_floats("sinks", sinks, q.size(1), &sink_values);
   p.q = q.const_data_ptr(); p.k_cache = k_cache.const_data_ptr(); p.v_cache = v_cache.const_data_ptr();
   p.out = out.mutable_data_ptr();
+  p.output_scale = output_scale ? data<float>(*output_scale) : nullptr;
   p.lse = lse ? mutable_data<float>(*lse) : nullptr;
   p.block_table = data<int32_t>(block_table);
   p.seq_lens = data<int32_t>(seq_lens);

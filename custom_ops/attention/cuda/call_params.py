@@ -27,6 +27,7 @@ CALL_CONSTANTS = (
     Constant("ALIBI", "bool", "scores fall by a head's slope times the distance"),
     Constant("SINKS", "bool", "a head's sink has a share in the softmax"),
     Constant("LSE", "bool", "log-sum-exp is stored"),
+    Constant("FP8_RESULTS", "bool", "out is e4m3, results over a scale"),
 )
 
 
@@ -48,6 +49,7 @@ def call_constants(spec: Specialisation) -> dict[str, int]:
         "ALIBI": spec.alibi,
         "SINKS": spec.sinks,
         "LSE": spec.lse,
+        "FP8_RESULTS": spec.fp8_results,
     }
 
 
@@ -75,5 +77,7 @@ def call_params(call: AttentionCall) -> dict[str, Any]:
     for name, tensor in zip(("slopes", "sinks", "k_scale", "v_scale", "tree"), call.optional, strict=True):
         if tensor is not None:
             fields[name] = tensor.data_ptr()
+    if call.output_scale is not None:
+        fields["output_scale"] = call.output_scale.data_ptr()
     fields["ks_head"], fields["vs_head"] = head_stride(call.k_scale), head_stride(call.v_scale)
     return fields

@@ -41,6 +41,8 @@ def refuse(call: CascadeCall) -> str | None:
     addresses only."""
     own = call.own.for_launch()
     spec = Specialisation.of(own)
+    if spec.fp8_results:
+        return "output_scale: what is merged would be rounded to 8 bits first"
     num_tokens, (num_groups, prefix_blocks) = own.q.shape[0], call.prefix_block_table.shape
     if not (num_tokens and own.num_reqs and num_groups and prefix_blocks):
         return "no tokens, requests, groups or blocks"

@@ -28,7 +28,7 @@ class DecodeParams(ctypes.Structure):
         ("table_row", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("scale", "soft_cap")),
         *((name, ctypes.c_int) for name in ("num_reqs", "num_tokens", "ks_head", "vs_head")),
-        ("tree", _POINTER),
+        *((name, _POINTER) for name in ("tree", "output_scale")),
     ]
 
 

@@ -100,9 +100,11 @@ def _prefill_why_not(call: AttentionCall, spec: Specialisation) -> str | None:
 
 
 def _refuse_fp8_queries(kernel: str, reason: str, call: AttentionCall) -> None:
-    """Triton's kernels take no queries of fp8: what prefill's can't take, nothing here can."""
-    if call.tree_mask is not None:
-        raise ArgumentError("tree_mask", "None with fp8 queries", "a tensor", "give queries of 16 bits")
+    """Triton's kernels take no queries of fp8: what prefill's can't take, nothing here can. An output_scale
+    it could, by its source; that has not run on a GPU."""
+    for name, tensor in (("tree_mask", call.tree_mask), ("output_scale", call.output_scale)):
+        if tensor is not None:
+            raise ArgumentError(name, "None with fp8 queries", "a tensor", "give queries of 16 bits")
     if kernel != "prefill":
         raise BackendUnavailableError(f"backend 'cuda': fp8 queries need the prefill kernel: {reason}")
 

@@ -52,8 +52,8 @@ class PrefillParams(ctypes.Structure):
         *((name, _INT) for name in ("num_reqs", "num_tokens", "num_blocks", "ticket_row")),
         *((name, Where) for name in ("k_at", "v_at")),
         *((name, _INT) for name in ("ks_head", "vs_head", "ctas", "late", "is_late")),
-        *((name, _POINTER) for name in ("tree", "order", "own_lse")),
-        ("_padding", ctypes.c_ubyte * 24),  # to a multiple of 64 bytes, as tensor maps are aligned
+        *((name, _POINTER) for name in ("tree", "order", "own_lse", "output_scale")),
+        ("_padding", ctypes.c_ubyte * 16),  # to a multiple of 64 bytes, as tensor maps are aligned
     ]
 
 

@@ -234,8 +234,11 @@ def may_split(call: AttentionCall, spec: Specialisation, short: int, programs: i
     """Whether a call's tiles may be so few that they are worth cutting, by shapes: two for each of the
     ``programs`` are too many, and steps that the block table has room for too few.
 
-    With decodes no more than 4 requests are thought to be long; whatever there is, results are right.
+    With decodes no more than 4 requests are thought to be long; whatever there is, results are right. Results
+    of fp8 are never cut: their merge has not run on a GPU.
     """
+    if spec.fp8_results:
+        return False
     shape, num_reqs = shape_for(spec), min(call.num_reqs, 4) if short else call.num_reqs
     tiles = most_tiles(call.q.shape[0], num_reqs, shape.rows // spec.group) * spec.num_kv_heads
     return tiles * 2 <= programs and call.capacity // shape.keys >= _WORTH_STEPS

@@ -211,6 +211,8 @@ def refuse(spec: Specialisation, rows: int, compute: tuple[int, int], keys: int 
         return f"dtypes {spec.dtype} and {spec.kv_dtype}"
     if spec.kv_dtype in FP8 and compute < (8, 9):
         return f"fp8 conversions at compute capability {compute}"
+    if spec.fp8_results and compute < (8, 9):
+        return f"fp8 results at compute capability {compute}"
     if dim % 16 or dim_v % 16 or max(dim, dim_v) > 256 or block_size & (block_size - 1):
         return f"head_dim {dim}/{dim_v} or block_size {block_size}"
     if rows > MAX_ROWS or -(-rows // 8) * dim_v > 512:
@@ -231,7 +233,9 @@ def unsupported(call: AttentionCall, spec: Specialisation, max_query_len: int, n
     if call.sinks is not None and call.sinks.dtype != spec.dtype:
         return f"sinks in {call.sinks.dtype}"
     aligned = not (call.k_cache.data_ptr() % 16 or call.v_cache.data_ptr() % 16)
-    if not aligned or any(t.data_ptr() % 8 or t.stride(0) % 4 or t.stride(1) % 4 for t in (call.q, call.out)):
+    for rows in (call.q, call.out):  # four numbers at once
+        aligned = aligned and not any(x % 4 for x in (*rows.stride()[:2], rows.data_ptr() // rows.itemsize))
+    if not aligned:
         return _UNALIGNED
     return None
 
@@ -252,7 +256,7 @@ def _refused(spec: Specialisation, max_query_len: int, num_reqs: int, index: int
     return reason
 
 
-_UNALIGNED = "strides or addresses that are not multiples of 16 bytes (cache) or 8 (q, out)"
+_UNALIGNED = "strides or addresses that are not multiples of 16 bytes (cache) or 4 numbers (q, out)"
 
 
 def decode_config(

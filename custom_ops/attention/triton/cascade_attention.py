@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.attention.check import check_cascade_attention
+from torchpaged.custom_ops.checks import given
 
 
 def cascade_attention(call: CascadeCall) -> None:
@@ -24,12 +25,20 @@ def compose(attend: Any, merge: Any, call: CascadeCall) -> None:
     own, order, inverse = call.own, call.order, call.inverse
 
     def state() -> tuple[Tensor, Tensor]:
-        return torch.empty_like(own.out), own.out.new_empty(own.out.shape[:2], dtype=torch.float32)
+        shape = own.out.shape
+        return own.out.new_empty(shape, dtype=own.dtype), own.out.new_empty(shape[:2], dtype=torch.float32)
 
     shared, rest = state(), state()
     _launch(attend, call.prefixes(own.q[order], *shared))
-    _launch(attend, own._replace(out=rest[0], lse=rest[1]))
-    merge(shared[0][inverse], shared[1][inverse], *rest, own.out, own.lse)
+    _launch(attend, own._replace(out=rest[0], lse=rest[1], output_scale=None))
+    merge(
+        shared[0][inverse],
+        shared[1][inverse],
+        *rest,
+        own.out,
+        own.lse,
+        **given(output_scale=own.output_scale),
+    )
 
 
 def _launch(attend: Any, call: AttentionCall) -> None:

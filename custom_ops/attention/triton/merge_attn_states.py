@@ -8,8 +8,9 @@ from torch import Tensor
 
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import next_power_of_2, require_fp8, require_launchable
 from torchpaged.custom_ops.triton.records import Results
+from torchpaged.custom_ops.triton.results import stored
 
 
 @triton.jit
@@ -31,18 +32,25 @@ def merge_attn_states_kernel(a, b, results, DIM: tl.constexpr, DIM_PAD: tl.const
     x_b = tl.load(b.out + token * b.o_token + head * b.o_head + d, mask=d < DIM, other=0.0).to(tl.float32)
     out = tl.where(sees_a, x_a * (weight_a / total), 0.0) + tl.where(sees_b, x_b * (weight_b / total), 0.0)
     target = results.out + token * results.o_token + head * results.o_head + d
-    tl.store(target, out.to(results.out.dtype.element_ty), mask=d < DIM)
+    tl.store(target, stored(results, out), mask=d < DIM)
     if results.lse is not None:
         lse = tl.where(sees, safe + tl.log(total), float("-inf"))
         tl.store(results.lse + token * results.l_token + head * results.l_head, lse)
 
 
 def merge_attn_states(
-    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, out: Tensor, lse: Tensor | None = None
+    out_a: Tensor,
+    lse_a: Tensor,
+    out_b: Tensor,
+    lse_b: Tensor,
+    out: Tensor,
+    lse: Tensor | None = None,
+    output_scale: Tensor | None = None,
 ) -> None:
     """Launch; arguments as in ``custom_ops/attention/schema.py``."""
     require_launchable(out_a)
-    check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse)
+    require_fp8(out, "output")
+    check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse, output_scale)
     num_tokens, num_heads, dim = out.shape
     if not num_tokens:
         return
@@ -51,7 +59,7 @@ def merge_attn_states(
         (num_tokens, num_heads),
         Results.of(out_a, lse_a),
         Results.of(out_b, lse_b),
-        Results.of(out, lse),
+        Results.of(out, lse, output_scale),
         DIM=dim,
         DIM_PAD=next_power_of_2(dim),
         num_warps=1,

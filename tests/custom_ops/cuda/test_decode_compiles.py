@@ -55,10 +55,21 @@ TUNED: dict[str, dict[str, Any]] = {  # zero spills are asserted for these
         "pairs": 64,
         "features": {"sinks": True, "window_left": 127, "longest": 1},
     },
+    "llama, e4m3 results": {"heads": (4, 8, 128), "pairs": 64, "features": {"fp8_results": True}},
+    "llama many pairs, e4m3 results": {
+        "heads": (4, 8, 128),
+        "pairs": 2048,
+        "features": {"fp8_results": True},
+    },
     "qwen fp8": {"heads": (7, 4, 128), "kv_dtype": torch.float8_e4m3fn, "features": {"scales": True}},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "everything": {"heads": (4, 8, 128), "features": EVERYTHING, "query_len": 2},
+    "everything, e4m3 results": {
+        "heads": (5, 2, 80, 112),
+        "features": {**EVERYTHING, "fp8_results": True},
+        "query_len": 2,
+    },
     "fp16 e5m2": {"heads": (4, 8, 64), "dtype": torch.float16, "kv_dtype": torch.float8_e5m2},
     "wide": {"heads": (2, 4, 256)},
     "odd widths": {"heads": (5, 2, 80, 112), "block_size": 4},

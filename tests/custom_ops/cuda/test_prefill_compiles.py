@@ -112,6 +112,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "window_left": 1023,
         "soft_cap": True,
     },
+    "e4m3 results": {"fp8_results": True},
+    "e4m3 results, width 64, fp16": {"fp8_results": True, "dim": 64, "dtype": torch.float16},
+    "e4m3 results, e4m3, width 96": {
+        "fp8_results": True,
+        "kv_dtype": torch.float8_e4m3fn,
+        "dim": 96,
+        "scales": True,
+    },
+    "e4m3 results, e4m3 queries": {**FP8_QUERIES, "fp8_results": True},
+    "e4m3 results, in parts, all of it": {**EVERYTHING, "fp8_results": True, "split": True, "short": 2},
+    "e4m3 results, e4m3 queries, in parts": {**FP8_QUERIES, "fp8_results": True, "split": True},
     "e4m3 queries, in parts": {**FP8_QUERIES, "split": True},
     "e4m3 queries, in parts, all of it": {**FP8_QUERIES, **EVERYTHING, "split": True},
 }
@@ -154,7 +165,7 @@ def test_the_merge_kernel(tmp_path: Path, name: str) -> None:
     assert {step for step in steps if step.startswith("ld.global")} <= {
         "ld.global.cg.s32",
         "ld.global.cg.v4.f32",
-        *["ld.global.cg.f32"] * (values["SCALES"] or values["CASCADE"]),
+        *["ld.global.cg.f32"] * (values["SCALES"] or values["CASCADE"] or values["FP8_RESULTS"]),
         *["ld.global.nc.b16", "ld.global.nc.u16", "ld.global.b16", "ld.global.u16"] * values["SINKS"],
     }
     _, report = compiled(tmp_path, "prefill_merge.cu", values)
@@ -174,6 +185,11 @@ def test_when_tiles_may_be_cut() -> None:
         return prefill.may_split(call, Specialisation.of(call), short, 132)
 
     assert may_split()
+    fp8_results = specialisation(fp8_results=True)
+    q, cache = torch.empty(64, 32, 128), torch.empty(1, 16, 8, 128)
+    table, none = torch.empty(1, 2048, dtype=torch.int32), torch.empty(0)
+    call = AttentionCall(q, cache, cache, table, none, none, q, None, max_query_len=64, scale=1.0)
+    assert not prefill.may_split(call, fp8_results, 0, 132), "its merge has not run on a GPU"
     for changed in ({"num_tokens": 512}, {"steps": 7}, {"num_kv_heads": 40}, {"num_reqs": 20}):
         assert not may_split(**changed), changed
     assert may_split(num_tokens=80, num_reqs=64, short=2)

@@ -116,6 +116,13 @@ def test_decode_loop_stays_in_registers(group: int) -> None:
     assert loop.count("bar.sync") == 2
 
 
+@pytest.mark.slow_cases(but=("sm_90-bf16-128-4-plain",))
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3]], ids=lambda c: "-".join(map(str, c)))
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_decode_with_e4m3_results_compiles(target: str, case: tuple[str, int, int, str]) -> None:
+    check(compile_decode(target, case, fp8_results=True), target, case == CASES[0])
+
+
 def test_fp8_caches_compile_for_sm_90() -> None:
     check(compile_decode("sm_90", CASES[0], kv_dtype="fp8e4nv", scales=True), "sm_90", True)
 

@@ -212,6 +212,14 @@ def test_fp8_caches_compile_for_sm_90() -> None:
     assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT["sm_90"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_e4m3_results_compile(target: str) -> None:
+    compiled = compile_prefill(target, "long_128", fp8_results=True)
+    aot.check_spills(compiled)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.asm["ptx"]
+
+
 @pytest.mark.slow_cases("sm_80")
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_nan_in_an_e5m2_cache_stays_nan(target: str) -> None:

@@ -50,7 +50,7 @@ class Kind(NamedTuple):
         index = operator.index  # of a symbol: a constant
         return cls(
             call.q.device,
-            call.out.dtype,
+            call.dtype,
             call.k_cache.dtype,
             *_sizes(call.q, call.k_cache, call.v_cache),
             call.causal,

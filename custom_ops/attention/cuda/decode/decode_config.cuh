@@ -18,6 +18,7 @@ inline constexpr bool SOFT_CAP = false;        // scores are bent by soft_cap * 
 inline constexpr bool ALIBI = false;           // scores fall by a head's slope times the distance
 inline constexpr bool SINKS = false;           // a head's sink has a share in the softmax
 inline constexpr bool LSE = false;             // log-sum-exp is stored
+inline constexpr bool FP8_RESULTS = false;     // out is e4m3, results over a scale
 inline constexpr int PAIR_HEADS = 1;           // kv heads of a pair, 1 or 2
 inline constexpr int QUERY_LEN = 1;            // most query tokens of a request, a power of two
 inline constexpr int KV_BYTES = 2;             // of a cached number; 1: fp8

@@ -37,9 +37,14 @@ __device__ __forceinline__ void store_output(const Params &p, const Request &r, 
   float weight = sees ? shrink / total : 0.f;
   if constexpr (SCALES) weight *= p.v_scale[head * p.vs_head];
   if (!sees) x = make_float4(0.f, 0.f, 0.f, 0.f);
-  uint2 packed =
-      make_uint2(pack<Q_HALF>(x.x * weight, x.y * weight), pack<Q_HALF>(x.z * weight, x.w * weight));
-  *(uint2 *)(p.out + ((r.start + query) * p.o_token + q_head * p.o_head + column * 4) * 2) = packed;
+  x.x *= weight; x.y *= weight; x.z *= weight; x.w *= weight;
+  char *const at = p.out + ((r.start + query) * p.o_token + q_head * p.o_head + column * 4) * OUT_BYTES;
+  if constexpr (FP8_RESULTS) {
+    const float inverse = inverse_of(*p.output_scale);
+    *(u32 *)at = pack_e4m3(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
+  } else {
+    *(uint2 *)at = make_uint2(pack<Q_HALF>(x.x, x.y), pack<Q_HALF>(x.z, x.w));
+  }
   if (LSE && column == 0)
     p.lse[(r.start + query) * p.l_token + q_head * p.l_head] = sees ? (top + log2_(total)) * LN2 : -INF;
 }
@@ -139,7 +144,9 @@ __device__ __noinline__ void store_empty(const Params &p) {
     }
     for (int e = threadIdx.x; e < (last - first) * HEADS * V_VECTORS; e += THREADS) {
       const int token = first + e / (HEADS * V_VECTORS), head = e / V_VECTORS % HEADS, column = e % V_VECTORS;
-      *(uint2 *)(p.out + (token * p.o_token + head * p.o_head + column * 4) * 2) = make_uint2(0, 0);
+      char *const at = p.out + (token * p.o_token + head * p.o_head + column * 4) * OUT_BYTES;
+      if constexpr (FP8_RESULTS) *(u32 *)at = 0;
+      else *(uint2 *)at = make_uint2(0, 0);
       if (LSE && column == 0) p.lse[token * p.l_token + head * p.l_head] = -INF;
     }
   }

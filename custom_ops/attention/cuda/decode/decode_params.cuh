@@ -27,6 +27,7 @@ constexpr int STAGE_BYTES = WARP_KEYS * (K_ROW_BYTES + V_ROW_BYTES);     // byte
 constexpr int STATE_ROW = TILE_Q * (DIM_V + 4) * 4 <= STAGE_BYTES ? DIM_V + 4 : DIM_V;
 constexpr int V_SLICES = PAIR_HEADS * DIM_V / 16;   // m-tiles of value columns
 constexpr int V_VECTORS = DIM_V / 4;
+constexpr int OUT_BYTES = FP8_RESULTS ? 1 : 2;  // of a number of the results
 constexpr int THREADS = WARPS * 32;
 // of the partial result of a split, without its maxima and sums
 constexpr int PARTIAL_FLOATS = TILE_Q * DIM_V;
@@ -55,8 +56,9 @@ struct Params {  // packed by custom_ops/attention/cuda/decode.py, in this order
   float scale, soft_cap;
   int num_reqs, num_tokens, ks_head, vs_head;
   const i64 *tree;  // with TREE, a word for each token row
+  const float *output_scale;  // with FP8_RESULTS, one number
 };
-static_assert(sizeof(Params) == 208, "as custom_ops/attention/cuda/decode.py packs it");
+static_assert(sizeof(Params) == 216, "as custom_ops/attention/cuda/decode.py packs it");
 
 // Query rows of a pair: heads of the group within query tokens within kv heads.
 __device__ __forceinline__ int query_of(int row) { return row / GROUP % QUERY_LEN; }

@@ -19,6 +19,7 @@ inline constexpr bool SOFT_CAP = false;        // scores are bent by soft_cap * 
 inline constexpr bool ALIBI = false;           // scores fall by a head's slope times the distance
 inline constexpr bool SINKS = false;           // a head's sink has a share in the softmax
 inline constexpr bool LSE = false;             // log-sum-exp is stored
+inline constexpr bool FP8_RESULTS = false;     // out is e4m3, results over a scale
 inline constexpr bool HALF = false;            // q, out and what is multiplied are float16, else bfloat16
 inline constexpr int KV_BYTES = 2;             // of a cached number; 1: fp8, which is converted
 inline constexpr bool SCALES = false;          // keys and values of fp8 have scales

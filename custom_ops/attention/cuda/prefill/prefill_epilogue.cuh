@@ -19,6 +19,43 @@ __device__ __forceinline__ void transpose_quad(u32 (&w)[4], int lane) {
     }
 }
 
+// As store_rows below, which gives the weights, the rows that see keys and those that are written. Both rows'
+// pairs of columns are transposed at once.
+template <int N>
+__device__ __forceinline__ void store_fp8(const Params &p, const float (&acc)[N * 4],
+                                          const float (&weight)[2], const bool (&sees)[2],
+                                          const bool (&written)[2], char *const (&at)[2], int lane,
+                                          int block) {
+  const float inverse = inverse_of(load_l2(p.output_scale));
+  const auto number = [&](int i, int r) { return sees[r] ? acc[i] * weight[r] * inverse : 0.f; };
+  if constexpr (Q_FP8) {  // four columns side by side of two blocks (prefill_fp8.cuh)
+#pragma unroll
+    for (int n = 0; n < N; n += 2)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int a = n * 4 + r * 2, b = a + 4;
+        const u32 packed = pack_e4m3(number(a, r), number(b, r), number(a + 1, r), number(b + 1, r));
+        if (written[r]) *(u32 *)(at[r] + (block + n) * 8 - lane % 4 * 4) = packed;
+      }
+  } else {
+#pragma unroll
+    for (int n = 0; n < N; n += 4) {
+      u32 w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int a = (n + i) * 4;
+        w[i] = pack_e4m3(number(a, 0), number(a + 1, 0), number(a + 2, 1), number(a + 3, 1));
+      }
+      transpose_quad(w, lane);
+      const uint2 packed[2] = {make_uint2(__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[2], w[3], 0x5410)),
+                               make_uint2(__byte_perm(w[0], w[1], 0x7632), __byte_perm(w[2], w[3], 0x7632))};
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (written[r]) *(uint2 *)(at[r] + (block + n) * 8) = packed[r];
+    }
+  }
+}
+
 // N blocks of 8 columns from block `block` on, of rows `first` and `first` + 8 of a tile. `tops`: maxima in
 // base 2; `totals`: of this thread's columns; `acc`: as the second product leaves it (struct
 // Softmax). Block 0 brings the LSE along.
@@ -54,11 +91,14 @@ __device__ __forceinline__ void store_rows(const Params &p, const QueryTile &til
     }
     weight[r] = mine / total;
     if constexpr (SCALES) weight[r] *= load_l2(p.v_scale + tile.head * p.vs_head);
-    at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * 2;
+    at[r] = p.out + (line * p.o_token + head * p.o_head + lane % 4 * 8) * OUT_BYTES;
     if (LSE && block == 0 && token[r] < tile.query_len && lane % 4 == 0)
       p.lse[line * p.l_token + head * p.l_head] = sees[r] ? (top + log2_(total)) * LN2 : -INF;
   }
-  if constexpr (Q_FP8) {  // four columns side by side of two blocks (prefill_fp8.cuh)
+  if constexpr (FP8_RESULTS) {
+    store_fp8<N>(p, acc, weight, sees, {token[0] < tile.query_len, token[1] < tile.query_len}, at, lane,
+                 block);
+  } else if constexpr (Q_FP8) {  // four columns side by side of two blocks (prefill_fp8.cuh)
 #pragma unroll
     for (int n = 0; n < N; n += 2)
 #pragma unroll

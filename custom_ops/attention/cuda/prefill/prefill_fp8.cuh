@@ -14,16 +14,6 @@
 // 448, has its steps where the weights are.
 constexpr float WEIGHT_BITS = Q_FP8 ? 8.f : 0.f;
 
-// Four numbers as e4m3, the first in the lowest byte; none is above 448.
-__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
-  u32 r;
-  asm("{.reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; "
-      "mov.b32 %0, {l, h};}"
-      : "=r"(r)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return r;
-}
-
 #define WGMMA8(shape, ...) \
   asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.e4m3.e4m3 " __VA_ARGS__)
 

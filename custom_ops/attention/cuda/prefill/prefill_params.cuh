@@ -16,6 +16,7 @@ constexpr int K_STAGE_BYTES = TILE_KV * DIM * BYTES, V_STAGE_BYTES = TILE_KV * D
 constexpr int Q_TILE_BYTES = TILE_Q * DIM * BYTES;
 constexpr int Q_LOAD_BYTES = TILE_TOKENS * GROUP * DIM * BYTES;  // what the copy engine brings of it
 constexpr bool FP8 = KV_BYTES == 1;
+constexpr int OUT_BYTES = FP8_RESULTS ? 1 : 2;  // of a number of the results
 // fp8: bytes of a step's keys, or of its values, as they come; with fp8 queries keys come as they are read
 constexpr int RAW_STAGE_BYTES = TILE_KV * (DIM > DIM_V && !Q_FP8 ? DIM : DIM_V);
 // fp8: warps that convert them, the others of the producer's warpgroup
@@ -31,8 +32,8 @@ static_assert(DIM % 32 == 0 && DIM_V % 32 == 0 && BLOCK_SIZE % 8 == 0 && TILE_KV
 static_assert(K_STAGE_BYTES % 1024 == 0 && V_STAGE_BYTES % 1024 == 0 && Q_TILE_BYTES % 1024 == 0,
               "swizzles repeat");
 static_assert(!CASCADE || (SPLIT && !CAUSAL && !HIDES_FIRST_KEYS && WINDOW_RIGHT < 0 && !TREE && !ALIBI &&
-                           !SINKS && DECODE_LEN == 0 && !Q_FP8),
-              "all rows of a group see the same keys; sinks count once");
+                           !SINKS && DECODE_LEN == 0 && !Q_FP8 && !FP8_RESULTS),
+              "all rows of a group see the same keys; sinks count once; results are what is merged");
 static_assert(!CASCADE || GROUP * K_WIDTH * 2 % 128 == 0, "where a token's box may lie in shared memory");
 static_assert(K_STAGES >= 2 && V_STAGES >= 2, "one that is read, one that is filled");
 static_assert(K_STAGES * K_STAGE_BYTES + V_STAGES * V_STAGE_BYTES + Q_STAGES * Q_TILE_BYTES +
@@ -74,6 +75,7 @@ struct Params {  // packed by custom_ops/attention/cuda/prefill.py, in this orde
   // with CASCADE, by rows of the groups: the token row that each is; and by token rows the LSE over suffixes
   const i64 *order;
   const float *own_lse;
+  const float *output_scale;  // with FP8_RESULTS, one number
 };
 static_assert(sizeof(Params) == 3 * sizeof(Map) + 256,
               "as custom_ops/attention/cuda/prefill.py packs it behind the maps");

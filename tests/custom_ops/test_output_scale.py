@@ -1,0 +1,238 @@
+"""Attention that writes e4m3 over an ``output_scale``: the reference and the CPU's kernels, what is refused,
+who takes it, and the module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.output_scale import E4M3, assert_e4m3, opcheck_e4m3, run_e4m3
+from specialisations import specialisation
+
+import torchpaged
+from torchpaged import ArgumentError, PagedAttention
+from torchpaged.backends import attention_spec, get_backend, list_backends
+from torchpaged.cache import PagedKVCache
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, Specialisation
+from torchpaged.custom_ops.attention.cuda import cascade_attention as cuda_cascade
+from torchpaged.custom_ops.attention.cuda import prefill_shape, specialise
+from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.testing import BATCH_SPECS, make_batch
+
+CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window_left": 7},
+    "cap": {"logits_soft_cap": 5.0},
+    "chunked": {"chunk_size": 12, "causal": False},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("spec", ["decode_edges", "mixed_padded", "left_padded"])
+def test_the_result_over_the_scale(spec: str, options: str, dtype: torch.dtype) -> None:
+    """Rounded once, saturated where the scale is too small; rows that see nothing are zeros."""
+    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, sinks=True, head_dim=24, head_dim_v=20)
+    for ops in (CPU, REFERENCE):
+        for scale in (0.03, 1e-3, 1e-40):
+            assert_e4m3(*run_e4m3(ops, batch, scale, **OPTIONS[options]), batch, scale, **OPTIONS[options])
+
+
+def test_pools_of_fp8_and_queries_of_it() -> None:
+    sizes: dict[str, Any] = {"kv_dtype": E4M3, "scales": "per_head", "dtype": torch.bfloat16}
+    batch = make_batch(BATCH_SPECS["mixed_padded"], **sizes)
+    assert_e4m3(*run_e4m3(REFERENCE, batch, 0.02), batch, 0.02)
+    batch.q = batch.q.to(E4M3)
+    assert_e4m3(*run_e4m3(REFERENCE, batch, 0.02), batch, 0.02)
+
+
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
+def test_numbers_that_are_not_finite(ops: Any) -> None:
+    """NaN stays NaN for the head and the queries that see it; inf is the largest number."""
+    batch = make_batch(BATCH_SPECS["decode_edges"], head_dim=16)
+    row = next(r for r, n in enumerate(batch.seq_lens.tolist()) if n > 1)
+    block = int(batch.block_table[row, 0])
+    batch.v_cache[block, 0, 0, :2] = torch.tensor([float("nan"), float("inf")])
+    out, _ = run_e4m3(ops, batch, 0.02)
+    numbers, token = out.float(), int(batch.query_start_loc[row])
+    assert numbers[token, :2, 0].isnan().all()
+    assert (numbers[token, :2, 1] == 448).all()
+    numbers[token, :2, 0] = 0
+    assert numbers.isfinite().all()
+
+
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=["cpu", "reference"])
+def test_any_strides(ops: Any) -> None:
+    """Numbers of one byte at odd addresses; what lies between them is left alone."""
+    batch = make_batch(BATCH_SPECS["mixed_padded"], head_dim=12)
+    plain, _ = run_e4m3(ops, batch, 0.02)
+    out, _ = run_e4m3(ops, batch, 0.02, padding=(5, 1, 3))
+    assert out.data_ptr() % 2 == 1
+    assert torch.equal(out.float(), plain.float())
+    assert (out.untyped_storage().tolist().count(0x7F)) == out.untyped_storage().nbytes() - out.numel()
+
+
+REFUSED: dict[str, tuple[str, torch.dtype, torch.Tensor | None]] = {
+    "no scale": ("out", E4M3, None),
+    "another dtype": ("out", torch.float32, torch.ones(1)),
+    "e5m2": ("out", torch.float8_e5m2, torch.ones(1)),
+    "one per head": ("output_scale", E4M3, torch.ones(2)),
+    "float64": ("output_scale", E4M3, torch.ones(1, dtype=torch.float64)),
+    "zero": ("output_scale", E4M3, torch.zeros(1)),
+    "inf": ("output_scale", E4M3, torch.tensor([float("inf")])),
+    "NaN": ("output_scale", E4M3, torch.tensor(float("nan"))),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    """Of attention and of merging, before anything is written; the native kernel has words of its own."""
+    name, dtype, scale = REFUSED[case]
+    batch = make_batch(BATCH_SPECS["mixed_small"])
+    state, lse = torch.randn(3, 2, 8), torch.zeros(3, 2)
+    for ops, error in ((REFERENCE, ArgumentError), (CPU, RuntimeError)):
+        out, merged = (torch.zeros(shape).to(dtype) for shape in (batch.q.shape, state.shape))
+        with pytest.raises(error, match=f"{name}: expected"):
+            ops.paged_attention(*batch.tensors, out, max_query_len=99, scale=0.1, output_scale=scale)
+        with pytest.raises(error, match=f"{name}: expected"):
+            ops.merge_attn_states(state, lse, state, lse, merged, output_scale=scale)
+        assert not out.float().any()
+        assert not merged.float().any()
+
+
+def test_the_scale_lies_apart_from_what_is_written() -> None:
+    batch = make_batch(BATCH_SPECS["mixed_small"])
+    memory = torch.zeros(batch.q.numel() + 4, dtype=torch.uint8)
+    out = memory[: batch.q.numel()].view(batch.q.shape).view(E4M3)
+    scale = memory[batch.q.numel() - 4 : batch.q.numel()].view(torch.float32).fill_(1.0)
+    for ops in (REFERENCE, CPU):
+        with pytest.raises((ArgumentError, RuntimeError), match="output_scale"):
+            ops.paged_attention(*batch.tensors, out, max_query_len=99, scale=0.1, output_scale=scale)
+
+
+def test_the_function() -> None:
+    """The dtype of its result, an ``out`` of the caller's, and in a trace what the op would refuse."""
+    batch = make_batch(BATCH_SPECS["mixed_padded"], num_heads=4)
+    scale = torch.tensor(0.03)
+
+    def step(scale: torch.Tensor | None, out: torch.Tensor | None = None) -> Any:
+        options = {"max_query_len": batch.max_query_len, "output_scale": scale, "out": out}
+        return torchpaged.paged_attention(*batch.tensors, return_lse=True, **options)
+
+    want = run_e4m3(REFERENCE, batch, 0.03)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for call in (step, compiled):
+        out, lse = call(scale)
+        assert out.dtype == E4M3
+        assert_e4m3(out, lse, batch, 0.03)
+        own = torch.zeros(batch.q.shape).to(E4M3)
+        assert call(scale, own)[0] is own
+        assert torch.equal(own.float(), out.float())
+    torch.testing.assert_close(lse, want[1])
+    with pytest.raises(Exception, match="out: expected torch.float8_e4m3fn"):
+        compiled(scale, torch.zeros_like(batch.q))
+    with pytest.raises(Exception, match="dtype float8_e4m3fn is not one of"):
+        compiled(None, own)
+
+
+def test_who_takes_it() -> None:
+    asked = {"device": "cpu", "dtype": torch.bfloat16, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    spec = attention_spec(**asked, output_scale=True)  # type: ignore[arg-type]
+    declare = {name for name in list_backends() if "output_scale" in get_backend(name).capabilities.features}
+    assert declare == {"reference", "cpu", "triton", "cuda"}
+    for name in set(list_backends()) - declare:
+        assert "output_scale is not supported" in get_backend(name).capabilities.reject(spec), name
+    with pytest.raises(BackendUnavailableError, match="output_scale is not supported"):
+        PagedAttention(8, 64, 2, backend="torch_sdpa", output_scale=0.5)
+    batch = make_batch(BATCH_SPECS["decode_one"])
+    with pytest.raises(BackendUnavailableError, match="output_scale is not supported"):
+        torchpaged.paged_attention(
+            *batch.tensors,
+            max_query_len=1,
+            output_scale=torch.ones(1),
+            ops=get_backend("torch_sdpa").ops,
+        )
+
+
+def test_older_gpus_have_no_instruction_for_it() -> None:
+    spec = specialisation(fp8_results=True)
+    assert specialise.refuse(spec, 4, (8, 9)) is None
+    assert "fp8 results" in (specialise.refuse(spec, 4, (8, 0)) or "")
+    assert prefill_shape.refuse(spec, (9, 0)) is None
+
+
+def test_the_cuda_kernels_store_four_numbers_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others go to Triton; and what two launches merge must not be rounded before."""
+    batch = make_batch(BATCH_SPECS["decode_one"], dtype=torch.bfloat16)
+    shape = batch.q.shape
+    monkeypatch.setattr(specialise, "_refused", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"))
+    for padding, aligned in (((0, 0, 0), True), ((4, 0, 4), True), ((0, 2, 0), False), ((0, 0, 2), False)):
+        heads = shape[2] + padding[1]
+        memory = torch.empty(4096, dtype=torch.uint8).view(E4M3)[padding[2] :]
+        out = memory.as_strided(shape, (shape[1] * heads + padding[0], heads, 1))
+        call = AttentionCall(*batch.tensors, out, None, 1, 0.1, output_scale=torch.ones(1))
+        assert (specialise.unsupported(call, call_spec(call), 1, 1) is None) == aligned, padding
+
+
+def call_spec(call: AttentionCall) -> Any:
+    spec = Specialisation.of(call)
+    assert (spec.dtype, spec.fp8_results) == (torch.bfloat16, True)
+    return spec
+
+
+def test_merging_two_sets_of_keys() -> None:
+    states = [x for _ in range(2) for x in (torch.randn(5, 3, 7), torch.randn(5, 3))]
+    states[1][0], states[3][0], states[1][1] = -float("inf"), -float("inf"), float("nan")
+    want, want_lse = torchpaged.merge_attn_states(*states)
+    for ops in (None, REFERENCE):
+        out, lse = torchpaged.merge_attn_states(*states, output_scale=torch.tensor([0.01]), ops=ops)
+        torch.testing.assert_close(lse, want_lse, equal_nan=True)
+        exact = (want / 0.01).clamp(-448, 448)
+        assert out.dtype == E4M3
+        torch.testing.assert_close(out.float(), exact, rtol=1 / 15, atol=2**-9, equal_nan=True)
+        assert not out[0].float().any()
+        assert float(out[2:].float().abs().max()) <= 448
+
+
+def test_the_cascade_kernels_leave_it_to_two_passes() -> None:
+    """They would merge what is rounded already."""
+    batch = make_batch(BATCH_SPECS["decode_edges"], dtype=torch.bfloat16)
+    none = torch.zeros(1, 2, dtype=torch.int32)
+    groups = none, none[0, :1], none[0], torch.arange(len(batch.q)), torch.arange(len(batch.q))
+    own = AttentionCall(*batch.tensors, batch.q.to(E4M3), None, 1, 0.1, output_scale=torch.ones(1))
+    assert (cuda_cascade.refuse(CascadeCall(own, *groups)) or "").startswith("output_scale")
+
+
+def test_a_module() -> None:
+    """A float32 buffer, of any module's dtype; on the meta device and in a copy, too."""
+    cache = PagedKVCache.uniform(1, 2, 16, num_blocks=8, dtype=torch.bfloat16)
+    layer = PagedAttention(4, 16, 2, output_scale=0.05).to(torch.bfloat16)
+    plain = PagedAttention(4, 16, 2).to(torch.bfloat16)
+    assert layer.output_scale is not None
+    assert layer.output_scale.dtype == torch.float32
+    assert "output_scale" in layer.state_dict()
+    table = cache.allocate(1)
+    query, key, value = torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 2, 16)
+    given = [x.bfloat16() for x in (query, key, value)]
+    batch = table.append([5])
+    with torch.inference_mode():
+        want, out = plain(*given, cache[0], batch), layer(*given, cache[0], batch)
+        assert out.dtype == E4M3
+        assert out.shape == want.shape
+        torch.testing.assert_close(out.float() * 0.05, want.float(), rtol=1 / 14, atol=0.05 * 2**-8)
+        traced = torch.compile(layer, backend="aot_eager", fullgraph=True)(*given, cache[0], batch)
+        assert torch.equal(traced.float(), out.float())
+    on_meta = PagedAttention(4, 16, 2, output_scale=0.05, device="meta").to_empty(device="cpu")
+    assert torch.equal(on_meta.output_scale, torch.tensor([0.05]))  # type: ignore[arg-type]
+    for wrong in (0.0, float("nan"), [1.0, 2.0], "much"):
+        with pytest.raises(ArgumentError, match="output_scale: expected"):
+            PagedAttention(4, 16, 2, output_scale=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("overload", ["cpu", "default", "reference"])
+def test_opcheck(overload: str) -> None:
+    opcheck_e4m3(BACKEND_OPS[overload])

@@ -246,7 +246,7 @@ def test_models_that_batches_would_get_wrong(stem: str, words: str) -> None:
         build(stem, implementation="torchpaged").generate_batch(inputs=[[5, 6], [7, 8, 9]])
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "falcon_h1", "recurrent_gemma", "mamba2"])
 def test_hybrids_are_refused(name: str) -> None:
     """By name, and with what runs them; transformers says "Invalid layer type"."""
     model = model_of(name, "torchpaged")

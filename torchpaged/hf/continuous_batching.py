@@ -34,6 +34,7 @@ from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.functional import paged_attention, write_kv
 from torchpaged.hf.families import family_of
+from torchpaged.hf.packed_mixers import mixers_of
 from torchpaged.hf.support import has_own_attention
 
 #: What a user asks for, with transformers 5.17; 5.23 strips the prefix, so that "torchpaged" is left.
@@ -332,6 +333,8 @@ def _require_batchable(model: Any) -> None:
         raise UnsupportedModelError(f"{name} has attention of its own, which knows no paged cache")
     layers = DynamicCache(config=model.config).layers
     states = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
+    # RecurrentGemma's are its modules', of which transformers 5.17's caches know nothing.
+    states = states or [mixer.layer_idx for mixer in mixers_of(model) if hasattr(mixer, "layer_idx")]
     if states:
         raise UnsupportedModelError(
             f"{name}: layer {states[0]} keeps a state per request, and continuous batching stores keys and "

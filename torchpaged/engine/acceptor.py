@@ -71,7 +71,7 @@ class Acceptor:
         """Give the owner ``event``, then make everything else agree with it."""
         token, text, finish_reason, error, _ = event
         sequence.inbox.ready[sequence] = None
-        sequence.log.rows.append(event)
+        sequence.log.append(event)
         sequence.text += text
         if token is not None:
             if len(sequence.tokens) == len(sequence.prompt):

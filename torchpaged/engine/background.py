@@ -214,6 +214,7 @@ class BackgroundLoop:
                 events, more = _read(await news.get())
                 for event in events:
                     yield event
+            inbox.forget()
         except BaseException:
             if claim.done():
                 self._leave(inbox)

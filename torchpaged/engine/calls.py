@@ -249,6 +249,8 @@ class Calls:
                 yield  # type: ignore[misc]
             while inbox.live or inbox.waiting:
                 yield from self._events(inbox)
+            if inbox is not self.inbox:
+                inbox.forget()
         except BaseException:
             if inbox is not None:
                 self.leave(inbox)

@@ -15,6 +15,7 @@ on the same stream.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
@@ -37,11 +38,13 @@ from torchpaged.profiling import range as profile_range
 
 #: Launches whose tokens may be on their way at once.
 MAX_IN_FLIGHT = 4
+#: What a launch says of a row that was idle by then.
+IDLE_TOKEN = -1
 
 
 class _Launch(NamedTuple):
     """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and
-    in how many of the first columns prompts have not just ended.
+    in how many of the first columns prompts have not just ended. No tuple per column: see `EventLog`.
 
     ``number``: of a launch, in ``rows.ring``. ``copied``: of a packed batch, which has no number.
     ``records``: what is told of the latter's tokens; None: not asked for.
@@ -49,7 +52,7 @@ class _Launch(NamedTuple):
 
     number: int
     copied: CopiedTokens | None
-    columns: list[tuple[int, Sequence]]
+    columns: list[Sequence | None]
     num_steps: int
     decodes: int
     records: CopiedTokens | None = None
@@ -108,7 +111,7 @@ class DecodeLoop(NotCopied):
         )
         self.steps_per_launch, self._eos_token_ids = steps_per_launch, model.eos_token_ids
         self._sequences: list[Sequence | None] = [None] * max_batch_size  # by row
-        self._busy_rows: list[tuple[int, Sequence]] | None = None
+        self._busy_rows: list[Sequence] | None = None
         self._has_idle_rows = False  # since rows were last moved together
         self.blocks_added = False
         self._to_write: dict[int, RowState] = {}
@@ -143,7 +146,7 @@ class DecodeLoop(NotCopied):
         if not self._any_decodes():
             return []
         self._flush()
-        return [sequence for _, sequence in self._busy()]
+        return list(self._busy())
 
     def finish_packed(self, sequences: Seq[Sequence], logits: Tensor) -> None:
         """Sample a token each from ``logits [len(sequences), vocab_size]`` of a packed batch: the next ones
@@ -160,7 +163,7 @@ class DecodeLoop(NotCopied):
             records = CopiedTokens(self.rows.stage.logprobs(logits, drawn))
         for sequence in sequences:
             sequence.steps_read -= 1
-        self._launches.append(_Launch(-1, tokens, list(enumerate(sequences)), 1, decodes, records))
+        self._launches.append(_Launch(-1, tokens, list(sequences), 1, decodes, records))
 
     def reset(self) -> None:
         """After a call that raised: every row idle, nothing in flight, tokens that were not read lost. Waits
@@ -194,64 +197,64 @@ class DecodeLoop(NotCopied):
             return False
         self._flush()
         busy = self._busy()  # rows may have moved
-        num_rows = busy[-1][0] + 1
+        num_rows = _row(busy[-1]) + 1
         if self._regroup:
             self._find_groups(num_rows)
         with profile_range("decode", batch=len(busy), tokens=len(busy) * self.steps_per_launch):
             self.runner.launch(num_rows)
             number = self.rows.ring.take()
         self._step_count.started += self.steps_per_launch
-        self._launches.append(_Launch(number, None, busy, self.steps_per_launch, num_rows))
+        self._launches.append(
+            _Launch(number, None, self._sequences[:num_rows], self.steps_per_launch, num_rows)
+        )
         return True
 
     def _any_decodes(self) -> bool:
         """Whether a row holds a request that does not have all its tokens on their way."""
-        return any(len(s.tokens) + s.in_flight < s.max_len for _, s in self._busy())
+        return any(len(s.tokens) + s.in_flight < s.max_len for s in self._busy())
 
     def _find_groups(self, num_rows: int) -> None:
         """Which rows share blocks, for the launches until a row changes. Rows only grow meanwhile: their
         lengths as the host knows them are what they have at least."""
         tables: list[list[int]] = [[] for _ in range(num_rows)]
         lens = [0] * num_rows
-        for row, sequence in self._busy():
+        for sequence in self._busy():
+            row = _row(sequence)
             tables[row], lens[row] = sequence.blocks, len(sequence.tokens)
         self.runner.find_groups(tables, lens)
         self._regroup = False
 
-    def collect(self, keep: int = 0) -> list[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
+    def collect(self, keep: int = 0) -> Iterator[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
         """Tokens of all launches but the newest ``keep``, in order, per request, and the log probabilities
-        of those of a request that wants them; waits for them."""
-        results = []
+        of those of a request that wants them. They are waited for and read in this call; the iterator makes
+        lists of them."""
+        read: list[tuple[_Launch, list[list[int]], TokenLogprobs | None]] = []
         while len(self._launches) > keep:
             launch = self._launches.pop(0)
             self.steps_read += launch.num_steps
-            live = [
-                (column, sequence) for column, sequence in launch.columns if sequence.finish_reason is None
-            ]
-            wanted = any(sequence.sampling.logprobs is not None for _, sequence in live)
-            with profile_range("collect", batch=len(live)):
-                told = self._told(launch) if wanted else None
+            with profile_range("collect", batch=len(launch.columns)):
+                told = self._told(launch)
                 if launch.copied is not None:
                     steps = [launch.copied.read()]
                 else:
-                    steps = self.rows.ring.read(launch.number, launch.columns[-1][0] + 1)
-            for column, sequence in live:
-                # -1: idle by then; NO_TOKEN is the caller's.
-                tokens = [step[column] for step in steps if step[column] != -1]
-                logprobs, count = None, sequence.sampling.logprobs
-                if told is not None and count is not None:
-                    places = [n for n, step in enumerate(steps) if step[column] != -1]
-                    logprobs = [told.of(n * len(steps[0]) + column, count) for n in places]
-                sequence.steps_read += launch.num_steps
-                self.decoded += len(tokens) if column < launch.decodes else 0
-                results.append((sequence, tokens, logprobs))
-        return results
+                    steps = self.rows.ring.read(launch.number, len(launch.columns))
+            for column, sequence in enumerate(launch.columns):
+                if sequence is not None and sequence.finish_reason is None:
+                    sequence.steps_read += launch.num_steps
+                    if column < launch.decodes:
+                        self.decoded += sum(step[column] != IDLE_TOKEN for step in steps)
+            read.append((launch, steps, told))
+        return _per_request(read)
 
-    def _told(self, launch: _Launch) -> TokenLogprobs:
-        """What is told of a launch's tokens, which were not read yet."""
+    def _told(self, launch: _Launch) -> TokenLogprobs | None:
+        """What is told of a launch's tokens, which were not read yet; None: nobody wants it."""
+        if not self.rows.stage.record_words or all(
+            s is None or s.sampling.logprobs is None or s.finish_reason is not None for s in launch.columns
+        ):
+            return None
         if launch.records is not None:
             return TokenLogprobs(launch.records.wait())
-        return TokenLogprobs(self.rows.ring.read_records(launch.number, launch.columns[-1][0] + 1))
+        return TokenLogprobs(self.rows.ring.read_records(launch.number, len(launch.columns)))
 
     # ------------------------------------------------------------------------------------------ to the device
     def _flush(self) -> None:
@@ -263,37 +266,29 @@ class DecodeLoop(NotCopied):
             self.rows.write(self._to_write)
             self._to_write = {}
         if self.blocks_added:
-            self._send_blocks(
-                [
-                    (row, sequence)
-                    for row, sequence in self._busy()
-                    if len(sequence.blocks) > sequence.blocks_on_device
-                ]
-            )
+            self._send_blocks([s for s in self._busy() if len(s.blocks) > s.blocks_on_device])
             self.blocks_added = False
         if self._has_idle_rows:
             self._close_up()
             self._has_idle_rows = False
 
-    def _send_blocks(self, grown: list[tuple[int, Sequence]]) -> None:
+    def _send_blocks(self, grown: list[Sequence]) -> None:
         added = []
-        for row, sequence in grown:
-            known = sequence.blocks_on_device
+        for sequence in grown:
+            row, known = _row(sequence), sequence.blocks_on_device
             added += [(row, known + i, block) for i, block in enumerate(sequence.blocks[known:])]
             sequence.blocks_on_device = len(sequence.blocks)
         self.rows.append_blocks(added)
 
-    def _busy(self) -> list[tuple[int, Sequence]]:
-        """Rows that hold a request; kept until one comes, goes or moves."""
+    def _busy(self) -> list[Sequence]:
+        """Requests with a row, in the rows' order; kept until one comes, goes or moves."""
         if self._busy_rows is None:
-            self._busy_rows = [
-                (row, sequence) for row, sequence in enumerate(self._sequences) if sequence is not None
-            ]
+            self._busy_rows = [sequence for sequence in self._sequences if sequence is not None]
         return self._busy_rows
 
     def _close_up(self) -> None:
         """Move the last rows into idle ones where that makes a smaller bucket do."""
-        busy = [row for row, _ in self._busy()]
+        busy = [_row(sequence) for sequence in self._busy()]
         if not busy or busy[-1] + 1 == len(busy):
             return
         buckets = self.runner.buckets
@@ -327,3 +322,24 @@ class DecodeLoop(NotCopied):
             seen=sequence.tokens if params.repetition_penalty != 1.0 else None,
             logits_words=sequence.logits_words,
         )
+
+
+def _row(sequence: Sequence) -> int:
+    assert sequence.row is not None
+    return sequence.row
+
+
+def _per_request(
+    read: list[tuple[_Launch, list[list[int]], TokenLogprobs | None]],
+) -> Iterator[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
+    for launch, steps, told in read:
+        for column, sequence in enumerate(launch.columns):
+            if sequence is None or sequence.finish_reason is not None:
+                continue
+            # NO_TOKEN is the caller's.
+            tokens = [step[column] for step in steps if step[column] != IDLE_TOKEN]
+            logprobs, count = None, sequence.sampling.logprobs
+            if told is not None and count is not None:
+                places = [n for n, step in enumerate(steps) if step[column] != IDLE_TOKEN]
+                logprobs = [told.of(n * len(steps[0]) + column, count) for n in places]
+            yield sequence, tokens, logprobs

@@ -26,9 +26,15 @@ class HandOut:
     """
 
     def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
-        self._places = {sequence: (sequence.taken, len(sequence.log.rows)) for sequence in inbox.waiting}
-        inbox.ready = dict.fromkeys(self._places)
+        # Lists of numbers and a mark, no tuple per request and no way from a request back to this: that
+        # would be work for the garbage collector, see `EventLog`.
+        self._inbox, self._mark, self._sequences = inbox, object(), inbox.waiting
+        self._firsts = [sequence.taken for sequence in self._sequences]
+        self._ends = [len(sequence.log) for sequence in self._sequences]
+        inbox.ready = dict.fromkeys(self._sequences)
+
+    def _places(self) -> Iterator[tuple[Sequence, int, int]]:
+        return zip(self._sequences, self._firsts, self._ends, strict=True)
 
     def _take(self, sequence: Sequence, first: int, end: int) -> bool:
         """Take events ``first`` to ``end``; False, and nothing is, if another call took some or owns them."""
@@ -37,12 +43,12 @@ class HandOut:
         with TAKING:
             mine = sequence.inbox is self._inbox and sequence.taken == first
             if mine:
-                sequence.taken, sequence.taker = end, self
+                sequence.taken, sequence.taker = end, self._mark
         return mine
 
     def __iter__(self) -> Iterator[TokenEvent]:
         """One by one, those that no other call has taken by then."""
-        for sequence, (first, end) in self._places.items():
+        for sequence, first, end in self._places():
             for index in range(first, end):
                 if not self._take(sequence, index, index + 1):
                     break
@@ -52,7 +58,7 @@ class HandOut:
         """All at once."""
         return [
             event
-            for sequence, (first, end) in self._places.items()
+            for sequence, first, end in self._places()
             if self._take(sequence, first, end)
             for event in map(sequence.log.__getitem__, range(first, end))
         ]
@@ -60,7 +66,7 @@ class HandOut:
     def give_back(self) -> None:
         """After an interrupt in or behind `take`: the next call of the requests' owner gets them, unless
         another thread has taken later ones of a request meanwhile. From inside."""
-        for sequence, (first, end) in self._places.items():
-            if sequence.taker is self and sequence.taken == end:
+        for sequence, first, end in self._places():
+            if sequence.taker is self._mark and sequence.taken == end:
                 sequence.inbox.ready[sequence] = None
                 sequence.taken = first

@@ -140,6 +140,7 @@ class RequestCalls:
         except BaseException:
             self._calls.leave(sequences)
             raise
+        inbox.forget()
         return [sequence.result() for sequence in sequences]
 
     def step(self) -> list[TokenEvent]:

@@ -76,8 +76,11 @@ def test_pools_and_graphs_are_freed(make_llama: Callable[..., Any], options: dic
     next(stream)
     watched = [weakref.ref(tensor) for tensor in generator.model.kv_cache.tensors().values()]
     watched += [weakref.ref(thing) for thing in (generator.model, generator.loop, generator.runner) if thing]
-    generator.close()
-    gc.collect()
+    gc.disable()  # it may come at any time: the pools are free now
+    try:
+        generator.close()
+    finally:
+        gc.enable()
     assert [ref() for ref in watched] == [None] * len(watched)
     assert [event.finish_reason for event in stream][-1] == "cancelled"
     assert not generator.has_unfinished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any, Self
@@ -96,12 +97,20 @@ class Lifecycle(NotCopied):
         A transformers model gets back what it had: attention implementations, training mode, the forwards of
         its mixers; and it is unfused if this Generator has fused it. A `PagedModel` of the caller's stays as
         it is, pools included. Streams and `generate` calls of other threads end with ``finish_reason``
-        "cancelled". `stats`, `start_report` and the reasons of decisions stay readable.
+        "cancelled". `stats`, `start_report` and the reasons of decisions stay readable. What
+        the caller has frozen (`gc.freeze`) stays until `gc.unfreeze`, pools included.
 
         Raises:
             TorchpagedError: called from inside a step.
         """
-        self._calls.close(self._free)
+        was_open = not self._calls.closed
+        try:
+            self._calls.close(self._free)
+        finally:
+            if was_open and self._calls.closed:
+                # Models, caches and graphs know each other: pools would stay until the garbage collector
+                # comes by itself, which the allocator of a GPU does not ask for.
+                gc.collect()
 
     def _free(self) -> None:
         raise NotImplementedError

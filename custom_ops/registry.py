@@ -179,7 +179,15 @@ def _lazy(module: str, function: str) -> Any:
 
 
 _CUDA_OPS = frozenset(
-    {"paged_attention", "linear", "cascade_attention", "mla_attention", "index_logits", "top_k_indices"}
+    {
+        "paged_attention",
+        "linear",
+        "cascade_attention",
+        "mla_attention",
+        "index_logits",
+        "top_k_indices",
+        "linear_attention",
+    }
 )
 
 

@@ -257,6 +257,13 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),
         Launch("chunk_pass.py:pass_kernel", False, ("state", "out"), waits="launch", case="long rows"),
         Launch("linear_attention.py:recurrent_kernel", False, ("state", "out"), waits="launch"),
+        Launch(
+            "state_decode.cu:update_states",
+            True,
+            ("state", "out"),
+            "start",
+            case="cuda, single tokens on Hopper",
+        ),
     ),
     "write_index_keys": (
         Launch("write_index_keys.py:write_index_keys_kernel", False, ("k_cache", "k_scale"), waits="launch"),

@@ -29,6 +29,33 @@ __device__ __forceinline__ void st_async(u32 to, const float (&x)[4], u32 barrie
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];"
                ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(barrier) : "memory");
 }
+__device__ __forceinline__ void fence_mbarrier_init() {  // the copy engine sees them
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ u64 read_again() {  // nothing is said to L2
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// Bytes that lie one behind the other, into shared memory and back, with a policy of L2; multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 to, const void *from, int bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+      "[%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_store(void *to, u32 from, int bytes, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"
+      "cp.async.bulk.commit_group;" ::"l"(to),
+      "r"(from), "r"(bytes), "l"(policy)
+      : "memory");
+}
+// Waits until this thread's stores have read shared memory.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 // A box of `map` from column k and row on, into shared memory.
 __device__ __forceinline__ void tma_load_2d(u32 to, const void *map, int k, int row, u32 barrier) {
   asm volatile(

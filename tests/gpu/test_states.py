@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.cuda.linear_attention import route
 from torchpaged.custom_ops.state.triton.chunks import has_long_rows
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,21 @@ def test_linear_attention_matches_the_oracle(batch: str, family: str, dtype: tor
     inputs = on_gpu(make_linear_inputs(rows, dtype=dtype, **FAMILIES[family]))
     products = dtype if has_long_rows(LinearAttentionCall(**inputs)) else None
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products)
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("batch", ["decode", "decode_begins", "decode_padded"])
+def test_single_tokens_by_cuda_match_the_oracle(
+    batch: str, family: str, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 64 keys and 80 values are Triton's there, too."""
+    monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", "state_decode")
+    sizes = {"dtype": torch.bfloat16, "state_dtype": state_dtype, **FAMILIES[family]}
+    inputs = on_gpu(make_linear_inputs(STATE_BATCHES[batch], **sizes))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert (route(LinearAttentionCall(**inputs)) is None) == (family != "decay")
+    assert_state_close(BACKEND_OPS["cuda"], REFERENCE, "linear_attention", inputs)
 
 
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])

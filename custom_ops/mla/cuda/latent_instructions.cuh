@@ -10,9 +10,6 @@
 #include "../../cuda/wgmma.cuh"
 #include "latent_config.cuh"
 
-__device__ __forceinline__ void fence_mbarrier_init() {  // the copy engine sees them
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 template <int N> __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }

@@ -35,8 +35,10 @@ class Tiles(NamedTuple):
 
 
 def tiles(call: LinearAttentionCall) -> Tiles:
-    """By the sizes of a head alone."""
-    return Tiles(64, 16 if call.v.shape[2] == 16 else 32, 2, "tf32")
+    """By the sizes of a head alone; as measured on an H200 (docs/log/states.md)."""
+    value_dim = call.v.shape[2]
+    value = 64 if value_dim % 64 == 0 else 16 if value_dim == 16 else 32
+    return Tiles(64, value, 3 if call.delta_rule and value == 64 else 2, "tf32")
 
 
 def has_long_rows(call: LinearAttentionCall) -> bool:

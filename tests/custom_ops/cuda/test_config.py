@@ -29,8 +29,10 @@ from torchpaged.custom_ops.layers.cuda.linear_constants import LINEAR, NORM
 from torchpaged.custom_ops.mla.cuda.constants import LATENT
 from torchpaged.custom_ops.mla.cuda.selected import SELECTED, SelectedSpec
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
+from torchpaged.custom_ops.state.cuda.decode import STATE_DECODE, StateSpec
 
-TABLES = {table.header: table for table in (DECODE, PREFILL, LINEAR, NORM, LATENT, SELECTED, LOGITS, TOP_K)}
+OF_ATTENTION = (DECODE, PREFILL, LATENT, SELECTED, LOGITS, TOP_K)
+TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, STATE_DECODE)}
 KERNELS = {kernel: table for table in TABLES.values() for kernel in table.kernels}
 
 
@@ -51,6 +53,9 @@ def examples() -> dict[str, Config]:
         "selected_config.cuh": SelectedSpec(512, 64, 16, 64, False, True, False, 1, 16).config(),
         "logits_config.cuh": LogitsSpec(64, 64, False, True, True).config(),
         "top_k_config.cuh": top_k_config(4, 131072, 132),
+        "state_decode_config.cuh": StateSpec(
+            128, 128, 16, 2, False, False, False, 1, False, True, True
+        ).config(),
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),
     }
 

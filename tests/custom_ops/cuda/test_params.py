@@ -17,6 +17,7 @@ from torchpaged.custom_ops.indexer.cuda.top_k_indices import TopKParams
 from torchpaged.custom_ops.layers.cuda.linear import LinearParams, NormParams
 from torchpaged.custom_ops.mla.cuda.latent import LatentParams
 from torchpaged.custom_ops.mla.cuda.selected import SelectedParams
+from torchpaged.custom_ops.state.cuda.decode import StateParams
 
 KINDS = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int, "Where": Where, "Map": Map}
 STRUCTS = {
@@ -27,6 +28,7 @@ STRUCTS = {
     "norm.cu": NormParams,
     "prefill_params.cuh": PrefillParams,
     "selected_params.cuh": SelectedParams,
+    "state_decode_params.cuh": StateParams,
     "top_k_indices.cu": TopKParams,
 }
 

@@ -1,0 +1,1 @@
+"""States of hybrid models in CUDA C++, for Hopper."""

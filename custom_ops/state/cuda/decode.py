@@ -1,0 +1,182 @@
+"""Launches of ``state_decode.cu``: ``linear_attention`` of single tokens; which calls it takes, by
+shapes, dtypes, strides and addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+_DTYPES = (torch.bfloat16, torch.float16)
+#: Sizes of a head's keys and values, and bytes of its state at most.
+KEY_DIMS, VALUE_DIMS, MAX_STATE_BYTES = (64, 128, 256), (64, 128), 64 * 1024
+#: Bytes of a batch's states up to which L2 is told to let them go first (docs/log/states.md).
+_ONCE_BYTES = 256 << 20
+
+STATE_DECODE = Table(
+    "state_decode_config.cuh",
+    ("state_decode.cu",),
+    "a shard of two of Qwen3-Next's, states of bfloat16",
+    (
+        Constant("KEY_DIM", "int", "rows of a state"),
+        Constant("VALUE_DIM", "int", "columns of a state"),
+        Constant("NUM_HEADS", "int", "heads of values"),
+        Constant("GROUP", "int", "of these, heads per head of keys"),
+        Constant("HALF", "bool", "q, k and v are float16, else bfloat16"),
+        Constant("STATE_FLOAT", "bool", "states are float32, else of q's dtype"),
+        Constant("OUT_FLOAT", "bool", "out is float32, else of q's dtype"),
+        Constant("BETA", "int", "beta: 0 none, 1 of q's dtype, 2 float32"),
+        Constant("BY_KEY", "bool", "a decay per row of the state"),
+        Constant("DELTA", "bool", "the delta rule"),
+        Constant("NORMALIZE", "bool", "keys and queries are divided by their norms"),
+        Constant("ONCE", "bool", "L2 is to let states go first"),
+        Constant("THREADS", "int", "of a CTA"),
+        Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
+    ),
+)
+
+
+class StateParams(ctypes.Structure):
+    """``struct Params`` of state_decode_params.cuh."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("q", "k", "v", "beta", "g", "state", "out")),
+        *((name, _POINTER) for name in ("slots", "lens", "starts")),
+        *((f"{name}_{step}", ctypes.c_int64) for name in "qkvg" for step in ("token", "head")),
+        *((name, ctypes.c_int64) for name in ("beta_token", "state_slot", "state_head")),
+        *((name, ctypes.c_int64) for name in ("out_token", "out_head")),
+        *((name, ctypes.c_float) for name in ("scale", "eps")),
+        *((name, _INT) for name in ("num_reqs", "num_tokens")),
+    ]
+
+
+class StateSpec(NamedTuple):
+    """What a kernel is compiled for; the constants of the same names."""
+
+    key_dim: int
+    value_dim: int
+    num_heads: int
+    group: int
+    half: bool
+    state_float: bool
+    out_float: bool
+    beta: int
+    by_key: bool
+    delta: bool
+    normalize: bool
+    once: bool = True
+    threads: int = 256
+    min_ctas: int = 4
+
+    @classmethod
+    def of(cls, call: LinearAttentionCall) -> StateSpec:
+        """Of a call that `why_not` lets pass."""
+        _, num_heads, value_dim = call.v.shape
+        wide = call.state.dtype == torch.float32
+        matrix_bytes = call.q.shape[2] * value_dim * call.state.element_size()
+        return cls(
+            key_dim=call.q.shape[2],
+            value_dim=value_dim,
+            num_heads=num_heads,
+            group=num_heads // call.q.shape[1],
+            half=call.v.dtype == torch.float16,
+            state_float=wide,
+            out_float=call.out.dtype == torch.float32,
+            beta=0 if call.beta is None else 2 if call.beta.dtype == torch.float32 else 1,
+            by_key=call.g.dim() == 3,
+            delta=call.delta_rule,
+            normalize=call.normalize,
+            once=call.state_slots.shape[0] * num_heads * matrix_bytes <= _ONCE_BYTES,
+            min_ctas=3 if matrix_bytes > 32 * 1024 else 4,  # as shared memory has room for
+        )
+
+    def config(self) -> Config:
+        """The constants."""
+        return STATE_DECODE.config({name.upper(): int(value) for name, value in self._asdict().items()})
+
+
+def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:
+    """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
+    q, k, v, state = call.q, call.k, call.v, call.state
+    key_dim, value_dim = q.shape[2], v.shape[2]
+    if capability != (9, 0):
+        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if call.max_query_len > 1:
+        return f"{call.max_query_len} tokens of a row"
+    if v.dtype not in _DTYPES:
+        return f"{v.dtype}, not bfloat16 or float16"
+    state_bytes = key_dim * value_dim * state.element_size()
+    if key_dim not in KEY_DIMS or value_dim not in VALUE_DIMS or state_bytes > MAX_STATE_BYTES:
+        return f"states of {key_dim} x {value_dim}, {state_bytes} bytes"
+    steps = state.stride()[:2]
+    if state.stride()[2:] != (value_dim, 1) or any(n * state.element_size() % 16 for n in steps):
+        return (
+            f"state with strides {tuple(state.stride())}: matrices in one piece, from multiples of 16 bytes"
+        )
+    if state.data_ptr() % 16:
+        return "state does not begin at a multiple of 16 bytes"
+    for name, x in (("q", q), ("k", k)):
+        if x.data_ptr() % 4 or any(n % 2 for n in x.stride()[:2]):
+            return f"{name} with strides {tuple(x.stride())}: heads that begin at multiples of 4 bytes"
+    return None
+
+
+def launch(call: LinearAttentionCall, spec: StateSpec) -> None:
+    """Launch a checked call that `why_not` lets pass."""
+    q, k, v, g, state, out, beta = call.q, call.k, call.v, call.g, call.state, call.out, call.beta
+    index = state.device.index or 0
+    params = StateParams(
+        q=q.data_ptr(),
+        k=k.data_ptr(),
+        v=v.data_ptr(),
+        beta=address(beta),
+        g=g.data_ptr(),
+        state=state.data_ptr(),
+        out=out.data_ptr(),
+        slots=call.state_slots.data_ptr(),
+        lens=call.seq_lens.data_ptr(),
+        starts=call.query_start_loc.data_ptr(),
+        q_token=q.stride(0),
+        q_head=q.stride(1),
+        k_token=k.stride(0),
+        k_head=k.stride(1),
+        v_token=v.stride(0),
+        v_head=v.stride(1),
+        g_token=g.stride(0),
+        g_head=g.stride(1),
+        beta_token=0 if beta is None else beta.stride(0),
+        state_slot=state.stride(0),
+        state_head=state.stride(1),
+        out_token=out.stride(0),
+        out_head=out.stride(1),
+        scale=call.scale,
+        eps=NORM_EPS,
+        num_reqs=call.state_slots.shape[0],
+        num_tokens=v.shape[0],
+    )
+    grid = call.state_slots.shape[0] * spec.num_heads
+    _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))
+
+
+@functools.cache
+def _specialised(index: int, spec: StateSpec) -> Kernel:
+    device = torch.device("cuda", index)
+    return jit.kernel(
+        "state_decode.cu", "update_states", spec.config(), device, shared_bytes=shared_bytes(spec)
+    )
+
+
+def shared_bytes(spec: StateSpec) -> int:
+    """Dynamic shared memory, as state_decode_params.cuh counts it."""
+    row = spec.value_dim * (4 if spec.state_float else 2)
+    parts = spec.threads // 32 if row // 16 < 32 else spec.threads // (row // 16)
+    factors = 2 * spec.key_dim * (4 if spec.by_key else 2) * 4
+    return spec.key_dim * row + factors + (2 * parts + 1) * spec.value_dim * 4 + 16

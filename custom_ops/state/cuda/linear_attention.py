@@ -1,0 +1,44 @@
+"""linear_attention of the ``cuda`` backend: with ``TORCHPAGED_TRIAL_KERNELS=state_decode`` single tokens by
+the Hopper kernel; all others, and everything that it can't take, by the Triton kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.check import check_linear_attention
+from torchpaged.custom_ops.state.cuda import decode
+
+
+def linear_attention(call: LinearAttentionCall) -> None:
+    """Launch; arguments as in ``custom_ops/state/schema.py``. Every choice here depends on shapes, never on
+    lengths."""
+    if call.v.device.type != "cuda":
+        raise BackendUnavailableError(
+            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.v.device.type}"
+        )
+    if route(call) is not None:
+        _triton()(call)
+        return
+    check_linear_attention(call)
+    decode.launch(call, decode.StateSpec.of(call))
+
+
+def route(call: LinearAttentionCall) -> str | None:
+    """Why a call goes to Triton, or None: from a variable, shapes, dtypes, strides and addresses alone."""
+    if any(x.dim() != 3 for x in (call.q, call.k, call.v, call.out)) or call.state.dim() != 4:
+        return "shapes that the check refuses"
+    if not call.state_slots.numel() or not call.v.numel():
+        return "no requests or no tokens"
+    return gpu.trial_off("state_decode") or decode.why_not(call, gpu.capability(call.v.device.index or 0))
+
+
+@functools.cache
+def _triton() -> Callable[[LinearAttentionCall], None]:
+    """Triton's launches, imported when they are needed."""
+    from torchpaged.custom_ops.state.triton.linear_attention import linear_attention
+
+    return linear_attention

@@ -1,0 +1,151 @@
+// Single tokens of linear attention on Hopper: a CTA per row and head, whose state comes and goes as one bulk
+// copy each, so that as many states are under way as shared memory holds.
+//
+// With S before a token and S' behind it: S^T k and S^T q are one pass over S, and out = S'^T q = decay S^T q
+// + (k . q) u; a second pass makes S', in place. Rows of S lie across the threads of a CTA, 16 bytes each;
+// sums over rows meet in shared memory. Rows of several tokens go one by one, which rounds states of two-byte
+// numbers behind each: the launcher leaves those rows to others.
+//
+// Nothing here waits for ever: the barrier is told by a copy that this CTA asked for. Compiled by NVRTC for
+// sm_90; its constants: state_decode_config.cuh. Source: "Gated Delta Networks" (arXiv:2412.06464), eq. 10.
+
+#include "state_decode_tile.cuh"
+
+// What a thread has of a state, in shared memory.
+struct Part {
+  char *at;
+
+  __device__ __forceinline__ void load(int i, float (&x)[VEC]) const {
+    unpack(*(const uint4 *)(at + i * GROUPS * ROW_BYTES), x);
+  }
+  __device__ __forceinline__ void store(int i, const float (&x)[VEC]) const {
+    *(uint4 *)(at + i * GROUPS * ROW_BYTES) = packed(x);
+  }
+};
+
+// Sums over this warp's, or this group's, rows of S times key and query.
+__device__ __forceinline__ void sum_rows(const Part &part, char *memory, int turn, int group, int chunk,
+                                         int thread) {
+  float seen[VEC] = {}, y[VEC] = {};
+  const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    float x[VEC];
+    part.load(i, x);
+    const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      if constexpr (DELTA) seen[j] += x[j] * of.x;
+      y[j] += x[j] * of.y;
+    }
+  }
+#pragma unroll
+  for (int mask = CHUNKS; mask < 32; mask *= 2)
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      if constexpr (DELTA) seen[j] += __shfl_xor_sync(ALL, seen[j], mask);
+      y[j] += __shfl_xor_sync(ALL, y[j], mask);
+    }
+  if (CHUNKS >= 32 || thread % 32 < CHUNKS) {
+    const int here = CHUNKS < 32 ? thread / 32 : group;
+    float *sums = (float *)(memory + SUMS_AT) + here * 2 * VALUE_DIM + chunk * VEC;
+#pragma unroll
+    for (int j = 0; j < VEC; j += 4) {
+      if constexpr (DELTA) *(float4 *)(sums + j) = {seen[j], seen[j + 1], seen[j + 2], seen[j + 3]};
+      *(float4 *)(sums + VALUE_DIM + j) = {y[j], y[j + 1], y[j + 2], y[j + 3]};
+    }
+  }
+}
+
+// S' = decay S + k u^T.
+__device__ __forceinline__ void update_rows(const Part &part, const char *memory, float decay, int turn,
+                                            int group, int chunk) {
+  const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
+  float u[VEC];
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) u[j] = ((const float *)(memory + UPDATE_AT))[chunk * VEC + j];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    float x[VEC], k;
+    part.load(i, x);
+    if constexpr (BY_KEY) {
+      const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS + 2);
+      k = of.x;
+      decay = of.y;
+    } else {
+      k = factors[i * GROUPS * FACTORS];
+    }
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) x[j] = decay * x[j] + k * u[j];
+    part.store(i, x);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+    update_states(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  const u32 shared = shared_address(memory);
+  const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
+  if (thread == 0) {
+    mbarrier_init(shared + BARRIER_AT, 1);
+    fence_mbarrier_init();
+  }
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  const Row row = find_row(p, blockIdx.x);
+  const u64 policy = ONCE ? read_once() : read_again();
+  char *const state = p.state + (row.slot * p.state_slot + row.head * p.state_head) * NUMBER;
+  if (thread == 0 && row.kept) {
+    mbarrier_arrive_expect_tx(shared + BARRIER_AT, STATE_BYTES);
+    bulk_load(shared, state, STATE_BYTES, shared + BARRIER_AT, policy);
+  }
+  // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
+  const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
+  const i64 out = row.head * p.out_head + thread;
+  if (thread < VALUE_DIM) {
+    for (int i = 0; i < end; ++i)
+      if (i < row.first || i >= row.count) store_out(p, (row.begin + (i64)i) * p.out_token + out, 0.f);
+  }
+  if (row.slot == 0) return;
+  Part part;
+  part.at = memory + group * ROW_BYTES + chunk * 16;
+  if (!row.kept) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) *(uint4 *)(part.at + i * GROUPS * ROW_BYTES) = {0, 0, 0, 0};
+  }
+  for (int i = row.first, turn = 0; i < row.count; ++i, turn ^= 1) {
+    const i64 token = row.begin + (i64)i;
+    if (thread < 32) prepare(p, memory, row, token, turn, thread);
+    float u = 0.f, decay = 1.f, beta = 1.f;
+    if (thread < VALUE_DIM) u = load_number(p.v, token * p.v_token + row.head * p.v_head + thread);
+    if constexpr (!BY_KEY) decay = expf(p.g[token * p.g_token + row.head * p.g_head]);
+    if constexpr (BETA == 1) beta = load_number(p.beta, token * p.beta_token + row.head);
+    if constexpr (BETA == 2) beta = ((const float *)p.beta)[token * p.beta_token + row.head];
+    __syncthreads();  // key and query are there; at the first token, the barrier too
+    // ends with the copy of this CTA's own state
+    if (i == row.first && row.kept) mbarrier_wait(shared + BARRIER_AT, 0);
+    sum_rows(part, memory, turn, group, chunk, thread);
+    __syncthreads();
+    if (thread < VALUE_DIM) {
+      const float *sums = (const float *)(memory + SUMS_AT) + thread;
+      float seen = 0.f, y = 0.f;
+#pragma unroll
+      for (int n = 0; n < PARTS; ++n) {
+        if constexpr (DELTA) seen += sums[n * 2 * VALUE_DIM];
+        y += sums[(n * 2 + 1) * VALUE_DIM];
+      }
+      if constexpr (DELTA) u -= decay * seen;
+      u *= beta;
+      ((float *)(memory + UPDATE_AT))[thread] = u;
+      store_out(p, token * p.out_token + out, decay * y + ((const float *)(memory + PRODUCT_AT))[turn] * u);
+    }
+    __syncthreads();
+    update_rows(part, memory, decay, turn, group, chunk);
+  }
+  fence_async();  // of each thread that stored
+  __syncthreads();
+  if (thread == 0) {
+    bulk_store(state, shared, STATE_BYTES, policy);
+    bulk_wait_read();  // shared memory is this CTA's until then
+  }
+}

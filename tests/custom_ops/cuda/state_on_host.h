@@ -1,0 +1,38 @@
+// The instructions of the decode kernel of states for the host, in place of machine.cuh and bulk.cuh. Copies
+// into shared memory happen as late as they may, when their barrier is waited for, and those out of it at
+// once: so a barrier that is missing shows as a wrong result.
+#pragma once
+#include "hopper_on_host.h"
+
+struct Copy { u32 to; const void *from; int bytes; };
+inline std::map<u32, Copy> asked;     // by barrier
+inline std::map<u32, int> expected;   // bytes, by barrier
+inline void mbarrier_init(u32 at, int arrivals) { expected[at] = arrivals == 1 ? 0 : -1; }
+inline void mbarrier_arrive_expect_tx(u32 at, int bytes) { expected.at(at) += bytes; }
+inline void bulk_load(u32 to, const void *from, int bytes, u32 barrier, u64) {
+  if (to % 16 || (u64)from % 16 || bytes % 16) abort();
+  asked[barrier] = {to, from, bytes};
+}
+inline void mbarrier_wait(u32 at, int parity) {
+  if (parity) abort();
+  wait_until([&] { return asked.count(at) && asked[at].bytes == expected.at(at); });
+  Copy &c = asked[at];
+  if (c.from) memcpy(memories + c.to, c.from, c.bytes);
+  c.from = nullptr;
+}
+inline void bulk_store(void *to, u32 from, int bytes, u64) {
+  if (from % 16 || (u64)to % 16 || bytes % 16) abort();
+  memcpy(to, memories + from, bytes);
+}
+inline void bulk_wait_read() {}
+inline void fence_mbarrier_init() {}
+inline u64 read_once() { return 0; }
+inline u64 read_again() { return 0; }
+inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
+inline const bool forgets = [] {
+  forget = [] {
+    asked.clear();
+    expected.clear();
+  };
+  return true;
+}();

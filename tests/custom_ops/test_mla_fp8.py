@@ -20,8 +20,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.mla.call import LatentCall
-from torchpaged.custom_ops.mla.cuda import shape
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
 from torchpaged.testing import BATCH_SPECS
 
@@ -123,15 +121,6 @@ def test_what_is_not_written(name: str, kv_c: Tensor, k_pe: Tensor) -> None:
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             ops.write_latent(kv_c, k_pe, pool, torch.tensor([4, 5]))
     assert not pool.view(torch.uint8).any()
-
-
-def test_the_hopper_kernel_leaves_them_to_triton() -> None:
-    batch = make_latent_batch(BATCH_SPECS["decode_one"], rank=512, rope=64, dtype=torch.bfloat16)
-    out = torch.zeros(*batch.q.shape[:2], 512, dtype=torch.bfloat16)
-    metadata = batch.block_table, batch.seq_lens, batch.query_start_loc
-    call = LatentCall(batch.q, as_fp8(batch).k_cache, *metadata, out, None, 1, 0.1)
-    assert "float8_e4m3fn" in (shape.why_not(call, (9, 0)) or "")
-    assert shape.why_not(call._replace(kv_cache=batch.k_cache), (9, 0)) is None
 
 
 def test_one_graph_for_all_sizes() -> None:

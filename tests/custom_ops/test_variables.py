@@ -72,7 +72,7 @@ def test_trial_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert variables.get("TORCHPAGED_TRIAL_KERNELS") == set(variables.TRIAL_KERNELS)
     for text, wrong in (("state_decode,prefill", "prefill"), ("state_decode,", ""), (" ", "")):
         monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", text)
-        said = f"TORCHPAGED_TRIAL_KERNELS: expected names of state_decode.*not '{wrong}'.*got '{text}'"
+        said = f"TORCHPAGED_TRIAL_KERNELS: expected names of fp8_latents.*not '{wrong}'.*got '{text}'"
         with pytest.raises(ValueError, match=said):
             variables.get("TORCHPAGED_TRIAL_KERNELS")
 

@@ -17,6 +17,10 @@ from op_inputs.latent import (
 )
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.cuda import jit
+from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.cuda import shape
+from torchpaged.custom_ops.mla.cuda.mla_attention import route
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 from torchpaged.testing import BATCH_SPECS, BatchSpec
 
@@ -40,6 +44,32 @@ def test_matches_the_oracle(heads: int, rank: int, rope: int, dtype: torch.dtype
         assert_latent_close(*run_mla_attention(CUDA, batch), batch)
         indices = selected(batch, "beyond", 300)
         assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+@pytest.mark.parametrize("heads", [1, 5, 16, 20, 32])
+def test_short_queries_on_hopper(
+    heads: int, block_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel in CUDA C++, the same bits twice."""
+    if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
+        pytest.skip("the kernel runs on Hopper")
+    monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", "fp8_latents")
+    edges = BatchSpec("edges of tiles", (63, 64, 65, 127, 128, 129), (1,) * 6)
+    for number, spec in enumerate(
+        (LONG, edges, BATCH_SPECS["speculative"], BATCH_SPECS["left_padded_chunk"])
+    ):
+        if max(spec.query_lens) * heads > shape.MAX_FP8_ROWS:
+            continue
+        sizes: dict[str, Any] = {"num_heads": heads, "rank": 512, "rope": 64, "block_size": block_size}
+        batch = as_fp8(make_latent_batch(spec, dtype=dtype, device="cuda", seed=number, **sizes))
+        out, lse = run_mla_attention(CUDA, batch, causal=number % 2 == 0)
+        call = LatentCall(*latent_tensors(batch), out, lse, batch.max_query_len, batch.scale)
+        assert route(call) is None
+        assert_latent_close(out, lse, batch, causal=number % 2 == 0)
+        again = run_mla_attention(CUDA, batch, causal=number % 2 == 0)
+        assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 
 
 @pytest.mark.parametrize("spec", BATCH_SPECS)

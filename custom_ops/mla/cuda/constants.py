@@ -14,6 +14,7 @@ LATENT = Table(
         Constant("NUM_HEADS", "int", "query heads"),
         Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
         Constant("HALF", "bool", "numbers are float16, else bfloat16"),
+        Constant("FP8", "macro", "the pool has rows of fp8; chooses the producer"),
         Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
         Constant("LSE", "bool", "log-sum-exp is stored"),
         Constant("ROWS", "int", "query rows (tokens x heads) of a CTA"),

@@ -29,13 +29,13 @@ class LatentParams(ctypes.Structure):
 
     _fields_ = [
         ("kv", Map),
-        *((name, _POINTER) for name in ("q", "out", "lse", "table", "seq_lens", "starts", "parts")),
+        *((name, _POINTER) for name in ("q", "out", "lse", "table", "seq_lens", "starts", "parts", "rows")),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "o_token", "o_head", "l_token", "l_head")),
-        ("table_row", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("table_row", "rows_block", "rows_slot")),
         ("scale", ctypes.c_float),
         *((name, _INT) for name in ("num_reqs", "num_tokens", "num_blocks", "block_group", "row_tiles")),
         ("groups", _INT),
-        ("_padding", _INT * 13),  # to a multiple of 64 bytes, as tensor maps are aligned
+        ("_padding", _INT * 7),  # to a multiple of 64 bytes, as tensor maps are aligned
     ]
 
 
@@ -52,7 +52,9 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
         dtype=torch.float32,
         device=q.device,
     )
-    keys, block_group = pool_map(pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride())
+    keys, block_group = Map(), 0
+    if not spec.fp8:
+        keys, block_group = pool_map(pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride())
     l_token, l_head = (0, 0) if lse is None else lse.stride()
     params = LatentParams(
         kv=keys,
@@ -63,6 +65,7 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
         seq_lens=call.seq_lens.data_ptr(),
         starts=call.query_start_loc.data_ptr(),
         parts=parts.data_ptr(),
+        rows=pool.data_ptr(),
         q_token=q.stride(0),
         q_head=q.stride(1),
         o_token=out.stride(0),
@@ -70,6 +73,8 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
         l_token=l_token,
         l_head=l_head,
         table_row=call.block_table.stride(0),
+        rows_block=pool.stride(0),
+        rows_slot=pool.stride(1),
         scale=call.scale * 1.4426950408889634,  # scores are in base 2
         num_reqs=num_reqs,
         num_tokens=q.shape[0],

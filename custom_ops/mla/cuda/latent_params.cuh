@@ -10,9 +10,13 @@ constexpr int GROUP_BYTES = SQUARES * 1024;                   // 8 keys
 constexpr int STAGE_BYTES = TILE_KV / 8 * GROUP_BYTES;
 constexpr int TILE_BLOCKS = TILE_KV / BLOCK_SIZE;             // blocks of the cache in a step
 constexpr int CONSUMER_THREADS = WARPGROUPS * 128, CONSUMER_WARPS = WARPGROUPS * 4;
-// and the producer, one warp; with two warpgroups in a third, whose registers they get
-constexpr int THREADS = CONSUMER_THREADS + (WARPGROUPS == 1 ? 32 : 128);
-constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 240;
+// and the producer, one warp; with two warpgroups in a third, whose registers they get; of fp8 two warpgroups
+constexpr int THREADS = CONSUMER_THREADS + (FP8 ? 256 : WARPGROUPS == 1 ? 32 : 128);
+constexpr int FULL_ARRIVALS = FP8 ? 4 : 1;                    // warps that fill a stage
+static_assert(!FP8 || WARPGROUPS == 1, "registers for the producers");
+constexpr bool SHARES_OUT_REGISTERS = FP8 || WARPGROUPS > 1;
+constexpr int PRODUCER_REGISTERS = !FP8 ? 24 : ROWS == 32 ? 136 : 128;
+constexpr int CONSUMER_REGISTERS = FP8 && ROWS == 32 ? 232 : 240;
 constexpr int MY_ROWS = ROWS / WARPGROUPS;                    // whose scores a warpgroup works out
 constexpr int VALUE_TILES = RANK / 64, MY_TILES = VALUE_TILES / WARPGROUPS;  // 64 value columns each
 constexpr int BLOCKS_8 = ROWS / 8;                            // blocks of 8 rows
@@ -28,7 +32,9 @@ struct Params {  // packed by custom_ops/mla/cuda/latent.py, in this order
   float *lse;
   const int *table, *seq_lens, *starts;
   float *parts;  // SLOT_FLOATS for each of two slots of each group of CTAs and tile of rows
+  const char *rows;  // of fp8, else `kv`
   i64 q_token, q_head, o_token, o_head, l_token, l_head, table_row;  // strides in elements
+  i64 rows_block, rows_slot;                                         // in bytes
   float scale;
   int num_reqs, num_tokens, num_blocks, block_group, row_tiles, groups;
 };

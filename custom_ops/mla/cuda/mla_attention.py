@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import torch
+
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.mla.call import LatentCall
@@ -32,14 +34,15 @@ def mla_attention(call: LatentCall) -> None:
 
 
 def route(call: LatentCall) -> str | None:
-    """Why a call goes to Triton, or None: from shapes, dtypes, strides and addresses alone."""
+    """Why a call goes to Triton, or None: from a variable, shapes, dtypes, strides and addresses alone."""
     if call.q.dim() != 3 or call.kv_cache.dim() != 4 or call.out.dim() != 3:
         return "shapes that the check refuses"
     if not call.q.shape[0] or not call.block_table.shape[0]:
         return "no requests or no tokens"
     capability = gpu.capability(call.q.device.index or 0)
     if call.indices is None:
-        return shape.why_not(call, capability)
+        off = gpu.trial_off("fp8_latents") if call.kv_cache.dtype == torch.float8_e4m3fn else None
+        return off or shape.why_not(call, capability)
     return selected.why_not(call, capability) or selected.why_slower(call)
 
 

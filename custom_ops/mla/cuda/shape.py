@@ -16,6 +16,8 @@ from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
 #: float16, smaller blocks and several query tokens were compared with the oracle only.
 MAX_ROWS = 128
 WIDTHS = ((512, 64),)
+#: With rows of fp8: more need the registers of the warps that convert.
+MAX_FP8_ROWS = 32
 _SHARED = 227 * 1024
 _DTYPES = (torch.bfloat16, torch.float16)
 _TILE_KV, _MAX_STAGES = 64, 4
@@ -30,6 +32,7 @@ class LatentSpec(NamedTuple):
     num_heads: int
     block_size: int
     half: bool
+    fp8: bool
     causal: bool
     lse: bool
     rows: int
@@ -45,6 +48,7 @@ class LatentSpec(NamedTuple):
             num_heads=num_heads,
             block_size=call.kv_cache.shape[1],
             half=call.q.dtype == torch.float16,
+            fp8=call.kv_cache.dtype == torch.float8_e4m3fn,
             causal=call.causal,
             lse=call.lse is not None,
             rows=rows_of(num_heads * call.max_query_len),
@@ -68,8 +72,11 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return "output_scale: it writes 16 bits"
     if q.dtype not in _DTYPES:
         return f"{q.dtype}, not bfloat16 or float16"
-    if pool.dtype != q.dtype:
+    fp8, rows = pool.dtype == torch.float8_e4m3fn, call.max_query_len * q.shape[1]
+    if not fp8 and pool.dtype != q.dtype:
         return f"a pool of {pool.dtype}"
+    if fp8 and rows > MAX_FP8_ROWS:
+        return f"rows of fp8 for {rows} rows of queries, not {MAX_FP8_ROWS}"
     if (rank, q.shape[2] - rank) not in WIDTHS:
         return f"{rank} + {q.shape[2] - rank} columns"
     if pool.shape[1] not in (16, 32, 64):
@@ -77,9 +84,11 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
     if call.max_query_len * q.shape[1] > MAX_ROWS:
         return f"queries of up to {call.max_query_len} tokens x {q.shape[1]} heads, not {MAX_ROWS} rows"
     for name, tensor, count in (("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3)):
-        strides = tensor.stride()[:count]
-        if tensor.data_ptr() % 16 or any(stride * 2 % 16 for stride in strides) or tensor.stride(-1) != 1:
+        strides = [stride * tensor.element_size() for stride in tensor.stride()[:count]]
+        if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides) or tensor.stride(-1) != 1:
             return f"{name} with strides {tuple(tensor.stride())}: rows that begin at multiples of 16 bytes"
+    if fp8:
+        return None
     box = pool_box(tuple(pool.shape), pool.stride())
     if box is None:
         return f"kv_cache with strides {tuple(pool.stride())}: tokens one behind the other"
@@ -124,4 +133,4 @@ def slot_floats(config: Config) -> int:
 
 def threads_of(config: Config) -> int:
     """Threads of a CTA of ``latent_decode``, ``THREADS``."""
-    return 160 if config["WARPGROUPS"] == 1 else 384
+    return 160 if config["WARPGROUPS"] == 1 and not config["FP8"] else 384

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cuda_sources import needs_gxx
 from kernels_on_host import HostKernel
-from op_inputs.latent import assert_latent_close, latent_tensors, make_latent_batch
+from op_inputs.latent import as_fp8, assert_latent_close, latent_tensors, make_latent_batch
 
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
@@ -71,6 +71,11 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
     "drafts": ({"num_heads": 20, "block_size": 16}, BatchSpec("f", (400, 7, -2, 64), (4, 4, 3, 1))),
     "not causal": ({"num_heads": 4, "causal": False}, BatchSpec("g", (100, 30), (4, 4))),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("h", (300,), (1,))),
+    "fp8": ({"num_heads": 5, "rank": 512, "fp8": True}, BatchSpec("i", (300, 1, 0, 65), (1,) * 4)),
+    "fp8, fp16, drafts": (
+        {"num_heads": 10, "rank": 512, "fp8": True, "dtype": torch.float16, "block_size": 16},
+        BatchSpec("j", (200, 70, -2), (3, 2, 3), padded_tokens=2),
+    ),
 }
 
 
@@ -79,8 +84,9 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     """Twice, in other orders of the threads: the same bits."""
     options, batch_spec = CASES[name]
     options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64, "causal": True} | options
-    causal = options.pop("causal")
+    causal, fp8 = options.pop("causal"), options.pop("fp8", False)
     batch = make_latent_batch(batch_spec, **options)
+    batch = as_fp8(batch) if fp8 else batch
     shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []
     libraries: dict[str, ctypes.CDLL] = {}
     seeds = []

@@ -75,7 +75,8 @@ def check_scale(name: str, scale: Tensor, num_kv_heads: int) -> None:
     """``scale``: float32, one number or one per kv head."""
     check_dtype(name, scale, torch.float32)
     if scale.dim() > 1 or scale.numel() not in (1, num_kv_heads):
-        raise ArgumentError(name, f"one scale or one per kv head ({num_kv_heads})", shape_of(scale))
+        words = f"one scale or one per kv head ({num_kv_heads})" if num_kv_heads > 1 else "one scale"
+        raise ArgumentError(name, words, shape_of(scale))
     check_scale_values(name, scale)
 
 

@@ -232,6 +232,8 @@ class PagedAttention(nn.Module):
         except (TypeError, ValueError, RuntimeError):
             raise ArgumentError(name, words, repr(values)) from None
         tensor = held.to(self._home.device, dtype)
+        if name == "output_scale" and tensor.dim() == 0:
+            tensor = tensor[None]
         if tensor.shape != (count,):
             raise ArgumentError(name, f"shape [{count}] ({words})", str(list(tensor.shape)))
         if name == "output_scale":
@@ -285,6 +287,7 @@ class PagedAttention(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PagedAttention:
         home, was_meta = self._home, [name for name in self._numbers if self._is_meta(name)]
         self._buffers["_home"] = None
+        given = {name: getattr(self, name) for name in _FLOAT32}
         try:
             super()._apply(fn, recurse)
         finally:
@@ -294,8 +297,9 @@ class PagedAttention(nn.Module):
         except NotImplementedError:  # there is nothing in it that could be lost with the meta device
             self._home = fn(torch.empty(0, dtype=home.dtype, device="cpu"))
         for name in _FLOAT32:  # when the module becomes bf16, too
-            if (held := getattr(self, name)) is not None:
-                setattr(self, name, held.float())
+            held, before = getattr(self, name), given[name]
+            if held is not None and held.dtype != before.dtype:  # its numbers are rounded
+                setattr(self, name, held.float() if held.is_meta else before.to(held.device))
         self._fill(was_meta)
         self._choose()
         return self
@@ -394,7 +398,7 @@ class PagedAttention(nn.Module):
             v_scale=pools.v_scale,
             **options,
         )
-        refuse_grad(query=query, key=key, value=value)
+        refuse_grad(query=query, key=key, value=value, output_scale=self.output_scale)
         workspace = self._checked(call, write, metadata) if eager else self._workspace
         require_dtype(query, self.session)
         prefixes = metadata.prefixes

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.batch_values import check_batch, check_batch_values, check_results, check_starts
 from torchpaged.custom_ops.checks import (
+    check_apart,
     check_device,
     check_dims,
     check_dtype,
@@ -209,6 +210,8 @@ def check_merge_attn_states(
         check_dtype(name, tensor, dtype)
     if output_scale is not None:
         check_scale("output_scale", output_scale, 1)
+        written = {"out": out, **given(lse=lse)}
+        check_apart(written, {"output_scale": output_scale}, "give it memory of its own")
     for name, state in (("lse_a", lse_a), ("lse_b", lse_b), ("lse", lse)):
         if state is not None:
             check_dims(name, state, *out_a.shape[:2])

@@ -3,12 +3,14 @@ who takes it, and the module."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from op_inputs.output_scale import E4M3, assert_e4m3, opcheck_e4m3, run_e4m3
 from specialisations import specialisation
+from torch import nn
 
 import torchpaged
 from torchpaged import ArgumentError, PagedAttention
@@ -111,6 +113,43 @@ def test_the_scale_lies_apart_from_what_is_written() -> None:
     for ops in (REFERENCE, CPU):
         with pytest.raises((ArgumentError, RuntimeError), match="output_scale"):
             ops.paged_attention(*batch.tensors, out, max_query_len=99, scale=0.1, output_scale=scale)
+
+
+def test_merging_reads_the_scale_apart_from_what_it_writes() -> None:
+    """A kernel's later rows would divide by what its earlier ones wrote."""
+    state, lse = torch.randn(5, 2, 8), torch.randn(5, 2)
+    memory = torch.zeros(state.numel(), dtype=torch.uint8)
+    out, memory = memory.view(state.shape).view(E4M3), memory[:4].view(torch.float32)
+    for written, scale in ((None, memory), (lse, lse[0, :1])):
+        scale.fill_(0.5)
+        before = out.float(), lse.clone()
+        with pytest.raises(ArgumentError, match="output_scale: expected memory apart"):
+            REFERENCE.merge_attn_states(
+                state, torch.zeros(5, 2), state, torch.zeros(5, 2), out, written, output_scale=scale
+            )
+        assert torch.equal(out.float(), before[0])
+        assert torch.equal(lse, before[1])
+
+
+def test_a_scale_to_be_trained_is_refused() -> None:
+    """By every door: its gradient would be dropped."""
+    batch = make_batch(BATCH_SPECS["decode_one"])
+    scale = nn.Parameter(torch.tensor([0.05]))
+    lse = batch.q[..., 0].contiguous()
+    layer = PagedAttention(4, 16, 2, output_scale=scale)
+    cache = PagedKVCache.uniform(1, 2, 16, num_blocks=8, dtype=torch.float32)
+    step, kv = cache.allocate(1).append([5]), torch.randn(5, 2, 16)
+    calls: list[Callable[[], Any]] = [
+        lambda: torchpaged.paged_attention(*batch.tensors, max_query_len=1, output_scale=scale),
+        lambda: torchpaged.merge_attn_states(batch.q, lse, batch.q, lse, output_scale=scale),
+        lambda: layer(torch.randn(5, 4, 16), kv, kv, cache[0], step),
+    ]
+    for call in calls:
+        with pytest.raises(ArgumentError, match="output_scale: expected a tensor without grad"):
+            call()
+        with torch.no_grad():
+            out = call()
+        assert (out[0] if isinstance(out, tuple) else out).dtype == E4M3
 
 
 def test_the_function() -> None:
@@ -226,6 +265,12 @@ def test_a_module() -> None:
         torch.testing.assert_close(out.float() * 0.05, want.float(), rtol=1 / 14, atol=0.05 * 2**-8)
         traced = torch.compile(layer, backend="aot_eager", fullgraph=True)(*given, cache[0], batch)
         assert torch.equal(traced.float(), out.float())
+    for dtype in (torch.bfloat16, torch.float16):
+        tiny = PagedAttention(4, 16, 2, output_scale=1e-9, alibi_slopes=[0.1] * 4).to(dtype)
+        assert torch.equal(tiny.output_scale, torch.tensor([1e-9]))  # type: ignore[arg-type]
+        assert torch.equal(tiny.alibi_slopes, torch.full((4,), 0.1))  # type: ignore[arg-type]
+    for one in (torch.tensor(0.05), torch.tensor([0.05])):
+        assert torch.equal(PagedAttention(4, 16, 2, output_scale=one).output_scale, layer.output_scale)  # type: ignore[arg-type]
     on_meta = PagedAttention(4, 16, 2, output_scale=0.05, device="meta").to_empty(device="cpu")
     assert torch.equal(on_meta.output_scale, torch.tensor([0.05]))  # type: ignore[arg-type]
     for wrong in (0.0, float("nan"), [1.0, 2.0], "much"):

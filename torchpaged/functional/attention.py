@@ -130,6 +130,7 @@ def paged_attention(
     if q_scale is not None:
         optional["k_scale"] = scale_of_products(q, q_scale, k_cache.shape[2], k_scale)
     refuse_grad(q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks, alibi_slopes=alibi_slopes)
+    refuse_grad(output_scale=output_scale)
     call = attention_call(
         q,
         k_cache,

@@ -51,7 +51,7 @@ def merge_attn_states(
     check_tensors(**scale)
     out = torch.empty_like(out_a, dtype=torch.float8_e4m3fn if scale else out_a.dtype)
     lse = torch.empty_like(lse_a)
-    refuse_grad(**states)
+    refuse_grad(**states, **scale)
     args = (out_a, lse_a, out_b, lse_b, out, lse)
     run_op(
         "merge_attn_states",

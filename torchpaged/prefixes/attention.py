@@ -157,7 +157,7 @@ def _has_op(ops: BackendOps, device: torch.device) -> bool:
 
 def _one_call(ops: BackendOps, call: AttentionCall, step: StepPrefixes) -> None:
     """By the op ``cascade_attention``, which checks its arguments."""
-    refuse_grad(q=call.q, sinks=call.sinks)
+    refuse_grad(q=call.q, sinks=call.sinks, output_scale=call.output_scale)
     own, shared = call._replace(block_table=step.block_table, seq_lens=step.seq_lens), step.shared
     groups = shared.block_table, shared.lens, shared.query_start_loc, shared.order, shared.inverse
     tensors, options = CascadeCall(own, *groups).flat()

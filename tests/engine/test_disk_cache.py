@@ -3,7 +3,11 @@ fault costs the request that meets it time alone."""
 
 from __future__ import annotations
 
+import os
 import random
+import re
+import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -202,3 +206,33 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
     ):
         with pytest.raises(ArgumentError, match=match):
             Generator(model, **SIZES, **options)
+
+
+@pytest.mark.parametrize("call", ["generate", "close"])
+def test_a_forked_process_is_refused_by_name(
+    model: Any, alone: list[list[int]], tmp_path: Path, call: str
+) -> None:
+    """It has no threads of the disk: a write under way at the fork would never end there."""
+    generator, _ = made(model, tmp_path)
+    run(generator, alone, seed=0)
+    reader, writer = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads
+        child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # a hang ends here
+        said = "nothing"
+        try:
+            generator.generate(PROMPTS, PARAMS) if call == "generate" else generator.close()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        said = file.read()
+    assert os.waitpid(child, 0)[1] == 0, said
+    assert re.match(rf"TorchpagedError: .*disk_cache_path.*process {os.getpid()}.*fork", said), said
+    run(generator, alone, seed=1)
+    generator.close()

@@ -68,6 +68,7 @@ class Calls:
 
     Args:
         stepper: moves the requests of all of them.
+        disk: its blocks go to a disk, by threads of this process.
 
     Attributes:
         inbox: of the submitted requests that belong to no stream over some of them. Another one after a
@@ -78,8 +79,9 @@ class Calls:
         lock: of all of them.
     """
 
-    def __init__(self, stepper: Stepper) -> None:
+    def __init__(self, stepper: Stepper, disk: bool = False) -> None:
         self.stepper = stepper
+        self._disk_process = os.getpid() if disk else None
         self.inbox = Inbox()
         self.background: Background | None = None
         self.closed = False
@@ -121,21 +123,24 @@ class Calls:
         self.require_own_process()
         return self.lock.held()
 
-    def _is_forked(self) -> bool:
-        return self.background is not None and self.background.process != os.getpid()
+    def _forked_from(self) -> int | None:
+        """The process that has the threads of this generator, where this one was forked from it."""
+        process = self._disk_process if self.background is None else self.background.process
+        return None if process == os.getpid() else process
 
     def require_own_process(self) -> None:
-        """Refuse a call in a process forked from that of the background loop, whose thread it has not; the
-        lock may have been held when it was forked.
+        """Refuse a call in a process forked from that of the background loop or of the disk, whose threads it
+        has not; the lock may have been held when it was forked.
 
         Raises:
             TorchpagedError: it is.
         """
-        if self.background is not None and self._is_forked():
+        process = self._forked_from()
+        if process is not None:
+            threads = "threads of disk_cache_path" if self.background is None else "loop of start()"
             raise TorchpagedError(
-                f"the background loop of this Generator runs in process {self.background.process}, which "
-                f"called start(); this one, {os.getpid()}, was forked from it and has no such thread: make a "
-                "Generator in each process, after the fork"
+                f"the {threads} of this Generator run in process {process}; this one, {os.getpid()}, was "
+                "forked from it and has none of them: make a Generator in each process, after the fork"
             )
 
     # ------------------------------------------------------------------------------------------------ the end
@@ -286,7 +291,7 @@ class Calls:
         """Cancel the requests of a call that broke off; not ``now``: the next call does it."""
         self._left.append(requests)
         # Inside, collected as garbage within a step: the next call, too. In a forked process: the other one.
-        if now and not self.lock.is_inside() and not self._is_forked():
+        if now and not self.lock.is_inside() and self._forked_from() is None:
             with self.entered(if_closed=True):
                 pass
 

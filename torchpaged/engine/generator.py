@@ -254,7 +254,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
         self._stepper.late = LateCompiles(self.stats, warns=self.start_report.warmed_up)
-        self._calls = Calls(self._stepper)
+        self._calls = Calls(self._stepper, disk=options.disk_cache_path is not None)
 
     def _free(self) -> None:
         try:

@@ -29,7 +29,9 @@ default_role = "py:obj"  # `name` in docstrings
 autodoc_typehints = "signature"
 python_maximum_signature_line_length = 90
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+#: Bases whose members stand in their own documentation.
+FOREIGN = "Module,Protocol,Enum,int,Exception,NamedTuple,tuple,dict,object"
+autodoc_default_options = {"members": True, "show-inheritance": True, "inherited-members": FOREIGN}
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]

@@ -352,7 +352,8 @@ class PagedAttention(nn.Module):
             key: ``[..., num_kv_heads, head_dim]``, or None to write nothing (a layer that shares another
                 one's cache).
             value: ``[..., num_kv_heads, head_dim_v]``, or None together with ``key``.
-            kv_cache: the layer's pools: a `LayerKVCache` or ``(k_cache, v_cache)``.
+            kv_cache: the layer's pools: a `LayerKVCache`, ``(k_cache, v_cache)``, or for fp8
+                ``(k_cache, v_cache, k_scale, v_scale)``.
             metadata: the batch; its slots are those of the query tokens. Requests may share a prefix that is
                 computed in this same step, but not in a step of one query token each: there the GPU kernels
                 read what lies before the query tokens while ``key`` and ``value`` are still written.

@@ -60,6 +60,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     printed("-m", "sphinx", "-q", "-W", "--keep-going", str(DOCS), str(tmp_path), timeout=500)
     page = (tmp_path / "reference/api/torchpaged.PagedAttention.html").read_text()
     assert 'id="torchpaged.PagedAttention.forward"' in page
+    page = (tmp_path / "reference/api/torchpaged.engine.Generator.html").read_text()
+    for method in ("generate", "submit", "stream", "cancel", "pin", "snapshot", "metrics", "close"):
+        assert f'id="torchpaged.engine.Generator.{method}"' in page, method  # of its bases
     assert not broken_links(tmp_path)
 
 

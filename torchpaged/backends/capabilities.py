@@ -27,9 +27,9 @@ class Planning(IntEnum):
     not NEVER.
     """
 
-    NEVER = 0  # the op takes everything from its arguments
-    AT_CAPTURE = 1  # the plan depends on shapes alone
-    EVERY_STEP = 2  # the plan depends on lengths or on the block table
+    NEVER = 0  #: The op takes everything from its arguments.
+    AT_CAPTURE = 1  #: The plan depends on shapes alone.
+    EVERY_STEP = 2  #: The plan depends on lengths or on the block table.
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,18 @@ class Capabilities:
     """What a backend can do, as data: `reject` turns it into sentences.
 
     None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``features``: those of
-    `FEATURES` that it has; its op is never given others. ``planning`` says when its sessions
-    want `Session.plan`. ``finite_pools``: whatever lies in a pool must be finite, also where nothing was
-    written or may be read, since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has,
-    are. ``mods``: functions of the user's, `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a
-    request's bits do not depend on the others in the batch, where its spec asks for that;
-    `torchpaged.testing.check_batch_invariance` proves it. ``max_query_len``: the most query tokens of one
-    request. ``deterministic``: equal calls give equal bits. ``max_latent``: the largest widths of latents and
-    of rotated keys that its ``mla_attention`` takes; ``head_dims`` and ``max_head_dim`` are those of
-    ``paged_attention``. ``fp8_latents``: whether rows of latents may be of fp8. ``further``: reasons against
-    a spec that follow from more than one thing at once, or from the machine.
+    `FEATURES` that it has ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse",
+    which are the default, "tree_mask", "latent", "fp8_queries", "output_scale"); its op is never given
+    others. ``planning`` says when its sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool
+    must be finite, also where nothing was written or may be read, since what a query must not see is
+    multiplied by 0; zeros, as `PagedKVCache` has, are. ``mods``: functions of the user's,
+    `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a request's bits do not depend on the
+    others in the batch, where its spec asks for that; `torchpaged.testing.check_batch_invariance` proves it.
+    ``max_query_len``: the most query tokens of one request. ``deterministic``: equal calls give equal bits.
+    ``max_latent``: the largest widths of latents and of rotated keys that its ``mla_attention`` takes;
+    ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``. ``fp8_latents``: whether rows of
+    latents may be of fp8. ``further``: reasons against a spec that follow from more than one thing at once,
+    or from the machine.
 
     Raises:
         ValueError: a name in ``features`` that is not in `FEATURES`.

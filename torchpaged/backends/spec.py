@@ -73,10 +73,10 @@ class GraphSupport(IntEnum):
     bucket's maximum, replay with others.
     """
 
-    NEVER = 0
-    SINGLE_TOKEN_DECODE = 1  # every query_len is 1 (or 0, padding)
-    UNIFORM_BATCH = 2  # all query lengths equal
-    ALWAYS = 3
+    NEVER = 0  #: None: it reads lengths on the host.
+    SINGLE_TOKEN_DECODE = 1  #: Every query_len is 1, or 0 in padding.
+    UNIFORM_BATCH = 2  #: All query lengths are equal.
+    ALWAYS = 3  #: Every batch.
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ def test_what_a_cache_says() -> None:
     size = sum(layer.num_bytes for layer in states_of(cache))
     assert size == 7 * 20_224  # seven slots: one of them is nobody's
     assert repr(cache) == (
-        "PagedCache(6 rows of 48 tokens; 2 layers with a state per row, 138.25 KiB; backend 'cpu')"
+        "PagedCache(6 rows of 48 tokens, 2 layers with a state per row, 138.25 KiB, backend='cpu')"
     )
     poison(states_of(cache))
     cache.reset()

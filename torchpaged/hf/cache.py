@@ -406,13 +406,19 @@ class PagedCache(PagedOwner):
     def __repr__(self) -> str:
         choice = getattr(self.backend, "choice", None)  # made with the first keys
         num_bytes = sum(layer.num_bytes for layer in self.paged)
-        return one_line(
-            self,
+        parts = [
             f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} "
             f"in {counted(len(self.paged), 'paged layer')}",
             of_bytes(num_bytes) if num_bytes else "made with the first keys",
-            "backend not chosen yet" if choice is None else f"backend={choice.name!r}",
+        ]
+        if not self.paged:
+            parts = [self._rows_in_words(), *describe_states(self.layers)]
+        return one_line(
+            self, *parts, "backend not chosen yet" if choice is None else f"backend={choice.name!r}"
         )
+
+    def _rows_in_words(self) -> str:
+        return f"{counted(self.rows.max_rows, 'row')} of {counted(self.max_seq_len, 'token')}"
 
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""
@@ -428,7 +434,7 @@ class PagedCache(PagedOwner):
             f"in {counted(len(grows), 'paged layer')}, {size if num_bytes else 'made with the first keys'}"
         ]
         if not self.paged:
-            parts = [f"{counted(self.rows.max_rows, 'row')} of {counted(self.max_seq_len, 'token')}"]
+            parts = [self._rows_in_words()]
         if rolling is not None:
             parts.append(
                 f"a row keeps {counted(rolling.blocks.blocks_per_ring, 'block')} in "

@@ -73,7 +73,7 @@ class GraphSupport(IntEnum):
     bucket's maximum, replay with others.
     """
 
-    NEVER = 0  #: None: it reads lengths on the host.
+    NEVER = 0  #: No batch, as where it reads lengths on the host.
     SINGLE_TOKEN_DECODE = 1  #: Every query_len is 1, or 0 in padding.
     UNIFORM_BATCH = 2  #: All query lengths are equal.
     ALWAYS = 3  #: Every batch.

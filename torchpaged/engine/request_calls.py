@@ -42,7 +42,7 @@ class RequestCalls:
     _stepper: Stepper
 
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
-        """Queue a request; returns its id. Its events come from `stream` or `step`.
+        """Queue a request; returns its id. Its events come from `stream`, `events` or `step`.
 
         Args:
             prompt: text, or token ids: integers in a list, an array or a tensor of one dimension.

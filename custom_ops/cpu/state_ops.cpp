@@ -69,6 +69,7 @@ void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, T
   }
   check_own_elements("out", out);
   if (lse) check_own_elements("lse", *lse);
+  if (lse && output_scale) check_apart("output_scale", *output_scale, "lse", *lse);
   const Tensor* target = lse ? &*lse : nullptr;
   const float* scale = output_scale ? data<float>(*output_scale) : nullptr;
   switch (out_a.scalar_type()) {

@@ -242,6 +242,7 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
     const Tensor* read[] = {&q, &k_cache, &v_cache, &out};
     const char* names[] = {"q", "k_cache", "v_cache", "out"};
     for (int i = 0; i < 4; ++i) check_apart(names[i], *read[i], "lse", *lse);
+    if (output_scale) check_apart("output_scale", *output_scale, "lse", *lse);
   }
   check_own_elements("out", out);
   STD_TORCH_CHECK(max_query_len >= 1, "max_query_len: expected at least 1, got ", max_query_len);

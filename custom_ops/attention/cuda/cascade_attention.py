@@ -14,11 +14,12 @@ from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.attention.call import CascadeCall, Specialisation
 from torchpaged.custom_ops.attention.check import check_cascade_attention
 from torchpaged.custom_ops.attention.cuda import decode, prefill
-from torchpaged.custom_ops.attention.cuda.paged_attention import require_cuda, route
+from torchpaged.custom_ops.attention.cuda.paged_attention import route
 from torchpaged.custom_ops.attention.cuda.prefill_shape import MAX_CTA_SPLITS, most_tiles, shape_for
 from torchpaged.custom_ops.attention.cuda.tensor_maps import square_width
 from torchpaged.custom_ops.attention.triton.cascade_attention import compose
 from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.cuda.routes import require_gpu
 
 #: Tiles for each CTA of the prefixes at most, by shapes: so many splits of one have room.
 MOST_TILES_PER_CTA = MAX_CTA_SPLITS - 2
@@ -27,7 +28,7 @@ MOST_TILES_PER_CTA = MAX_CTA_SPLITS - 2
 def cascade_attention(call: CascadeCall) -> None:
     """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never
     on lengths."""
-    require_cuda(call.own)
+    require_gpu(call.own.q.device)
     check_cascade_attention(call)
     if refuse(call) is None:
         attend(call)

@@ -19,13 +19,14 @@ from torchpaged.custom_ops.attention.cuda.prefill_shape import is_slower
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.attention.triton.config import decode_len_in_mixed
 from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 
 def paged_attention(call: AttentionCall) -> None:
     """Launch; arguments as in ``custom_ops/attention/schema.py``. Every choice here depends on shapes, never
     on lengths."""
-    require_cuda(call)
+    require_gpu(call.q.device)
     check_paged_attention(call, fp8_queries=True)
     call = call.for_launch()
     spec = Specialisation.of(call)
@@ -44,14 +45,6 @@ def paged_attention(call: AttentionCall) -> None:
         behind()[0]()
     else:
         prefill.prefill(call, spec, short=short, behind=behind)
-
-
-def require_cuda(call: AttentionCall) -> None:
-    """Refuse tensors elsewhere; raises `BackendUnavailableError`."""
-    if call.q.device.type != "cuda":
-        raise BackendUnavailableError(
-            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.q.device.type}"
-        )
 
 
 class Route(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
-from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.cuda.routes import hopper_or_triton, not_hopper, unaligned
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.check import check_index_logits
 from torchpaged.custom_ops.indexer.cuda.constants import LOGITS
@@ -62,26 +62,21 @@ class LogitsSpec(NamedTuple):
 
 def index_logits(call: IndexCall) -> None:
     """Launch; arguments as in ``custom_ops/indexer/schema.py``. Every choice here depends on shapes."""
-    if call.q.device.type != "cuda":
-        raise BackendUnavailableError(
-            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.q.device.type}"
-        )
-    index = call.q.device.index or 0
-    if why_not(call, gpu.capability(index)) or why_slower(call):
-        from torchpaged.custom_ops.indexer.triton.index_logits import index_logits as by_triton
-
-        by_triton(call)
-        return
-    check_index_logits(call)
-    if call.logits.numel():
-        launch(call, index)
+    hopper_or_triton(
+        call,
+        call.q.device,
+        route=lambda call: why_not(call, gpu.capability(call.q.device.index or 0)) or why_slower(call),
+        check=check_index_logits,
+        launch=launch,
+        triton="torchpaged.custom_ops.indexer.triton.index_logits",
+    )
 
 
 def why_not(call: IndexCall, capability: tuple[int, int]) -> str | None:
     """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
     q, keys, scales, block_size = call.q, call.k_cache, call.k_scale, call.k_cache.shape[1]
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if reason := not_hopper(capability):
+        return reason
     if q.dim() != 3 or keys.dim() != 4 or not call.block_table.shape[0]:
         return "no requests, or shapes that the check refuses"
     if q.dtype not in (_DTYPES if scales is None else _DTYPES[:1]):
@@ -90,10 +85,8 @@ def why_not(call: IndexCall, capability: tuple[int, int]) -> str | None:
         return f"{q.shape[0]} tokens x {q.shape[1]} heads of {q.shape[2]}"
     if block_size not in (16, 32) and block_size % TILE:
         return f"blocks of {block_size} tokens, not 16, 32 or a multiple of 64"
-    for name, tensor, count in (("q", q, 2), ("k_cache", keys, 2)):
-        strides = [stride * tensor.element_size() for stride in tensor.stride()[:count]]
-        if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides) or tensor.stride(-1) != 1:
-            return f"{name} with strides {tuple(tensor.stride())}: rows that begin at multiples of 16 bytes"
+    if reason := unaligned(("q", q, 2), ("k_cache", keys, 2)):
+        return reason
     if keys.stride(1) != WIDTH:
         return f"k_cache with strides {tuple(keys.stride())}: tokens one behind the other"
     if scales is not None and (scales.data_ptr() % 16 or scales.stride(0) % 4 or scales.stride(1) != 1):
@@ -107,8 +100,11 @@ def why_slower(call: IndexCall) -> str | None:
     return f"{tokens} tokens, not {_FEW_TOKENS}" if tokens < _FEW_TOKENS else None
 
 
-def launch(call: IndexCall, index: int) -> None:
+def launch(call: IndexCall) -> None:
     """Launch a checked call that `why_not` lets pass."""
+    if not call.logits.numel():
+        return
+    index = call.q.device.index or 0
     scale_block = 0 if call.k_scale is None else call.k_scale.stride(0)
     params = LogitsParams(
         q=call.q.data_ptr(),

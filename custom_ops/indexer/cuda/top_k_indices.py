@@ -12,7 +12,7 @@ from torch import Tensor
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
-from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.cuda.routes import not_hopper, require_gpu
 from torchpaged.custom_ops.indexer.check import check_top_k_indices
 from torchpaged.custom_ops.indexer.cuda.constants import TOP_K
 
@@ -38,10 +38,7 @@ class TopKParams(ctypes.Structure):
 
 def top_k_indices(logits: Tensor, indices: Tensor) -> None:
     """Launch; arguments as in ``custom_ops/indexer/schema.py``. Every choice here depends on shapes."""
-    if logits.device.type != "cuda":
-        raise BackendUnavailableError(
-            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {logits.device.type}"
-        )
+    require_gpu(logits.device)
     index = logits.device.index or 0
     if why_not(logits, indices, gpu.capability(index)):
         from torchpaged.custom_ops.indexer.triton.top_k_indices import top_k_indices as by_torch
@@ -67,8 +64,8 @@ def top_k_indices(logits: Tensor, indices: Tensor) -> None:
 
 def why_not(logits: Tensor, indices: Tensor, capability: tuple[int, int]) -> str | None:
     """Why the kernel can't take a call, or None. Shapes, strides and addresses only."""
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if reason := not_hopper(capability):
+        return reason
     if logits.dim() != 2 or indices.dim() != 2:
         return "shapes that the check refuses"
     if logits.shape[1] > MAX_CLUSTER * _MOST_VECTORS * _FEWEST:

@@ -17,8 +17,8 @@ from torch import Tensor
 from torchpaged.custom_ops import ahead
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.loaded_kernel import Map, address
+from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.cuda.tensor_map import tensor_map
-from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.layers.call import LinearCall
 from torchpaged.custom_ops.layers.check import check_linear
 from torchpaged.custom_ops.layers.cuda import blaslt
@@ -66,10 +66,7 @@ class NormParams(ctypes.Structure):
 def linear(call: LinearCall) -> None:
     """Launch; arguments as in ``custom_ops/layers/schema.py``. Every choice here depends on shapes, dtypes
     and addresses, never on data."""
-    if call.x.device.type != "cuda":
-        raise BackendUnavailableError(
-            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.x.device.type}"
-        )
+    require_gpu(call.x.device)
     check_linear(call)
     if unsupported(call) is not None:
         compose(call, _large)

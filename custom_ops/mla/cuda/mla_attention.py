@@ -3,13 +3,10 @@ everything that they can't take by the Triton kernels."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 
 from torchpaged.custom_ops.cuda import gpu
-from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.cuda.routes import hopper_or_triton
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import check_mla_attention
 from torchpaged.custom_ops.mla.cuda import latent, selected, shape
@@ -18,19 +15,22 @@ from torchpaged.custom_ops.mla.cuda import latent, selected, shape
 def mla_attention(call: LatentCall) -> None:
     """Launch; arguments as in ``custom_ops/mla/schema.py``. Every choice here depends on shapes, never on
     lengths."""
-    if call.q.device.type != "cuda":
-        raise BackendUnavailableError(
-            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.q.device.type}"
-        )
-    if route(call) is not None:
-        _triton()(call)
-        return
-    check_mla_attention(call)
+    hopper_or_triton(
+        call,
+        call.q.device,
+        route=route,
+        check=check_mla_attention,
+        launch=_launch,
+        triton="torchpaged.custom_ops.mla.triton.mla_attention",
+    )
+
+
+def _launch(call: LatentCall) -> None:
     num_sms = gpu.num_sms(call.q.device.index or 0)
     if call.indices is not None:
         selected.attend(call, selected.SelectedSpec.of(call, num_sms))
-        return
-    latent.attend(call, shape.LatentSpec.of(call, num_sms))
+    else:
+        latent.attend(call, shape.LatentSpec.of(call, num_sms))
 
 
 def route(call: LatentCall) -> str | None:
@@ -44,11 +44,3 @@ def route(call: LatentCall) -> str | None:
         off = gpu.trial_off("fp8_latents") if call.kv_cache.dtype == torch.float8_e4m3fn else None
         return off or shape.why_not(call, capability)
     return selected.why_not(call, capability) or selected.why_slower(call)
-
-
-@functools.cache
-def _triton() -> Callable[[LatentCall], None]:
-    """Triton's launches, imported when they are needed."""
-    from torchpaged.custom_ops.mla.triton.mla_attention import mla_attention
-
-    return mla_attention

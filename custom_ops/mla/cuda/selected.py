@@ -12,6 +12,7 @@ import torch
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.mla.call import LatentCall
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -107,8 +108,8 @@ class SelectedSpec(NamedTuple):
 def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
     """Why the kernel can't take a call with indices, or None. Shapes, dtypes, strides and addresses only."""
     q, pool, out, rank, indices = call.q, call.kv_cache, call.out, call.rank, call.indices
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if reason := not_hopper(capability):
+        return reason
     if indices is None or indices.dim() != 2 or q.dtype not in _DTYPES or pool.dtype != q.dtype:
         return f"{q.dtype} and {pool.dtype}, not bfloat16 or float16"
     if call.output_scale is not None:
@@ -119,11 +120,7 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return f"{indices.shape[1]} positions, not {MAX_KEYS * MAX_CLUSTER} one behind the other"
     if pool.shape[0] * pool.shape[1] >= 2**31:
         return f"kv_cache with {pool.shape[0]} blocks"
-    for name, tensor, count in (("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3)):
-        strides = tensor.stride()[:count]
-        if tensor.data_ptr() % 16 or any(stride * 2 % 16 for stride in strides) or tensor.stride(-1) != 1:
-            return f"{name} with strides {tuple(tensor.stride())}: rows that begin at multiples of 16 bytes"
-    return None
+    return unaligned(("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3))
 
 
 def why_slower(call: LatentCall) -> str | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda.constants import LATENT
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
@@ -64,8 +65,8 @@ def rows_of(most: int) -> int:
 def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
     """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
     q, pool, out, rank = call.q, call.kv_cache, call.out, call.rank
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if reason := not_hopper(capability):
+        return reason
     if call.indices is not None:
         return "indices: each query token attends to keys of its own"
     if call.output_scale is not None:
@@ -83,10 +84,8 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return f"blocks of {pool.shape[1]} tokens, not 16, 32 or 64"
     if call.max_query_len * q.shape[1] > MAX_ROWS:
         return f"queries of up to {call.max_query_len} tokens x {q.shape[1]} heads, not {MAX_ROWS} rows"
-    for name, tensor, count in (("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3)):
-        strides = [stride * tensor.element_size() for stride in tensor.stride()[:count]]
-        if tensor.data_ptr() % 16 or any(stride % 16 for stride in strides) or tensor.stride(-1) != 1:
-            return f"{name} with strides {tuple(tensor.stride())}: rows that begin at multiples of 16 bytes"
+    if reason := unaligned(("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3)):
+        return reason
     if fp8:
         return None
     box = pool_box(tuple(pool.shape), pool.stride())

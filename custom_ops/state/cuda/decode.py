@@ -12,6 +12,7 @@ import torch
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.routes import not_hopper
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
@@ -107,8 +108,8 @@ def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | Non
     """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
     q, k, v, state = call.q, call.k, call.v, call.state
     key_dim, value_dim = q.shape[2], v.shape[2]
-    if capability != (9, 0):
-        return f"compute capability {capability[0]}.{capability[1]}, not 9.0"
+    if reason := not_hopper(capability):
+        return reason
     if call.max_query_len > 1:
         return f"{call.max_query_len} tokens of a row"
     if v.dtype not in _DTYPES:

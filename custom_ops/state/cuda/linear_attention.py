@@ -3,11 +3,8 @@ the Hopper kernel; all others, and everything that it can't take, by the Triton 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from torchpaged.custom_ops.cuda import gpu
-from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.cuda.routes import hopper_or_triton
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.cuda import decode
@@ -16,15 +13,14 @@ from torchpaged.custom_ops.state.cuda import decode
 def linear_attention(call: LinearAttentionCall) -> None:
     """Launch; arguments as in ``custom_ops/state/schema.py``. Every choice here depends on shapes, never on
     lengths."""
-    if call.v.device.type != "cuda":
-        raise BackendUnavailableError(
-            f"backend 'cuda': its kernels run on an NVIDIA GPU, got tensors on {call.v.device.type}"
-        )
-    if route(call) is not None:
-        _triton()(call)
-        return
-    check_linear_attention(call)
-    decode.launch(call, decode.StateSpec.of(call))
+    hopper_or_triton(
+        call,
+        call.v.device,
+        route=route,
+        check=check_linear_attention,
+        launch=lambda call: decode.launch(call, decode.StateSpec.of(call)),
+        triton="torchpaged.custom_ops.state.triton.linear_attention",
+    )
 
 
 def route(call: LinearAttentionCall) -> str | None:
@@ -34,11 +30,3 @@ def route(call: LinearAttentionCall) -> str | None:
     if not call.state_slots.numel() or not call.v.numel():
         return "no requests or no tokens"
     return gpu.trial_off("state_decode") or decode.why_not(call, gpu.capability(call.v.device.index or 0))
-
-
-@functools.cache
-def _triton() -> Callable[[LinearAttentionCall], None]:
-    """Triton's launches, imported when they are needed."""
-    from torchpaged.custom_ops.state.triton.linear_attention import linear_attention
-
-    return linear_attention

@@ -109,7 +109,7 @@ def test_logits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     config = index_logits.LogitsSpec.of(call).config()
     library = compiled(tmp_path / "l", "index_logits.cu", "index_logits", config)
     monkeypatch.setattr(index_logits, "_specialised", lambda *_: HostKernel(library, 1))
-    index_logits.launch(call, 0)
+    index_logits.launch(call)
     want = exact_logits(replace(batch, k_cache=keys), causal, scales)
     torch.testing.assert_close(logits.double(), want, rtol=1e-4, atol=1e-4)
 

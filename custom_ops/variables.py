@@ -42,7 +42,7 @@ def _flex_compiler(text: str) -> str:
 
 
 #: Kernels of backend cuda that have not passed all of their tests on a GPU, and are off unless named.
-TRIAL_KERNELS = ("fp8_latents", "state_decode")
+TRIAL_KERNELS = ("fp8_latents",)
 
 
 def _trial_kernels(text: str) -> frozenset[str]:
@@ -106,8 +106,8 @@ VARIABLES = (
         "TORCHPAGED_TRIAL_KERNELS",
         "",
         "kernels of backend cuda to run that have not passed all of their tests on a GPU, with commas "
-        "between: fp8_latents (mla_attention over rows of fp8, without indices), state_decode "
-        "(linear_attention of single tokens), both on Hopper; none by default: Triton's",
+        "between: fp8_latents (mla_attention over rows of fp8, without indices, on Hopper); none by default: "
+        "Triton's",
         _trial_kernels,
     ),
 )

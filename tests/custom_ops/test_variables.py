@@ -70,7 +70,7 @@ def test_trial_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not variables.get("TORCHPAGED_TRIAL_KERNELS")
     monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", ", ".join(variables.TRIAL_KERNELS))
     assert variables.get("TORCHPAGED_TRIAL_KERNELS") == set(variables.TRIAL_KERNELS)
-    for text, wrong in (("state_decode,prefill", "prefill"), ("state_decode,", ""), (" ", "")):
+    for text, wrong in (("fp8_latents,prefill", "prefill"), ("fp8_latents,", ""), (" ", "")):
         monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", text)
         said = f"TORCHPAGED_TRIAL_KERNELS: expected names of fp8_latents.*not '{wrong}'.*got '{text}'"
         with pytest.raises(ValueError, match=said):

@@ -69,11 +69,8 @@ def test_linear_attention_matches_the_oracle(batch: str, family: str, dtype: tor
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", ["decode", "decode_begins", "decode_padded"])
-def test_single_tokens_by_cuda_match_the_oracle(
-    batch: str, family: str, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_single_tokens_by_cuda_match_the_oracle(batch: str, family: str, state_dtype: torch.dtype) -> None:
     """Those of 64 keys and 80 values are Triton's there, too."""
-    monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", "state_decode")
     sizes = {"dtype": torch.bfloat16, "state_dtype": state_dtype, **FAMILIES[family]}
     inputs = on_gpu(make_linear_inputs(STATE_BATCHES[batch], **sizes))
     if torch.cuda.get_device_capability() == (9, 0):

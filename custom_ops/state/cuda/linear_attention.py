@@ -1,5 +1,5 @@
-"""linear_attention of the ``cuda`` backend: with ``TORCHPAGED_TRIAL_KERNELS=state_decode`` single tokens by
-the Hopper kernel; all others, and everything that it can't take, by the Triton kernels."""
+"""linear_attention of the ``cuda`` backend: single tokens by the Hopper kernel; all others, and
+everything that it can't take, by the Triton kernels."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def linear_attention(call: LinearAttentionCall) -> None:
 
 
 def route(call: LinearAttentionCall) -> str | None:
-    """Why a call goes to Triton, or None: from a variable, shapes, dtypes, strides and addresses alone."""
+    """Why a call goes to Triton, or None: from shapes, dtypes, strides and addresses alone."""
     if any(x.dim() != 3 for x in (call.q, call.k, call.v, call.out)) or call.state.dim() != 4:
         return "shapes that the check refuses"
     if not call.state_slots.numel() or not call.v.numel():
         return "no requests or no tokens"
-    return gpu.trial_off("state_decode") or decode.why_not(call, gpu.capability(call.v.device.index or 0))
+    return decode.why_not(call, gpu.capability(call.v.device.index or 0))

@@ -143,10 +143,7 @@ def test_what_is_left_to_triton() -> None:
     assert decode.why_not(call, (10, 0)) == "compute capability 10.0, not 9.0"
 
 
-def test_off_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_of_hopper_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
-    monkeypatch.delenv("TORCHPAGED_TRIAL_KERNELS", False)
-    assert linear_attention.route(call_of()) == "state_decode is on trial, and off"
-    monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", "state_decode")
     assert linear_attention.route(call_of()) is None
     assert linear_attention.route(call_of(value_dim=80)) == "states of 128 x 80, 40960 bytes"

@@ -29,7 +29,7 @@ from torchpaged.engine.metrics import measured
 from torchpaged.engine.outputs import GeneratorStats, TextStream
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Schedule, Scheduler
-from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.sequence import Sequence, StepCount
 
 BLOCK_SIZE = 16
 #: Medians and deviations of the logarithm of lengths: means of 215 and 198 when cut at 1,024 (ShareGPT's).
@@ -137,7 +137,7 @@ class Load:
         self.rng, pool = random.Random(seed), BlockPool(num_blocks)
         prefixes = PrefixCache(pool, BLOCK_SIZE) if cached else None
         self.scheduler = Scheduler(pool, BLOCK_SIZE, rows, 2048, 1, lookahead, prefixes=prefixes, mixes=True)
-        self.stats, self.rows, self.count, self.row = GeneratorStats(num_blocks), rows, 0, 0
+        self.stats, self.rows, self.count, self.steps = GeneratorStats(num_blocks), rows, 0, StepCount()
         self.seconds: list[float] = []
         self.utilisation: list[float] = []
 
@@ -159,10 +159,12 @@ class Load:
         for sequence in plan.put_back:
             sequence.row = None
         ends = [s for s, _ in plan.chunks if s.remaining == 0]
+        self.steps.started, self.steps.most = self.steps.started + 1, self.steps.most + 1
         for sequence in [*plan.decodes, *ends]:
             self._token(sequence)
+        ended = [s for s in self.scheduler.running if len(s.tokens) >= s.max_len]
         began = time.thread_time()
-        for sequence in [s for s in self.scheduler.running if len(s.tokens) >= s.max_len]:
+        for sequence in ended:
             sequence.finish_reason = "length"
             self.scheduler.remove(sequence)
         self.seconds.append(took + time.thread_time() - began)
@@ -170,9 +172,9 @@ class Load:
     def _token(self, sequence: Sequence) -> None:
         sequence.num_computed = len(sequence.tokens)
         sequence.tokens.append(self.rng.randrange(1, 100_000))
-        if sequence.row is None:  # it decodes from now on; nothing is in flight
-            sequence.row = self.row
-            sequence.steps_read = sequence.step_count.started
+        if sequence.row is None:  # it decodes from now on, as `DecodeLoop.place` says
+            sequence.row, sequence.step_count, sequence.has_room_until = 0, self.steps, -1
+        sequence.steps_read = self.steps.started  # nothing is in flight
 
     def run(self, steps: int) -> None:
         for _ in range(steps):

@@ -380,7 +380,8 @@ def test_requests_run_in_the_order_in_which_they_came() -> None:
     early.num_computed, early.row = 19, 0
     early.tokens += [5] * 3
     assert len(early.blocks) == 5
-    early.step_count.started = 1  # 1 token in flight: the next step may need one more block
+    # 1 token in flight: the next step may need one more block
+    early.step_count.started = early.step_count.most = 1
     assert not scheduler.short_of_blocks()
     late = Sequence(3, list(range(11)), TEN, 0, TextStream(None, ()), 20)
     scheduler.add(late)

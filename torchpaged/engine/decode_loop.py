@@ -127,6 +127,7 @@ class DecodeLoop(NotCopied):
         row, self._regroup = self._sequences.index(None), True
         self._sequences[row], sequence.row, sequence.blocks_on_device = sequence, row, len(sequence.blocks)
         sequence.step_count, sequence.steps_read = self._step_count, self._step_count.started
+        sequence.has_room_until = -1
         self._busy_rows = None
         self._to_write[row] = self._state(sequence)
 
@@ -161,6 +162,7 @@ class DecodeLoop(NotCopied):
         tokens, records = CopiedTokens(drawn), None
         if any(sequence.sampling.logprobs is not None for sequence in sequences):
             records = CopiedTokens(self.rows.stage.logprobs(logits, drawn))
+        self._step_count.most += 1
         for sequence in sequences:
             sequence.steps_read -= 1
         self._launches.append(_Launch(-1, tokens, list(sequences), 1, decodes, records))
@@ -204,6 +206,7 @@ class DecodeLoop(NotCopied):
             self.runner.launch(num_rows)
             number = self.rows.ring.take()
         self._step_count.started += self.steps_per_launch
+        self._step_count.most += self.steps_per_launch
         self._launches.append(
             _Launch(number, None, self._sequences[:num_rows], self.steps_per_launch, num_rows)
         )

@@ -122,7 +122,7 @@ class Scheduler:
             if self._has_room(sequence):
                 step.decodes.append(sequence)
                 continue
-            if _decodes(sequence):
+            if sequence.decodes:
                 if self._reserve(sequence, self._tokens_ahead(sequence), step):
                     step.decodes.append(sequence)
                 continue
@@ -143,7 +143,9 @@ class Scheduler:
 
     def _prompt_tokens(self) -> int:
         """Prompt tokens of the next step at most."""
-        most, decodes = self.prefill_chunk_size, sum(map(_decodes, self.running))
+        most, decodes = self.prefill_chunk_size, sum(s.decodes for s in self.running)
+        if not any(s.wants_token for s in self.running):
+            decodes = 0  # rows run all together, or not at all
         if self._mixes:
             most = max(most - decodes, -(-most // 2))
         return min(most, self.budget.tokens) if self.budget is not None and decodes else most
@@ -151,7 +153,7 @@ class Scheduler:
     @property
     def prefills_left(self) -> bool:
         """Whether a running request has tokens of its prompt to compute."""
-        return not all(map(_decodes, self.running))
+        return not all(s.decodes for s in self.running)
 
     def short_of_blocks(self) -> bool:
         """Whether the next `schedule` may have to put a request back."""
@@ -159,10 +161,8 @@ class Scheduler:
         for sequence in self.running:
             if self._has_room(sequence):
                 continue
-            if _decodes(sequence):
-                tokens = self._tokens_ahead(sequence)
-            else:
-                tokens = self._tokens_after(sequence, sequence.remaining)
+            decodes, left = sequence.decodes, sequence.remaining
+            tokens = self._tokens_ahead(sequence) if decodes else self._tokens_after(sequence, left)
             if tokens > len(sequence.blocks) * size:
                 missing += self.blocks.missing(sequence, tokens)
         return missing > 0 and missing > self._room()
@@ -173,12 +173,14 @@ class Scheduler:
         return self.pool.num_free - (self.pool.num_pinned if len(self.running) > 1 else 0)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether a sequence with a row has blocks for the next step: all that is asked of most of them."""
-        return (
-            sequence.row is not None
-            and len(sequence.tokens) + sequence.step_count.started - sequence.steps_read + self.ahead
-            <= len(sequence.blocks) * self.block_size
-        )
+        """Whether a sequence with a row has blocks for the next step, and until when it will have."""
+        if sequence.row is None:
+            return False
+        if sequence.has_room_until >= sequence.step_count.most:  # all that is asked of most of them
+            return True
+        left = len(sequence.blocks) * self.block_size - len(sequence.tokens) - sequence.in_flight - self.ahead
+        sequence.has_room_until = sequence.step_count.most + left if left >= 0 else -1
+        return left >= 0
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
         """Tokens that a decoding request needs room for. Keys and values of a request's last token are
@@ -214,17 +216,18 @@ class Scheduler:
             return
         self._are_ahead = False
         for sequence in self.running:
-            if _decodes(sequence):
+            if sequence.decodes:
                 need = -(-self._tokens_ahead(sequence) // self.block_size)
                 self.pool.free(sequence.blocks[need:])
                 del sequence.blocks[need:]
                 sequence.blocks_on_device = min(sequence.blocks_on_device, len(sequence.blocks))
+                sequence.has_room_until = -1
 
     def _admit(self) -> None:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more."""
         if len(self.running) >= self.max_batch_size:
             return
-        promised = sum(self.blocks.need(s) for s in self.running if s.row is None and not _decodes(s))
+        promised = sum(self.blocks.need(s) for s in self.running if s.row is None and not s.decodes)
         while self.waiting and len(self.running) < self.max_batch_size:
             need = self.blocks.need(self.waiting[0])
             if self.running and need + promised > self.pool.num_free - self.pool.num_pinned:
@@ -259,7 +262,3 @@ class Scheduler:
         self.swapped += self.blocks.put_back(sequence)
         self.waiting.appendleft(sequence)
         self.preemptions += 1
-
-
-def _decodes(sequence: Sequence) -> bool:
-    return sequence.row is not None or len(sequence.tokens) - sequence.num_computed == 1

@@ -15,9 +15,15 @@ from torchpaged.engine.sampling import SamplingParams
 @dataclass
 class StepCount:
     """Decode steps that a `DecodeLoop` has started so far, for all its rows: a launch counts them once, not
-    in every sequence."""
+    in every sequence.
+
+    Attributes:
+        started: those of launches.
+        most: these and packed batches: tokens that any row may have been given by now, at most.
+    """
 
     started: int = 0
+    most: int = 0
 
 
 #: ``token_id``, ``text``, ``finish_reason``, ``error`` and ``logprobs`` of a `TokenEvent`.
@@ -106,6 +112,8 @@ class Sequence:
         row: its row in the decode loop, None while it has none.
         step_count, steps_read: the loop's count, and where in it the host is with reading this
             sequence's tokens.
+        has_room_until: ``step_count.most`` up to which its blocks hold the next step; -1: it was not looked
+            at since it has a row, or since blocks were taken from it.
         blocks_on_device: how many of ``blocks`` stand in the row's block table.
         logits_words: what it asks of logits, of `torchpaged.engine.prompts.logits_words`.
         cached: its text in the prefix cache; None: it has not asked yet, or there is no cache.
@@ -132,6 +140,7 @@ class Sequence:
     row: int | None = None
     step_count: StepCount = field(default_factory=StepCount)
     steps_read: int = 0
+    has_room_until: int = -1
     blocks_on_device: int = 0
     cached: CachedText | None = None
     arrival: Arrival | None = None
@@ -162,6 +171,16 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens whose keys and values are still to be computed."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def decodes(self) -> bool:
+        """Whether all but its newest token is computed."""
+        return self.row is not None or len(self.tokens) - self.num_computed == 1
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether it decodes, and does not have all its tokens on their way."""
+        return self.decodes and len(self.tokens) + self.in_flight < self.max_len
 
     def reset(self) -> None:
         """After a step that broke off: without a row, and output, text and end agree with ``log``."""

@@ -1,0 +1,65 @@
+"""What a step's schedule rests on: room for the next tokens, which is remembered, and whole chunks."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.scheduler import Scheduler
+from torchpaged.engine.sequence import Sequence
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+SIZES = {"block_size": 4, "max_batch_size": 6, "max_seq_len": 96, "prefill_chunk_size": 16, "compile": False}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"steps_per_launch": 3},
+        {"mixed_steps": False},
+        {"num_blocks": 30, "lookahead": 8},
+        {"num_blocks": 30, "lookahead": 8, "steps_per_launch": 2},
+        {"lookahead": 16, "prefix_cache": False},
+    ],
+    ids=str,
+)
+def test_room_that_is_remembered_is_there(
+    options: dict[str, Any], model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer is that of counting tokens and blocks, also behind packed batches, preemptions, and blocks
+    that were given ahead of need and taken back."""
+    asked, look = {"remembered": 0, "counted": 0}, Scheduler._has_room
+
+    def checked(self: Scheduler, sequence: Sequence) -> bool:
+        known = sequence.row is not None and sequence.has_room_until >= sequence.step_count.most
+        found = look(self, sequence)
+        needs = len(sequence.tokens) + sequence.in_flight + self.ahead
+        assert found == (sequence.row is not None and needs <= len(sequence.blocks) * self.block_size)
+        asked["remembered" if known else "counted"] += 1
+        return found
+
+    monkeypatch.setattr(Scheduler, "_has_room", checked)
+    rng = random.Random(3)
+    generator = Generator(model, **{**SIZES, **options})
+    for _ in range(24):
+        prompt = [rng.randrange(8, 99) for _ in range(rng.choice([1, 3, 9, 30]))]
+        generator.submit(prompt, SamplingParams(rng.randint(1, 40), ignore_eos=True))
+        for _ in range(rng.randint(0, 4)):
+            generator.step()
+    while generator.has_unfinished:
+        generator.step()
+    assert min(asked.values()) > 50, asked
+    assert generator.pool.num_free == generator.pool.num_usable
+
+
+def test_a_request_that_has_its_last_token_on_the_way_leaves_chunks_whole(model: Any) -> None:
+    """Prompts of a chunk each, and one token of output: no chunk is cut by a row that wants nothing more."""
+    generator = Generator(model, **SIZES)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(8, 99) for _ in range(16)] for _ in range(5)]
+    generator.generate(prompts, SamplingParams(1, ignore_eos=True))
+    assert (generator.stats.passes, generator.stats.mixed_steps) == (5, 0)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from families import build
-from model_coverage.architectures import model_of
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
@@ -246,17 +245,6 @@ def test_models_that_batches_would_get_wrong(stem: str, words: str) -> None:
         build(stem, implementation="torchpaged").generate_batch(inputs=[[5, 6], [7, 8, 9]])
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2", "falcon_h1", "recurrent_gemma", "mamba2"])
-def test_hybrids_are_refused(name: str) -> None:
-    """By name, and with what runs them; transformers says "Invalid layer type"."""
-    model = model_of(name, "torchpaged")
-    with pytest.raises(
-        UnsupportedModelError, match=r"layer 0 keeps a state per request.*accelerate\(model\)"
-    ):
-        model.generate_batch(inputs=[[5, 6], [7, 8, 9]])
-    assert model.config._attn_implementation == "torchpaged"
-
-
 def test_what_is_asked_first() -> None:
     """transformers still has both, and calls them with what ours look at; ours wrap them once."""
     switch = ContinuousBatchingManager.switch_to_cb_friendly_attn
@@ -264,10 +252,14 @@ def test_what_is_asked_first() -> None:
     assert list(inspect.signature(theirs).parameters)[:2] == ["self", "model"]
     assert "switch_to_cb_friendly_attn(model" in inspect.getsource(ContinuousBatchingManager.__init__)
     assert "_original_attn_impl" in inspect.getsource(ContinuousBatchingManager.stop)
+    init = ContinuousBatchingManager.__init__
+    given = ["self", "model", "generation_config", "continuous_batching_config", "workload_hints"]
+    assert list(inspect.signature(init.__wrapped__).parameters) == given
     ensure = continuous_batching.initialization.ensure_decode_fast_path_is_available
     assert list(inspect.signature(ensure.__wrapped__).parameters)[:2] == ["config", "cb_config"]
     resolve = inspect.getsource(continuous_batching.initialization.resolve_continuous_batching_config)
     assert "ensure_decode_fast_path_is_available(config, cb_config" in resolve
-    continuous_batching.register_continuous_batching()
+    continuous_batching.register_continuous_batching(dict)
     assert continuous_batching.initialization.ensure_decode_fast_path_is_available is ensure
     assert ContinuousBatchingManager.switch_to_cb_friendly_attn is switch
+    assert ContinuousBatchingManager.__init__ is init

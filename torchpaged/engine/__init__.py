@@ -8,6 +8,7 @@ An output is a `RequestOutput`; `Generator.stream` gives a `TokenEvent` per toke
 `GeneratorStats`, `Generator.metrics` gives `EngineMetrics`, `Generator.start_report` is a `StartReport`.
 """
 
+import torchpaged.engine.generate_batch  # noqa: F401  for torchpaged.hf
 from torchpaged.engine.device.logits_stage import LogitsRows
 from torchpaged.engine.generate_call import accelerate, unaccelerate
 from torchpaged.engine.generator import Generator

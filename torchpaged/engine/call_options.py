@@ -106,7 +106,7 @@ def call_sampling(
             "max_length", f"more than the prompt's {input_ids.shape[1]} tokens", str(max_length)
         )
     padding = config.pad_token_id if config.pad_token_id is not None else (stops[0] if stops else None)
-    drawn = _drawing(logits_processor, model_kwargs.get("attention_mask"))
+    drawn = drawing(logits_processor, model_kwargs.get("attention_mask"))
     if config.do_sample:
         drawn.setdefault("temperature", 1.0)
     elif extra := [name for name in drawn if name != "repetition_penalty"]:
@@ -162,10 +162,20 @@ def _ends(criteria: Any) -> tuple[int, tuple[int, ...]]:
     return min(lengths), tuple(dict.fromkeys(stops))
 
 
-def _drawing(processors: Any, attention_mask: Tensor | None) -> dict[str, Any]:
+def drawing(
+    processors: Any, attention_mask: Tensor | None, stand_for: Mapping[type, type] | None = None
+) -> dict[str, Any]:
     """Fields of `SamplingParams` that the processors stand for.
 
     The engine applies them in transformers' own order: penalty, temperature, top-k, top-p, min-p.
+
+    Args:
+        processors: transformers' list.
+        attention_mask: of the prompts; None: they are whole.
+        stand_for: other classes of it, which have the fields of those that they stand for.
+
+    Raises:
+        PlainSteps: a processor, or a field of one, that the engine has not.
     """
     from transformers.generation import logits_process as known
 
@@ -178,10 +188,11 @@ def _drawing(processors: Any, attention_mask: Tensor | None) -> dict[str, Any]:
     }
     order, found, last = list(names), {}, -1
     for one in processors:
-        entry = names.get(type(one))
-        if entry is None or entry[0] in found or order.index(type(one)) < last:
-            raise PlainSteps(f"{type(one).__name__}, or its place among the logits processors")
-        last = order.index(type(one))
+        kind = (stand_for or {}).get(type(one), type(one))
+        entry = names.get(kind)
+        if entry is None or entry[0] in found or order.index(kind) < last:
+            raise PlainSteps(f"{kind.__name__}, or its place among the logits processors")
+        last = order.index(kind)
         found[entry[0]] = getattr(one, entry[1])
         if getattr(one, "filter_value", -float("inf")) != -float("inf"):
             raise PlainSteps(f"filter_value={one.filter_value}")

@@ -31,8 +31,16 @@ if TYPE_CHECKING:
     from torchpaged.engine import accelerate, unaccelerate
     from torchpaged.fuse import fuse, unfuse
 
+
+def _batches() -> Any:
+    # generate_batch of models with states leads to the engine, which stands on this package, too.
+    from torchpaged import engine
+
+    return engine.generate_batch
+
+
 register()
-register_continuous_batching()
+register_continuous_batching(_batches)
 
 __all__ = [
     "NAME",

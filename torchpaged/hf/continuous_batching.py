@@ -12,6 +12,9 @@ sends along, once per step. Sliding-window layers keep a ring of tokens, which n
 token's window is the whole ring, in whatever order, so that steps of decodes alone read the ring's pages as a
 block table, too; prompts still need what they overwrite, and their keys are gathered as transformers does it.
 
+That cache has no place for a state per request: models whose layers keep some are run by the engine, behind
+the same calls (`torchpaged.engine.generate_batch`).
+
 CUDA graphs need a GPU: transformers itself turns them off without one.
 """
 
@@ -42,6 +45,7 @@ PAGED_NAME = "paged|torchpaged"
 #: What a model runs as inside ``generate_batch`` where the prefix is stripped. No mask function has this
 #: name: transformers makes no mask then.
 BATCH_NAME = "torchpaged_continuous_batching"
+_NAMES = ("torchpaged", PAGED_NAME, BATCH_NAME)
 
 
 class _Layer(NamedTuple):
@@ -302,18 +306,23 @@ def _gathered(
     return keys, values
 
 
-def register_continuous_batching() -> None:
+def register_continuous_batching(batches: Callable[[], Any]) -> None:
     """Register the attention function, and have ``generate_batch`` take our names; done at import.
 
     transformers knows by name which implementations its continuous batching runs, at two places that are no
     interface. The manager's method that switches implementations refuses all others in 5.23, and puts
     FlashAttention in the place of one without the prefix in 5.17. The function that turns block tables off
     leaves them to FlashAttention alone, so that the host would list every token of the cache in every decode
-    step. Both are asked about our names first.
+    step. Both are asked about our names first. So is the manager's construction, by which a model with states
+    gets the engine's batch processor.
+
+    Args:
+        batches: gives `torchpaged.engine.generate_batch`, which stands on this package, when it is needed.
     """
     for name in (PAGED_NAME, BATCH_NAME):
         AttentionInterface.register(name, continuous_attention_forward)
     if not hasattr(ContinuousBatchingManager.switch_to_cb_friendly_attn, "_torchpaged"):
+        ContinuousBatchingManager.__init__ = _making(ContinuousBatchingManager.__init__, batches)
         ContinuousBatchingManager.switch_to_cb_friendly_attn = _switching(
             ContinuousBatchingManager.switch_to_cb_friendly_attn
         )
@@ -331,16 +340,6 @@ def _require_batchable(model: Any) -> None:
     name, model_type = type(model).__name__, getattr(model.config, "model_type", "")
     if has_own_attention(model_type):
         raise UnsupportedModelError(f"{name} has attention of its own, which knows no paged cache")
-    layers = DynamicCache(config=model.config).layers
-    states = [i for i, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)]
-    # RecurrentGemma's are its modules', of which transformers 5.17's caches know nothing.
-    states = states or [mixer.layer_idx for mixer in mixers_of(model) if hasattr(mixer, "layer_idx")]
-    if states:
-        raise UnsupportedModelError(
-            f"{name}: layer {states[0]} keeps a state per request, and continuous batching stores keys and "
-            "values alone: its allocators count pages of tokens, and hand mixers neither requests nor slots; "
-            "run torchpaged.engine.Generator, or generate after torchpaged.hf.accelerate(model)"
-        )
     why = family_of(model_type).needs_dense
     if why and not why.startswith("expands"):  # latents are expanded before they are stored
         raise UnsupportedModelError(
@@ -352,12 +351,43 @@ def _require_batchable(model: Any) -> None:
         )
 
 
+def _keeps_states(model: Any) -> bool:
+    """Whether layers keep a state per request. RecurrentGemma's are its modules', of which transformers
+    5.17's caches know nothing."""
+    layers = DynamicCache(config=model.config).layers
+    return bool(mixers_of(model)) or any(
+        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers
+    )
+
+
+def _making(theirs: Callable[..., Any], batches: Callable[[], Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def init(
+        self: Any,
+        model: Any,
+        generation_config: Any,
+        continuous_batching_config: Any,
+        workload_hints: Any = None,
+    ) -> None:
+        given = generation_config, continuous_batching_config, workload_hints
+        if model.config._attn_implementation not in _NAMES or not _keeps_states(model):
+            return theirs(self, model, *given)
+        options = batches().batch_options(model, *given)
+        theirs(self, model, *given)
+        batches().run_by_engine(self, options)
+        return None
+
+    return init
+
+
 def _switching(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def switch(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         name = model.config._attn_implementation
-        if name not in ("torchpaged", PAGED_NAME, BATCH_NAME):
+        if name not in _NAMES:
             return theirs(self, model, *args, **kwargs)
+        if _keeps_states(model):  # the engine switches it, and back
+            return None
         _require_batchable(model)
         if name == "torchpaged":
             model.set_attn_implementation(BATCH_NAME)
@@ -371,7 +401,7 @@ def _switching(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _with_block_tables(theirs: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(theirs)
     def ensure(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config._attn_implementation not in (PAGED_NAME, BATCH_NAME):
+        if config._attn_implementation not in _NAMES:
             return theirs(config, cb_config, *args, **kwargs)
         kinds = getattr(config, "layer_types", None)
         rings = "sliding_attention" in kinds if kinds else getattr(config, "sliding_window", None) is not None

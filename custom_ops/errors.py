@@ -117,7 +117,7 @@ class NotCopied:
     """Base class of objects of which neither copies nor pickles can be made."""
 
     #: What holds it here, and what to do instead.
-    BOUND, ADVICE = "its graphs and buffers are places in this process's memory", "make a new one"
+    _BOUND, _ADVICE = "its graphs and buffers are places in this process's memory", "make a new one"
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Refuse: for `copy` and `pickle`.
@@ -126,7 +126,7 @@ class NotCopied:
             NotCopyableError: always.
         """
         name = type(self).__name__
-        raise NotCopyableError(f"a {name} can't be copied or pickled: {self.BOUND}; {self.ADVICE}")
+        raise NotCopyableError(f"a {name} can't be copied or pickled: {self._BOUND}; {self._ADVICE}")
 
 
 class CaptureError(TorchpagedError, RuntimeError):

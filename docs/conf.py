@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import re
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import torch
 
 import torchpaged
 
@@ -30,8 +33,11 @@ autodoc_typehints = "signature"
 python_maximum_signature_line_length = 90
 autodoc_member_order = "bysource"
 #: Bases whose members stand in their own documentation.
-FOREIGN = "Module,Protocol,Enum,int,Exception,NamedTuple,tuple,dict,object"
+FOREIGN_BASES = (torch.nn.Module, Protocol, Enum, int, str, Exception, tuple, dict, object)
+FOREIGN = ",".join(["NamedTuple", *(base.__name__ for base in FOREIGN_BASES)])
 autodoc_default_options = {"members": True, "show-inheritance": True, "inherited-members": FOREIGN}
+#: Their names, for the tables of methods (templates/autosummary/class.rst).
+autosummary_context = {"foreign": sorted({name for base in FOREIGN_BASES for name in dir(base)})}
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from command import ROOT, printed
 from site_links import broken_links
+
+from torchpaged.backends import Capabilities
 
 DOCS = ROOT / "docs"
 MODULES = sorted((DOCS / "reference").glob("torchpaged*.rst"))
@@ -63,6 +66,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     page = (tmp_path / "reference/api/torchpaged.engine.Generator.html").read_text()
     for method in ("generate", "submit", "stream", "cancel", "pin", "snapshot", "metrics", "close"):
         assert f'id="torchpaged.engine.Generator.{method}"' in page, method  # of its bases
+        assert f'title="torchpaged.engine.Generator.{method}"' in page, method  # in the table
+    assert "ADVICE" not in page
+    page = (tmp_path / "reference/api/torchpaged.backends.Capabilities.html").read_text()
+    assert all(f"<strong>{field.name}</strong>" in page for field in fields(Capabilities))
     assert not broken_links(tmp_path)
 
 

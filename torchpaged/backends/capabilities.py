@@ -36,19 +36,36 @@ class Planning(IntEnum):
 class Capabilities:
     """What a backend can do, as data: `reject` turns it into sentences.
 
-    None means "any". ``head_dims`` and ``block_sizes`` list what is supported. ``features``: those of
-    `FEATURES` that it has ("bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse",
-    which are the default, "tree_mask", "latent", "fp8_queries", "output_scale"); its op is never given
-    others. ``planning`` says when its sessions want `Session.plan`. ``finite_pools``: whatever lies in a pool
-    must be finite, also where nothing was written or may be read, since what a query must not see is
-    multiplied by 0; zeros, as `PagedKVCache` has, are. ``mods``: functions of the user's,
-    `AttentionSpec.score_mod` and ``mask_mod``. ``batch_invariant``: a request's bits do not depend on the
-    others in the batch, where its spec asks for that; `torchpaged.testing.check_batch_invariance` proves it.
-    ``max_query_len``: the most query tokens of one request. ``deterministic``: equal calls give equal bits.
-    ``max_latent``: the largest widths of latents and of rotated keys that its ``mla_attention`` takes;
-    ``head_dims`` and ``max_head_dim`` are those of ``paged_attention``. ``fp8_latents``: whether rows of
-    latents may be of fp8. ``further``: reasons against a spec that follow from more than one thing at once,
-    or from the machine.
+    The first four fields are required, the others have defaults. Where None means "any" it is the default.
+
+    Attributes:
+        device_types: such as ``("cuda",)``; required.
+        dtypes: of queries and outputs; required.
+        kv_dtypes: of pools; required.
+        graph_support: which batches a captured graph may serve; required.
+        min_compute_capability: of NVIDIA GPUs, ``(major, minor)``; None = any.
+        head_dims: the widths that ``paged_attention`` takes; None = any.
+        max_head_dim: the largest of them; None = any.
+        block_sizes: tokens per block that it takes; None = any.
+        different_head_dim_v: whether values may be narrower or wider than keys; default True.
+        features: those of `FEATURES` that it has ("bidirectional", "window", "logits_soft_cap", "alibi",
+            "sinks", "chunked", "lse", which are the default, "tree_mask", "latent", "fp8_queries",
+            "output_scale"). Its op is never given others.
+        max_latent: the largest widths of latents and of rotated keys that its ``mla_attention`` takes; None
+            = any.
+        fp8_latents: whether rows of latents may be of fp8; default False.
+        planning: when its sessions want `Session.plan`; default `Planning.NEVER`.
+        finite_pools: whatever lies in a pool must be finite, also where nothing was written or may be read,
+            since what a query must not see is multiplied by 0; zeros, as `PagedKVCache` has, are. Default
+            False.
+        mods: whether it takes functions of the user's, `AttentionSpec.score_mod` and ``mask_mod``; default
+            False.
+        batch_invariant: a request's bits do not depend on the others in the batch, where its spec asks for
+            that; `torchpaged.testing.check_batch_invariance` proves it. Default False.
+        max_query_len: the most query tokens of one request; None = any.
+        deterministic: equal calls give equal bits; default True.
+        further: gives reasons against a spec that follow from more than one thing at once, or from the
+            machine; None = there are none.
 
     Raises:
         ValueError: a name in ``features`` that is not in `FEATURES`.

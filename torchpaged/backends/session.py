@@ -136,8 +136,8 @@ class Session(NotCopied):
         NotCopyableError: it is copied or pickled; layers that have one open another for their copy.
     """
 
-    BOUND = "what it keeps for its backend is in this process's memory"
-    ADVICE = "open another with open_session(session.specs, session.limits, session.name)"
+    _BOUND = "what it keeps for its backend is in this process's memory"
+    _ADVICE = "open another with open_session(session.specs, session.limits, session.name)"
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class DiskBlocks(NotCopied):
         ArgumentError: ``size`` is less than a block, or ``folder`` is none that can be written to.
     """
 
-    BOUND, ADVICE = "it has an open file and threads", "make a new one"
+    _BOUND, _ADVICE = "it has an open file and threads", "make a new one"
 
     def __init__(self, folder: str | os.PathLike[str], size: int, row_bytes: int) -> None:
         check_sizes(row_bytes=row_bytes)

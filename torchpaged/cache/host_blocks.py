@@ -90,7 +90,7 @@ class HostBlocks(NotCopied):
         NotCopyableError: it is copied or pickled.
     """
 
-    BOUND, ADVICE = "its slots are places in this process's memory", "make a new one of the copied cache"
+    _BOUND, _ADVICE = "its slots are places in this process's memory", "make a new one of the copied cache"
 
     def __init__(self, cache: PagedKVCache, memory_budget: int) -> None:
         check_sizes(memory_budget=memory_budget)

@@ -86,7 +86,7 @@ class Resumed(NamedTuple):
 class PrefixBooks(NotCopied):
     """What the blocks of a pool hold, by keys; arguments and attributes are those of `PrefixCache`."""
 
-    BOUND, ADVICE = "it says what the blocks of one pool hold", "make a new one of the copied pool"
+    _BOUND, _ADVICE = "it says what the blocks of one pool hold", "make a new one of the copied pool"
 
     def __init__(
         self,

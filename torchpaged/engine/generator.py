@@ -63,9 +63,12 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         num_blocks: blocks of the pool; default: enough for ``max_batch_size`` requests of ``max_seq_len``.
         kv_cache_memory: bytes for the pool instead.
         backend: attention backend, a route, or None / "auto".
-        kv_dtype, kv_scales: of the pool, as for `torchpaged.hf.PagedCache`: "fp8_e4m3" or "fp8_e5m2" for
-            half the memory, with scales given, or found in the first prompt by a forward of its own
-            (``generator.model.kv_scales`` has them). Refused, too, with a model that is paged already.
+        kv_dtype: of the pool: None, the keys' dtype; or "fp8_e4m3" or "fp8_e5m2" for half the memory.
+            Refused, as the next, with a model that is paged already.
+        kv_scales: of a pool in fp8: "head", one per kv head (the default), or "tensor", one per layer, both
+            found in the first prompt by a forward of its own (``generator.model.kv_scales`` has them); or
+            those of another engine: for each layer ``(k_scale, v_scale)``, numbers or float32 ``[1]`` or
+            ``[num_kv_heads]``.
         rolling: layers with a sliding window or attention chunks keep the blocks of their window and of
             ``prefill_chunk_size`` more tokens, at most 512, used over and over, however long a request is;
             where that takes fewer, and not over backends that plan on the host. Of a prefix, what those
@@ -188,7 +191,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """
 
-    ADVICE = "copy or pickle the model, and make a Generator of it where you need one"
+    _ADVICE = "copy or pickle the model, and make a Generator of it where you need one"
 
     @undone_if_it_raises
     @taking(GeneratorOptions)

@@ -80,7 +80,8 @@ class PagedCache(PagedOwner):
         kv_dtype: of the pools: "fp8_e4m3" or "fp8_e5m2", or torch's dtype of that name; None: the keys'.
         kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
             head or one per layer, and kept until the cache is gone; or for each paged layer
-            ``(k_scale, v_scale)``, as the attribute of this name holds them. Latents are stored as "fp8_e4m3"
+            ``(k_scale, v_scale)``, numbers or float32 ``[1]`` or ``[num_kv_heads]``, as the attribute of this
+            name holds them. Latents are stored as "fp8_e4m3"
             alone, in rows with scales of their own.
         cascade: decode steps read blocks that several rows share once, where that pays
             (`torchpaged.prefixes`): rows share them after beams were reordered or rows repeated. True: by the

@@ -62,8 +62,10 @@ class PagedModel(NotCopied):
         limits: the largest batches to come, for the backend's session: ``max_num_reqs``, ``max_num_tokens``,
             ``max_blocks_per_req``. None, and where one is None: 1024 requests, any number of tokens, as many
             blocks as there are. With layers that keep a state per request ``max_num_reqs`` must be said.
-        kv_dtype, kv_scales: of the pools, as for `torchpaged.hf.PagedCache`: None, the keys' dtype, or
-            "fp8_e4m3" or "fp8_e5m2" with scales given, or found by `find_scales` in the first prompt.
+        kv_dtype: of the pools: None, the keys' dtype; or "fp8_e4m3" or "fp8_e5m2".
+        kv_scales: of fp8 pools: "head", one per kv head, or "tensor", one per layer, both found by
+            `find_scales` in the first prompt; or those of another model with the same layers: for each layer
+            ``(k_scale, v_scale)``, numbers or float32 ``[1]`` or ``[num_kv_heads]``.
         batch_invariant: attention gives a request the same bits in every batch, by a backend
             that declares it.
         sliding_step: for callers that tell `rings` which requests begin and end: tokens of a request in one
@@ -91,8 +93,8 @@ class PagedModel(NotCopied):
         NotCopyableError: it is copied or pickled.
     """
 
-    BOUND = "its pools and session are places in this process's memory"
-    ADVICE = "copy or pickle its .model, and make a PagedModel of it where you need one"
+    _BOUND = "its pools and session are places in this process's memory"
+    _ADVICE = "copy or pickle its .model, and make a PagedModel of it where you need one"
 
     @undone_if_it_raises
     def __init__(

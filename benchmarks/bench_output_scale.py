@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import time_layers, write_results
 
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
@@ -70,16 +70,12 @@ def main() -> None:
         for name, (batch, tokens, length) in SHAPES.items():
             layers = 2 if batch * length > 50_000 else 6
             calls = round_of(backend, batch, tokens, length, layers)
-            samplers = {each: CudaSampler(run * max(1, 8 // layers)) for each, run in calls.items()}
-            timings = interleave(samplers, arguments.repeats)
             row: dict[str, Any] = {"backend": backend, "shape": name}
-            row |= {f"{each}_us": round(timing.median_us, 2) for each, timing in timings.items()}
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            del calls, samplers
-    document = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": rows}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+            times = time_layers(calls, layers, arguments.repeats)
+            rows.append(row | {f"{each}_us": us for each, us in times.items()})
+            print(json.dumps(rows[-1]), flush=True)
+            del calls
+    write_results(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import time_layers, write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from op_inputs.trees import random_parents
 
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.metadata.tree import words_of
 
@@ -82,17 +82,14 @@ def main() -> None:
             for tokens in arguments.tokens:
                 layers = max(2, 12 // batch)
                 calls = round_of(backend, batch, arguments.context, tokens, layers)
-                samplers = {name: CudaSampler(each * max(1, 8 // layers)) for name, each in calls.items()}
-                timings = interleave(samplers, arguments.repeats)
                 row = {"backend": backend, "batch": batch, "context": arguments.context, "tokens": tokens}
-                row |= {f"{name}_us": round(timing.median_us, 2) for name, timing in timings.items()}
-                row["plain_over_tree"] = round(timings["plain"].median_us / timings["tree"].median_us, 3)
+                times = time_layers(calls, layers, arguments.repeats)
+                row |= {f"{name}_us": us for name, us in times.items()}
+                row["plain_over_tree"] = round(times["plain"] / times["tree"], 3)
                 rows.append(row)
                 print(json.dumps(row), flush=True)
-                del calls, samplers
-    document = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": rows}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+                del calls
+    write_results(rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The document that a benchmark ends with."""
+"""What benchmarks of attention layers share: rounds of calls on a GPU, and the document at the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchpaged.bench import conditions
+from torchpaged.bench.timing import Call, CudaSampler, interleave
 
 
 def write_rows(rows: Sequence[dict[str, Any]], output: str | None, device: str = "cuda") -> None:
@@ -18,3 +19,21 @@ def write_rows(rows: Sequence[dict[str, Any]], output: str | None, device: str =
     if output:
         Path(output).write_text(document)
     print(document)
+
+
+def time_layers(calls: dict[str, list[Call]], layers: int, repeats: int) -> dict[str, float]:
+    """Median microseconds per call of each contender, in turns; a round is at least 8 calls, one CUDA graph.
+
+    Args:
+        calls: one for each of the ``layers``.
+        repeats: rounds of each.
+    """
+    samplers = {name: CudaSampler(each * max(1, 8 // layers)) for name, each in calls.items()}
+    return {name: round(timing.median_us, 2) for name, timing in interleave(samplers, repeats).items()}
+
+
+def write_results(rows: Sequence[dict[str, Any]], path: Path | None) -> None:
+    """``rows`` with the device and torch's version as JSON, if there is a ``path``."""
+    document = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": rows}
+    if path is not None:
+        path.write_text(json.dumps(document, indent=1) + "\n")

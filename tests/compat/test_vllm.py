@@ -134,6 +134,37 @@ def test_fp8(backend: Any, raw: bool) -> None:
     torch.testing.assert_close(got, expected(pools, [1, 3], q, k, v), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_results_of_e4m3(backend: Any, flat: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's compiler fuses a quantisation behind the layer into it: asked for first, its scale of one
+    number or of none; the same layer still writes numbers of the queries' dtype."""
+    impl = backend.get_impl_cls()(4, 16, 0.3, 2)
+    assert impl.fused_output_quant_supported(fake_vllm.kFp8StaticTensorSym)
+    for other in (
+        fake_vllm.QuantKey(torch.float8_e4m3fn, "dynamic, one"),
+        fake_vllm.QuantKey(torch.uint8, "blocks"),
+    ):
+        assert not impl.fused_output_quant_supported(other)
+    pools, common, cache = batch([1, 3], [7, 9], "new", padding=2)
+    q, k, v = (torch.randn(4, heads, 16) for heads in (4, 2, 2))
+    want = expected(pools, [1, 3], q, k, v)
+    metadata = backend.get_builder_cls()(None, [], None, torch.device("cpu")).build(0, common)
+    padded = [torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 2)) for x in (q, k, v)]
+    scale = torch.tensor(0.02) if flat else torch.tensor([0.02])
+    out = torch.full((6, 64), 1.0).to(torch.float8_e4m3fn)
+    out = out if flat else out.view(6, 4, 16)
+    assert impl.forward(ONE, *padded, cache, metadata, out, scale) is out
+    found = out.float().view(6, 4, 16) * 0.02
+    torch.testing.assert_close(found[:4], want, rtol=1 / 14, atol=0.02 * 2**-8)
+    assert not found[4:].any()
+    plain = torch.full((6, 64), float("nan"))
+    impl.forward(ONE, *padded, cache, metadata, plain)
+    torch.testing.assert_close(plain[:4].view(4, 4, 16), want, rtol=2e-5, atol=2e-5)
+    assert not impl.forward(ONE, *padded, cache, None, out, scale).float().any(), "a profiling run"
+    monkeypatch.setenv("TORCHPAGED_BACKEND", "torch_sdpa")
+    assert not impl.fused_output_quant_supported(fake_vllm.kFp8StaticTensorSym)
+
+
 def test_not_causal_and_shared_caches(backend: Any) -> None:
     """A drafter's bidirectional batch; a layer that reads another's cache writes nothing."""
     pools, common, cache = batch([2, 3], [7, 9], "old")
@@ -227,8 +258,8 @@ def test_calls_that_are_refused(backend: Any) -> None:
     metadata = backend.get_builder_cls()(None, [], None, torch.device("cpu")).build(0, common)
     impl, out = backend.get_impl_cls()(4, 16, 0.3, 2, sliding_window=3), torch.zeros(2, 64)
     before = cache.clone()
-    for args in ((None,), (out, torch.ones(1)), (out, None, torch.ones(1))):
-        with pytest.raises(NotImplementedError, match="quantises none"):
+    for args in ((None,), (out, torch.ones(1), torch.ones(1)), (out, None, torch.ones(1))):
+        with pytest.raises(NotImplementedError, match="one scale at most"):
             impl.forward(ONE, q, k, v, cache, metadata, *args)
     with pytest.raises(NotImplementedError, match="KV cache of shape"):
         impl.forward(ONE, q, k, v, cache[0], metadata, out)

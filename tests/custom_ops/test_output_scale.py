@@ -113,6 +113,12 @@ def test_the_scale_lies_apart_from_what_is_written() -> None:
     for ops in (REFERENCE, CPU):
         with pytest.raises((ArgumentError, RuntimeError), match="output_scale"):
             ops.paged_attention(*batch.tensors, out, max_query_len=99, scale=0.1, output_scale=scale)
+        lse, apart = torch.full(batch.q.shape[:2], 0.5), torch.zeros(batch.q.shape).to(E4M3)
+        with pytest.raises((ArgumentError, RuntimeError), match="output_scale"):
+            ops.paged_attention(
+                *batch.tensors, apart, lse, max_query_len=99, scale=0.1, output_scale=lse[0, :1]
+            )
+        assert bool((lse == 0.5).all()) and not apart.float().any()
 
 
 def test_merging_reads_the_scale_apart_from_what_it_writes() -> None:
@@ -123,12 +129,13 @@ def test_merging_reads_the_scale_apart_from_what_it_writes() -> None:
     for written, scale in ((None, memory), (lse, lse[0, :1])):
         scale.fill_(0.5)
         before = out.float(), lse.clone()
-        with pytest.raises(ArgumentError, match="output_scale: expected memory apart"):
-            REFERENCE.merge_attn_states(
-                state, torch.zeros(5, 2), state, torch.zeros(5, 2), out, written, output_scale=scale
-            )
-        assert torch.equal(out.float(), before[0])
-        assert torch.equal(lse, before[1])
+        for ops in (REFERENCE, CPU):
+            with pytest.raises((ArgumentError, RuntimeError), match="output_scale"):
+                ops.merge_attn_states(
+                    state, torch.zeros(5, 2), state, torch.zeros(5, 2), out, written, output_scale=scale
+                )
+            assert torch.equal(out.float(), before[0])
+            assert torch.equal(lse, before[1])
 
 
 def test_a_scale_to_be_trained_is_refused() -> None:

@@ -162,6 +162,16 @@ class CommonAttentionMetadata:
     causal: bool | Tensor = True
 
 
+@dataclass(frozen=True)
+class QuantKey:
+    """Of ``vllm.model_executor.layers.quantization.utils.quant_utils``; there the scale is a record."""
+
+    dtype: torch.dtype
+    scale: str
+
+
+kFp8StaticTensorSym = QuantKey(torch.float8_e4m3fn, "static, one")
+_QUANT_UTILS = "vllm.model_executor.layers.quantization.utils.quant_utils"
 _OVERRIDES: dict[Any, str] = {}
 
 
@@ -195,6 +205,10 @@ def modules() -> dict[str, types.ModuleType]:
     made = {name: types.ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.attention")}
     for name in ("backend", "backends", "backends.registry"):
         made[f"vllm.v1.attention.{name}"] = types.ModuleType(f"vllm.v1.attention.{name}")
+    packages = _QUANT_UTILS.split(".")
+    for count in range(2, len(packages) + 1):
+        made[name] = types.ModuleType(name := ".".join(packages[:count]))
+    made[_QUANT_UTILS].kFp8StaticTensorSym = kFp8StaticTensorSym  # type: ignore[attr-defined]
     interface = [
         AttentionType,
         MultipleOf,

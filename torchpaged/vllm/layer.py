@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from torchpaged.backends import AttentionSpec, Backend, Limits, Session, select_backend
+from torchpaged.backends import AttentionSpec, Backend, Limits, Session, attention_spec, select_backend
 from torchpaged.backends.capabilities import Planning
 from torchpaged.backends.choose.kind import Kind
 from torchpaged.compat.reshape_and_cache import FP8_NAMES
@@ -108,18 +108,20 @@ class TorchpagedAttentionImpl(AttentionImpl):
                 ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``; fp8 as such or as uint8.
             attn_metadata: the batch; None in a profiling run, which gives zeros.
             output: of query's shape, its heads flattened or not.
-            output_scale, output_block_scale: refused.
+            output_scale: float32 of one number; ``output`` is then of float8_e4m3fn, attention over this
+                scale.
+            output_block_scale: refused.
 
         Returns:
             ``output``; rows of padding are zeros.
 
         Raises:
-            NotImplementedError: no ``output``, a fused quantisation of it, or a window or ALiBi that is not
+            NotImplementedError: no ``output``, scales for blocks of it, or a window or ALiBi that is not
                 causal.
             BackendUnavailableError: no backend of torchpaged runs this attention here.
         """
-        if output is None or output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("torchpaged: it writes into output, and quantises none")
+        if output is None or output_block_scale is not None:
+            raise NotImplementedError("torchpaged: it writes into output, with one scale at most")
         if attn_metadata is None:
             return output.zero_()
         if not attn_metadata.causal and (self.window_left >= 0 or self.alibi_slopes is not None):
@@ -130,6 +132,8 @@ class TorchpagedAttentionImpl(AttentionImpl):
         if self.kv_cache_dtype in FP8_NAMES:
             scales = layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
         call = self._call(query, k_cache, v_cache, batch, output, scales)
+        if output_scale is not None:
+            call = call._replace(output_scale=output_scale.reshape(-1))
         session, workspace = self._session_of(call)
         if self.writes and key is not None and value is not None:
             slots = batch.slot_mapping[: batch.num_actual_tokens]
@@ -141,6 +145,28 @@ class TorchpagedAttentionImpl(AttentionImpl):
         kept = session.workspace_for(workspace, call.num_reqs)
         session.ops.paged_attention(*tensors, **{**options, **kept})
         return output
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether vLLM's compiler may have this layer quantise what it writes: to float8_e4m3fn with one
+        scale that is known ahead, where a backend of torchpaged does that."""
+        from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
+
+        if quant_key != kFp8StaticTensorSym or quant_key.dtype != torch.float8_e4m3fn:
+            return False
+        spec = attention_spec(
+            device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),  # vLLM does not say
+            dtype=torch.bfloat16,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            kv_dtype=FP8_NAMES.get(self.kv_cache_dtype),
+            output_scale=True,
+        )
+        try:
+            choose_backend(spec)
+        except BackendUnavailableError:
+            return False
+        return True
 
     def _call(
         self,
@@ -192,7 +218,7 @@ class TorchpagedAttentionImpl(AttentionImpl):
         """Opened once for a kind of call, before any capture: vLLM warms up first. Its op is opaque to its
         compiler, so that this runs in no trace."""
         q, pool = call.q, call.k_cache
-        kind = (q.device, q.dtype, pool.dtype, pool.shape[1], call.causal)
+        kind = (q.device, q.dtype, pool.dtype, pool.shape[1], call.causal, call.output_scale is None)
         if kind not in self._sessions:
             spec = Kind.of(call).spec()
             session = choose_backend(spec).open([spec], Limits(), q.device)

@@ -109,7 +109,9 @@ def test_text_and_summary(folder: str) -> None:
     done = run("generate", "hello", "--model", folder, "--max-new-tokens", "4", "--backend", "reference")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("hello"), done.stderr
-    assert "5 prompt tokens, 4 new tokens" in done.stdout
+    assert "5 prompt tokens, 4 new tokens | prefill " in done.stdout
+    one = run("generate", "h", "--model", folder, "--max-new-tokens", "2").stdout  # computed as a decode
+    assert "1 prompt token, 2 new tokens | decode " in one
     assert "backend reference: backend='reference' was given" in done.stdout
 
 
@@ -150,7 +152,10 @@ def test_a_missing_model_and_an_empty_prompt(folder: str) -> None:
     assert done.returncode == 2
     assert "does not exist" in done.stderr
     assert "Traceback" not in done.stderr
-    assert run("generate", "", "--model", folder).returncode == 2
+    empty, none = run("generate", "", "--model", folder), run("generate", "--model", folder)
+    assert empty.returncode == none.returncode == 2
+    assert "expected text, got an empty prompt" in empty.stderr
+    assert "expected text, got none" in none.stderr
     assert "Traceback" in run("generate", "hello", "--model", "./no/such/folder", TORCHPAGED_DEBUG="1").stderr
 
 
@@ -255,6 +260,7 @@ def test_profile_prints_a_table(folder: str, tmp_path: Path) -> None:
     assert f"trace: {path}" in done.stderr
     assert "model.layers.0-1" in done.stderr
     assert "lm_head" in done.stderr
+    assert "Warning" not in done.stderr
 
 
 def test_profile_is_written_when_generation_fails(

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from torchpaged import ArgumentError, AttentionMetadata, BackendUnavailableError, BlockPool, PagedKVCache
+from torchpaged import (
+    ArgumentError,
+    AttentionMetadata,
+    BackendUnavailableError,
+    BlockPool,
+    Limits,
+    PagedKVCache,
+    open_session,
+    select_backend,
+)
+from torchpaged.backends import Choice, Route
 from torchpaged.custom_ops.words import counted, of_bytes, shortened
 from torchpaged.graphs import DecodeGraphRunner
 
@@ -105,6 +116,15 @@ def test_a_huggingface_cache_before_and_after_its_first_keys(model: Any) -> None
     assert repr(cache) == f"{size}24.00 KiB, backend={cache.backend.choice.name!r})"
 
 
+def test_a_choice_tells_its_reason() -> None:
+    short = Choice("cpu", Route("cpu", "cpu"), "backend='cpu' was given")
+    assert repr(short) == "Choice('cpu', backend='cpu' was given)"
+    automatic = repr(dataclasses.replace(short, reason="automatic for cpu (first choice; " + "word " * 30))
+    assert automatic.startswith("Choice('cpu', automatic for cpu (first choice; word ")
+    assert automatic.endswith(" ...)")
+    assert len(automatic) <= 110
+
+
 # ------------------------------------------------------------------------------------------------ mistakes
 def test_no_backend_is_named_alike_everywhere(model: Any) -> None:
     """None is the automatic choice in every door."""
@@ -123,6 +143,12 @@ def test_no_backend_is_named_alike_everywhere(model: Any) -> None:
             door("nope")
         with pytest.raises(ArgumentError, match="backend: expected a name, a Route"):
             door(7)
+
+
+def test_a_name_where_a_spec_belongs() -> None:
+    for door in (select_backend, lambda spec: open_session(spec, Limits())):
+        with pytest.raises(ArgumentError, match="spec: expected at least one AttentionSpec, .* got 'cpu'"):
+            door("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -289,16 +289,19 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
     }
 
 
-def _rate(tokens: int, seconds: float) -> str:
-    return f"{tokens / seconds:.1f} tok/s" if seconds > 0 and tokens else "-"
-
-
 def _summary(generator: Generator) -> str:
     s = generator.stats
+    rates = [  # a prompt of one token is computed as a decode
+        f"{phase} {tokens / seconds:.1f} tok/s"
+        for phase, tokens, seconds in (
+            ("prefill", s.prefill_tokens, s.prefill_seconds),
+            ("decode", s.decode_tokens, s.decode_seconds),
+        )
+        if tokens and seconds > 0
+    ]
     return (
-        f"{counted(s.prompt_tokens, 'prompt token')}, {counted(s.new_tokens, 'new token')} | prefill "
-        f"{_rate(s.prefill_tokens, s.prefill_seconds)}, "
-        f"decode {_rate(s.decode_tokens, s.decode_seconds)} | {s.peak_blocks_used} of "
+        f"{counted(s.prompt_tokens, 'prompt token')}, {counted(s.new_tokens, 'new token')} | "
+        f"{', '.join(rates) or 'no step measured'} | {s.peak_blocks_used} of "
         f"{counted(s.num_blocks, 'block')} | "
         f"backend {generator.choice.name}: {generator.choice.reason}"
     )

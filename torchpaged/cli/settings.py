@@ -148,5 +148,6 @@ class Settings:
         if self.input and self.prompts:
             raise typer.BadParameter("expected none with --input", param_hint="PROMPTS")
         if not self.input and not any(self.prompts):
-            raise typer.BadParameter("expected text, got an empty prompt", param_hint="PROMPTS")
+            got = "an empty prompt" if self.prompts else 'none; such as "The capital of France is"'
+            raise typer.BadParameter(f"expected text, got {got}", param_hint="PROMPTS")
         _ = self.place, self.torch_dtype, self.batch_sizes, self.prompt_sizes

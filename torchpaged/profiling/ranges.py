@@ -165,7 +165,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[torch.profiler.profile]:
         ArgumentError: no file can be written there; nothing is run then.
     """
     check_writable(path)
-    profiler = torch.profiler.profile()  # CPU, and the GPU where there is one
+    profiler = torch.profiler.profile(acc_events=True)  # CPU and GPU; False warns that cycles are forgotten
     profiler.start()
     try:
         with recorded():

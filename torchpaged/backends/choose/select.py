@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ class Choice:
     rejected: dict[str, list[str]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return one_line(self, repr(self.name), self.reason)
+        return one_line(self, repr(self.name), textwrap.shorten(self.reason, 80, placeholder=" ..."))
 
     @property
     def backend(self) -> Backend:
@@ -68,12 +69,10 @@ def select_backend(
             choice leaves out backends that need that.
 
     Raises:
-        ArgumentError: an empty list, or a route that is none.
+        ArgumentError: an empty list, what is no spec, or a route that is none.
         BackendUnavailableError: the named backend can't run ``spec``, or none can; with all reasons.
     """
-    specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
-    if not specs:
-        raise ArgumentError("spec", "at least one AttentionSpec", "none")
+    specs = _specs(spec)
     name, reason = requested(backend)
     rejected: dict[str, list[str]] = {}
     if name == "auto":
@@ -88,6 +87,14 @@ def select_backend(
     choice = Choice(found.name, route_of(found), reason, rejected)
     _log(choice, specs)
     return choice
+
+
+def _specs(spec: AttentionSpec | Sequence[AttentionSpec]) -> list[AttentionSpec]:
+    specs = list(spec) if isinstance(spec, Sequence) else [spec]
+    if not specs or not all(isinstance(one, AttentionSpec) for one in specs):
+        words = "at least one AttentionSpec, as attention_spec() makes them"
+        raise ArgumentError("spec", words, repr(spec) if specs else "none")
+    return specs
 
 
 def _automatic(specs: Sequence[AttentionSpec], plans: bool) -> tuple[str, str, dict[str, list[str]]]:
@@ -122,7 +129,7 @@ def open_session(
     Raises:
         BackendUnavailableError, ArgumentError: from `select_backend` or `Backend.open`.
     """
-    specs = [spec] if isinstance(spec, AttentionSpec) else list(spec)
+    specs = _specs(spec)
     if not isinstance(limits, Limits):
         raise ArgumentError("limits", "Limits", repr(limits))
     said = limits.max_num_reqs, limits.max_num_tokens, limits.max_blocks_per_req, limits.block_size

@@ -95,7 +95,7 @@ def profiled(call: Callable[[], Any]) -> Trace:
     """Run ``call`` once under torch.profiler, to the end of its kernels."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        with torch.profiler.profile() as profiler:
+        with torch.profiler.profile(acc_events=True) as profiler:
             call()
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

@@ -41,18 +41,6 @@ def _flex_compiler(text: str) -> str:
     return text
 
 
-#: Kernels of backend cuda that have not passed all of their tests on a GPU, and are off unless named.
-TRIAL_KERNELS = ("fp8_latents",)
-
-
-def _trial_kernels(text: str) -> frozenset[str]:
-    names = [name.strip() for name in text.split(",")] if text else []
-    unknown = [name for name in names if name not in TRIAL_KERNELS]
-    if unknown:
-        raise ValueError(f"names of {', '.join(TRIAL_KERNELS)} with commas between (not {unknown[0]!r})")
-    return frozenset(names)
-
-
 @dataclass(frozen=True)
 class Variable:
     """One environment variable: its default, what it means, and how its text is read."""
@@ -101,14 +89,6 @@ VARIABLES = (
         "0",
         "1: NVTX ranges around the engine's host work (needs torchpaged[profiling])",
         _flag,
-    ),
-    Variable(
-        "TORCHPAGED_TRIAL_KERNELS",
-        "",
-        "kernels of backend cuda to run that have not passed all of their tests on a GPU, with commas "
-        "between: fp8_latents (mla_attention over rows of fp8, without indices, on Hopper); none by default: "
-        "Triton's",
-        _trial_kernels,
     ),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}

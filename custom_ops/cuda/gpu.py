@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.early_launch import refuse_inductors
 
 
@@ -34,11 +33,6 @@ def shared_per_cta(index: int) -> int:
 def capability(index: int) -> tuple[int, int]:
     """Compute capability of a device."""
     return torch.cuda.get_device_capability(index)
-
-
-def trial_off(name: str) -> str | None:
-    """Why a kernel of ``variables.TRIAL_KERNELS`` is left alone, or None."""
-    return None if name in variables.get("TORCHPAGED_TRIAL_KERNELS") else f"{name} is on trial, and off"
 
 
 @functools.cache

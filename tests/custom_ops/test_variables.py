@@ -65,18 +65,6 @@ def test_the_other_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         torchpaged.PagedAttention(2, 8)
 
 
-def test_trial_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHPAGED_TRIAL_KERNELS", False)
-    assert not variables.get("TORCHPAGED_TRIAL_KERNELS")
-    monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", ", ".join(variables.TRIAL_KERNELS))
-    assert variables.get("TORCHPAGED_TRIAL_KERNELS") == set(variables.TRIAL_KERNELS)
-    for text, wrong in (("fp8_latents,prefill", "prefill"), ("fp8_latents,", ""), (" ", "")):
-        monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", text)
-        said = f"TORCHPAGED_TRIAL_KERNELS: expected names of fp8_latents.*not '{wrong}'.*got '{text}'"
-        with pytest.raises(ValueError, match=said):
-            variables.get("TORCHPAGED_TRIAL_KERNELS")
-
-
 def test_native_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import goes through, as with any other variable; a call of the kernels is refused, with why."""
     for name in ("_state", "wrong"):

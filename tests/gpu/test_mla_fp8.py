@@ -49,13 +49,10 @@ def test_matches_the_oracle(heads: int, rank: int, rope: int, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 @pytest.mark.parametrize("heads", [1, 5, 16, 20, 32])
-def test_short_queries_on_hopper(
-    heads: int, block_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_queries_on_hopper(heads: int, block_size: int, dtype: torch.dtype) -> None:
     """By the kernel in CUDA C++, the same bits twice."""
     if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
         pytest.skip("the kernel runs on Hopper")
-    monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", "fp8_latents")
     edges = BatchSpec("edges of tiles", (63, 64, 65, 127, 128, 129), (1,) * 6)
     for number, spec in enumerate(
         (LONG, edges, BATCH_SPECS["speculative"], BATCH_SPECS["left_padded_chunk"])

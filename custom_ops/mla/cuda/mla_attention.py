@@ -3,8 +3,6 @@ everything that they can't take by the Triton kernels."""
 
 from __future__ import annotations
 
-import torch
-
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.routes import hopper_or_triton
 from torchpaged.custom_ops.mla.call import LatentCall
@@ -34,13 +32,12 @@ def _launch(call: LatentCall) -> None:
 
 
 def route(call: LatentCall) -> str | None:
-    """Why a call goes to Triton, or None: from a variable, shapes, dtypes, strides and addresses alone."""
+    """Why a call goes to Triton, or None: from shapes, dtypes, strides and addresses alone."""
     if call.q.dim() != 3 or call.kv_cache.dim() != 4 or call.out.dim() != 3:
         return "shapes that the check refuses"
     if not call.q.shape[0] or not call.block_table.shape[0]:
         return "no requests or no tokens"
     capability = gpu.capability(call.q.device.index or 0)
     if call.indices is None:
-        off = gpu.trial_off("fp8_latents") if call.kv_cache.dtype == torch.float8_e4m3fn else None
-        return off or shape.why_not(call, capability)
+        return shape.why_not(call, capability)
     return selected.why_not(call, capability) or selected.why_slower(call)

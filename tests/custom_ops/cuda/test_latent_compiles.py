@@ -153,11 +153,8 @@ def test_rows_are_padded_to_eights_and_not_to_64() -> None:
     ]
 
 
-def test_rows_of_fp8_are_off_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_fp8_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "capability", lambda _: (9, 0))
-    monkeypatch.delenv("TORCHPAGED_TRIAL_KERNELS", False)
     rows = call(kv_cache=torch.empty(5, 64, 1, 656, device="meta").to(ROW_DTYPE))
-    assert mla_attention.route(rows) == "fp8_latents is on trial, and off"
-    assert mla_attention.route(call()) is None
-    monkeypatch.setenv("TORCHPAGED_TRIAL_KERNELS", "fp8_latents")
     assert mla_attention.route(rows) is None
+    assert mla_attention.route(call()) is None

@@ -59,7 +59,7 @@ from torchpaged.custom_ops.indexer.schema import SCHEMAS as INDEXER
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
 from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
-from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
 from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
 from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
 from torchpaged.custom_ops.state.call import ConvCall, LinearAttentionCall
@@ -96,6 +96,7 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     "paged_attention": AttentionCall.of,
     "cascade_attention": CascadeCall.of,
     "mla_attention": LatentCall.of,
+    "rope_write_latent": LatentWriteCall,
     "index_logits": IndexCall,
     "write_kv": WriteCall,
     "rope_write_kv": RotatedWriteCall,
@@ -135,6 +136,7 @@ class BackendOps(NamedTuple):
     linear: Any
     mla_attention: Any
     write_latent: Any
+    rope_write_latent: Any
     cascade_attention: Any
     causal_conv: Any
     linear_attention: Any

@@ -249,6 +249,9 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("write_kv.py:write_kv_kernel", True, (CONTEXT,), fence=True),
         Launch("write_latent.py:write_fp8_kernel", True, (CONTEXT,), fence=True, case="rows of fp8"),
     ),
+    "rope_write_latent": (
+        Launch("rope_write_latent.py:rope_write_latent_kernel", True, ("q_out", CONTEXT), fence=True),
+    ),
     "causal_conv": (
         Launch("causal_conv.py:causal_conv_kernel", False, ("conv_state", "out"), waits="launch"),
     ),

@@ -1,4 +1,4 @@
-"""A call of ``mla_attention`` as one record; shapes, dtypes and meanings: schema.py."""
+"""Calls of ``mla_attention`` and ``rope_write_latent`` as records; shapes, dtypes and meanings: schema.py."""
 
 from __future__ import annotations
 
@@ -42,3 +42,24 @@ class LatentCall(NamedTuple):
         the indices, which that has not: selection.py; nor an ``output_scale``."""
         values = self.kv_cache[..., : self.rank]
         return AttentionCall(self.q, self.kv_cache, values, *self[2:10])
+
+
+class LatentWriteCall(NamedTuple):
+    """The arguments of ``rope_write_latent``, with the schema's defaults."""
+
+    q: Tensor
+    kv_c: Tensor
+    k_pe: Tensor
+    positions: Tensor
+    cos_sin: Tensor
+    slot_mapping: Tensor
+    up_keys: Tensor
+    q_out: Tensor
+    kv_cache: Tensor
+    kv_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+    rotation: str = "halves"
+
+    def write(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of ``write_latent``."""
+        return self.kv_c, self.k_pe, self.kv_cache, self.slot_mapping

@@ -1,4 +1,4 @@
-"""Argument checks of ``mla_attention`` and ``write_latent``, shared by the reference, the kernels and the
+"""Argument checks of latent attention's ops, shared by the reference, the kernels and the
 public functions."""
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_own_elements,
     check_softmax,
     given,
     reads_values,
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, check_rows
-from torchpaged.custom_ops.pools import FLOATS, check_scale
+from torchpaged.custom_ops.pools import FLOATS, INF, check_scale
 from torchpaged.custom_ops.slots import check_slots
+
+#: Of `rope_write_latent`: which numbers of a rotated part turn together, and where they are stored.
+ROTATIONS = ("halves", "pairs", "pairs_to_halves")
 
 
 def _check_pool(kv_cache: Tensor) -> None:
@@ -103,6 +107,55 @@ def check_write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mappin
     check_device(kv_cache.device, kv_c=kv_c, k_pe=k_pe, slot_mapping=slot_mapping)
     check_apart({"kv_cache": kv_cache}, {"kv_c": kv_c, "k_pe": k_pe}, "pass a copy: .clone()")
     check_slots(slot_mapping, kv_cache)
+
+
+def check_rope_write_latent(call: LatentWriteCall) -> None:
+    """Every argument of ``rope_write_latent``; raises `ArgumentError` before anything is written."""
+    check_write_latent(*call.write())
+    q, kv_c, k_pe, positions, cos_sin, _, up_keys, q_out, kv_cache = call[:9]
+    (tokens, rank), rope = kv_c.shape, k_pe.shape[1]
+    if rope % 2:
+        raise ArgumentError("k_pe", "an even number of rotated columns", str(rope))
+    check_dims("up_keys", up_keys, None, None, rank)
+    num_heads, nope, _ = up_keys.shape
+    if not num_heads or not nope:
+        raise ArgumentError("up_keys", "at least one head and one row each", shape_of(up_keys))
+    check_dims("q", q, tokens, num_heads, nope + rope)
+    check_dims("q_out", q_out, tokens, num_heads, rank + rope)
+    check_dims("positions", positions, tokens)
+    check_dims("cos_sin", cos_sin, None, rope)
+    for name, tensor, dtypes in (
+        ("q", q, (kv_c.dtype,)),
+        ("up_keys", up_keys, (kv_c.dtype,)),
+        ("q_out", q_out, (kv_c.dtype,)),
+        ("positions", positions, (torch.int64,)),
+        ("cos_sin", cos_sin, (torch.float32, kv_c.dtype)),
+    ):
+        check_dtype(name, tensor, *dtypes)
+    check_last_dim(q=q, up_keys=up_keys, q_out=q_out, cos_sin=cos_sin)
+    norm = given(kv_norm=call.kv_norm)
+    for name, weight in norm.items():
+        check_dims(name, weight, rank)
+        check_dtype(name, weight, kv_c.dtype, torch.float32)
+        check_last_dim(**{name: weight})
+    if not 0 < call.norm_eps < INF:
+        raise ArgumentError("norm_eps", "a positive finite number", str(call.norm_eps))
+    if call.rotation not in ROTATIONS:
+        raise ArgumentError("rotation", " or ".join(map(repr, ROTATIONS)), repr(call.rotation))
+    read = {"q": q, "up_keys": up_keys, "cos_sin": cos_sin, **norm}
+    check_device(kv_cache.device, q_out=q_out, positions=positions, **read)
+    check_own_elements("q_out", q_out)
+    check_apart({"kv_cache": kv_cache}, {**read, "q_out": q_out}, "pass a copy: .clone()")
+    check_apart({"q_out": q_out}, {**read, "kv_c": kv_c, "k_pe": k_pe}, "allocate it with torch.empty")
+    if positions.numel() and reads_values(kv_cache.device):
+        low, high = (int(x) for x in torch.aminmax(positions))
+        if low < 0 or high >= cos_sin.shape[0]:
+            raise ArgumentError(
+                "positions",
+                f"positions in [0, {cos_sin.shape[0]}), those of padding included",
+                f"values in [{low}, {high}]",
+                "give cos_sin more rows",
+            )
 
 
 def as_keys_and_values(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.batch_values import expect_batch
 from torchpaged.custom_ops.early_launch import refuse_inductors_for
-from torchpaged.custom_ops.mla.call import LatentCall
+from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes
 from torchpaged.custom_ops.pools import FLOATS
 
@@ -70,4 +70,30 @@ def _write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Te
     )
 
 
-FAKES: dict[str, Callable[..., None]] = {"mla_attention": _mla_attention, "write_latent": _write_latent}
+def _rope_write_latent(call: LatentWriteCall) -> None:
+    q, kv_c, k_pe, positions, cos_sin, _, up_keys, q_out = call[:8]
+    _write_latent(*call.write())
+    dims = [tensor.dim() for tensor in (q, up_keys, q_out, cos_sin)]
+    torch._check(dims == [3, 3, 3, 2], lambda: f"q, up_keys, q_out, cos_sin: got {dims} dimensions")
+    torch._check(positions.dtype == torch.int64, lambda: f"positions: expected int64, got {positions.dtype}")
+    for name, tensor in (("q", q), ("q_out", q_out), ("positions", positions)):
+        torch._check(
+            tensor.shape[0] == kv_c.shape[0], lambda name=name: f"{name}: expected as many tokens as kv_c"
+        )
+    for name, tensor in (("q", q), ("q_out", q_out)):
+        torch._check(
+            tensor.shape[1] == up_keys.shape[0], lambda name=name: f"{name}: expected the heads of up_keys"
+        )
+        torch._check(tensor.dtype == kv_c.dtype, lambda name=name: f"{name}: expected the dtype of kv_c")
+    rope = k_pe.shape[1]
+    torch._check(up_keys.shape[2] == kv_c.shape[1], lambda: "up_keys: expected as many columns as kv_c")
+    torch._check(q.shape[2] == up_keys.shape[1] + rope, lambda: "q: expected the rows of up_keys and of k_pe")
+    torch._check(q_out.shape[2] == kv_c.shape[1] + rope, lambda: "q_out: expected columns of kv_c and k_pe")
+    torch._check(cos_sin.shape[1] == rope, lambda: "cos_sin: expected as many columns as k_pe")
+
+
+FAKES: dict[str, Callable[..., None]] = {
+    "mla_attention": _mla_attention,
+    "write_latent": _write_latent,
+    "rope_write_latent": _rope_write_latent,
+}

@@ -11,8 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.mla.call import LatentCall
-from torchpaged.custom_ops.mla.check import as_keys_and_values, check_mla_attention, check_write_latent
+from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
+from torchpaged.custom_ops.mla.check import (
+    as_keys_and_values,
+    check_mla_attention,
+    check_rope_write_latent,
+    check_write_latent,
+)
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, store
 from torchpaged.custom_ops.mla.selection import attend_densely
 
@@ -30,3 +35,34 @@ def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Ten
         store(kv_c, k_pe, kv_cache, slot_mapping)
         return
     torch.ops.torchpaged.write_kv.reference(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rotation: str) -> Tensor:
+    """Rotary embedding (arXiv:2104.09864) of ``x [..., rope]`` by ``cos, sin [..., rope // 2]``."""
+    x1, x2 = x.chunk(2, dim=-1) if rotation == "halves" else (x[..., ::2], x[..., 1::2])
+    turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
+    return torch.stack(turned, dim=-1).flatten(-2) if rotation == "pairs" else torch.cat(turned, dim=-1)
+
+
+def rope_write_latent(call: LatentWriteCall) -> None:
+    """Absorb and rotate q into ``q_out``; norm the latents, rotate their keys and store both. Each number is
+    rounded once, at the end; RMSNorm is arXiv:1910.07467's."""
+    check_rope_write_latent(call)
+    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    q, latent, key, up_keys = (x.detach().to(dtype) for x in (call.q, call.kv_c, call.k_pe, call.up_keys))
+    cos, sin = call.cos_sin[call.positions].to(dtype).chunk(2, dim=-1)
+    nope = up_keys.shape[1]
+    absorbed = torch.einsum("thn,hnr->thr", q[..., :nope], up_keys)
+    turned = _rotate(q[..., nope:], cos[:, None], sin[:, None], call.rotation)
+    call.q_out.copy_(torch.cat((absorbed, turned), dim=-1))
+    if call.kv_norm is not None:
+        latent = latent * torch.rsqrt(latent.pow(2).mean(-1, keepdim=True) + call.norm_eps)
+        latent = latent * call.kv_norm.detach().to(dtype)
+    key = _rotate(key, cos, sin, call.rotation)
+    if call.kv_cache.dtype == ROW_DTYPE:
+        store(latent, key, call.kv_cache, call.slot_mapping)
+        return
+    written = call.slot_mapping >= 0
+    slots, block_size = call.slot_mapping[written], call.kv_cache.shape[1]
+    rows = torch.cat((latent, key), dim=-1)[written].to(call.kv_cache.dtype)
+    call.kv_cache[slots // block_size, slots % block_size, 0] = rows

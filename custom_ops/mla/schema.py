@@ -1,4 +1,4 @@
-"""Schemas of ``mla_attention`` and ``write_latent``. The rules that every op keeps: registry.py."""
+"""Schemas of latent attention's ops. The rules that every op keeps: registry.py."""
 
 from __future__ import annotations
 
@@ -20,4 +20,14 @@ SCHEMAS = {
     # stand behind each other in a row of kv_cache [num_blocks, block_size, 1, rank + rope], or in a row of
     # fp8 as above. slot_mapping [T] int64 = block * block_size + offset, -1 = skip.
     "write_latent": "(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping) -> ()",
+    # What stands between the projections of a step and mla_attention: q [T, num_heads, nope + rope] of which
+    # up_keys [num_heads, nope, rank], the key's up-projections, are multiplied into the first columns and the
+    # others rotated: q_out [T, num_heads, rank + rope], also written where the slot is -1. kv_c [T, rank],
+    # normed by kv_norm [rank] (RMSNorm) if given, and k_pe [T, rope], rotated, as write_latent stores them.
+    # positions [T] int64, cos_sin [max_position, rope] float32 or q's dtype, cosines in the first half, sines
+    # in the second. rotation: which numbers turn together, and where they go: "halves": i and i + rope / 2;
+    # "pairs": 2 i and 2 i + 1; "pairs_to_halves": read as pairs, stored as halves.
+    "rope_write_latent": """(Tensor q, Tensor kv_c, Tensor k_pe, Tensor positions, Tensor cos_sin,
+        Tensor slot_mapping, Tensor up_keys, Tensor(a!) q_out, Tensor(b!) kv_cache, *, Tensor? kv_norm=None,
+        float norm_eps=1e-6, str rotation="halves") -> ()""",
 }

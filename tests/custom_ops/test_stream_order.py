@@ -308,7 +308,7 @@ def triton_launches() -> list[tuple[str, Any]]:
 
     cases = opcheck_cases(dtype=torch.bfloat16).values()
     alone = ("merge_attn_states", "copy_blocks", "advance_step", "causal_conv")
-    for op in ("write_kv", "rope_write_kv", "write_index_keys", "index_logits", *alone):
+    for op in ("write_kv", "rope_write_kv", "rope_write_latent", "write_index_keys", "index_logits", *alone):
         _, args, kwargs = next(case for case in cases if case[0] == op)
         for flags in (
             [{"are_query_tokens": value} for value in (False, True)] if op.endswith("write_kv") else [{}]

@@ -2,7 +2,8 @@
 
 passes.py     fuse and unfuse;  fusible.py: which layers, and why not;
               report.py, launch_count.py: what it came to, a `FusionReport`
-layers.py     the forward of a fused layer;  ends.py: before and behind the layers;
+layers.py     the forward of a fused layer;  latent_layers.py: over latents;
+              ends.py: before and behind the layers;
               stacked.py, rope_table.py: their constants
 """
 

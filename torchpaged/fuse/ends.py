@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.fuse.fusible import ARCHITECTURES, norm_of
+from torchpaged.fuse.fusible import ARCHITECTURES, Architecture, norm_of
 from torchpaged.fuse.layers import paged_layer
 from torchpaged.fuse.report import FusionReport
 from torchpaged.hf.owner import PagedOwner
@@ -118,9 +118,16 @@ def _why_no_ends(model: Any, base: Any) -> str | None:
     return "the model has a forward of its own" if "forward" in vars(model) else None
 
 
+def _architecture_of(norm: Any) -> Architecture:
+    """The family of a final norm that `_why_no_ends` knows."""
+    return next(a for a in ARCHITECTURES.values() if type(norm).__name__ == f"{a.family}RMSNorm")
+
+
 def _why_no_head(model: Any, base: Any) -> str | None:
     head: Any = getattr(model, "lm_head", None)
     norm: Any = base.norm
+    if _architecture_of(norm).scales_head:
+        return f"{type(model).__name__} scales what the final norm gives"
     if type(head) is not nn.Linear or type(head.weight.data) is not Tensor:
         return f"lm_head is a {type(head).__name__}, expected a plain Linear"
     if norm.weight.dtype not in (head.weight.dtype, torch.float32):
@@ -130,14 +137,18 @@ def _why_no_head(model: Any, base: Any) -> str | None:
 
 def _why_no_embedding(base: Any) -> str | None:
     table: Any = base.get_input_embeddings()
-    scaled = {f"{architecture.family}TextScaledWordEmbedding" for architecture in ARCHITECTURES.values()}
+    families = [architecture.family for architecture in ARCHITECTURES.values()]
+    scaled = {f"{family}{text}ScaledWordEmbedding" for family in families for text in ("", "Text")}
     known = type(table) is nn.Embedding or (
         type(table).__name__ in scaled and type(table).__module__.startswith("transformers.models.")
     )
     if not known or type(table.weight.data) is not Tensor:
-        return f"the embedding is a {type(table).__name__}, expected a plain one or Gemma's"
+        return f"the embedding is a {type(table).__name__}, expected a plain one or its family's scaled one"
     if table.max_norm is not None:
         return "the embedding renormalises its rows (max_norm)"
+    scale = getattr(table, "embed_scale", None)
+    if scale is not None and not scale.is_floating_point():
+        return f"the embedding's scale is {scale.dtype}, which the op does not take"
     if not table.weight.is_floating_point() or table.weight.device.type == "meta":
         return f"the embedding is {table.weight.dtype} on {table.weight.device}, which the op does not take"
     return _why_occupied("the embedding", table)
@@ -170,11 +181,7 @@ def end_forwards(
         report.note("lm_head", "lm_head", why)
         if why is None:
             ends.norm = base.norm
-            ends.offset = next(
-                a.norm_offset
-                for a in ARCHITECTURES.values()
-                if type(base.norm).__name__ == f"{a.family}RMSNorm"
-            )
+            ends.offset = _architecture_of(base.norm).norm_offset
             forwards += [(base.norm, _norm_forward), (model.lm_head, _head_forward)]
     if "embedding" in passes:
         why = reason or _why_no_embedding(base)

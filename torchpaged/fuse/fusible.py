@@ -7,6 +7,7 @@ as a whole. ``PASSES`` names the passes.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,11 @@ class Architecture(NamedTuple):
         residual adds.
     ``soft_cap``: attention caps its logits. ``half_table``: rotary_emb gives each cosine once instead
         of twice.
+    ``rotation``: of latent attention, as ``rope_write_latent`` has it; "pairs_to_halves" where the config's
+        ``rope_interleave`` says so, else "halves". Empty: attention over keys and values.
+    ``experts``: the class of MLPs that are mixtures of experts, in some of its layers.
+    ``scales_residuals``: what a block gives is multiplied by the layer's ``residual_scale``.
+    ``scales_head``: so is what lm_head gets of the final norm.
     """
 
     family: str
@@ -40,6 +46,24 @@ class Architecture(NamedTuple):
     sinks: bool = False
     gated_mlp: bool = True
     half_table: bool = False
+    rotation: str = ""
+    experts: str = ""
+    scales_residuals: bool = False
+    scales_head: bool = False
+
+    def has_gated_mlp(self, layer: Any) -> bool:
+        """Whether the MLP of ``layer`` is one of a gate, up and down projection."""
+        return self.gated_mlp and type(layer.mlp).__name__ != self.experts
+
+    def attention_parts(self, attn: Any) -> tuple[list[str], list[str]]:
+        """Linear layers and norms of an attention module, by name."""
+        if not self.rotation:
+            return [f"{x}_proj" for x in "qkvo"], ["q_norm", "k_norm"] if self.qk_norm else []
+        q = ["q_proj"] if getattr(attn, "q_lora_rank", None) is None else ["q_a_proj", "q_b_proj"]
+        return (
+            [*q, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+            [*(["q_a_layernorm"] if len(q) == 2 else []), "kv_a_layernorm"],
+        )
 
 
 _FAMILIES = (
@@ -51,6 +75,12 @@ _FAMILIES = (
     Architecture("Gemma2", norm_offset=1.0, post_norms=True, soft_cap=True),
     Architecture("Gemma3", norm_offset=1.0, post_norms=True, qk_norm=True),
     Architecture("GptOss", sinks=True, gated_mlp=False, half_table=True),
+    Architecture("DeepseekV2", rotation="pairs", half_table=True, experts="DeepseekV2Moe"),
+    Architecture("DeepseekV3", rotation="pairs_to_halves", experts="DeepseekV3MoE"),
+    Architecture("Glm4MoeLite", rotation="pairs_to_halves", experts="Glm4MoeLiteMoE"),
+    Architecture("AXK1", rotation="pairs_to_halves", experts="AXK1MoE"),
+    Architecture("Youtu", rotation="pairs_to_halves"),
+    Architecture("MiniCPM3", rotation="halves", scales_residuals=True, scales_head=True),
 )
 #: Class name of a decoder layer -> its architecture.
 ARCHITECTURES = {f"{architecture.family}DecoderLayer": architecture for architecture in _FAMILIES}
@@ -87,17 +117,17 @@ def why_unknown(layer: Any) -> str | None:
     if architecture is None or not type(layer).__module__.startswith("transformers.models."):
         return f"{name} is none of the known layers ({', '.join(a.family for a in _FAMILIES)})"
     family, norms = architecture.family, _norms(architecture)
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"] + (
-        ["q_norm", "k_norm"] if architecture.qk_norm else []
-    )
     parts = {"self_attn": f"{family}Attention", "mlp": f"{family}MLP"} | dict.fromkeys(
         norms, f"{family}RMSNorm"
     )
+    if architecture.experts and type(getattr(layer, "mlp", None)).__name__ == architecture.experts:
+        parts["mlp"] = architecture.experts
     if set(dict(layer.named_children())) != set(parts):
         return f"its parts are {sorted(dict(layer.named_children()))}, expected {sorted(parts)}"
     for part, class_name in parts.items():
         if type(getattr(layer, part)).__name__ != class_name:
             return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
+    attention = [*itertools.chain(*architecture.attention_parts(layer.self_attn))]
     if set(dict(layer.self_attn.named_children())) != set(attention):
         return f"self_attn has {sorted(dict(layer.self_attn.named_children()))}, expected {sorted(attention)}"
     return "the layer has a forward of its own" if "forward" in vars(layer) else why_changed(layer)
@@ -106,8 +136,9 @@ def why_unknown(layer: Any) -> str | None:
 def why_changed(layer: Any) -> str | None:
     """Why no pass may touch a layer of known parts, or may go on; its own forward may be ours."""
     architecture = ARCHITECTURES[type(layer).__name__]
-    linears = [f"self_attn.{x}_proj" for x in "qkvo"]
-    linears += [f"mlp.{x}_proj" for x in ("gate", "up", "down")] if architecture.gated_mlp else []
+    linears = [f"self_attn.{x}" for x in architecture.attention_parts(layer.self_attn)[0]]
+    if architecture.has_gated_mlp(layer):
+        linears += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
     for path in linears:
         kind = type(layer.get_submodule(path))
         if kind is not nn.Linear:  # its module, too: adapter libraries have a Linear of their own
@@ -140,10 +171,12 @@ def why_not(layer: Any, name: str) -> str | None:
     """Why pass ``name`` does not apply to a known ``layer``."""
     architecture = ARCHITECTURES[type(layer).__name__]
     attn, mlp = layer.self_attn, layer.mlp
-    if name == "qkv" and len({m.bias is None for m in (attn.q_proj, attn.k_proj, attn.v_proj)}) > 1:
-        return "only some of q, k and v have a bias"
+    if name == "qkv":
+        names = first_projections(attn) if architecture.rotation else ("q_proj", "k_proj", "v_proj")
+        if len({getattr(attn, each).bias is None for each in names}) > 1:
+            return f"only some of {', '.join(names)} have a bias"
     if name == "gate_up":
-        if not architecture.gated_mlp:
+        if not architecture.has_gated_mlp(layer):
             return "its MLP is a mixture of experts, which is left alone"
         if activation_of(mlp) is None:
             return f"its activation {type(mlp.act_fn).__name__} is none of silu, gelu_tanh, gelu"
@@ -152,6 +185,16 @@ def why_not(layer: Any, name: str) -> str | None:
     if name == "rope" and architecture.qk_norm and attn.q_norm.weight.dtype != attn.k_norm.weight.dtype:
         return "q_norm and k_norm differ in dtype"
     return None
+
+
+def first_projections(attn: Any) -> tuple[str, str]:
+    """Of latent attention: those that take the layer's input."""
+    return "q_proj" if attn.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
+
+
+def rotary_dim(attn: Any) -> int:
+    """Numbers of a head that are rotated."""
+    return int(attn.qk_rope_head_dim if hasattr(attn, "qk_rope_head_dim") else attn.head_dim)
 
 
 def why_no_table(rotary: Any, layer_type: str | None) -> str | None:

@@ -57,11 +57,8 @@ class LayerPlan:
         self.attn: Any = layer.self_attn
         self.mlp: Any = layer.mlp
         self.layer_idx: int = self.attn.layer_idx
-        self.head_dim: int = self.attn.head_dim
-        self.heads = tuple(getattr(self.attn, f"{x}_proj").out_features // self.head_dim for x in "qkv")
-        self.qkv = (
-            Stacked([self.attn.q_proj, self.attn.k_proj, self.attn.v_proj]) if "qkv" in passes else None
-        )
+        self.qkv: Stacked | None
+        self._plan_attention()
         self.gate_up = Stacked([self.mlp.gate_proj, self.mlp.up_proj]) if "gate_up" in passes else None
         self._stacks = [stacked for stacked in (self.qkv, self.gate_up) if stacked is not None]
         self.activation = activation_of(self.mlp) if self.gate_up is not None else None
@@ -73,15 +70,22 @@ class LayerPlan:
             if architecture.post_norms
             else []
         )
+        self.residual_scale = layer.residual_scale if architecture.scales_residuals else None
         self._look_up()
-        self.rotate = getattr(sys.modules[type(self.attn).__module__], "apply_rotary_pos_emb")  # noqa: B009
-        window = (
-            getattr(self.attn.config, "sliding_window", None) if architecture.family == "Mistral" else None
-        )
+
+    def _plan_attention(self) -> None:
+        """The constants of attention; ``head_dim``, ``qkv`` and ``rotate`` among them."""
+        attn = self.attn
+        self.head_dim: int = attn.head_dim
+        self.heads = tuple(getattr(attn, f"{x}_proj").out_features // self.head_dim for x in "qkv")
+        self.qkv = Stacked([attn.q_proj, attn.k_proj, attn.v_proj]) if "qkv" in self.passes else None
+        self.rotate = getattr(sys.modules[type(attn).__module__], "apply_rotary_pos_emb")  # noqa: B009
+        mistral = self.architecture.family == "Mistral"
+        window = getattr(attn.config, "sliding_window", None) if mistral else None
         self.attention_arguments: dict[str, Any] = {
-            "scaling": self.attn.scaling,
-            "sliding_window": getattr(self.attn, "sliding_window", window),
-            "softcap": self.attn.attn_logit_softcapping if architecture.soft_cap else None,
+            "scaling": attn.scaling,
+            "sliding_window": getattr(attn, "sliding_window", window),
+            "softcap": attn.attn_logit_softcapping if self.architecture.soft_cap else None,
         }
 
     def _look_up(self) -> None:
@@ -91,6 +95,10 @@ class LayerPlan:
             dict(zip(("norm_weight", "norm_eps", "norm_offset"), norm_of(norm, offset), strict=True))
             for norm in self.norms
         ]
+        self._look_up_attention()
+
+    def _look_up_attention(self) -> None:
+        offset = self.architecture.norm_offset
         self.head_norms: dict[str, Any] = {}
         if self.architecture.qk_norm:
             weight, eps, _ = norm_of(self.attn.q_norm, offset)
@@ -140,11 +148,22 @@ class LayerPlan:
         has one."""
         if not self.fuses_norms:
             y = last(y)
-            return x + (self.post_norms[number](y) if self.post_norms else y)
+            return self._add(x, self.post_norms[number](y) if self.post_norms else y)
+        if self.residual_scale is not None:
+            return self._add(x, self.linear(ops, y, last.weight, last.out_features, bias=last.bias))
         if not self.post_norms:
             return self.linear(ops, y, last.weight, last.out_features, bias=last.bias, residual=x)
         y = self.linear(ops, y, last.weight, last.out_features, bias=last.bias)
         return self._normed(ops, y, self.post_norms[number], post_residual=x)
+
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
+        """A block's output on ``x``, scaled where the family does."""
+        return x + y if self.residual_scale is None else torch.add(x, y, alpha=self.residual_scale)
+
+    def empty_states(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of no token, as the layer's pools are made for."""
+        like = x.new_empty(batch, self.heads[1], 0, self.head_dim)
+        return like, like
 
     def project(self, ops: BackendOps, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v ``[T, heads, head_dim]``, out of the layer's input."""
@@ -259,7 +278,7 @@ class LayerPlan:
         # a mixture of experts also gives its router's scores
         y = (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
         if not self.post_norms:
-            return x + y
+            return self._add(x, y)
         return (
             self._normed(ops, y, self.post_norms[1], post_residual=x)
             if self.fuses_norms
@@ -296,8 +315,11 @@ def fused_forward(
     batch, query_len, width = hidden_states.shape
     owner = cached.owner
     if not (cached.is_initialized and owner.ready):
-        like = hidden_states.new_empty(batch, plan.heads[1], 0, plan.head_dim)
-        owner.prepare(cached, like) if cached.is_initialized else cached.lazy_initialization(like, like)
+        key, value = plan.empty_states(hidden_states, batch)
+        if cached.is_initialized:
+            owner.prepare(cached, key, value.shape[3])
+        else:
+            cached.lazy_initialization(key, value)
     kwargs.pop("use_cache", None)
     ops, x = owner.backend.ops, hidden_states.reshape(batch * query_len, width)
     attended = plan.attend(

@@ -24,7 +24,16 @@ from transformers import PreTrainedModel
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.fuse.ends import Ends, end_forwards
-from torchpaged.fuse.fusible import ARCHITECTURES, PASSES, why_changed, why_no_table, why_not, why_unknown
+from torchpaged.fuse.fusible import (
+    ARCHITECTURES,
+    PASSES,
+    rotary_dim,
+    why_changed,
+    why_no_table,
+    why_not,
+    why_unknown,
+)
+from torchpaged.fuse.latent_layers import LatentPlan
 from torchpaged.fuse.launch_count import count_launches
 from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward, paged_layer
 from torchpaged.fuse.report import FusionReport
@@ -133,7 +142,8 @@ def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str 
     if layer_type not in fusion.tables:
         half = ARCHITECTURES[type(layer).__name__].half_table
         try:
-            fusion.tables[layer_type] = RopeTable(rotary, layer_type, layer.self_attn.head_dim, half, rows)
+            width = rotary_dim(layer.self_attn)
+            fusion.tables[layer_type] = RopeTable(rotary, layer_type, width, half, rows)
         except UnsupportedModelError as error:
             return None, str(error)
     return fusion.tables[layer_type], None
@@ -154,7 +164,8 @@ def _fuse_layer(
         if why is None:
             taken.append(each)
     if taken:
-        plan = LayerPlan(layer, taken, rope)
+        latent = ARCHITECTURES[type(layer).__name__].rotation
+        plan = (LatentPlan if latent else LayerPlan)(layer, taken, rope)
         fusion.plans.append(plan)
         fusion.give(layer, "_torchpaged_plan", plan)
         fusion.give(layer, "forward", fused_forward)

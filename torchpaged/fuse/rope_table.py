@@ -90,7 +90,10 @@ class RopeTable:
         ones = torch.ones(1, dtype=torch.float32, device=device)
         positions = torch.arange(rows, device=device)[None]
         arguments = () if self.layer_type is None else (self.layer_type,)
-        cos, sin = (x[0] for x in type(self.rotary).forward(self.rotary, ones, positions, *arguments))
+        angles = type(self.rotary).forward(self.rotary, ones, positions, *arguments)
+        if isinstance(angles, Tensor) and angles.is_complex():  # DeepSeek-V2's
+            angles = angles.real, angles.imag
+        cos, sin = (x[0] for x in angles)
         middle = self.head_dim // 2
         if cos.shape[-1] != (middle if self.half else self.head_dim) or cos.dtype != torch.float32:
             raise UnsupportedModelError(

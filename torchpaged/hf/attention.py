@@ -101,6 +101,7 @@ def paged_attention_forward(
         alibi_slopes,
         scaling,
         kwargs.get("indices"),
+        kwargs.get("absorbed", False),
     )
     # T5's cross attention has no bias, and comes with zeros for one.
     unbiased = crosses and getattr(module, "has_relative_attention_bias", None) is False

@@ -29,6 +29,7 @@ class LayerCall(NamedTuple):
         scaling: of the scores; None: ``head_dim ** -0.5``.
         indices: ``[batch, query_len, top_k]`` int32, positions that each query selects, as ``mla_attention``
             has them; None: all. Layers of latents alone take them.
+        absorbed: ``query`` has the key's up-projection in it: ``rank + rope`` columns. Of layers of latents.
     """
 
     module: nn.Module
@@ -42,6 +43,7 @@ class LayerCall(NamedTuple):
     alibi_slopes: Tensor | None = None
     scaling: float | None = None
     indices: Tensor | None = None
+    absorbed: bool = False
 
     @property
     def scale(self) -> float:

@@ -28,6 +28,21 @@ def _larger(a, b):
 
 
 @triton.jit
+def store_fp8_latent(at, number, RANK: tl.constexpr, GROUPS_PAD: tl.constexpr):
+    """float32 ``number [GROUPS_PAD, 128]`` of one latent, with the scales of its groups, into the row at
+    ``at``; zeros behind its rank."""
+    g = tl.arange(0, GROUPS_PAD)
+    column = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    top = tl.reduce(tl.abs(number), 1, _larger)  # a NaN stays one in its scale
+    scale = tl.where(top == 0.0, 1.0, tl.div_rn(top, 448.0))
+    scale = tl.where(scale == 0.0, 1.0, scale)  # of a quotient that is too small
+    codes = to_fp8(tl.div_rn(number, scale[:, None]), 448.0, at.dtype.element_ty)
+    tl.store(at + column, codes, mask=column < RANK)
+    scales_at = (at + RANK).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(scales_at + g, scale, mask=g < (RANK + 127) // 128)
+
+
+@triton.jit
 def write_fp8_kernel(
     kv_c,
     k_pe,
@@ -47,19 +62,11 @@ def write_fp8_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     if slot >= 0:
-        g = tl.arange(0, GROUPS_PAD)
-        column = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+        column = tl.arange(0, GROUPS_PAD)[:, None] * 128 + tl.arange(0, 128)[None, :]
         e = tl.arange(0, ROPE_PAD)
         latent = tl.load(kv_c.ptr + token * kv_c.token + column, mask=column < RANK, other=0.0)
-        number = as_numbers(latent).to(tl.float32)
-        top = tl.reduce(tl.abs(number), 1, _larger)  # a NaN stays one in its scale
-        scale = tl.where(top == 0.0, 1.0, tl.div_rn(top, 448.0))
-        scale = tl.where(scale == 0.0, 1.0, scale)  # of a quotient that is too small
-        codes = to_fp8(tl.div_rn(number, scale[:, None]), 448.0, pool.ptr.dtype.element_ty)
         at = pool.ptr + slot // BLOCK_SIZE * pool.block + slot % BLOCK_SIZE * pool.slot
-        tl.store(at + column, codes, mask=column < RANK)
-        scales_at = (at + RANK).to(tl.pointer_type(tl.float32), bitcast=True)
-        tl.store(scales_at + g, scale, mask=g < SCALES)
+        store_fp8_latent(at, as_numbers(latent).to(tl.float32), RANK, GROUPS_PAD)
         rotated = tl.load(k_pe.ptr + token * k_pe.token + e, mask=e < ROPE, other=0.0)
         k_pe_at = (at + RANK + 4 * SCALES).to(tl.pointer_type(tl.bfloat16), bitcast=True)
         tl.store(k_pe_at + e, as_numbers(rotated).to(tl.bfloat16), mask=e < ROPE)

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import aot
 import launched
+from op_inputs.latent_writes import make_latent_writes
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes
@@ -109,6 +110,28 @@ def test_write_of_fp8_rows_compiles(target: str) -> None:
         BACKEND_OPS["triton"].write_latent(kv_c, k_pe, rows, torch.tensor([3, 4, 5]))
     assert [launch.name for launch in launches] == ["write_fp8_kernel"]
     assert aot.resources(launched.compile_launch(launches[0], target))["spilled"] == 0
+
+
+@pytest.mark.slow_cases(but=("sm_90-*-False",))
+@pytest.mark.parametrize("fp8", [False, True], ids=str)
+@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_rope_write_latent_compiles(target: str, dtype: torch.dtype, tokens: int, fp8: bool) -> None:
+    """At the sizes of DeepSeek-V2-Lite, and of GLM-4.7-Flash, whose heads are 192 wide."""
+    if fp8 and target == "sm_80":
+        pytest.skip("rows of fp8 need compute capability 8.9")
+    for nope in (128, 192):
+        sizes = {"nope": nope, "rank": 512, "rope": 64, "rotation": "pairs_to_halves", "normed": True}
+        inputs = make_latent_writes(
+            num_tokens=tokens, num_heads=16, block_size=16, dtype=dtype, fp8=fp8, **sizes
+        )
+        with launched.recorded(target) as launches:
+            BACKEND_OPS["triton"].rope_write_latent(**inputs)
+        assert [launch.name for launch in launches] == ["rope_write_latent_kernel"]
+        found = aot.resources(launched.compile_launch(launches[0], target))
+        assert found["spilled"] == 0, found
+        assert found["shared"] <= aot.SHARED_LIMIT[target], found
 
 
 @pytest.mark.slow

@@ -18,6 +18,12 @@ from op_inputs.latent import (
     run_mla_attention,
     selected,
 )
+from op_inputs.latent_writes import (
+    LATENT_WRITES,
+    assert_latent_write_close,
+    latents_of,
+    make_latent_writes,
+)
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
@@ -200,6 +206,24 @@ def test_write_rows_of_fp8(rank: int, rope: int) -> None:
     exact = torch.cat((kv_c[2], k_pe[2]))
     assert torch.equal(unpack(pool.view(ROW_DTYPE)[4, 3, 0], rank, torch.float32), exact)
     assert int(pool.any(-1).sum()) == 3
+
+
+@pytest.mark.slow_cases(but=("torch.bfloat16-*", "torch.float32-many_tokens"))
+@pytest.mark.parametrize("case", LATENT_WRITES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rope_write_latent(dtype: torch.dtype, case: str) -> None:
+    assert_latent_write_close(TRITON, make_latent_writes(**LATENT_WRITES[case], dtype=dtype))
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "without_norm"])
+def test_rope_write_of_fp8_rows(case: str) -> None:
+    """Within a step of e4m3 of what the reference stores; the rows that are skipped stay as they are."""
+    inputs = make_latent_writes(**LATENT_WRITES[case], fp8=True)
+    want = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    TRITON.rope_write_latent(**inputs)
+    REFERENCE.rope_write_latent(**want)
+    torch.testing.assert_close(inputs["q_out"], want["q_out"])
+    torch.testing.assert_close(latents_of(inputs), latents_of(want), rtol=0.13, atol=0.02, equal_nan=True)
 
 
 def test_write_of_nan_and_infinity() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from op_inputs.latent_writes import make_latent_writes
 from op_inputs.rope import ROPE_CASES, make_rope_inputs
 from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs
 from op_inputs.trees import TREE_SPECS, make_tree_batch
@@ -67,6 +68,8 @@ def opcheck_cases(
             make_linear_inputs(STATE_BATCHES["decode_padded"], delta=False, dtype=dtype),
         )
     )
+    latent_writes = make_latent_writes(normed=True, dtype=dtype, device=device)
+    latent_writes["kv_cache"].nan_to_num_(0.5)
     no_groups = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1, 2), (1,), (2,)))
     rows_in_order = torch.arange(batch.q.shape[0], device=device)
     cases: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
@@ -106,6 +109,7 @@ def opcheck_cases(
             (kv[:, 0, :16].contiguous(), kv[:, 0, :8].contiguous(), rows, slots),
             {},
         ),
+        "rope_latent": ("rope_write_latent", (), latent_writes),
         "conv": ("causal_conv", (), conv),
         "delta": ("linear_attention", (), delta),
         "ssd": ("linear_attention", (), ssd),

@@ -106,8 +106,10 @@ class LatentLayer(PagedLayer):
                 "not take; use PagedCache(..., dense=True)"
             )
         up_keys, up_values = up_projections(call.module, call.query)
-        nope, rope = call.query.split([up_keys.shape[1], self.stored.qk_rope_head_dim], dim=-1)
-        absorbed = torch.cat((nope @ up_keys, rope), dim=-1)  # [batch, num_heads, query_len, rank + rope]
+        absorbed = call.query  # [batch, num_heads, query_len, rank + rope]
+        if not call.absorbed:
+            nope, rope = call.query.split([up_keys.shape[1], self.stored.qk_rope_head_dim], dim=-1)
+            absorbed = torch.cat((nope @ up_keys, rope), dim=-1)
         q = by_token(absorbed)
         made = LatentCall(
             q,

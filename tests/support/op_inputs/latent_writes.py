@@ -47,11 +47,11 @@ def make_latent_writes(
     generator = torch.Generator().manual_seed(num_tokens)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32).to(device, dtype)
 
     widths = [num_heads * (nope + rope), rank, rope]
     q, kv_c, k_pe = randn(num_tokens, sum(widths)).split(widths, dim=1)
-    angles = torch.randn(50, rope // 2, generator=generator)
+    angles = torch.randn(50, rope // 2, generator=generator, dtype=torch.float32)
     num_blocks = -(-num_tokens // block_size) + 2
     slots = torch.randperm((num_blocks - 1) * block_size, generator=generator)[:num_tokens] + block_size
     slots[2::3] = -1

@@ -17,7 +17,7 @@ from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.triton.causal_conv import row_of
 from torchpaged.custom_ops.state.triton.chunks import SHORT, attend_in_chunks, has_long_rows
-from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel
+from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel, split_decay
 from torchpaged.custom_ops.state.triton.records import Batch, Gate, State
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
@@ -117,14 +117,14 @@ def recurrent_kernel(
         u = tl.load(v.ptr + token * v.token + head * v.head + d, mask=of_value, other=0.0).to(tl.float32)
         gate = g.ptr + token * g.token + head * g.head
         if BY_KEY:
-            matrix *= tl.exp(tl.load(gate + n, mask=of_key, other=0.0))[:, None]
+            decay, most, rest = split_decay(tl.load(gate + n, mask=of_key, other=0.0)[:, None])
         else:
-            matrix *= tl.exp(tl.load(gate))
+            decay, most, rest = split_decay(tl.load(gate))
         if DELTA:
-            u -= tl.sum(matrix * key[:, None], axis=0)
+            u -= tl.sum(matrix * (decay * key[:, None]), axis=0)
         if beta.ptr is not None:
             u *= tl.load(beta.ptr + token * beta.token + head).to(tl.float32)
-        matrix += key[:, None] * u[None, :]
+        matrix = matrix * most + (matrix * rest + key[:, None] * u[None, :])
         y = tl.sum(matrix * query[:, None], axis=0)
         tl.store(to + token * out.token, y.to(out.ptr.dtype.element_ty), mask=of_value)
     if slot > 0:

@@ -19,6 +19,18 @@ def add_pairs(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
 
+@triton.jit
+def split_decay(g):
+    """exp(g), and two numbers whose sum it is: next to 1 they are 1 and exp(g) - 1. A state times exp(g),
+    which is rounded alike at each token where g is constant, would lose by as much at each, in one direction;
+    its sum with the state times exp(g) - 1 is rounded at random."""
+    near = (g > -0.25) & (g < 0.25)
+    x = tl.where(near, g, 0.0)
+    less = x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7))))))
+    decay = tl.exp(g)
+    return decay, tl.where(near, 1.0, decay), tl.where(near, less, 0.0)
+
+
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def linear_decode_kernel(
     num_reqs,
@@ -62,7 +74,7 @@ def linear_decode_kernel(
     key = tl.load(k.ptr + token * k.token + key_head * k.head + n, mask=of_key, other=0.0).to(tl.float32)
     u = tl.load(v.ptr + token * v.token + head * v.head + d, mask=of_value, other=0.0).to(tl.float32)
     gate = g.ptr + token * g.token + head * g.head
-    decay = tl.exp(
+    decay, most, rest = split_decay(
         tl.load(gate + n, mask=of_key, other=0.0) if BY_KEY else tl.load(gate, mask=live, other=0.0)
     )
     factor = 1.0
@@ -83,7 +95,13 @@ def linear_decode_kernel(
         y = tl.sum(matrix * left_q, axis=0)
     u *= factor
     y += kq * u
-    matrix = matrix * (decay[:, None] if BY_KEY else decay) + key[:, None] * u[None, :]
+    new = key[:, None] * u[None, :]
+    if state.ptr.dtype.element_ty == tl.float32:
+        matrix = matrix * (most[:, None] if BY_KEY else most) + (
+            matrix * (rest[:, None] if BY_KEY else rest) + new
+        )
+    else:  # its rounding hides that of the decay
+        matrix = matrix * (decay[:, None] if BY_KEY else decay) + new
     tl.store(place, matrix.to(state.ptr.dtype.element_ty), mask=inside, eviction_policy=EVICT)
     # Zeros for a token whose row has no slot, and for those behind the last row, which its programs have.
     to = out.ptr + head * out.head + d

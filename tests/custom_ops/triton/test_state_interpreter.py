@@ -11,6 +11,7 @@ import torch
 from op_inputs.state import (
     LONG_BATCHES,
     STATE_BATCHES,
+    Rows,
     assert_state_close,
     make_conv_inputs,
     make_linear_inputs,
@@ -61,6 +62,26 @@ def test_heads_of_one_number(batch: str) -> None:
     sizes: dict[str, Any] = {"key_heads": 1, "heads": 5, "key_dim": 1, "value_dim": 1}
     inputs = make_linear_inputs(STATE_BATCHES[batch], delta=False, beta=False, **sizes)
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("calls", [1, 100])
+def test_a_constant_decay_does_not_lose_by_its_rounding(calls: int, by_key: bool) -> None:
+    """Of decays next to 1, those whose float32 is furthest off: 100 tokens in one row, or one by one."""
+    rates = -torch.arange(1, 1000, dtype=torch.float64) * 1e-6
+    off = (rates.float().double().exp().float() - rates.float().double().exp()).abs()
+    g = rates[off.argsort()[-4:]].float()
+    tokens = 100 // calls
+    inputs = make_linear_inputs(Rows(((7, tokens),)), delta=False, beta=False, by_key=by_key)
+    inputs["k"].zero_()
+    inputs["g"] = g[None, :, None].repeat(tokens, 1, 16) if by_key else g.repeat(tokens, 1)
+    state, slot = inputs["state"], int(inputs["state_slots"])
+    state[slot] = torch.rand(state[slot].shape) + 1
+    want = state[slot].double() * (100 * g.double()).exp()[:, None, None]
+    for _ in range(calls):
+        TRITON.linear_attention(**inputs)
+    of_rounding = 100 * float(off.topk(4).values[-1])
+    assert float((state[slot] - want).norm() / want.norm()) < 0.2 * of_rounding
 
 
 @pytest.fixture(params=[32, 64], ids="chunks of {}".format)

@@ -15,6 +15,7 @@ from op_inputs.state import (
     clone,
     make_conv_inputs,
     make_linear_inputs,
+    with_odd_strides,
 )
 from torch import Tensor
 
@@ -64,6 +65,16 @@ def test_linear_attention_matches_the_oracle(batch: str, family: str, dtype: tor
     inputs = on_gpu(make_linear_inputs(rows, dtype=dtype, **FAMILIES[family]))
     products = dtype if has_long_rows(LinearAttentionCall(**inputs)) else None
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products)
+
+
+@pytest.mark.parametrize("extra", [5, 8])
+@pytest.mark.parametrize("family", ["delta", "ssd"])
+@pytest.mark.parametrize("batch", LONG_BATCHES)
+def test_long_rows_of_odd_strides_match_the_oracle(batch: str, family: str, extra: int) -> None:
+    sizes = {"dtype": torch.bfloat16, **FAMILIES[family]}
+    inputs = with_odd_strides(on_gpu(make_linear_inputs(LONG_BATCHES[batch], **sizes)), extra)
+    assert has_long_rows(LinearAttentionCall(**inputs)) == (torch.cuda.get_device_capability()[0] == 9)
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, torch.bfloat16)
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)

@@ -19,7 +19,7 @@ from torchpaged.custom_ops.triton.records import Tokens
 
 #: Tokens up to which a row goes one by one.
 SHORT = 16
-#: Widths of keys that go in chunks, and what widths of values and strides are multiples of.
+#: Widths of keys that go in chunks, and what widths of values and the kernels' strides are multiples of.
 KEY_DIMS, MULTIPLE = {False: (64, 128), True: (128,)}, 16
 
 
@@ -35,7 +35,7 @@ class Tiles(NamedTuple):
 
 
 def tiles(call: LinearAttentionCall) -> Tiles:
-    """By the sizes of a head alone; as measured on an H200 (docs/log/states.md)."""
+    """By the sizes of a head alone; as measured on an H200 (docs/log/state_prompts.md)."""
     value_dim = call.v.shape[2]
     value = 64 if value_dim % 64 == 0 else 16 if value_dim == 16 else 32
     return Tiles(64, value, 3 if call.delta_rule and value == 64 else 2, "tf32")
@@ -44,15 +44,13 @@ def tiles(call: LinearAttentionCall) -> Tiles:
 def has_long_rows(call: LinearAttentionCall) -> bool:
     """Whether rows may go in chunks, by what the host knows without reading a length: calls of the kind that
     was proved on a GPU."""
-    q, k, v = call.q, call.k, call.v
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
+    q, v = call.q, call.v
     return (
         call.max_query_len > SHORT
         and v.dtype == torch.bfloat16
         and call.g.dim() == 2
         and q.shape[2] in KEY_DIMS[call.delta_rule]
-        and not any(n % MULTIPLE for n in (v.shape[2], *strides))
-        and not any(x.data_ptr() % 16 for x in (q, k, v))
+        and v.shape[2] % MULTIPLE == 0
         and _is_hopper(v.device)
     )
 
@@ -61,6 +59,13 @@ def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return launching.INTERPRET
     return launching.capability(device)[0] == 9
+
+
+def even(x: Tensor) -> Tensor:
+    """``x``, or a copy of it whose rows are read 16 bytes at a time, by asynchronous copies."""
+    if x.data_ptr() % 16 or any(n % MULTIPLE for n in x.stride()[:2]):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
 
 
 def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
@@ -82,7 +87,8 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
     num_reqs, key_dim = call.state_slots.shape[0], call.q.shape[2]
     tile = tiles(call)
     chunks = _workspace(call, tile.chunk)
-    q, k, v, out = (Tokens.of(x) for x in (call.q, call.k, call.v, call.out))
+    q, k, v = (Tokens.of(even(x)) for x in (call.q, call.k, call.v))
+    out = Tokens.of(call.out)
     batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
     common: dict[str, Any] = {
         "NUM_HEADS": num_heads,

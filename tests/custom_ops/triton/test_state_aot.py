@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import aot
 import launched
-from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs
+from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs, with_odd_strides
 
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -54,6 +54,19 @@ def check(op: str, inputs: dict[str, Any], target: str) -> None:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_linear_attention_compiles(target: str, case: str, batch: str) -> None:
     check("linear_attention", make_linear_inputs(STATE_BATCHES[batch], dtype=BF16, **LINEAR[case]), target)
+
+
+def test_kernels_of_chunks_are_given_even_strides() -> None:
+    """Whatever a call's are: the interpreter has them right, a GPU not."""
+    sizes = {"dtype": BF16, "key_dim": 128, "value_dim": 64}
+    inputs = with_odd_strides(make_linear_inputs(STATE_BATCHES["chunks"], **sizes))
+    with launched.recorded() as launches:
+        BACKEND_OPS["triton"].linear_attention(**inputs)
+    in_chunks = [launch for launch in launches if launch.name in ("chunk_kernel", "pass_kernel")]
+    assert len(in_chunks) == 2
+    for launch in in_chunks:
+        for tokens in (launch.arguments[name] for name in "qkv"):
+            assert tokens.ptr.data_ptr() % 16 == tokens.token % 16 == tokens.head % 16 == 0
 
 
 @pytest.mark.slow_cases(but=("sm_90-*",))

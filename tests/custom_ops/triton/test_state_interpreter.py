@@ -15,6 +15,7 @@ from op_inputs.state import (
     assert_state_close,
     make_conv_inputs,
     make_linear_inputs,
+    with_odd_strides,
 )
 
 from torchpaged import ArgumentError
@@ -127,6 +128,13 @@ def test_long_rows_of_bfloat16(state_dtype: torch.dtype, batch: str) -> None:
     assert chunks.has_long_rows(LinearAttentionCall(**inputs))
     narrow = make_linear_inputs(STATE_BATCHES[batch], key_dim=64, value_dim=48, **dtypes)
     assert not chunks.has_long_rows(LinearAttentionCall(**narrow)), "not tried on a GPU"
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products=torch.bfloat16)
+
+
+def test_long_rows_of_odd_strides() -> None:
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "key_dim": 128, "value_dim": 48}
+    inputs = with_odd_strides(make_linear_inputs(STATE_BATCHES["chunks"], **sizes))
+    assert chunks.has_long_rows(LinearAttentionCall(**inputs))
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products=torch.bfloat16)
 
 

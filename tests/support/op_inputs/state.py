@@ -141,6 +141,17 @@ def make_linear_inputs(
     }
 
 
+def with_odd_strides(inputs: dict[str, Any], extra: int = 5) -> dict[str, Any]:
+    """The same with q, k and v in rows that are ``extra`` numbers longer, of NaN, behind one number more."""
+
+    def moved(x: Tensor) -> Tensor:
+        width = x.shape[1] * x.shape[2]
+        rows = x.new_full((x.shape[0] * (width + extra) + 1,), NAN)[1:].view(x.shape[0], width + extra)
+        return rows[:, :width].unflatten(-1, x.shape[1:]).copy_(x)
+
+    return inputs | {name: moved(inputs[name]) for name in "qkv"}
+
+
 def _tokens(inputs: dict[str, Any]) -> list[tuple[int, bool, range]]:
     """Of each row its slot, whether it begins, and its tokens that are no padding."""
     starts, found = inputs["query_start_loc"].tolist(), []

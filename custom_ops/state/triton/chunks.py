@@ -19,6 +19,8 @@ from torchpaged.custom_ops.triton.records import Tokens
 
 #: Tokens up to which a row goes one by one.
 SHORT = 16
+#: Tokens of a row, in the mean, from which on it is long.
+LONG = 1024
 #: Widths of keys that go in chunks, and what widths of values and the kernels' strides are multiples of.
 KEY_DIMS, MULTIPLE = {False: (64, 128), True: (128,)}, 16
 
@@ -35,10 +37,17 @@ class Tiles(NamedTuple):
 
 
 def tiles(call: LinearAttentionCall) -> Tiles:
-    """By the sizes of a head alone; as measured on an H200 (docs/log/state_prompts.md)."""
-    value_dim = call.v.shape[2]
-    value = 64 if value_dim % 64 == 0 else 16 if value_dim == 16 else 32
-    return Tiles(64, value, 3 if call.delta_rule and value == 64 else 2, "tf32")
+    """By shapes alone; as measured on an H200 (docs/log/state_prompts.md). Few heads go in narrower tiles, up
+    to a program per multiprocessor; a third stage takes the place of programs, which short rows want more."""
+    num_tokens, num_heads, value_dim = call.v.shape
+    if value_dim % 64:
+        return Tiles(64, 16 if value_dim == 16 else 32, 2, "tf32")
+    num_reqs = call.state_slots.shape[0]
+    value, programs = 64, num_reqs * num_heads * value_dim // 64
+    while value > 16 and 2 * programs <= launching.num_sms(call.v.device):
+        value, programs = value // 2, programs * 2
+    deep = call.delta_rule or num_tokens >= LONG * num_reqs
+    return Tiles(64, value, 3 if deep else 2, "tf32")
 
 
 def has_long_rows(call: LinearAttentionCall) -> bool:
@@ -62,7 +71,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def even(x: Tensor) -> Tensor:
-    """``x``, or a copy of it whose rows are read 16 bytes at a time, by asynchronous copies."""
+    """``x``, or a copy of it whose rows are read 16 bytes at a time, by asynchronous copies. Where they are
+    not, ptxas 12.8 makes some of the second kernel's products from registers that nothing was written to
+    (docs/log/state_prompts.md)."""
     if x.data_ptr() % 16 or any(n % MULTIPLE for n in x.stride()[:2]):
         return x.clone(memory_format=torch.contiguous_format)
     return x

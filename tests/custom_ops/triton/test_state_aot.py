@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import aot
 import launched
-from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs, with_odd_strides
+from op_inputs.state import STATE_BATCHES, Rows, make_conv_inputs, make_linear_inputs, with_odd_strides
 
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -54,6 +54,26 @@ def check(op: str, inputs: dict[str, Any], target: str) -> None:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_linear_attention_compiles(target: str, case: str, batch: str) -> None:
     check("linear_attention", make_linear_inputs(STATE_BATCHES[batch], dtype=BF16, **LINEAR[case]), target)
+
+
+@pytest.mark.parametrize(
+    ("reqs", "tokens", "heads", "delta", "value", "stages"),
+    [
+        (1, 20, 8, True, 16, 3),
+        (1, 20, 32, True, 32, 3),
+        (2, 20, 32, True, 64, 3),
+        (1, 1024, 80, False, 64, 3),
+        (1, 1023, 80, False, 64, 2),
+    ],
+)
+def test_tiles_of_chunks(reqs: int, tokens: int, heads: int, delta: bool, value: int, stages: int) -> None:
+    """Of 64 columns, narrower while there are multiprocessors without a program (of 132)."""
+    sizes = {"key_heads": 1, "heads": heads, "key_dim": 128, "value_dim": 128 if delta else 64}
+    inputs = make_linear_inputs(Rows(((0, tokens),) * reqs), delta=delta, dtype=BF16, **sizes)
+    with launched.recorded() as launches:
+        BACKEND_OPS["triton"].linear_attention(**inputs)
+    options = next(launch.arguments for launch in launches if launch.name == "pass_kernel")
+    assert (options["TILE"], options["STAGES"]) == (value, stages)
 
 
 def test_kernels_of_chunks_are_given_even_strides() -> None:

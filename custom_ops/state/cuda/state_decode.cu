@@ -86,8 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   extern __shared__ __align__(128) char memory[];
   const u32 shared = shared_address(memory);
   const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
-  // Thread 0 makes the barrier and asks for the copy that tells it, in this order, with the fence between: the
-  // others meet it behind __syncthreads. racecheck, which does not know the fence, warns of this pair alone.
+  // Thread 0 makes the barrier, then asks for the copy that completes it; the fence orders the two. The other
+  // threads meet the barrier behind __syncthreads. racecheck does not know the fence: it warns of this pair.
   if (thread == 0) {
     mbarrier_init(shared + BARRIER_AT, 1);
     fence_mbarrier_init();

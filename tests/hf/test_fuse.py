@@ -315,7 +315,7 @@ def test_a_copy_is_fused_and_independent() -> None:
         plan: Any = each.get_decoder().layers[0]._torchpaged_plan  # type: ignore[union-attr, index]
         # torch's mark has no public reader
         for tensor in (
-            plan.qkv.weight,
+            plan.inputs.weight,
             plan.gate_up.weight,
             plan.rope.cos_sin,
         ):

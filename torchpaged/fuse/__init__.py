@@ -1,8 +1,8 @@
 """Whole-model passes for decode: fewer, larger kernels. ``torchpaged.hf`` gives out the same names.
 
-passes.py     fuse and unfuse;  fusible.py: which layers, and why not;
+passes.py     fuse and unfuse;  architectures.py: the families;  fusible.py: which layers, and why not;
               report.py, launch_count.py: what it came to, a `FusionReport`
-layers.py     the forward of a fused layer;  latent_layers.py: over latents;
+layers.py     the forward of a fused layer;  attention_layers.py, latent_layers.py: what mixes its tokens;
               ends.py: before and behind the layers;
               stacked.py, rope_table.py: their constants
 """

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.fuse.fusible import ARCHITECTURES, Architecture, norm_of
+from torchpaged.fuse.architectures import ARCHITECTURES, Architecture
+from torchpaged.fuse.fusible import norm_of
 from torchpaged.fuse.layers import paged_layer
 from torchpaged.fuse.report import FusionReport
 from torchpaged.hf.owner import PagedOwner

@@ -7,12 +7,12 @@ as a whole. ``PASSES`` names the passes.
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchpaged.fuse.architectures import ARCHITECTURES
 from torchpaged.model_state import hooks_of
 
 #: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
@@ -24,90 +24,18 @@ ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh"
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-class Architecture(NamedTuple):
-    """What one family's decoder layers do, beyond what they are made of.
-
-    ``norm_offset``: added to the norms' weights. ``post_norms``: norms after attention and MLP, before the
-        residual adds.
-    ``soft_cap``: attention caps its logits. ``half_table``: rotary_emb gives each cosine once instead
-        of twice.
-    ``rotation``: of latent attention, as ``rope_write_latent`` has it; "pairs_to_halves" where the config's
-        ``rope_interleave`` says so, else "halves". Empty: attention over keys and values.
-    ``experts``: the class of MLPs that are mixtures of experts, in some of its layers.
-    ``scales_residuals``: what a block gives is multiplied by the layer's ``residual_scale``.
-    ``scales_head``: so is what lm_head gets of the final norm.
-    """
-
-    family: str
-    norm_offset: float = 0.0
-    post_norms: bool = False
-    qk_norm: bool = False
-    soft_cap: bool = False
-    sinks: bool = False
-    gated_mlp: bool = True
-    half_table: bool = False
-    rotation: str = ""
-    experts: str = ""
-    scales_residuals: bool = False
-    scales_head: bool = False
-
-    def has_gated_mlp(self, layer: Any) -> bool:
-        """Whether the MLP of ``layer`` is one of a gate, up and down projection."""
-        return self.gated_mlp and type(layer.mlp).__name__ != self.experts
-
-    def attention_parts(self, attn: Any) -> tuple[list[str], list[str]]:
-        """Linear layers and norms of an attention module, by name."""
-        if not self.rotation:
-            return [f"{x}_proj" for x in "qkvo"], ["q_norm", "k_norm"] if self.qk_norm else []
-        q = ["q_proj"] if getattr(attn, "q_lora_rank", None) is None else ["q_a_proj", "q_b_proj"]
-        return (
-            [*q, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
-            [*(["q_a_layernorm"] if len(q) == 2 else []), "kv_a_layernorm"],
-        )
-
-
-_FAMILIES = (
-    Architecture("Llama"),
-    Architecture("Mistral"),
-    Architecture("Qwen2"),
-    Architecture("Qwen3", qk_norm=True),
-    Architecture("SmolLM3"),
-    Architecture("Gemma2", norm_offset=1.0, post_norms=True, soft_cap=True),
-    Architecture("Gemma3", norm_offset=1.0, post_norms=True, qk_norm=True),
-    Architecture("GptOss", sinks=True, gated_mlp=False, half_table=True),
-    Architecture("DeepseekV2", rotation="pairs", half_table=True, experts="DeepseekV2Moe"),
-    Architecture("DeepseekV3", rotation="pairs_to_halves", experts="DeepseekV3MoE"),
-    Architecture("Glm4MoeLite", rotation="pairs_to_halves", experts="Glm4MoeLiteMoE"),
-    Architecture("AXK1", rotation="pairs_to_halves", experts="AXK1MoE"),
-    Architecture("Youtu", rotation="pairs_to_halves"),
-    Architecture("MiniCPM3", rotation="halves", scales_residuals=True, scales_head=True),
-)
-#: Class name of a decoder layer -> its architecture.
-ARCHITECTURES = {f"{architecture.family}DecoderLayer": architecture for architecture in _FAMILIES}
-
-
 def norm_of(norm: Any, offset: float) -> tuple[Tensor, float, float]:
     """``(weight, eps, offset)`` of an RMSNorm module; the families name eps in two ways."""
     eps = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     return norm.weight, float(eps), offset
 
 
-def activation_of(mlp: Any) -> str | None:
-    """The activation of a gated MLP by the op's name, or None."""
-    act = mlp.act_fn
+def activation_of(act: Any) -> str | None:
+    """The op's name for the activation of a gated MLP, or None."""
     # "gelu_python": the same formula, but not torch's function
     if getattr(getattr(act, "act", None), "__self__", None) is act:
         return None
     return ACTIVATIONS.get(type(act).__name__)
-
-
-def _norms(architecture: Architecture) -> list[str]:
-    names = ["input_layernorm", "post_attention_layernorm"]
-    return (
-        [*names, "pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        if architecture.post_norms
-        else names
-    )
 
 
 def why_unknown(layer: Any) -> str | None:
@@ -115,19 +43,18 @@ def why_unknown(layer: Any) -> str | None:
     name = type(layer).__name__
     architecture = ARCHITECTURES.get(name)
     if architecture is None or not type(layer).__module__.startswith("transformers.models."):
-        return f"{name} is none of the known layers ({', '.join(a.family for a in _FAMILIES)})"
-    family, norms = architecture.family, _norms(architecture)
-    parts = {"self_attn": f"{family}Attention", "mlp": f"{family}MLP"} | dict.fromkeys(
-        norms, f"{family}RMSNorm"
-    )
-    if architecture.experts and type(getattr(layer, "mlp", None)).__name__ == architecture.experts:
-        parts["mlp"] = architecture.experts
+        return f"{name} is none of the known layers ({', '.join(a.family for a in ARCHITECTURES.values())})"
+    family, names = architecture.family, architecture.names
+    norms = dict.fromkeys((*names.norms, *names.post_norms), f"{family}RMSNorm")
+    parts = {"self_attn": f"{family}Attention", names.mlp: f"{family}MLP"} | norms
+    if architecture.experts and type(getattr(layer, names.mlp, None)).__name__ == architecture.experts:
+        parts[names.mlp] = architecture.experts
     if set(dict(layer.named_children())) != set(parts):
         return f"its parts are {sorted(dict(layer.named_children()))}, expected {sorted(parts)}"
     for part, class_name in parts.items():
         if type(getattr(layer, part)).__name__ != class_name:
             return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
-    attention = [*itertools.chain(*architecture.attention_parts(layer.self_attn))]
+    attention = architecture.mixer_parts(layer.self_attn)
     if set(dict(layer.self_attn.named_children())) != set(attention):
         return f"self_attn has {sorted(dict(layer.self_attn.named_children()))}, expected {sorted(attention)}"
     return "the layer has a forward of its own" if "forward" in vars(layer) else why_changed(layer)
@@ -136,9 +63,10 @@ def why_unknown(layer: Any) -> str | None:
 def why_changed(layer: Any) -> str | None:
     """Why no pass may touch a layer of known parts, or may go on; its own forward may be ours."""
     architecture = ARCHITECTURES[type(layer).__name__]
-    linears = [f"self_attn.{x}" for x in architecture.attention_parts(layer.self_attn)[0]]
+    names = architecture.names
+    linears = [f"self_attn.{x}" for x in architecture.mixer_linears(layer.self_attn)]
     if architecture.has_gated_mlp(layer):
-        linears += [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+        linears += [f"{names.mlp}.{x}" for x in names.linears]
     for path in linears:
         kind = type(layer.get_submodule(path))
         if kind is not nn.Linear:  # its module, too: adapter libraries have a Linear of their own
@@ -170,7 +98,7 @@ def why_changed(layer: Any) -> str | None:
 def why_not(layer: Any, name: str) -> str | None:
     """Why pass ``name`` does not apply to a known ``layer``."""
     architecture = ARCHITECTURES[type(layer).__name__]
-    attn, mlp = layer.self_attn, layer.mlp
+    attn, mlp = layer.self_attn, architecture.mlp_of(layer)
     if name == "qkv":
         names = first_projections(attn) if architecture.rotation else ("q_proj", "k_proj", "v_proj")
         if len({getattr(attn, each).bias is None for each in names}) > 1:
@@ -178,12 +106,15 @@ def why_not(layer: Any, name: str) -> str | None:
     if name == "gate_up":
         if not architecture.has_gated_mlp(layer):
             return "its MLP is a mixture of experts, which is left alone"
-        if activation_of(mlp) is None:
+        if activation_of(mlp.act_fn) is None:
             return f"its activation {type(mlp.act_fn).__name__} is none of silu, gelu_tanh, gelu"
-        if (mlp.gate_proj.bias is None) != (mlp.up_proj.bias is None):
+        gate, up, _ = (getattr(mlp, each) for each in architecture.names.linears)
+        if (gate.bias is None) != (up.bias is None):
             return "only one of gate and up has a bias"
-    if name == "rope" and architecture.qk_norm and attn.q_norm.weight.dtype != attn.k_norm.weight.dtype:
-        return "q_norm and k_norm differ in dtype"
+    if name == "rope" and architecture.qk_norm:
+        q_norm, k_norm = (getattr(attn, each) for each in architecture.names.head_norms)
+        if q_norm.weight.dtype != k_norm.weight.dtype:
+            return "q_norm and k_norm differ in dtype"
     return None
 
 

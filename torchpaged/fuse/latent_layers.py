@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, cat
 
 from torchpaged.custom_ops import BackendOps
+from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.fusible import norm_of
-from torchpaged.fuse.layers import LayerPlan
 from torchpaged.fuse.rope_table import RopeTable, computed
 from torchpaged.fuse.stacked import Stacked
 from torchpaged.hf.attention import paged_attention_forward
@@ -30,15 +30,15 @@ _ROTATE = {
 }
 
 
-class LatentPlan(LayerPlan):
-    """What the fused forward of a layer over latents uses; see `LayerPlan`."""
+class LatentPlan(AttentionPlan):
+    """What the fused forward of a layer over latents uses; see `AttentionPlan`."""
 
-    def _plan_attention(self) -> None:
-        attn = self.attn
+    def _plan_mixer(self) -> None:
+        attn = self.attn = self.mixer
         self.rank, self.rope_dim = attn.kv_lora_rank, attn.qk_rope_head_dim
         self.head_dim = attn.qk_nope_head_dim + self.rope_dim
         self.first = attn.q_proj if attn.q_lora_rank is None else attn.q_a_proj
-        self.qkv = Stacked([self.first, attn.kv_a_proj_with_mqa]) if "qkv" in self.passes else None
+        self.inputs = Stacked([self.first, attn.kv_a_proj_with_mqa]) if "qkv" in self.passes else None
         rotation = self.architecture.rotation
         if rotation == "pairs_to_halves" and not attn.config.rope_interleave:
             rotation = "halves"
@@ -46,7 +46,7 @@ class LatentPlan(LayerPlan):
         self.rotate = getattr(sys.modules[type(attn).__module__], _ROTATE[rotation])
         self.attention_arguments = {"scaling": attn.scaling}
 
-    def _look_up_attention(self) -> None:
+    def _look_up_mixer(self) -> None:
         weight, eps, _ = norm_of(self.attn.kv_a_layernorm, 0.0)
         self.kv_norm = {"kv_norm": weight, "norm_eps": eps}
         self.q_norm: dict[str, Any] = {}
@@ -55,18 +55,18 @@ class LatentPlan(LayerPlan):
             self.q_norm = {"norm_weight": weight, "norm_eps": eps}
 
     def empty_states(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """See `LayerPlan`; latents and rotated keys."""
+        """See `AttentionPlan`; latents and rotated keys."""
         return x.new_empty(batch, 1, 0, self.rank), x.new_empty(batch, 1, 0, self.rope_dim)
 
     def project(self, ops: BackendOps, x: Tensor) -> tuple[Tensor, ...]:
         """q ``[T, num_heads, nope + rope]``, latents ``[T, rank]`` and keys ``[T, rope]``, neither normed nor
         rotated."""
-        x, options = self.before(ops, x, 0, self.qkv)
+        x, options = self.before(ops, x, 0, self.inputs)
         widths = [self.first.out_features, self.rank, self.rope_dim]
-        if self.qkv is None:
+        if self.inputs is None:
             whole = cat((self.first(x), self.attn.kv_a_proj_with_mqa(x)), dim=-1)
         else:
-            whole = self.linear(ops, x, self.qkv.weight, sum(widths), bias=self.qkv.bias, **options)
+            whole = self.linear(ops, x, self.inputs.weight, sum(widths), bias=self.inputs.bias, **options)
         q, kv_c, k_pe = whole.split(widths, dim=-1)
         if self.q_norm:
             up = self.attn.q_b_proj
@@ -76,7 +76,7 @@ class LatentPlan(LayerPlan):
                 q = up(self.attn.q_a_layernorm(q))
         return q.unflatten(-1, (-1, self.head_dim)), kv_c, k_pe
 
-    def attend(
+    def mix(
         self,
         ops: BackendOps,
         x: Tensor,

@@ -23,9 +23,10 @@ from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
+from torchpaged.fuse.architectures import ARCHITECTURES
+from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.ends import Ends, end_forwards
 from torchpaged.fuse.fusible import (
-    ARCHITECTURES,
     PASSES,
     rotary_dim,
     why_changed,
@@ -165,7 +166,7 @@ def _fuse_layer(
             taken.append(each)
     if taken:
         latent = ARCHITECTURES[type(layer).__name__].rotation
-        plan = (LatentPlan if latent else LayerPlan)(layer, taken, rope)
+        plan = (LatentPlan if latent else AttentionPlan)(layer, taken, rope)
         fusion.plans.append(plan)
         fusion.give(layer, "_torchpaged_plan", plan)
         fusion.give(layer, "forward", fused_forward)

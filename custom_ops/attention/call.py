@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.custom_ops.pools import FP8
 
 
@@ -82,6 +83,11 @@ class AttentionCall(NamedTuple):
         """The tensors that it may have, in the order in which kernels take them: of heads, of the pools, of
         tokens."""
         return self.alibi_slopes, self.sinks, self.k_scale, self.v_scale, self.tree_mask
+
+    @property
+    def mask(self) -> Mask:
+        """What hides keys by their positions."""
+        return Mask._make(getattr(self, name) for name in Mask._fields)
 
     @property
     def per_token(self) -> dict[str, Tensor]:

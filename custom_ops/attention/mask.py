@@ -1,35 +1,36 @@
-"""Which keys a query sees: one definition for the reference and for code that compares a mask with it."""
+"""Which keys a query sees: one definition for the reference, for kernels that are written in torch, and for
+code that compares a mask with it."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def visible_keys(
-    positions: Tensor, num_keys: int, causal: bool, window_left: int, window_right: int, chunk_size: int
-) -> Tensor:
-    """Which keys each query may attend to: bool ``[S, L]`` for query ``positions [S]`` over
-    keys ``0..num_keys-1``."""
-    query, key = positions[:, None], torch.arange(num_keys, device=positions.device)[None, :]
-    return in_reach(query, key, causal, window_left, window_right, chunk_size) & (query >= 0)
+class Mask(NamedTuple):
+    """The options of attention that hide keys by their positions, as `AttentionCall` has them."""
 
+    causal: bool = True
+    window_left: int = -1
+    window_right: int = -1
+    chunk_size: int = 0
 
-def in_reach(
-    query: Tensor, key: Tensor, causal: bool, window_left: int, window_right: int, chunk_size: int
-) -> Tensor:
-    """Whether a query at position ``query`` may attend to a key at position ``key``; bool of the shape that
-    the two broadcast to."""
-    mask = torch.ones(torch.broadcast_shapes(query.shape, key.shape), dtype=torch.bool, device=key.device)
-    if causal:
-        mask = mask & (key <= query)
-    if window_left >= 0:
-        mask = mask & (key >= query - window_left)
-    if window_right >= 0:
-        mask = mask & (key <= query + window_right)
-    if chunk_size > 0:
-        mask = mask & (key // chunk_size == query // chunk_size)
-    return mask
+    def sees(self, query: Tensor, key: Tensor, head: Tensor | None = None) -> Tensor:
+        """Whether a query at position ``query``, of query head ``head``, may attend to a key at position
+        ``key``: bool that broadcasts to the shape of the three. Positions below 0, which see nothing, are the
+        caller's to hide. ``head``: None will do for options that are alike for all heads."""
+        seen = torch.ones_like(query == key)
+        if self.causal:
+            seen = seen & (key <= query)
+        if self.window_left >= 0:
+            seen = seen & (key >= query - self.window_left)
+        if self.window_right >= 0:
+            seen = seen & (key <= query + self.window_right)
+        if self.chunk_size > 0:
+            seen = seen & (key // self.chunk_size == query // self.chunk_size)
+        return seen
 
 
 def tree_positions(words: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:

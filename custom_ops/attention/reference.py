@@ -17,7 +17,7 @@ from torchpaged.custom_ops.attention.check import (
     check_paged_attention,
     group_of_rows,
 )
-from torchpaged.custom_ops.attention.mask import in_reach, tree_positions
+from torchpaged.custom_ops.attention.mask import tree_positions
 
 
 def _gather(
@@ -38,7 +38,7 @@ def _gather(
 
 def _weigh(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """The sum of ``values [L, H, D]`` by ``weights [H, S, L]``, ``[S, H, D]``. A NaN or inf counts for the
-    queries that see it, in ``mask [S, L]``.
+    queries that see it, in ``mask [H or 1, S, L]``.
 
     A product alone would make 0 * NaN of it for the others.
     """
@@ -48,7 +48,7 @@ def _weigh(weights: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         # [H, D]; times a weight of 0 only where the key is seen
         bad = torch.where(finite[key], 0.0, values[key])
         term = torch.where(finite[key], 0.0, weights[:, :, key].T[..., None] * bad)
-        result = result + torch.where(mask[:, key, None, None], term, 0.0)
+        result = result + torch.where(mask[:, :, key].T[..., None], term, 0.0)
     return result
 
 
@@ -95,10 +95,9 @@ def paged_attention(call: AttentionCall) -> None:
             scores = call.logits_soft_cap * torch.tanh(scores / call.logits_soft_cap)
         if call.alibi_slopes is not None:
             scores = scores + call.alibi_slopes.to(dtype)[:, None, None] * (keys_at - queries[:, None])
-        mask = in_reach(
-            queries[:, None], keys_at, call.causal, call.window_left, call.window_right, call.chunk_size
-        )
-        mask = mask & (order >= 0)[:, None]
+        heads = torch.arange(q.shape[1], device=q.device)[:, None, None]
+        mask = call.mask.sees(queries[:, None], keys_at, heads) & (order >= 0)[:, None]
+        mask = mask.view(-1, *scores.shape[1:])  # [H or 1, S, L]
         if hidden is not None:
             mask = mask & ~hidden
         scores = scores.masked_fill(~mask, float("-inf"))
@@ -110,12 +109,12 @@ def paged_attention(call: AttentionCall) -> None:
         denominator = torch.logsumexp(logits, dim=-1)  # [H, S]
         # inf / inf, as softmax has it
         denominator = denominator.masked_fill(denominator == float("inf"), float("nan"))
-        sees = mask.any(-1)  # [S]: rows without a key stay zero and -inf
+        sees = mask.any(-1).T  # [S, H or 1]: rows without a key stay zero and -inf
         weights = torch.exp(scores - denominator[..., None]).masked_fill(~mask, 0.0)
         result = _weigh(weights, values, mask)
-        out[start:end] = stored(torch.where(sees[:, None, None], result, 0.0), out.dtype, call.output_scale)
+        out[start:end] = stored(torch.where(sees[..., None], result, 0.0), out.dtype, call.output_scale)
         if lse is not None:
-            lse[start:end] = torch.where(sees[:, None], denominator.T, float("-inf")).float()
+            lse[start:end] = torch.where(sees, denominator.T, float("-inf")).float()
 
 
 def merge_attn_states(

@@ -14,8 +14,8 @@ import torchpaged
 from torchpaged import ArgumentError, BackendUnavailableError, Limits, PagedAttention, open_session
 from torchpaged.backends import GraphSupport, flex_call, get_backend
 from torchpaged.backends.flex import flex_backend
-from torchpaged.backends.query_tiles import Mask, num_tiles, query_tiles, visible_blocks
-from torchpaged.custom_ops.attention.mask import visible_keys
+from torchpaged.backends.query_tiles import most_keys, num_tiles, query_tiles, visible_blocks
+from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.graphs.capture import EagerCapture
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
@@ -316,23 +316,19 @@ def test_tiles_hold_every_query_once(name: str, tile_q: int) -> None:
 @pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
 def test_listed_blocks_hold_all_that_is_seen(variant: str, block_size: int) -> None:
     """And the outermost ones hold something; a static bound holds for all of them."""
-    options = {"causal": True, "window_left": -1, "window_right": -1, "chunk_size": 0} | ATTENTION_VARIANTS[
-        variant
-    ]
-    options.pop("logits_soft_cap", None)
+    options = {name: x for name, x in ATTENTION_VARIANTS[variant].items() if name in Mask._fields}
     mask = Mask(**options)
     for name in BATCH_SPECS:
         batch = make_batch(BATCH_SPECS[name])
         for tile_q in (1, 8):
             tiles = query_tiles(batch.seq_lens, batch.query_start_loc, len(batch.q), tile_q)
             first, count = visible_blocks(tiles, mask, block_size)
-            most = mask.most_keys(tile_q)
+            most = most_keys(mask, tile_q)
             for tile in range(len(first)):
                 length = max(int(tiles.seq_lens[tile]), 0)
-                seen = (
-                    visible_keys(tiles.position[tile], length, **options).any(0).nonzero().flatten()
-                    // block_size
-                )
+                position = tiles.position[tile][:, None]
+                shown = mask.sees(position, torch.arange(length)) & (position >= 0)
+                seen = shown.any(0).nonzero().flatten() // block_size
                 if not len(seen):
                     assert count[tile] <= 1
                     continue

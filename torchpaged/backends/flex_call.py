@@ -24,10 +24,11 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends.library_op import Held
-from torchpaged.backends.query_tiles import Mask, QueryTiles, query_tiles, visible_blocks
+from torchpaged.backends.query_tiles import QueryTiles, query_tiles, visible_blocks
 from torchpaged.backends.spec import MaskMod, ScoreMod
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import ArgumentError
 
@@ -103,7 +104,7 @@ def attend(call: AttentionCall, own: Mods = PLAIN) -> None:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     _check_pools(k_cache, v_cache, block_table, seq_lens)
     num_tokens, num_reqs, block_size = q.shape[0], call.num_reqs, k_cache.shape[1]
-    mask, compiler = Mask.of(call), variables.get("TORCHPAGED_FLEX_COMPILER")
+    mask, compiler = call.mask, variables.get("TORCHPAGED_FLEX_COMPILER")
     tokens, reqs = _power_of_two(num_tokens), _power_of_two(num_reqs)
     q = _padded(q, tokens, 0)
     lens = _padded(seq_lens, reqs, 0)
@@ -298,7 +299,7 @@ def _mask_mod(shape: Shape, mods: Mods, given: _Inputs) -> Callable[..., Tensor]
         query, owner = tiles.position[b, row], tiles.request[b]
         block = given.logical[owner, slot // block_size]
         key = block * block_size + slot % block_size
-        seen = (block >= 0) & (key < given.lens[owner]) & shape.mask.sees(query, key)
+        seen = (block >= 0) & (query >= 0) & (key < given.lens[owner]) & shape.mask.sees(query, key, h)
         return seen if mods.mask_mod is None else seen & mods.mask_mod(owner, h, query, key)
 
     return mask_mod

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.mask import Mask
 
 
 class QueryTiles(NamedTuple):
@@ -83,43 +83,16 @@ def query_tiles(seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int, tile
     )
 
 
-class Mask(NamedTuple):
-    """The options of attention that hide keys by their distance: as the op takes them."""
-
-    causal: bool
-    window_left: int
-    window_right: int
-    chunk_size: int
-
-    @classmethod
-    def of(cls, call: AttentionCall) -> Mask:
-        """Those of a call."""
-        return cls(call.causal, call.window_left, call.window_right, call.chunk_size)
-
-    def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether queries at these positions, none where negative, see the keys at those; both of one shape,
-        or of shapes that broadcast."""
-        seen = query >= 0
-        if self.causal:
-            seen = seen & (key <= query)
-        if self.window_left >= 0:
-            seen = seen & (key >= query - self.window_left)
-        if self.window_right >= 0:
-            seen = seen & (key <= query + self.window_right)
-        if self.chunk_size:
-            seen = seen & (key // self.chunk_size == query // self.chunk_size)
-        return seen
-
-    def most_keys(self, tile_q: int) -> int | None:
-        """How many keys lie between the first and the last that the rows of one tile see; None: as many as
-        there are."""
-        ahead = 0 if self.causal else self.window_right
-        in_window = self.window_left + ahead + tile_q if self.window_left >= 0 and ahead >= 0 else None
-        in_chunk = self.chunk_size + tile_q if self.chunk_size and self.causal else None
-        if self.chunk_size and not self.causal:
-            in_chunk = 2 * self.chunk_size + tile_q
-        bounds = [bound for bound in (in_window, in_chunk) if bound is not None]
-        return min(bounds) if bounds else None
+def most_keys(mask: Mask, tile_q: int) -> int | None:
+    """How many keys lie between the first and the last that the rows of one tile see; None: as many as
+    there are."""
+    ahead = 0 if mask.causal else mask.window_right
+    in_window = mask.window_left + ahead + tile_q if mask.window_left >= 0 and ahead >= 0 else None
+    in_chunk = mask.chunk_size + tile_q if mask.chunk_size and mask.causal else None
+    if mask.chunk_size and not mask.causal:
+        in_chunk = 2 * mask.chunk_size + tile_q
+    bounds = [bound for bound in (in_window, in_chunk) if bound is not None]
+    return min(bounds) if bounds else None
 
 
 def visible_blocks(tiles: QueryTiles, mask: Mask, block_size: int) -> tuple[Tensor, Tensor]:

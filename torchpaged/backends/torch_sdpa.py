@@ -19,7 +19,7 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.library_op import attention_op
-from torchpaged.backends.query_tiles import Mask, listed_blocks, query_tiles, visible_blocks
+from torchpaged.backends.query_tiles import listed_blocks, most_keys, query_tiles, visible_blocks
 from torchpaged.backends.spec import GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 
@@ -32,9 +32,9 @@ def _attend(call: AttentionCall) -> None:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     alibi_slopes, sinks, max_query_len = call.alibi_slopes, call.sinks, call.max_query_len
     num_tokens, block_size = q.shape[0], k_cache.shape[1]
-    mask = Mask.of(call)
+    mask = call.mask
     tile_q = min(1 << (max_query_len - 1).bit_length(), _TILE_Q)
-    most = mask.most_keys(tile_q)
+    most = most_keys(mask, tile_q)
     width = block_table.shape[1] if most is None else min(block_table.shape[1], (most - 1) // block_size + 2)
     tiles = query_tiles(seq_lens, query_start_loc, num_tokens, tile_q)
     first, count = visible_blocks(tiles, mask, block_size)
@@ -54,7 +54,7 @@ def _attend(call: AttentionCall) -> None:
     for begin in range(0, len(blocks), step):
         part = slice(begin, begin + step)
         query = tiles.position[part, :, None]
-        seen = exists[part] & mask.sees(query, key[part])
+        seen = exists[part] & (query >= 0) & mask.sees(query, key[part])
         # slots that may hold NaN, which neither a bias of -inf nor a weight of 0 hides
         unused = ~exists[part, 0, :, None, None]
         k, v = (

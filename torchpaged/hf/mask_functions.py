@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from torchpaged.custom_ops.attention.mask import in_reach
+from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.custom_ops.errors import UnsupportedModelError
 
 _GRID = 96  # query and key positions of a grid, at most, on each axis
@@ -47,7 +47,7 @@ class MaskKind(NamedTuple):
         """Whether window and chunk let ``query`` see ``key``; positions without padding."""
         if self.window == 0:  # what some configs make of a window that no layer uses: nothing is seen
             return torch.zeros_like(query == key)
-        return in_reach(query, key, False, *self.sides, self.chunk or 0)
+        return Mask(False, *self.sides, self.chunk or 0).sees(query, key)
 
 
 class Spans(NamedTuple):

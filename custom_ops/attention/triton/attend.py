@@ -111,6 +111,14 @@ def query_rows(inputs, start, query, query_len, seq_len, valid, SPEC: tl.constex
 
 
 @triton.jit
+def beside(rows, AXES: tl.constexpr):
+    """The same `Rows` with their one dimension at the place that ``AXES`` leave free, to meet keys."""
+    valid, position = tl.expand_dims(rows.valid, AXES), tl.expand_dims(rows.position, AXES)
+    low, end = tl.expand_dims(rows.low, AXES), tl.expand_dims(rows.end, AXES)
+    return Rows(valid, position, low, end, tl.expand_dims(rows.word, AXES), rows.context)
+
+
+@triton.jit
 def branch_position(word, context, key):
     """Where a key counts as being for a row of this word; its own key at the furthest."""
     token = tl.minimum(tl.maximum(key - context, 0), 63)
@@ -119,23 +127,24 @@ def branch_position(word, context, key):
 
 
 @triton.jit
-def branch_sees(word, context, low, key, LOW: tl.constexpr):
-    """Whether a row of this word sees a key that is not behind its own. LOW: rows may not see the first
+def branch_sees(rows, key, LOW: tl.constexpr):
+    """Whether rows see a key that is not behind their own. LOW: rows may not see the first
     positions."""
-    token = tl.minimum(tl.maximum(key - context, 0), 63)
-    seen = (key < context) | (((word >> token) & 1) != 0)
+    token = tl.minimum(tl.maximum(key - rows.context, 0), 63)
+    seen = (key < rows.context) | (((rows.word >> token) & 1) != 0)
     if LOW:
-        seen = seen & (branch_position(word, context, key) >= low)
+        seen = seen & (branch_position(rows.word, rows.context, key) >= rows.low)
     return seen
 
 
 @triton.jit
-def seen_by(key, low, end, word, context, LOW: tl.constexpr, SPEC: tl.constexpr):
-    """Whether rows see keys; all but ``context``, which the `Rows` have, broadcast to keys x rows. LOW: as in
-    `branch_sees`."""
-    seen = (key >= low) & (key < end)
+def seen_by(key, rows, LOW: tl.constexpr, SPEC: tl.constexpr):
+    """Whether rows, which lie `beside` the keys, see them. LOW: as in `branch_sees`."""
+    seen = key < rows.end
+    if LOW:
+        seen = seen & (key >= rows.low)
     if SPEC.tree:
-        seen = seen & branch_sees(word, context, low, key, LOW)
+        seen = seen & branch_sees(rows, key, LOW)
     return seen
 
 
@@ -148,12 +157,12 @@ def capped(s, soft_cap, SPEC: tl.constexpr):
 
 
 @triton.jit
-def sloped(s, key, slope, position, word, context, TREE: tl.constexpr, SPEC: tl.constexpr):
+def sloped(s, key, slope, rows, TREE: tl.constexpr, SPEC: tl.constexpr):
     """Scores of keys behind ALiBi; tensors as in `seen_by`. TREE: positions are a branch's."""
     if SPEC.alibi:
         if TREE:
-            key = branch_position(word, context, key)
-        s += slope * (key - position).to(tl.float32)
+            key = branch_position(rows.word, rows.context, key)
+        s += slope * (key - rows.position).to(tl.float32)
     return s
 
 
@@ -219,7 +228,7 @@ def attend(
     dv = tl.arange(0, TILING.dim_v_pad)
     ahead = first_key + tl.arange(0, TILE_KV)
     block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < end_key, other=0)
-    low, end, word = rows.low[:, None], rows.end[:, None], rows.word[:, None]
+    column = beside(rows, 1)
     for start in range(first_key, end_key, TILE_KV):
         n = start + tl.arange(0, TILE_KV)
         inside = n < end_key
@@ -230,10 +239,9 @@ def attend(
         k_mask = (d < SPEC.dim)[:, None] & inside[None, :]
         k = converted(tl.load(k_at + d[:, None], mask=k_mask, other=0.0), q.dtype)  # [D, N]
         s = tl.dot(q, k, input_precision="ieee") * row_scale[:, None]  # [M, N]
-        position, context = rows.position[:, None], rows.context
         s = capped(s, soft_cap, SPEC)
-        s = sloped(s, n[None, :], slope[:, None], position, word, context, SPEC.tree, SPEC)
-        s = tl.where(seen_by(n[None, :], low, end, word, context, LOW, SPEC), s * LOG2E, float("-inf"))
+        s = sloped(s, n[None, :], slope[:, None], column, SPEC.tree, SPEC)
+        s = tl.where(seen_by(n[None, :], column, LOW, SPEC), s * LOG2E, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         shrink = tl.exp2(maximum - top)
@@ -330,10 +338,9 @@ def attend_slices(
             k = tl.load(k_at, mask=d < SPEC.dim, other=0.0)
         k = converted(k, q.dtype)
         s = tl.dot(k, q, input_precision="ieee") * row_scale[None, None, :]  # [S, N, M]
-        key, word, context = n[:, :, None], rows.word[None, None, :], rows.context
-        position = rows.position[None, None, :]
+        key = n[:, :, None]
         s = capped(s, soft_cap, SPEC)
-        s = sloped(s, key, slope[None, None, :], position, word, context, SPEC.tree, SPEC)
+        s = sloped(s, key, slope[None, None, :], beside(rows, (0, 1)), SPEC.tree, SPEC)
         if SPEC.soft_cap or SPEC.alibi:
             s *= LOG2E
         if SAME_MASK:
@@ -342,11 +349,7 @@ def attend_slices(
                 visible = visible & (n >= low)
             visible = visible[:, :, None]
         else:
-            visible = key < rows.end[None, None, :]
-            if LOW:
-                visible = visible & (key >= low[None, None, :])
-            if SPEC.tree:
-                visible = visible & branch_sees(word, context, low[None, None, :], key, LOW)
+            visible = seen_by(key, beside(rows, (0, 1)), LOW, SPEC)
         s = tl.where(visible, s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None, :])

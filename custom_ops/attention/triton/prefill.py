@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.attention.triton.attend import (
+    beside,
     capped,
     converted,
     finish,
@@ -234,7 +235,7 @@ def mainloop(
     v_block: tl.constexpr = SPEC.v_strides[0]
     v_slot: tl.constexpr = SPEC.v_strides[1]
     key = tl.arange(0, TILE_KV)
-    slope, position, word = tile.slope[:, None], rows.position[:, None], rows.word[:, None]
+    slope, column = tile.slope[:, None], beside(rows, 1)
     for start in tl.range(first, last, TILE_KV, num_stages=STAGES):
         following = start + TILE_KV
         if GAP:
@@ -260,10 +261,9 @@ def mainloop(
             s *= tile.score_scale
         s = capped(s, tile.soft_cap, SPEC)
         n = start + key[None, :]
-        s = sloped(s, n, slope, position, word, rows.context, SPEC.tree and MASKED, SPEC)
+        s = sloped(s, n, slope, column, SPEC.tree and MASKED, SPEC)
         if MASKED:
-            low, end = rows.low[:, None], rows.end[:, None]
-            s = tl.where(seen_by(n, low, end, word, rows.context, LOW, SPEC), s, float("-inf"))
+            s = tl.where(seen_by(n, column, LOW, SPEC), s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s * to_base_2 - (top * to_base_2)[:, None])
         shrink = tl.exp2((maximum - top) * to_base_2)

@@ -12,7 +12,7 @@ from cuda_sources import HostProgram, needs_gxx
 from specialisations import specialisation
 
 from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
-from torchpaged.custom_ops.attention.mask import visible_keys
+from torchpaged.custom_ops.attention.mask import Mask
 
 KEYS = 128
 pytestmark = needs_gxx
@@ -77,13 +77,9 @@ def ranges(
         positions = torch.arange(
             seq_len - query_len + first, seq_len - query_len + min(first + tokens, query_len)
         )
-        keys = (
-            visible_keys(positions, max(seq_len, 0), causal, left, right, chunk)
-            .any(0)
-            .nonzero()
-            .flatten()
-            .tolist()
-        )
+        query = positions[:, None]
+        seen = Mask(causal, left, right, chunk).sees(query, torch.arange(max(seq_len, 0))) & (query >= 0)
+        keys = seen.any(0).nonzero().flatten().tolist()
         found.append((keys[-1] // KEYS + 1, keys[0] // KEYS) if keys else (0, 0))
     return found
 

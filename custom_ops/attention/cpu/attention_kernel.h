@@ -40,11 +40,11 @@ struct WorkItem {
 };
 
 constexpr int64_t MAX_ROWS = 64;  // rows of a work item
-constexpr int64_t TILE_KV = 64;   // keys per softmax step
+constexpr int64_t TILE_KV = 64;   // keys per softmax step: the bits of a word
 // where a row's maximum begins: finite, so that a row that has seen nothing makes no inf - inf
 constexpr float FLOOR = -1e30f;
 
-// The visible keys of the query at `position`: every mask of the op is an interval.
+// The keys between the first and the last that the query at `position` sees.
 inline void visible_range(const Problem& p, int64_t position, int64_t seq_len, int64_t* low, int64_t* end) {
   int64_t lo = 0, hi = seq_len;
   if (position < 0) { *low = *end = 0; return; }
@@ -86,6 +86,46 @@ inline void query_range(const Problem& p, int64_t start, int64_t t, int64_t quer
   visible_range(p, Branch(p, start, context, t).position(position), seq_len, low, end);
   *end = position + 1;
 }
+
+// Bits [from, to) of a word, both clamped to its size.
+inline uint64_t bits(int64_t from, int64_t to) {
+  from = from < 0 ? 0 : from;
+  to = to > 64 ? 64 : to;
+  return from < to ? ~uint64_t(0) >> (64 - (to - from)) << from : 0;
+}
+
+// The keys that one row of a work item sees.
+struct RowMask {
+  int64_t low, end;            // the first of them, and behind the last
+  int64_t context = INT64_MAX; // from here on a tree mask may hide keys in between
+  int64_t low_position = 0;    // of keys as the row counts them under a tree mask
+  uint64_t word = 0;
+
+  RowMask() = default;
+  RowMask(const Problem& p, const WorkItem& w, int64_t row, int64_t start, int64_t query_len, int64_t seq_len) {
+    const int64_t token = w.token(row);
+    query_range(p, start, token, query_len, seq_len, &low, &end);
+    if (p.tree_mask && end > low) {
+      const Branch branch(p, start, seq_len - query_len, token);
+      context = branch.context, word = branch.word, low_position = low;
+    }
+    low = low > w.first_key ? low : w.first_key;
+    end = end < w.end_key ? end : w.end_key;
+  }
+  // Of the keys `tile` and the 63 behind it, a bit each.
+  uint64_t of(int64_t tile) const {
+    uint64_t seen = bits(low - tile, end - tile);
+    for (int64_t key = tile < context ? context : tile; key < end && key < tile + 64; ++key)
+      if (!sees(key)) seen &= ~(uint64_t(1) << (key - tile));
+    return seen;
+  }
+
+ private:
+  bool sees(int64_t key) const {
+    const uint64_t before = (uint64_t(1) << (key - context)) - 1;
+    return (word >> (key - context) & 1) && context + __builtin_popcountll(word & before) >= low_position;
+  }
+};
 
 // Divide an accumulator by its sum, add the sink's term, write out and lse of one row; zeros and -inf unless
 // it `sees` any key. The sum does not tell: it is NaN where a score was NaN or +inf, and 0 where all were

@@ -30,6 +30,9 @@ const T* row_at(const void* base, const Problem& p, const int32_t* table, int64_
   return static_cast<const T*>(base) + at;
 }
 
+int64_t first_bit(uint64_t word) { return __builtin_ctzll(word); }
+int64_t behind_last_bit(uint64_t word) { return 64 - __builtin_clzll(word); }
+
 // scores[r][0..3] = q[r] . k[0..3] for ROWS rows; q is padded to whole vectors with zeros, k is not.
 template <typename T, int ROWS>
 void dot_tile(const float* q, int64_t q_stride, const T* const* keys, int64_t head_dim, float* scores) {
@@ -137,28 +140,22 @@ void run_item(const Problem& p, const WorkItem& w) {
   s.acc.assign(padded_rows * stride, 0.0f);
   s.maximum.assign(padded_rows, FLOOR);
   s.total.assign(padded_rows, 0.0f);
-  int64_t low[MAX_ROWS], end[MAX_ROWS], from[MAX_ROWS], to[MAX_ROWS];  // visible keys; the same within a tile
-  int64_t low_position[MAX_ROWS];  // tree: of keys as the row counts them
+  RowMask masks[MAX_ROWS];
+  uint64_t seen[MAX_ROWS];  // of the keys of a tile
   float slopes[MAX_ROWS];
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t token = w.token(r), head = w.head(r);
     const T* x = static_cast<const T*>(p.q) + (start + token) * p.q_token + head * p.q_head;
     for (int64_t d = 0; d < p.head_dim; ++d) s.q[r * padded_dim + d] = to_float(x[d]) * p.scale;
-    query_range(p, start, token, query_len, seq_len, &low[r], &end[r]);
-    low_position[r] = low[r];
-    low[r] = std::max(low[r], w.first_key);
-    end[r] = std::min(end[r], w.end_key);
+    masks[r] = RowMask(p, w, r, start, query_len, seq_len);
     slopes[r] = p.alibi_slopes ? p.alibi_slopes[head] : 0.0f;
   }
-  // of keys in [low, end)
-  auto sees = [&](int64_t row, int64_t key) {
-    if (!p.tree_mask || key < seq_len - query_len) return true;
-    const Branch branch(p, start, seq_len - query_len, w.token(row));
-    return branch.sees(key) && branch.position(key) >= low_position[row];
-  };
   const T *keys[TILE_KV + 3], *values[TILE_KV];
   for (int64_t tile = w.first_key; tile < w.end_key; tile += TILE_KV) {
     const int64_t count = std::min(TILE_KV, w.end_key - tile);
+    uint64_t any_row = 0;
+    for (int64_t r = 0; r < rows; ++r) any_row |= seen[r] = masks[r].of(tile);
+    if (!any_row) continue;
     for (int64_t i = 0; i < count; ++i) {
       keys[i] = row_at<T>(p.k_cache, p, table, tile + i, kv_head, false);
       values[i] = row_at<T>(p.v_cache, p, table, tile + i, kv_head, true);
@@ -170,34 +167,31 @@ void run_item(const Problem& p, const WorkItem& w) {
                               s.scores.data() + r * TILE_KV + i);
     for (int64_t r = 0; r < padded_rows; ++r) {
       float* x = s.scores.data() + r * TILE_KV;
-      if (r < rows) {
-        from[r] = std::min(std::max<int64_t>(low[r] - tile, 0), count);
-        to[r] = std::max(std::min(end[r] - tile, count), from[r]);
-      }
-      if (r >= rows || from[r] == to[r]) {  // nothing visible for this row in this tile
+      if (r >= rows || !seen[r]) {  // nothing visible for this row in this tile
         std::fill(x, x + TILE_KV, 0.0f);
         continue;
       }
+      const int64_t from = first_bit(seen[r]), to = behind_last_bit(seen[r]);
       if (p.soft_cap > 0)
-        for (int64_t i = from[r]; i < to[r]; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
+        for (int64_t i = from; i < to; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
       if (p.alibi_slopes) {
         const int64_t position = seq_len - query_len + w.token(r);
         if (p.tree_mask) {
           const Branch branch(p, start, seq_len - query_len, w.token(r));
-          for (int64_t i = from[r]; i < to[r]; ++i)
+          for (int64_t i = from; i < to; ++i)
             x[i] += slopes[r] * float(branch.position(tile + i) - branch.position(position));
         } else {
-          for (int64_t i = from[r]; i < to[r]; ++i) x[i] += slopes[r] * float(tile + i - position);
+          for (int64_t i = from; i < to; ++i) x[i] += slopes[r] * float(tile + i - position);
         }
       }
-      std::fill(x, x + from[r], NEG_INF);
-      std::fill(x + to[r], x + TILE_KV, NEG_INF);
-      if (p.tree_mask)
-        for (int64_t i = from[r]; i < to[r]; ++i)
-          if (!sees(r, tile + i)) x[i] = NEG_INF;
+      std::fill(x, x + from, NEG_INF);
+      std::fill(x + to, x + TILE_KV, NEG_INF);
+      if (seen[r] != bits(from, to))
+        for (int64_t i = from; i < to; ++i)
+          if (!(seen[r] >> i & 1)) x[i] = NEG_INF;
       float top = s.maximum[r];
       // passes over NaN, which the sum below keeps
-      for (int64_t i = from[r]; i < to[r]; ++i) top = std::max(top, x[i]);
+      for (int64_t i = from; i < to; ++i) top = std::max(top, x[i]);
       vf sums = {};
       for (int64_t i = 0; i < TILE_KV; i += VEC_WIDTH) {
         const vf e = exp_vec(load(x + i) - top);
@@ -213,27 +207,20 @@ void run_item(const Problem& p, const WorkItem& w) {
     }
     for (int64_t r = 0; r < rows; r += ROW_TILE) {
       const int64_t last = std::min<int64_t>(r + ROW_TILE, rows);
-      // keys that any of these rows sees, and that all of them see
-      int64_t first = count, upto = 0, all_from = 0, all_to = count;
-      for (int64_t i = r; i < last; ++i) {
-        if (from[i] < to[i]) { first = std::min(first, from[i]); upto = std::max(upto, to[i]); }
-        all_from = std::max(all_from, from[i]);
-        all_to = std::min(all_to, to[i]);
-      }
-      if (first >= upto) continue;
+      uint64_t any = 0, all = ~uint64_t(0);  // keys that any of these rows sees, and that all of them see
+      for (int64_t i = r; i < last; ++i) { any |= seen[i]; all &= seen[i]; }
+      if (!any) continue;
+      const int64_t first = first_bit(any), upto = behind_last_bit(any);
       auto weigh = [&](int64_t row, int64_t begin, int64_t end_at, auto rows_at_once) {
         weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * TILE_KV + begin, values + begin,
                                                      end_at - begin, s.acc.data() + row * stride, stride,
                                                      p.head_dim_v);
       };
-      all_to = std::max(all_from, all_to);
-      const bool uneven =
-          first < all_from || upto > all_to || (p.tree_mask && tile + upto > seq_len - query_len);
       // 0 * NaN is NaN: no row may touch what it does not see
-      if (uneven && any_nonfinite<T>(values + first, upto - first, p.head_dim_v)) {
+      if (all != bits(first, upto) && any_nonfinite<T>(values + first, upto - first, p.head_dim_v)) {
         for (int64_t i = r; i < last; ++i)
-          for (int64_t begin = from[i], stop; begin < to[i]; begin = stop + 1) {
-            for (stop = begin; stop < to[i] && sees(i, tile + stop); ++stop) {}
+          for (int64_t begin = 0, stop; begin < TILE_KV; begin = stop + 1) {
+            for (stop = begin; stop < TILE_KV && (seen[i] >> stop & 1); ++stop) {}
             if (begin < stop) weigh(i, begin, stop, std::integral_constant<int, 1>{});
           }
       } else {
@@ -248,7 +235,7 @@ void run_item(const Problem& p, const WorkItem& w) {
       state[p.head_dim_v] = s.maximum[r];
       state[p.head_dim_v + 1] = s.total[r];
     } else {
-      finish_row<T>(p, start + w.token(r), w.head(r), low[r] < end[r], s.acc.data() + r * stride,
+      finish_row<T>(p, start + w.token(r), w.head(r), masks[r].low < masks[r].end, s.acc.data() + r * stride,
                     s.maximum[r], s.total[r]);
     }
   }

@@ -96,9 +96,10 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "schema": ((), ()),
     "mask": ((), ()),
     "limits": ((), ()),
-    "call": (("call",), ()),  # a record of another family, too, that this one's is put in terms of
+    # a record of another family, too, that this one's is put in terms of
+    "call": (("call", "mask"), ()),
     "fp8_rows": (("call",), ()),  # a format, which the contract and all kernels read
-    "check": (("call", "fp8_rows"), ()),
+    "check": (("call", "fp8_rows", "mask"), ()),
     "fake": (("call", "fp8_rows"), ()),
     "selection": (("call", "fp8_rows"), ()),
     "reference": (("call", "check", "fp8_rows", "mask", "selection"), ()),

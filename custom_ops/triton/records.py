@@ -1,4 +1,4 @@
-"""What launchers hand to the Triton kernels of attention and of cache writes: records of pointers, strides
+"""What launchers hand to the Triton kernels of all families: records of pointers, strides
 and numbers. A record is one argument of a kernel, so that its fields have their names on both sides. No
 import of Triton.
 """
@@ -41,6 +41,19 @@ class Results(NamedTuple):
         """Those of a call."""
         l_token, l_head = (0, 0) if lse is None else lse.stride()
         return cls(out, lse, out.stride(0), out.stride(1), l_token, l_head, scale)
+
+
+class Matrix(NamedTuple):
+    """A pointer to rows of numbers, ``[num_rows, width]``, and their stride; None and 0 where there
+    are none."""
+
+    ptr: Any
+    row: Any
+
+    @classmethod
+    def of(cls, x: Tensor | None) -> Matrix:
+        """That of a tensor."""
+        return cls(None, 0) if x is None else cls(x, x.stride(0))
 
 
 class Tokens(NamedTuple):

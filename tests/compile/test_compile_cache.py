@@ -41,12 +41,12 @@ def triton_hit():
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    from torchpaged.custom_ops.layers.triton.embedding import embedding_kernel as kernel
+    from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks_kernel as kernel
     hits = []
     triton.knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
-    constants = {"WIDTH": 64, "WIDTH_PAD": 64, "PDL": False}
-    kinds = {name: "*bf16" for name in kernel.arg_names if name.endswith("_ptr")}
-    kinds |= {"ids_ptr": "*i64", "scale_ptr": "*fp32", **dict.fromkeys(constants, "constexpr")}
+    constants = {"UNPACK": False, "TILE": 64}
+    kinds = {name: "*i64" for name in kernel.arg_names if name.endswith("_ptr")}
+    kinds |= dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=indexed), target=GPUTarget("cuda", 90, 32))

@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of our Triton kernels for GPUs that are not here, with registers, spills and
+"""Triton kernels compiled for GPUs that are not here (launched.py compiles them): registers, spills and
 shared memory."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import sass
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -22,30 +21,6 @@ TARGETS = {
 }
 TUNED = triton.__version__.startswith(("3.6.", "3.7."))
 SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-
-
-def compile_kernel(
-    kernel: Any,
-    target: str,
-    pointers: dict[str, str],
-    constants: dict[str, Any],
-    floats: tuple[str, ...] = (),
-    **options: int,
-) -> Any:
-    """Compile ``kernel``; ``pointers`` gives element types, None-valued ones go in ``constants``; other
-    arguments are i32."""
-    signature, constexprs, attributes = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            constexprs[(index,)] = constants[name]
-            continue
-        signature[name] = "*" + pointers[name] if name in pointers else "fp32" if name in floats else "i32"
-        if name in pointers or ("_" in name and not name.startswith("num") and name not in floats):
-            # what the JIT would see: aligned pointers and strides
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    return triton.compile(source, target=TARGETS[target], options=options)
 
 
 def resources(compiled: Any) -> dict[str, int]:

@@ -14,6 +14,7 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_act_and_mul
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.records import Matrix
 
 _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
 
@@ -33,25 +34,20 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def act_and_mul_kernel(
-    gate_up_ptr,
-    out_ptr,
-    gate_up_row,
-    out_row,
+    gate_up,
+    out,
     WIDTH: tl.constexpr,
     PIECE: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Grid: (num_tokens, pieces of a row)."""
+    """Rows: `Matrix`. Grid: (num_tokens, pieces of a row)."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     here = d < WIDTH
-    gate = tl.load(gate_up_ptr + token * gate_up_row + d, mask=here, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + token * gate_up_row + WIDTH + d, mask=here, other=0.0).to(tl.float32)
-    tl.store(
-        out_ptr + token * out_row + d,
-        (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty),
-        mask=here,
-    )
+    gate = tl.load(gate_up.ptr + token * gate_up.row + d, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(gate_up.ptr + token * gate_up.row + WIDTH + d, mask=here, other=0.0).to(tl.float32)
+    y = (activate(gate, ACTIVATION) * up).to(out.ptr.dtype.element_ty)
+    tl.store(out.ptr + token * out.row + d, y, mask=here)
 
 
 def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
@@ -62,10 +58,8 @@ def launch(gate_up: Tensor, out: Tensor, activation: str) -> None:
         launch_kernel(
             act_and_mul_kernel,
             (tokens, -(-width // piece)),
-            gate_up,
-            out,
-            gate_up.stride(0),
-            out.stride(0),
+            Matrix.of(gate_up),
+            Matrix.of(out),
             WIDTH=width,
             PIECE=piece,
             ACTIVATION=activation,

@@ -15,22 +15,21 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_embedding
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.records import Matrix
 
 
 @triton.jit
 def embedding_kernel(
     ids_ptr,
-    weight_ptr,
+    weight,
     scale_ptr,
-    out_ptr,
+    out,
     vocab_size,
-    weight_row,
-    out_row,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (num_tokens,). An id outside the table gives NaN. scale_ptr may be None."""
+    """Rows: `Matrix`. Grid: (num_tokens,). An id outside the table gives NaN. scale_ptr may be None."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH_PAD)
     if PDL:
@@ -39,10 +38,10 @@ def embedding_kernel(
     row = tl.load(ids_ptr + token)
     known = (row >= 0) & (row < vocab_size)
     # A select: the interpreter of Triton 3.9 takes no mask that a scalar comparison is spread into.
-    x = tl.load(weight_ptr + row * weight_row + d, mask=tl.where(known, d < WIDTH, False), other=float("nan"))
+    x = tl.load(weight.ptr + row * weight.row + d, mask=tl.where(known, d < WIDTH, False), other=float("nan"))
     if scale_ptr is not None:
         x = (x.to(tl.float32) * tl.load(scale_ptr).to(x.dtype).to(tl.float32)).to(x.dtype)
-    tl.store(out_ptr + token * out_row + d, x, mask=d < WIDTH)
+    tl.store(out.ptr + token * out.row + d, x, mask=d < WIDTH)
 
 
 def num_warps_of(width: int, itemsize: int) -> int:
@@ -61,12 +60,10 @@ def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor |
             embedding_kernel,
             (tokens,),
             input_ids,
-            weight,
+            Matrix.of(weight),
             scale,
-            out,
+            Matrix.of(out),
             weight.shape[0],
-            weight.stride(0),
-            out.stride(0),
             WIDTH=width,
             WIDTH_PAD=next_power_of_2(width),
             num_warps=num_warps_of(width, weight.element_size()),

@@ -15,37 +15,36 @@ from torchpaged.custom_ops.layers.call import NormCall
 from torchpaged.custom_ops.layers.check import check_rms_norm
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.records import Matrix
 
 
 @triton.jit
 def rms_norm_kernel(
-    x_ptr,
+    x,
     weight_ptr,
-    out_ptr,
-    residual_ptr,
-    post_ptr,
+    out,
+    residual,
+    post_residual,
     eps,
     offset,
-    x_row,
-    out_row,
-    residual_row,
-    post_row,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
 ):
-    """Grid: (num_tokens,). A pointer that is None leaves its step out."""
+    """Rows: `Matrix`. Grid: (num_tokens,). A pointer that is None leaves its step out."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH_PAD)
     here = d < WIDTH
     w = tl.load(weight_ptr + d, mask=here, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + token * x_row + d, mask=here, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        x += tl.load(residual_ptr + token * residual_row + d, mask=here, other=0.0).to(tl.float32)
-        tl.store(residual_ptr + token * residual_row + d, x.to(residual_ptr.dtype.element_ty), mask=here)
-    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + eps) * (offset + w)
-    if post_ptr is not None:
-        y += tl.load(post_ptr + token * post_row + d, mask=here, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * out_row + d, y.to(out_ptr.dtype.element_ty), mask=here)
+    z = tl.load(x.ptr + token * x.row + d, mask=here, other=0.0).to(tl.float32)
+    if residual.ptr is not None:
+        place = residual.ptr + token * residual.row + d
+        z += tl.load(place, mask=here, other=0.0).to(tl.float32)
+        tl.store(place, z.to(residual.ptr.dtype.element_ty), mask=here)
+    y = z * tl.rsqrt(tl.sum(z * z, axis=0) / WIDTH + eps) * (offset + w)
+    if post_residual.ptr is not None:
+        place = post_residual.ptr + token * post_residual.row + d
+        y += tl.load(place, mask=here, other=0.0).to(tl.float32)
+    tl.store(out.ptr + token * out.row + d, y.to(out.ptr.dtype.element_ty), mask=here)
 
 
 def num_warps_of(width: int) -> int:
@@ -61,17 +60,11 @@ def launch(call: NormCall) -> None:
         launch_kernel(
             rms_norm_kernel,
             (tokens,),
-            x,
+            Matrix.of(x),
             weight,
-            out,
-            residual,
-            post_residual,
+            *map(Matrix.of, (out, residual, post_residual)),
             eps,
             offset,
-            x.stride(0),
-            out.stride(0),
-            0 if residual is None else residual.stride(0),
-            0 if post_residual is None else post_residual.stride(0),
             WIDTH=width,
             WIDTH_PAD=next_power_of_2(width),
             num_warps=num_warps_of(width),

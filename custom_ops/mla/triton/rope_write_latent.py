@@ -30,7 +30,7 @@ from torchpaged.custom_ops.triton.launching import (
     require_fp8,
     require_launchable,
 )
-from torchpaged.custom_ops.triton.records import KeyPool, Tokens
+from torchpaged.custom_ops.triton.records import KeyPool, Matrix, Tokens
 
 _TILE_NOPE = 64  # terms of a sum at a time
 _TILE_RANK = 64  # columns of a latent per program: one token of 16 heads of 512 fills a GPU
@@ -119,8 +119,7 @@ def rope_write_latent_kernel(
     pool,
     norm,
     positions_ptr,
-    cos_sin_ptr,
-    cos_row,
+    cos_sin,
     slot_ptr,
     num_tokens,
     SIZES: tl.constexpr,
@@ -128,7 +127,8 @@ def rope_write_latent_kernel(
     PDL: tl.constexpr,
 ):
     """``q``, ``kv_c``, ``k_pe``, ``q_out``: `Tokens`; ``up_keys``: `Tokens`, of heads and their rows;
-    ``pool``: `KeyPool`. Grid: (num_tokens + tiles of tokens x heads x (tiles of the rank + 1),)."""
+    ``pool``: `KeyPool`; ``cos_sin``: `Matrix`. Grid: (num_tokens + tiles of tokens x heads x (tiles of the
+    rank + 1),)."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     TILE: tl.constexpr = SIZES.tile_tokens
@@ -139,8 +139,8 @@ def rope_write_latent_kernel(
         token = program.to(tl.int64)
         slot = tl.load(slot_ptr + token)
         if slot >= 0:
-            cos_sin = cos_sin_ptr + tl.load(positions_ptr + token) * cos_row
-            _write_row(kv_c, k_pe, pool, norm, cos_sin, token, slot, SIZES, ROTATION)
+            rotation_at = cos_sin.ptr + tl.load(positions_ptr + token) * cos_sin.row
+            _write_row(kv_c, k_pe, pool, norm, rotation_at, token, slot, SIZES, ROTATION)
     else:
         tiles = (num_tokens + TILE - 1) // TILE
         rest = (program - num_tokens) // tiles
@@ -164,7 +164,7 @@ def rope_write_latent_kernel(
             _store_rotated(
                 source + SIZES.nope,
                 target + SIZES.rank,
-                cos_sin_ptr + position * cos_row,
+                cos_sin.ptr + position * cos_sin.row,
                 here,
                 SIZES.rope,
                 SIZES.half_pad,
@@ -198,8 +198,7 @@ def rope_write_latent(call: LatentWriteCall) -> None:
         KeyPool.of(kv_cache, None),
         LatentNorm(call.kv_norm, call.norm_eps),
         positions.contiguous(),
-        cos_sin,
-        cos_sin.stride(0),
+        Matrix.of(cos_sin),
         slot_mapping.contiguous(),
         tokens,
         SIZES=LatentSizes(

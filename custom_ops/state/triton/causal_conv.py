@@ -3,6 +3,8 @@ reads and writes the row's state."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -10,57 +12,61 @@ import triton.language as tl
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import ConvCall
 from torchpaged.custom_ops.state.check import check_causal_conv
+from torchpaged.custom_ops.state.triton.records import Batch, Window
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.records import Matrix
 
 _TILE_CHANNELS = 256
 _MAX_TILE_TOKENS = 16
 
 
+class Row(NamedTuple):
+    """A row of a batch, as a kernel has it: its first token, its tokens, how many of these are padding, its
+    slot, 0 where it writes nothing, and its length."""
+
+    begin: Any
+    count: Any
+    first: Any
+    slot: Any
+    seq_len: Any
+
+
 @triton.jit
-def row_of(req, slots_ptr, lens_ptr, starts_ptr):
-    """A row's first token, its tokens, how many of these are padding, its slot and its length; slot 0 where
-    it writes nothing."""
-    begin = tl.load(starts_ptr + req)
-    count = tl.load(starts_ptr + req + 1) - begin
-    seq_len = tl.load(lens_ptr + req)
-    slot = tl.load(slots_ptr + req)
+def row_of(req, batch):
+    """`Row` of a request."""
+    begin = tl.load(batch.starts + req)
+    count = tl.load(batch.starts + req + 1) - begin
+    seq_len = tl.load(batch.lens + req)
+    slot = tl.load(batch.slots + req)
     first = tl.minimum(tl.maximum(count - seq_len, 0), count)
     slot = tl.where(first < count, slot, 0)
     first = tl.where(slot > 0, first, count)
-    return begin, count, first, slot.to(tl.int64), seq_len
+    return Row(begin, count, first, slot.to(tl.int64), seq_len)
 
 
 @triton.jit
-def load_inputs(
-    at, channel, here, begin, first, count, kept, x_ptr, state_ptr, x_token, state_row, WIDTH: tl.constexpr
-):
+def load_inputs(at, channel, here, row, x, state_at, state_row, WIDTH: tl.constexpr):
     """A row's inputs at places of its tokens, ``[places, channels]``: those before its first token are the
     state's, if it is kept; zeros where there are none."""
-    new = (at >= first) & (at < count)
-    x = x_ptr + (begin + at).to(tl.int64)[:, None] * x_token + channel[None, :]
-    state = state_ptr + (at + WIDTH - 1)[:, None] * state_row + channel[None, :]
-    seen = tl.load(x, mask=new[:, None] & here[None, :], other=0.0)
-    return seen + tl.load(state, mask=((at < 0) & kept)[:, None] & here[None, :], other=0.0)
+    new = (at >= row.first) & (at < row.count)
+    place = x.ptr + (row.begin + at).to(tl.int64)[:, None] * x.row + channel[None, :]
+    before = state_at + (at + WIDTH - 1)[:, None] * state_row + channel[None, :]
+    seen = tl.load(place, mask=new[:, None] & here[None, :], other=0.0)
+    kept = (at < 0) & (row.seq_len > row.count)
+    return seen + tl.load(before, mask=kept[:, None] & here[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def causal_conv_kernel(
     num_reqs,
     num_tokens,
-    x_ptr,
-    weight_ptr,
-    state_ptr,
-    slots_ptr,
-    lens_ptr,
-    starts_ptr,
-    out_ptr,
+    x,
+    weight,
+    state,
+    batch,
+    out,
     bias_ptr,
-    x_token,
-    weight_channel,
-    state_slot,
-    state_row,
-    out_token,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -68,15 +74,16 @@ def causal_conv_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
 ):
-    """Grid: (num_reqs, tiles of channels, tiles of tokens); ROWS: a power of two of at least WIDTH - 1."""
+    """``x``, ``weight``, ``out``: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (num_reqs, tiles
+    of channels, tiles of tokens); ROWS: a power of two of at least WIDTH - 1."""
     req, part = tl.program_id(0), tl.program_id(2)
-    begin, count, first, slot, seq_len = row_of(req, slots_ptr, lens_ptr, starts_ptr)
+    row = row_of(req, batch)
+    begin, count, first = row.begin, row.count, row.first
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     here = channel < CHANNELS
     # The last row's programs have the tokens behind it, too: zeros.
     end = tl.where(req == num_reqs - 1, num_tokens - begin, count)
-    kept = seq_len > count
-    state_ptr += slot * state_slot
+    state_at = state.ptr + row.slot * state.slot
     if part * TILE_TOKENS < end:
         # the last program of the last row has all of the tokens behind it
         stop = tl.where(part == tl.num_programs(2) - 1, end, tl.minimum(end, (part + 1) * TILE_TOKENS))
@@ -85,48 +92,23 @@ def causal_conv_kernel(
             live = (token >= first) & (token < count)
             acc = tl.zeros((TILE_TOKENS, TILE_CHANNELS), tl.float32)
             for w in tl.static_range(WIDTH):
-                seen = load_inputs(
-                    token - (WIDTH - 1) + w,
-                    channel,
-                    here,
-                    begin,
-                    first,
-                    count,
-                    kept,
-                    x_ptr,
-                    state_ptr,
-                    x_token,
-                    state_row,
-                    WIDTH,
-                )
-                weight = tl.load(weight_ptr + channel * weight_channel + w, mask=here, other=0.0)
-                acc += seen.to(tl.float32) * weight.to(tl.float32)[None, :]
+                at = token - (WIDTH - 1) + w
+                seen = load_inputs(at, channel, here, row, x, state_at, state.row, WIDTH)
+                factor = tl.load(weight.ptr + channel * weight.row + w, mask=here, other=0.0)
+                acc += seen.to(tl.float32) * factor.to(tl.float32)[None, :]
             if bias_ptr is not None:
                 acc += tl.load(bias_ptr + channel, mask=here, other=0.0).to(tl.float32)[None, :]
             if SILU:
                 acc = acc / (1 + tl.exp(-acc))
             acc = tl.where(live[:, None], acc, 0.0)
-            target = out_ptr + (begin + token).to(tl.int64)[:, None] * out_token + channel[None, :]
-            tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=(token < end)[:, None] & here[None, :])
-    if (part == 0) & (slot > 0):
-        row = tl.arange(0, ROWS)
-        inside = (row < WIDTH - 1)[:, None] & here[None, :]
-        last = load_inputs(
-            count - (WIDTH - 1) + row,
-            channel,
-            here,
-            begin,
-            first,
-            count,
-            kept,
-            x_ptr,
-            state_ptr,
-            x_token,
-            state_row,
-            WIDTH,
-        )
+            target = out.ptr + (begin + token).to(tl.int64)[:, None] * out.row + channel[None, :]
+            tl.store(target, acc.to(out.ptr.dtype.element_ty), mask=(token < end)[:, None] & here[None, :])
+    if (part == 0) & (row.slot > 0):
+        n = tl.arange(0, ROWS)
+        inside = (n < WIDTH - 1)[:, None] & here[None, :]
+        last = load_inputs(count - (WIDTH - 1) + n, channel, here, row, x, state_at, state.row, WIDTH)
         tl.debug_barrier()  # all of the old state is read, above too, before any of the new is written
-        tl.store(state_ptr + row[:, None] * state_row + channel[None, :], last, mask=inside)
+        tl.store(state_at + n[:, None] * state.row + channel[None, :], last, mask=inside)
 
 
 def causal_conv(call: ConvCall) -> None:
@@ -147,19 +129,12 @@ def causal_conv(call: ConvCall) -> None:
         grid,
         num_reqs,
         num_tokens,
-        call.x,
-        call.weight,
-        call.conv_state,
-        call.state_slots,
-        call.seq_lens,
-        call.query_start_loc,
-        call.out,
+        Matrix.of(call.x),
+        Matrix.of(call.weight),
+        Window.of(call.conv_state),
+        Batch(call.state_slots, call.seq_lens, call.query_start_loc),
+        Matrix.of(call.out),
         call.bias,
-        call.x.stride(0),
-        call.weight.stride(0),
-        call.conv_state.stride(0),
-        call.conv_state.stride(1),
-        call.out.stride(0),
         CHANNELS=channels,
         WIDTH=width,
         ROWS=next_power_of_2(width - 1),

@@ -37,7 +37,7 @@ def pass_kernel(
     pid = tl.program_id(0)
     head = pid // VALUE_TILES % NUM_HEADS
     req = pid // (VALUE_TILES * NUM_HEADS)
-    begin, count, first, slot, seq_len = row_of(req, batch.slots, batch.lens, batch.starts)
+    begin, count, first, slot, seq_len = row_of(req, batch)
     DTYPE: tl.constexpr = chunks.scores.dtype.element_ty
     if (count > SHORT) & (slot > 0):
         n, i = tl.arange(0, KEY_PAD), tl.arange(0, CHUNK)

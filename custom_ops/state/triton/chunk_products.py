@@ -30,8 +30,8 @@ def load_rows(x, token, live, head, dim, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_gate(x, token, live, head):
-    """``[tokens]`` of `Gate`; zeros where there are none."""
-    return tl.load(x.ptr + token * x.token + head, mask=live, other=0.0).to(tl.float32)
+    """``[tokens]`` of `Matrix`; zeros where there are none."""
+    return tl.load(x.ptr + token * x.row + head, mask=live, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def chunk_kernel(
     are another kernel's. All other tokens without a state get zeros, those behind the last row too."""
     head = tl.program_id(0) % NUM_HEADS
     req, part = find_row(tl.program_id(0) // NUM_HEADS, batch.starts, num_reqs, CHUNK)
-    begin, count, first, _, _ = row_of(req, batch.slots, batch.lens, batch.starts)
+    begin, count, first, _, _ = row_of(req, batch)
     i = tl.arange(0, CHUNK)
     at = part * CHUNK + i
     live = (at >= first) & (at < count) & (count > SHORT)

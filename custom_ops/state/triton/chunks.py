@@ -11,11 +11,11 @@ from torch import Tensor
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 from torchpaged.custom_ops.state.triton.chunk_pass import pass_kernel
 from torchpaged.custom_ops.state.triton.chunk_products import chunk_kernel
-from torchpaged.custom_ops.state.triton.records import Batch, Chunks, Gate, State
+from torchpaged.custom_ops.state.triton.records import Batch, Chunks, State
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2
-from torchpaged.custom_ops.triton.records import Tokens
+from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
 #: Tokens up to which a row goes one by one.
 SHORT = 16
@@ -120,8 +120,8 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
         q,
         k,
         v,
-        Gate.of(call.g),
-        Gate.of(call.beta),
+        Matrix.of(call.g),
+        Matrix.of(call.beta),
         batch,
         out,
         chunks,

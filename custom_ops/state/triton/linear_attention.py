@@ -18,10 +18,10 @@ from torchpaged.custom_ops.state.check import check_linear_attention
 from torchpaged.custom_ops.state.triton.causal_conv import row_of
 from torchpaged.custom_ops.state.triton.chunks import SHORT, attend_in_chunks, has_long_rows
 from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel, split_decay
-from torchpaged.custom_ops.state.triton.records import Batch, Gate, State
+from torchpaged.custom_ops.state.triton.records import Batch, State
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
-from torchpaged.custom_ops.triton.records import Tokens
+from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
 #: Numbers of a state that a program holds, and a warp: 64 registers of each thread.
 _TILE, _WARP = 8192, 2048
@@ -86,14 +86,14 @@ def recurrent_kernel(
     EPS: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; ``q, k, v, g, out``: `Tokens`; GROUP:
-    heads per key head; BY_KEY: a decay per row of the state; SHORT: rows of more tokens, and what is behind
-    the last row, are other kernels'; 0: all is this one's."""
+    """Grid: (num_reqs * NUM_HEADS * tiles of values,), tiles fastest; ``q, k, v, g, out``: `Tokens`;
+    ``beta``: `Matrix`; GROUP: heads per key head; BY_KEY: a decay per row of the state; SHORT: rows of more
+    tokens, and what is behind the last row, are other kernels'; 0: all is this one's."""
     VALUE_TILES: tl.constexpr = (VALUE_DIM + TILE_VALUE - 1) // TILE_VALUE
     pid = tl.program_id(0)
     head = pid // VALUE_TILES % NUM_HEADS
     req = pid // (VALUE_TILES * NUM_HEADS)
-    begin, count, first, slot, seq_len = row_of(req, batch.slots, batch.lens, batch.starts)
+    begin, count, first, slot, seq_len = row_of(req, batch)
     if (SHORT > 0) & (count > SHORT):
         return
     n = tl.arange(0, KEY_PAD)
@@ -123,7 +123,7 @@ def recurrent_kernel(
         if DELTA:
             u -= tl.sum(matrix * (decay * key[:, None]), axis=0)
         if beta.ptr is not None:
-            u *= tl.load(beta.ptr + token * beta.token + head).to(tl.float32)
+            u *= tl.load(beta.ptr + token * beta.row + head).to(tl.float32)
         matrix = matrix * most + (matrix * rest + key[:, None] * u[None, :])
         y = tl.sum(matrix * query[:, None], axis=0)
         tl.store(to + token * out.token, y.to(out.ptr.dtype.element_ty), mask=of_value)
@@ -158,7 +158,7 @@ def linear_attention(call: LinearAttentionCall) -> None:
         num_tokens,
         call.scale,
         *map(Tokens.of, (q, k, v, g)),
-        Gate.of(call.beta),
+        Matrix.of(call.beta),
         Batch(call.state_slots, call.seq_lens, call.query_start_loc),
         State.of(state),
         Tokens.of(out),

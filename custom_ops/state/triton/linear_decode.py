@@ -61,7 +61,7 @@ def linear_decode_kernel(
     pid = tl.program_id(0)
     head = pid // VALUE_TILES % NUM_HEADS
     req = pid // (VALUE_TILES * NUM_HEADS)
-    begin, count, first, slot, seq_len = row_of(req, batch.slots, batch.lens, batch.starts)
+    begin, count, first, slot, seq_len = row_of(req, batch)
     live, token = first < count, begin.to(tl.int64)
     n = tl.arange(0, KEY_PAD)
     d = pid % VALUE_TILES * TILE_VALUE + tl.arange(0, TILE_VALUE)
@@ -79,7 +79,7 @@ def linear_decode_kernel(
     )
     factor = 1.0
     if beta.ptr is not None:
-        factor = tl.load(beta.ptr + token * beta.token + head, mask=live, other=0.0).to(tl.float32)
+        factor = tl.load(beta.ptr + token * beta.row + head, mask=live, other=0.0).to(tl.float32)
     if NORMALIZE:
         kk, qq = tl.reduce((key * key, query * query), 0, add_pairs)
         key *= tl.rsqrt(kk + EPS)

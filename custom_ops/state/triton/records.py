@@ -1,4 +1,4 @@
-"""What the launcher of linear_attention hands to its kernels. No import of Triton."""
+"""What the launchers of the state ops hand to their kernels. No import of Triton."""
 
 from __future__ import annotations
 
@@ -13,18 +13,6 @@ class Batch(NamedTuple):
     slots: Any
     lens: Any
     starts: Any
-
-
-class Gate(NamedTuple):
-    """A pointer to one number per token and head, ``[num_tokens, num_heads]``, and its stride."""
-
-    ptr: Any
-    token: Any
-
-    @classmethod
-    def of(cls, x: Tensor | None) -> Gate:
-        """That of a tensor; of none, without a pointer."""
-        return cls(None, 0) if x is None else cls(x, x.stride(0))
 
 
 class Chunks(NamedTuple):
@@ -54,3 +42,16 @@ class State(NamedTuple):
     def of(cls, x: Tensor) -> State:
         """That of a tensor."""
         return cls(x, *x.stride()[:3])
+
+
+class Window(NamedTuple):
+    """A pointer to a pool of the last inputs, ``[num_slots, width - 1, channels]``, and its strides."""
+
+    ptr: Any
+    slot: Any
+    row: Any
+
+    @classmethod
+    def of(cls, x: Tensor) -> Window:
+        """That of a tensor."""
+        return cls(x, *x.stride()[:2])

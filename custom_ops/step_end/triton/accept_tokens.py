@@ -25,21 +25,12 @@ def rows_per_program(num_reqs: int) -> int:
     return min(max(next_power_of_2(num_reqs), 32), _MOST_ROWS)
 
 
-def ring_options(call: AcceptCall, alone: bool) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """``(ring_slot, ring_step, num_slots)`` and the constexprs of a kernel that ends a step: LAST only with a
-    ring; ``alone``: it is one program."""
-    constants = {"BLOCK_SIZE": call.block_size, "STOPS": STOPS, "STEP": 0, "LAST": False, "ALONE": True}
-    ring, step = call.ring, call.step
-    if ring is None:
-        return (0, 0, 0), constants
-    strides = (ring.stride(0), ring.stride(1), ring.shape[0] - 1)
-    return strides, constants | {"STEP": step, "LAST": step == ring.shape[1] - 2, "ALONE": alone}
-
-
-def sizes(call: AcceptCall) -> tuple[int, ...]:
-    """``num_stops, num_words, capacity, table_row, stop_row`` of such a kernel."""
-    table, stop = call.block_table, call.stop_token_ids
-    return stop.shape[1], call.seen.shape[1], call.capacity, table.stride(0), stop.stride(0)
+def constants_of(call: AcceptCall, alone: bool) -> dict[str, Any]:
+    """The constexprs of a kernel that ends a step: LAST only with a ring; ``alone``: it is one program."""
+    constants = {"BLOCK_SIZE": call.block_size, "STOPS": STOPS}
+    if call.ring is None:
+        return constants | {"STEP": 0, "LAST": False, "ALONE": True}
+    return constants | {"STEP": call.step, "LAST": call.step == call.ring.shape[1] - 2, "ALONE": alone}
 
 
 @triton.jit
@@ -57,24 +48,51 @@ def is_among(token, stop):
 
 
 class Rows(NamedTuple):
-    """The buffers of a batch's rows, as a kernel has them; Triton compiles what it holds."""
+    """Pointers to the buffers of a batch's rows, by the names of the op's arguments; how many stop tokens,
+    words of seen tokens and tokens of a block table there are, and strides."""
 
-    table: Any
-    stop: Any
-    ids: Any
+    block_table: Any
+    stop_token_ids: Any
+    input_ids: Any
     positions: Any
-    lens: Any
-    slots: Any
+    seq_lens: Any
+    slot_mapping: Any
     counters: Any
     remaining: Any
     seen: Any
-    tokens: Any
+    tokens_out: Any
     num_stops: Any
     num_words: Any
     capacity: Any
     table_row: Any
     stop_row: Any
     seen_row: Any
+
+    @classmethod
+    def of(cls, call: AcceptCall) -> Rows:
+        """Those of a call."""
+        stop, seen = call.stop_token_ids, call.seen
+        sizes = stop.shape[1], seen.shape[1], call.capacity
+        strides = call.block_table.stride(0), stop.stride(0), seen.stride(0)
+        return cls(*call[1 : call._fields.index("block_size")], *sizes, *strides)
+
+
+class Ring(NamedTuple):
+    """Pointers to a ring of tokens and to the count of launches, or None; the ring's strides, and its slots
+    without the last."""
+
+    ptr: Any
+    launches: Any
+    slot: Any
+    step: Any
+    num_slots: Any
+
+    @classmethod
+    def of(cls, call: AcceptCall) -> Ring:
+        """That of a call."""
+        if call.ring is None:
+            return cls(None, None, 0, 0, 0)
+        return cls(call.ring, call.launches, *call.ring.stride()[:2], call.ring.shape[0] - 1)
 
 
 class Begun(NamedTuple):
@@ -95,12 +113,12 @@ def load_rows(rows, row, inside, BLOCK_SIZE: tl.constexpr, STOPS: tl.constexpr):
     From L2: `finish_step` reads them before the kernels ahead have finished, and a first-level cache may hold
     an older step's.
     """
-    stop_at = rows.stop + row.to(tl.int64) * rows.stop_row
-    old = tl.load(rows.lens + row, mask=inside, other=0, cache_modifier=".cg")
+    stop_at = rows.stop_token_ids + row.to(tl.int64) * rows.stop_row
+    old = tl.load(rows.seq_lens + row, mask=inside, other=0, cache_modifier=".cg")
     active = inside & (old > 0)
     counter = tl.load(rows.counters + row, mask=active, other=0, cache_modifier=".cg")
     remaining = tl.load(rows.remaining + row, mask=active, other=0, cache_modifier=".cg") - 1
-    block_at = rows.table + row.to(tl.int64) * rows.table_row + old // BLOCK_SIZE
+    block_at = rows.block_table + row.to(tl.int64) * rows.table_row + old // BLOCK_SIZE
     block = tl.load(block_at, mask=active & (old < rows.capacity), other=0, cache_modifier=".cg").to(tl.int64)
     return Begun(old, counter, remaining, block, load_stops(stop_at, 0, rows.num_stops, active, STOPS))
 
@@ -110,19 +128,19 @@ def accept_rows(rows, begun, row, inside, token, BLOCK_SIZE: tl.constexpr, STOPS
     """Take ``token [ROWS]``, int64, -1 in rows that are not active, another negative one ends the row."""
     old = begun.old
     active = inside & (old > 0)
-    stop_at = rows.stop + row.to(tl.int64) * rows.stop_row
+    stop_at = rows.stop_token_ids + row.to(tl.int64) * rows.stop_row
     stops = is_among(token, begun.stop)
     for first in range(STOPS, rows.num_stops, STOPS):
         stops |= is_among(token, load_stops(stop_at, first, rows.num_stops, active, STOPS))
     goes_on = active & (token >= 0) & (old < rows.capacity) & (stops == 0) & (begun.remaining > 0)
-    tl.store(rows.ids + row, token, mask=goes_on)
+    tl.store(rows.input_ids + row, token, mask=goes_on)
     slot = tl.where(goes_on, begun.block * BLOCK_SIZE + old % BLOCK_SIZE, -1)
-    tl.store(rows.slots + row, slot, mask=inside)
+    tl.store(rows.slot_mapping + row, slot, mask=inside)
     tl.store(rows.positions + row, old.to(tl.int64), mask=goes_on)
-    tl.store(rows.lens + row, tl.where(goes_on, old + 1, 0), mask=active)
+    tl.store(rows.seq_lens + row, tl.where(goes_on, old + 1, 0), mask=active)
     tl.store(rows.counters + row, begun.counter + 1, mask=active)
     tl.store(rows.remaining + row, begun.remaining, mask=active)
-    tl.store(rows.tokens + row, token, mask=inside)
+    tl.store(rows.tokens_out + row, token, mask=inside)
 
     word = token // 32
     marks = active & (token >= 0) & (word < rows.num_words)
@@ -132,14 +150,14 @@ def accept_rows(rows, begun, row, inside, token, BLOCK_SIZE: tl.constexpr, STOPS
 
 
 @triton.jit
-def find_slot(ring_ptr, launches_ptr, ring_slot, num_slots):
+def find_slot(ring):
     """The launch's number and its slot; the last one, behind ``num_slots``, where the number is negative."""
-    launch = tl.load(launches_ptr, cache_modifier=".cg")
-    return launch, ring_ptr + tl.where(launch < 0, num_slots, launch % num_slots) * ring_slot
+    launch = tl.load(ring.launches, cache_modifier=".cg")
+    return launch, ring.ptr + tl.where(launch < 0, ring.num_slots, launch % ring.num_slots) * ring.slot
 
 
 @triton.jit
-def end_launch(slot_at, launch, launches_ptr, ring_step, num_steps: tl.constexpr, ALONE: tl.constexpr):
+def end_launch(slot_at, launch, ring, num_steps: tl.constexpr, ALONE: tl.constexpr):
     """Behind a launch's last tokens: its number into its slot, and count it unless it is negative.
 
     The next one may begin once every program has read the number: the last one to come here counts. ALONE:
@@ -148,39 +166,20 @@ def end_launch(slot_at, launch, launches_ptr, ring_step, num_steps: tl.constexpr
     tl.debug_barrier()  # every warp has read it
     next_launch = tl.where(launch < 0, launch, launch + 1)
     if ALONE:
-        tl.store(slot_at + num_steps * ring_step, launch)
-        tl.store(launches_ptr, next_launch)
-    elif tl.atomic_add(launches_ptr + 1, 1) == tl.num_programs(0) - 1:
-        tl.store(slot_at + num_steps * ring_step, launch)
-        tl.store(launches_ptr + 1, tl.zeros([], tl.int64))
-        tl.store(launches_ptr, next_launch)
+        tl.store(slot_at + num_steps * ring.step, launch)
+        tl.store(ring.launches, next_launch)
+    elif tl.atomic_add(ring.launches + 1, 1) == tl.num_programs(0) - 1:
+        tl.store(slot_at + num_steps * ring.step, launch)
+        tl.store(ring.launches + 1, tl.zeros([], tl.int64))
+        tl.store(ring.launches, next_launch)
 
 
 @triton.jit
 def accept_tokens_kernel(
     sampled_ptr,
-    table_ptr,
-    stop_ptr,
-    ids_ptr,
-    positions_ptr,
-    lens_ptr,
-    slots_ptr,
-    counters_ptr,
-    remaining_ptr,
-    seen_ptr,
-    tokens_ptr,
-    ring_ptr,
-    launches_ptr,
+    rows,
+    ring,
     num_reqs,
-    num_stops,
-    num_words,
-    capacity,
-    table_row,
-    stop_row,
-    seen_row,
-    ring_slot,
-    ring_step,
-    num_slots,
     STEP: tl.constexpr,
     LAST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -189,39 +188,21 @@ def accept_tokens_kernel(
     ALONE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (ceil(num_reqs / ROWS),). STOPS: stop tokens compared at once. ALONE: one program. num_slots: of
-    the ring, without the last."""
+    """Records: `Rows`, `Ring`. Grid: (ceil(num_reqs / ROWS),). STOPS: stop tokens compared at once.
+    ALONE: one program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < num_reqs
     if PDL:
         tl.extra.cuda.gdc_wait()
-    rows = Rows(
-        table_ptr,
-        stop_ptr,
-        ids_ptr,
-        positions_ptr,
-        lens_ptr,
-        slots_ptr,
-        counters_ptr,
-        remaining_ptr,
-        seen_ptr,
-        tokens_ptr,
-        num_stops,
-        num_words,
-        capacity,
-        table_row,
-        stop_row,
-        seen_row,
-    )
     begun = load_rows(rows, row, inside, BLOCK_SIZE, STOPS)
-    if ring_ptr is not None:
-        launch, slot_at = find_slot(ring_ptr, launches_ptr, ring_slot, num_slots)
+    if ring.ptr is not None:
+        launch, slot_at = find_slot(ring)
     token = tl.load(sampled_ptr + row, mask=inside & (begun.old > 0), other=-1)
-    if ring_ptr is not None:
-        tl.store(slot_at + STEP * ring_step + row, token, mask=inside)
+    if ring.ptr is not None:
+        tl.store(slot_at + STEP * ring.step + row, token, mask=inside)
     accept_rows(rows, begun, row, inside, token, BLOCK_SIZE, STOPS)
     if LAST:
-        end_launch(slot_at, launch, launches_ptr, ring_step, STEP + 1, ALONE)
+        end_launch(slot_at, launch, ring, STEP + 1, ALONE)
 
 
 def accept_tokens(call: AcceptCall) -> None:
@@ -232,19 +213,15 @@ def accept_tokens(call: AcceptCall) -> None:
     if not num_reqs:
         return
     rows = rows_per_program(num_reqs)
-    strides, constants = ring_options(call, num_reqs <= rows)
     launch_kernel(
         accept_tokens_kernel,
         (triton.cdiv(num_reqs, rows),),
-        *call[: call._fields.index("block_size")],
-        call.ring,
-        call.launches,
+        call.sampled_token_ids,
+        Rows.of(call),
+        Ring.of(call),
         num_reqs,
-        *sizes(call),
-        call.seen.stride(0),
-        *strides,
         ROWS=rows,
         num_warps=rows // 32,
-        **constants,
+        **constants_of(call, num_reqs <= rows),
         **early_launch(call.input_ids.device),
     )

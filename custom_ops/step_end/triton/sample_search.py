@@ -32,10 +32,12 @@ class Listed(NamedTuple):
 
 
 @triton.jit
-def row_of(row, logits_ptr, seen_ptr, logits_row, seen_row, penalty, vocab_size):
+def row_of(row, rows, penalty):
     """`Logits` of a row."""
     wide = row.to(tl.int64)
-    return Logits(logits_ptr + wide * logits_row, seen_ptr + wide * seen_row, penalty, vocab_size)
+    return Logits(
+        rows.logits + wide * rows.logits_row, rows.seen + wide * rows.seen_row, penalty, rows.vocab_size
+    )
 
 
 @triton.jit

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from torchpaged.custom_ops.step_end import check
 from torchpaged.custom_ops.step_end.call import SampleCall
@@ -82,6 +81,43 @@ def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
     return SampleTiles(2048, 8, 4, 4096, 16)
 
 
+class LogitRows(NamedTuple):
+    """Pointers to the logits of a batch's rows, to how each samples and to what it has seen, by the names of
+    the op's arguments; how many logits there are, and strides."""
+
+    logits: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    repetition_penalty: Any
+    seen: Any
+    seeds: Any
+    counters: Any
+    vocab_size: Any
+    logits_row: Any
+    seen_row: Any
+
+    @classmethod
+    def of(cls, call: SampleCall) -> LogitRows:
+        """Those of a call."""
+        logits, seen = call.logits, call.seen
+        return cls(*call[: call._fields.index("out")], logits.shape[1], logits.stride(0), seen.stride(0))
+
+
+class Tiles(NamedTuple):
+    """What the first launch leaves of each row: pointers to numbers and to tokens, their strides of a row,
+    and how many programs, tiles and groups of tokens there were."""
+
+    parts: Any
+    indices: Any
+    parts_row: Any
+    indices_row: Any
+    num_programs: Any
+    num_tiles: Any
+    num_groups: Any
+
+
 class Parameters(NamedTuple):
     """How a row samples, as a kernel has it; Triton compiles what it holds."""
 
@@ -95,18 +131,16 @@ class Parameters(NamedTuple):
 
 
 @triton.jit
-def load_parameters(
-    row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
-):
+def load_parameters(row, rows):
     """`Parameters` of a row. Read before the kernels ahead have finished, perhaps: from L2, since a
     first-level cache may hold an older step's."""
-    temperature = tl.load(temperature_ptr + row, cache_modifier=".cg")
-    penalty = tl.load(penalty_ptr + row, cache_modifier=".cg")
-    top_k = tl.load(top_k_ptr + row, cache_modifier=".cg")
-    top_p = tl.load(top_p_ptr + row, cache_modifier=".cg")
-    min_p = tl.load(min_p_ptr + row, cache_modifier=".cg")
-    seed = tl.load(seeds_ptr + row, cache_modifier=".cg")
-    counter = tl.load(counters_ptr + row, cache_modifier=".cg")
+    temperature = tl.load(rows.temperature + row, cache_modifier=".cg")
+    penalty = tl.load(rows.repetition_penalty + row, cache_modifier=".cg")
+    top_k = tl.load(rows.top_k + row, cache_modifier=".cg")
+    top_p = tl.load(rows.top_p + row, cache_modifier=".cg")
+    min_p = tl.load(rows.min_p + row, cache_modifier=".cg")
+    seed = tl.load(rows.seeds + row, cache_modifier=".cg")
+    counter = tl.load(rows.counters + row, cache_modifier=".cg")
     return Parameters(temperature, top_k, top_p, min_p, penalty, seed, counter)
 
 
@@ -130,10 +164,11 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def parts_of(row, parts_ptr, indices_ptr, parts_row, indices_row, num_programs, num_tiles, num_groups):
-    """`Parts` of a row."""
-    at, list_at = parts_ptr + row.to(tl.int64) * parts_row, indices_ptr + row.to(tl.int64) * indices_row
-    return Parts(at, list_at, num_programs, num_tiles, num_groups)
+def parts_of(row, tiles):
+    """`Parts` of a row, of `Tiles`."""
+    wide = row.to(tl.int64)
+    at, list_at = tiles.parts + wide * tiles.parts_row, tiles.indices + wide * tiles.indices_row
+    return Parts(at, list_at, tiles.num_programs, tiles.num_tiles, tiles.num_groups)
 
 
 @triton.jit
@@ -203,34 +238,19 @@ def scan_greedy(logits, parts_at, indices_at, program, TILE: tl.constexpr, TILES
 
 @triton.jit
 def sample_tiles_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    penalty_ptr,
-    seen_ptr,
-    seeds_ptr,
-    counters_ptr,
-    parts_ptr,
-    indices_ptr,
-    vocab_size,
-    logits_row,
-    seen_row,
-    parts_row,
-    indices_row,
+    rows,
+    tiles,
     TILE: tl.constexpr,
     TILES_EACH: tl.constexpr,
     GROUP: tl.constexpr,
     READS_EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (programs, rows), of TILES_EACH tiles each. READS_EARLY: of a row's parameters, before the
-    kernels ahead have finished.
+    """Records: `LogitRows`, `Tiles`. Grid: (programs, rows), of TILES_EACH tiles each. READS_EARLY: of a
+    row's parameters, before the kernels ahead have finished.
 
     Row of parts: best of each tile, of a greedy row of each program; of a truncated row also the mass of each
-        tile and the maximum of
-    each group. Row of indices: token of each tile or program.
+    tile and the maximum of each group. Row of indices: token of each tile or program.
     """
     program, row = tl.program_id(0), tl.program_id(1)
     num_tiles = tl.num_programs(0) * TILES_EACH
@@ -238,23 +258,18 @@ def sample_tiles_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         if not READS_EARLY:
             tl.extra.cuda.gdc_wait()
-    parameters = load_parameters(
-        row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
-    )
+    parameters = load_parameters(row, rows)
     if PDL and READS_EARLY:
         tl.extra.cuda.gdc_wait()
-    parts_at, indices_at = (
-        parts_ptr + row.to(tl.int64) * parts_row,
-        indices_ptr + row.to(tl.int64) * indices_row,
-    )
-    logits = row_of(row, logits_ptr, seen_ptr, logits_row, seen_row, parameters.penalty, vocab_size)
+    parts = parts_of(row, tiles)
+    logits = row_of(row, rows, parameters.penalty)
     temperature = parameters.temperature
-    if is_truncated(parameters, vocab_size):
-        scan_truncated(logits, temperature, parts_at, program, num_tiles, TILE, TILES_EACH, GROUP)
+    if is_truncated(parameters, rows.vocab_size):
+        scan_truncated(logits, temperature, parts.at, program, num_tiles, TILE, TILES_EACH, GROUP)
     elif temperature > 0.0:
-        scan_drawn(logits, parameters, parts_at, indices_at, program, TILE, TILES_EACH)
+        scan_drawn(logits, parameters, parts.at, parts.list_at, program, TILE, TILES_EACH)
     else:
-        scan_greedy(logits, parts_at, indices_at, program, TILE, TILES_EACH)
+        scan_greedy(logits, parts.at, parts.list_at, program, TILE, TILES_EACH)
 
 
 @triton.jit
@@ -336,94 +351,66 @@ def merge_row(
 
 @triton.jit
 def merge_tiles_kernel(
-    logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    penalty_ptr,
-    seen_ptr,
-    seeds_ptr,
-    counters_ptr,
-    parts_ptr,
-    indices_ptr,
+    rows,
+    tiles,
     out_ptr,
-    vocab_size,
-    num_programs,
-    num_tiles,
-    num_groups,
-    logits_row,
-    seen_row,
-    parts_row,
-    indices_row,
     TILES: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: (rows,). TILES, GROUPS: powers of two."""
+    """Records: `LogitRows`, `Tiles`. Grid: (rows,). TILES, GROUPS: powers of two."""
     row = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    parameters = load_parameters(
-        row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, penalty_ptr, seeds_ptr, counters_ptr
-    )
-    logits = row_of(row, logits_ptr, seen_ptr, logits_row, seen_row, parameters.penalty, vocab_size)
-    parts = parts_of(row, parts_ptr, indices_ptr, parts_row, indices_row, num_programs, num_tiles, num_groups)
-    token = merge_row(logits, parameters, parts, TILES, GROUPS, GROUP, CHUNK)
+    parameters = load_parameters(row, rows)
+    logits = row_of(row, rows, parameters.penalty)
+    token = merge_row(logits, parameters, parts_of(row, tiles), TILES, GROUPS, GROUP, CHUNK)
     tl.store(out_ptr + row, token.to(tl.int64))
 
 
 class Merge(NamedTuple):
-    """What the first launch left for the second.
+    """What the first launch left for the second: its records, and constexprs and launch options."""
 
-    Attributes:
-        arguments: of the second kernel, the first ones: the op's inputs, parts and indices.
-        sizes: ``vocab_size, num_programs, num_tiles, num_groups`` and the four strides.
-        options: constexprs and launch options.
-    """
-
-    arguments: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
+    rows: LogitRows
+    tiles: Tiles
     options: dict[str, Any]
 
 
 def launch_tiles(call: SampleCall, reads_early: bool) -> Merge:
     """The first launch, without checks, of a call with rows. ``reads_early``: see `sample_tiles_kernel`."""
-    logits, seen = call.logits, call.seen
+    logits = call.logits
     num_rows, vocab_size = logits.shape
-    tiles = sample_tiles(num_rows, vocab_size)
-    num_programs = triton.cdiv(vocab_size, tiles.tile * tiles.tiles_each)
-    num_tiles = num_programs * tiles.tiles_each  # those beyond the vocabulary hold -inf
-    num_groups = num_tiles * (tiles.tile // GROUP)
+    sizes = sample_tiles(num_rows, vocab_size)
+    num_programs = triton.cdiv(vocab_size, sizes.tile * sizes.tiles_each)
+    num_tiles = num_programs * sizes.tiles_each  # those beyond the vocabulary hold -inf
+    num_groups = num_tiles * (sizes.tile // GROUP)
     parts = torch.empty(num_rows, 2 * num_tiles + num_groups, dtype=torch.float32, device=logits.device)
     indices = torch.empty(num_rows, num_groups, dtype=torch.int32, device=logits.device)
-    arguments = (*call[: call._fields.index("out")], parts, indices)
-    strides = (logits.stride(0), seen.stride(0), parts.stride(0), indices.stride(0))
+    rows = LogitRows.of(call)
+    tiles = Tiles(parts, indices, parts.stride(0), indices.stride(0), num_programs, num_tiles, num_groups)
     early = early_launch(logits.device)
     launch_kernel(
         sample_tiles_kernel,
         (num_programs, num_rows),
-        *arguments,
-        vocab_size,
-        *strides,
-        TILE=tiles.tile,
-        TILES_EACH=tiles.tiles_each,
+        rows,
+        tiles,
+        TILE=sizes.tile,
+        TILES_EACH=sizes.tiles_each,
         GROUP=GROUP,
         READS_EARLY=reads_early,
-        num_warps=tiles.tile_warps,
+        num_warps=sizes.tile_warps,
         **early,
     )
     options = {
         "TILES": next_power_of_2(num_tiles),
         "GROUPS": next_power_of_2(num_groups),
         "GROUP": GROUP,
-        "CHUNK": tiles.chunk,
+        "CHUNK": sizes.chunk,
     }
-    sizes = (vocab_size, num_programs, num_tiles, num_groups, *strides)
-    return Merge(arguments, sizes, options | {"num_warps": tiles.chunk_warps} | early)
+    return Merge(rows, tiles, options | {"num_warps": sizes.chunk_warps} | early)
 
 
 def sample_tokens(call: SampleCall) -> None:
@@ -433,6 +420,4 @@ def sample_tokens(call: SampleCall) -> None:
     num_rows = call.logits.shape[0]
     if num_rows:
         merge = launch_tiles(call, reads_early=False)
-        launch_kernel(
-            merge_tiles_kernel, (num_rows,), *merge.arguments, call.out, *merge.sizes, **merge.options
-        )
+        launch_kernel(merge_tiles_kernel, (num_rows,), merge.rows, merge.tiles, call.out, **merge.options)

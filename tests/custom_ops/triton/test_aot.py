@@ -18,8 +18,7 @@ import aot
 import launched
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks_kernel
-from torchpaged.custom_ops.step_end.triton.advance_step import advance_step_kernel
+from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -170,26 +169,11 @@ def test_small_kernels_compile(target: str) -> None:
     check(copied, target, True)
     if target in EARLY:
         assert early_steps(copied) == ["st.global", "fence.acq_rel.gpu"]
-    pack = dict.fromkeys(("bases_ptr", "sizes_ptr", "blocks_ptr", "rows_ptr"), "i64")
-    for unpack in (False, True):
-        check(
-            aot.compile_kernel(pack_blocks_kernel, target, pack, {"UNPACK": unpack, "TILE": 1024}),
-            target,
-            True,
-        )
-    pointers = {
-        "sampled_ptr": "i64",
-        "table_ptr": "i32",
-        "ids_ptr": "i64",
-        "positions_ptr": "i64",
-        "lens_ptr": "i32",
-        "slots_ptr": "i64",
-    }
-    check(
-        aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}),
-        target,
-        True,
-    )
+    with launched.recorded(target) as launches:
+        for unpack in (False, True):
+            pack_blocks(*torch.zeros(3, 4, dtype=torch.int64), torch.zeros(4, 64, dtype=torch.int64), unpack)
+    for launch in launches:
+        check(launched.compile_launch(launch, target), target, True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["fp8e4nv", "fp8e5"])

@@ -3,53 +3,63 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 import aot
+import launched
+from op_inputs.layers import make_embedding_inputs, make_gate_inputs
 
-from torchpaged.custom_ops.layers.triton.act_and_mul import act_and_mul_kernel
-from torchpaged.custom_ops.layers.triton.rms_norm import num_warps_of, rms_norm_kernel
-from torchpaged.custom_ops.triton.launching import next_power_of_2
+from torchpaged.custom_ops import BACKEND_OPS
 
-interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+BF16 = torch.bfloat16
+
+
+def check(op: str, target: str, inputs: dict[str, Any]) -> str:
+    """PTX of an op's launch, "" on AMD: no spills, accesses of 16 bytes."""
+    with launched.recorded(target) as launches:
+        getattr(BACKEND_OPS["triton"], op)(**inputs)
+    (launch,) = launches
+    compiled = launched.compile_launch(launch, target)
+    found = aot.resources(compiled)
+    assert found["spilled"] == 0, found
+    assert found["shared"] <= 4096, found
+    if target == "gfx942":
+        return ""
+    assert "ld.global.v4" in compiled.asm["ptx"]
+    assert "st.global.v4" in compiled.asm["ptx"]
+    return str(compiled.asm["ptx"])
 
 
 @pytest.mark.slow_cases(but=("sm_90-*",))
-@pytest.mark.skipif(interpreting, reason="compiles for GPUs")
 @pytest.mark.parametrize("residuals", [False, True])
 @pytest.mark.parametrize("width", [576, 2048, 4096, 8192])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_rms_norm_compiles(target: str, width: int, residuals: bool) -> None:
-    """No spills; 16-byte accesses where a lane has 8 numbers at least."""
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "bf16")
-    constants = {"WIDTH": width, "WIDTH_PAD": next_power_of_2(width)}
-    optional = ("residual_ptr", "post_ptr")
-    pointers |= dict.fromkeys(optional, "bf16") if residuals else {}
-    constants |= {} if residuals else dict.fromkeys(optional)
-    compiled = aot.compile_kernel(
-        rms_norm_kernel, target, pointers, constants, ("eps", "offset"), num_warps=num_warps_of(width)
-    )
-    found = aot.resources(compiled)
-    assert found["spilled"] == 0, found
-    assert found["shared"] <= 4096, found
-    if target != "gfx942":
-        assert "ld.global.v4" in compiled.asm["ptx"]
-        assert "st.global.v4" in compiled.asm["ptx"]
+    x, out, residual, post = torch.zeros(4, 3, width, dtype=BF16)
+    inputs = {"x": x, "weight": torch.zeros(width, dtype=BF16), "out": out, "eps": 1e-6}
+    check("rms_norm", target, inputs | ({"residual": residual, "post_residual": post} if residuals else {}))
 
 
 @pytest.mark.slow_cases(but=("sm_90-*",))
-@pytest.mark.skipif(interpreting, reason="compiles for GPUs")
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_act_and_mul_compiles(target: str, activation: str) -> None:
-    constants = {"WIDTH": 8192, "PIECE": 1024, "ACTIVATION": activation}
-    compiled = aot.compile_kernel(
-        act_and_mul_kernel, target, {"gate_up_ptr": "bf16", "out_ptr": "bf16"}, constants, num_warps=4
-    )
-    assert aot.resources(compiled)["spilled"] == 0
-    if target != "gfx942":
-        assert "ld.global.v4" in compiled.asm["ptx"]
-        assert "st.global.v4" in compiled.asm["ptx"]
+    check("act_and_mul", target, make_gate_inputs(width=8192, dtype=BF16) | {"activation": activation})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("width", [960, 4096, 16384])
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_embedding_compiles(target: str, width: int, scaled: bool) -> None:
+    ptx = check("embedding", target, make_embedding_inputs(width=width, scaled=scaled, dtype=BF16))
+    if target == "sm_90":
+        wait, start = (ptx.index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents"))
+        assert wait < start, "attention behind it reads early what was written ahead of it"

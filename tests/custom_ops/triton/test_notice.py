@@ -17,13 +17,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-import aot
+import launched
 import torch
 import triton
 import triton.language as tl
+from op_inputs.sampling import make_accept_inputs
 from triton import knobs
 
-from torchpaged.custom_ops.step_end.triton.advance_step import advance_step_kernel
+from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.triton import launching, notice
 
 
@@ -55,15 +56,11 @@ def screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def compile_ours(target: str = "sm_90") -> None:
-    pointers = {
-        "sampled_ptr": "i64",
-        "table_ptr": "i32",
-        "ids_ptr": "i64",
-        "positions_ptr": "i64",
-        "lens_ptr": "i32",
-        "slots_ptr": "i64",
-    }
-    aot.compile_kernel(advance_step_kernel, target, pointers, {"BLOCK_SIZE": 16, "ROWS": 128}, num_warps=4)
+    given = make_accept_inputs()
+    taken = ("sampled_token_ids", "block_table", "input_ids", "positions", "seq_lens", "slot_mapping")
+    with launched.recorded(target) as launches:
+        BACKEND_OPS["triton"].advance_step(*(given[name] for name in taken), block_size=4)
+    launched.compile_launch(launches[0], target)
 
 
 def test_a_kernel_of_ours_is_said_once(screen: Any) -> None:
@@ -87,7 +84,8 @@ def test_nobody_elses_and_nothing_where_there_is_no_screen(
     screen: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, heard = screen
-    aot.compile_kernel(foreign_kernel, "sm_90", {"out_ptr": "i32"}, {}, num_warps=1)
+    arguments = {"out_ptr": torch.zeros(1, dtype=torch.int32), "num": 3}
+    launched.compile_launch(launched.Launch(foreign_kernel, arguments, {"num_warps": 1}))
     screened = machine.stderr
     monkeypatch.setattr(screened, "isatty", lambda: False)
     compile_ours()

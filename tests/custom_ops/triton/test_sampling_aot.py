@@ -1,4 +1,4 @@
-"""The sampling kernels compile for sm_80, sm_90, sm_100 and gfx942 as they are launched, and
+"""The kernels that end a step compile for sm_80, sm_90, sm_100 and gfx942 as they are launched, and
 spill nothing."""
 
 from __future__ import annotations
@@ -7,187 +7,69 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
 import aot
+import launched
+from op_inputs.sampling import make_accept_inputs, make_sampling_inputs
 
-from torchpaged.custom_ops.layers.triton.embedding import embedding_kernel, num_warps_of
-from torchpaged.custom_ops.step_end.triton.accept_tokens import STOPS, accept_tokens_kernel, rows_per_program
-from torchpaged.custom_ops.step_end.triton.finish_step import finish_step_kernel
-from torchpaged.custom_ops.step_end.triton.sample_tokens import (
-    GROUP,
-    merge_tiles_kernel,
-    sample_tiles,
-    sample_tiles_kernel,
+from torchpaged.custom_ops import BACKEND_OPS
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+VOCAB = 128256
+
+
+def compile_op(op: str, target: str, inputs: dict[str, Any]) -> list[Any]:
+    """What each launch of an op compiles to."""
+    with launched.recorded(target) as launches:
+        getattr(BACKEND_OPS["triton"], op)(**inputs)
+    compiled = [launched.compile_launch(launch, target) for launch in launches]
+    for one in compiled:
+        aot.check_spills(one)
+        assert aot.resources(one)["shared"] <= aot.SHARED_LIMIT[target]
+    return compiled
+
+
+@pytest.mark.slow_cases(but=("sm_90-1-128256-bf16", "sm_90-64-128256-fp32"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size"), [(1, VOCAB), (16, VOCAB), (32, VOCAB), (64, VOCAB), (1, 262144)]
 )
-from torchpaged.custom_ops.triton import launching
-
-POINTERS = {f"{name}_ptr": "fp32" for name in ("temperature", "top_p", "min_p", "penalty", "parts")}
-POINTERS |= {
-    "top_k_ptr": "i32",
-    "seen_ptr": "i32",
-    "indices_ptr": "i32",
-    "seeds_ptr": "i64",
-    "counters_ptr": "i64",
-    "out_ptr": "i64",
-}
-
-
-def check(compiled: Any, target: str) -> None:
-    aot.check_spills(compiled)
-    assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT[target]
-
-
-def pointers(kernel: Any, dtype: str) -> dict[str, str]:
-    return {
-        name: kind for name, kind in {**POINTERS, "logits_ptr": dtype}.items() if name in kernel.arg_names
-    }
-
-
-@pytest.mark.slow_cases(
-    but=(
-        "sm_90-1-bf16",
-        "sm_90-64-fp32",
-    )
-)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("num_rows", [1, 16, 32, 64])
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_scan_compiles(target: str, num_rows: int, dtype: str) -> None:
-    tiles = sample_tiles(num_rows, 128256)
-    constants = {
-        "TILE": tiles.tile,
-        "TILES_EACH": tiles.tiles_each,
-        "GROUP": GROUP,
-        "READS_EARLY": True,
-        "PDL": target in ("sm_90", "sm_100"),
-    }
-    compiled = aot.compile_kernel(
-        sample_tiles_kernel,
-        target,
-        pointers(sample_tiles_kernel, dtype),
-        constants,
-        num_warps=tiles.tile_warps,
-    )
-    check(compiled, target)
+def test_sample_tokens_compiles(target: str, num_rows: int, vocab_size: int, dtype: str) -> None:
+    inputs = make_sampling_inputs([{}] * num_rows, vocab_size=vocab_size, dtype=DTYPES[dtype])
+    scan, _ = compile_op("sample_tokens", target, inputs)
     if target != "gfx942":
         wide = "ld.global.v2" if dtype == "bf16" else "ld.global.v4"
-        assert wide in compiled.asm["ptx"], "four logits per load"
-        assert "ld.global.v4" in compiled.asm["ptx"], "of a greedy row 16 bytes per load"
-
-
-@pytest.mark.slow_cases(but=("sm_90-128256-bf16",))
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("vocab_size", [128256, 262144])
-@pytest.mark.parametrize("target", aot.TARGETS)
-def test_merge_compiles(target: str, vocab_size: int, dtype: str) -> None:
-    tiles = sample_tiles(1, vocab_size)
-    num_tiles = -(-vocab_size // tiles.tile)
-    constants = {
-        "TILES": launching.next_power_of_2(num_tiles),
-        "GROUPS": launching.next_power_of_2(num_tiles * tiles.tile // GROUP),
-        "GROUP": GROUP,
-        "CHUNK": tiles.chunk,
-        "PDL": target in ("sm_90", "sm_100"),
-    }
-    check(
-        aot.compile_kernel(
-            merge_tiles_kernel,
-            target,
-            pointers(merge_tiles_kernel, dtype),
-            constants,
-            num_warps=tiles.chunk_warps,
-        ),
-        target,
-    )
+        assert wide in scan.asm["ptx"], "four logits per load"
+        assert "ld.global.v4" in scan.asm["ptx"], "of a greedy row 16 bytes per load"
 
 
 @pytest.mark.slow_cases(but=("sm_90-True",))
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_finish_step_compiles(target: str, ring: bool) -> None:
-    kinds = (
-        POINTERS
-        | {"logits_ptr": "bf16"}
-        | {f"{name}_ptr": "i64" for name in ("stop", "ids", "positions", "slots", "tokens")}
-    )
-    kinds |= {f"{name}_ptr": "i32" for name in ("table", "lens", "remaining")}
-    del kinds["out_ptr"]
-    tiles = sample_tiles(64, 128256)
-    num_tiles = -(-128256 // tiles.tile)
-    constants = {
-        "TILES": launching.next_power_of_2(num_tiles),
-        "GROUPS": launching.next_power_of_2(num_tiles * tiles.tile // GROUP),
-        "GROUP": GROUP,
-        "CHUNK": tiles.chunk,
-        "STEP": 0,
-        "LAST": ring,
-        "BLOCK_SIZE": 16,
-        "STOPS": STOPS,
-        "ALONE": False,
-        "PDL": target in ("sm_90", "sm_100"),
-    }
-    if ring:
-        kinds |= {"ring_ptr": "i64", "launches_ptr": "i64"}
-    else:
-        constants |= {"ring_ptr": None, "launches_ptr": None}
-    check(
-        aot.compile_kernel(finish_step_kernel, target, kinds, constants, num_warps=tiles.chunk_warps), target
-    )
+    inputs: dict[str, Any] = make_sampling_inputs([{}] * 64, vocab_size=VOCAB, dtype=torch.bfloat16)
+    inputs |= make_accept_inputs(64, vocab_size=VOCAB, launch=2 if ring else None, step=1)
+    del inputs["out"], inputs["sampled_token_ids"]
+    compile_op("finish_step", target, inputs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("num_reqs", [1, 64, 300])
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_accept_compiles(target: str, num_reqs: int, ring: bool) -> None:
-    kinds = {
-        f"{name}_ptr": "i64"
-        for name in ("sampled", "stop", "ids", "positions", "slots", "counters", "tokens")
-    }
-    kinds |= {f"{name}_ptr": "i32" for name in ("table", "lens", "remaining", "seen")}
-    rows = rows_per_program(num_reqs)
-    constants = {
-        "STEP": 0,
-        "LAST": ring,
-        "BLOCK_SIZE": 16,
-        "ROWS": rows,
-        "STOPS": STOPS,
-        "ALONE": num_reqs <= rows,
-        "PDL": target in ("sm_90", "sm_100"),
-    }
-    if ring:
-        kinds |= {"ring_ptr": "i64", "launches_ptr": "i64"}
-    else:
-        constants |= {"ring_ptr": None, "launches_ptr": None}
-    check(aot.compile_kernel(accept_tokens_kernel, target, kinds, constants, num_warps=rows // 32), target)
+def test_accept_tokens_compiles(target: str, num_reqs: int, ring: bool) -> None:
+    compile_op("accept_tokens", target, make_accept_inputs(num_reqs, launch=2 if ring else None, step=1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("width", [960, 4096, 16384])
 @pytest.mark.parametrize("target", aot.TARGETS)
-def test_embedding_compiles(target: str, width: int, scaled: bool) -> None:
-    kinds = {"ids_ptr": "i64", "weight_ptr": "bf16", "out_ptr": "bf16"} | (
-        {"scale_ptr": "fp32"} if scaled else {}
-    )
-    constants = {
-        "WIDTH": width,
-        "WIDTH_PAD": launching.next_power_of_2(width),
-        "PDL": target in ("sm_90", "sm_100"),
-    }
-    constants |= {} if scaled else {"scale_ptr": None}
-    compiled = aot.compile_kernel(
-        embedding_kernel, target, kinds, constants, num_warps=num_warps_of(width, 2)
-    )
-    check(compiled, target)
-    if target != "gfx942":
-        assert "ld.global.v4.b32" in compiled.asm["ptx"], "16 bytes per load"
-    if target == "sm_90":
-        wait, start = (
-            compiled.asm["ptx"].index(f"griddepcontrol.{what}") for what in ("wait", "launch_dependents")
-        )
-        assert wait < start, "attention behind it reads early what was written ahead of it"
+def test_advance_step_compiles(target: str) -> None:
+    taken = ("sampled_token_ids", "block_table", "input_ids", "positions", "seq_lens", "slot_mapping")
+    given = make_accept_inputs(200)
+    compile_op("advance_step", target, {name: given[name] for name in (*taken, "block_size")})

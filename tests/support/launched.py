@@ -26,6 +26,7 @@ from torchpaged.custom_ops.attention.triton.paged_attention import paged_attenti
 from torchpaged.custom_ops.mla.triton import config as latent_config
 from torchpaged.custom_ops.mla.triton import mla_attention
 from torchpaged.custom_ops.state.triton import chunks
+from torchpaged.custom_ops.step_end.triton import sample_tokens
 from torchpaged.custom_ops.triton import launching
 
 _TYPES = {
@@ -73,6 +74,7 @@ def recorded(target: str = "sm_90") -> Iterator[list[Launch]]:
     replaced: list[tuple[Any, str, Any]] = [
         (JITFunction, "run", note),
         (launching, "INTERPRET", True),  # what lets CPU tensors pass
+        (sample_tokens, "INTERPRET", False),  # its tiles are those of a GPU
         (launching, "num_sms", lambda device: 132),
         (config, "num_programs", lambda device, tiles: 132 * tiles.programs_per_sm),
         (config, "has_large_tiles", lambda device: target in ("sm_90", "sm_100")),

@@ -74,7 +74,8 @@ class Rows(NamedTuple):
         stop, seen = call.stop_token_ids, call.seen
         sizes = stop.shape[1], seen.shape[1], call.capacity
         strides = call.block_table.stride(0), stop.stride(0), seen.stride(0)
-        return cls(*call[1 : call._fields.index("block_size")], *sizes, *strides)
+        buffers: tuple[Any, ...] = call[1 : call._fields.index("block_size")]
+        return cls._make((*buffers, *sizes, *strides))
 
 
 class Ring(NamedTuple):
@@ -92,7 +93,8 @@ class Ring(NamedTuple):
         """That of a call."""
         if call.ring is None:
             return cls(None, None, 0, 0, 0)
-        return cls(call.ring, call.launches, *call.ring.stride()[:2], call.ring.shape[0] - 1)
+        slot, step, _ = call.ring.stride()
+        return cls(call.ring, call.launches, slot, step, call.ring.shape[0] - 1)
 
 
 class Begun(NamedTuple):

@@ -102,7 +102,8 @@ class LogitRows(NamedTuple):
     def of(cls, call: SampleCall) -> LogitRows:
         """Those of a call."""
         logits, seen = call.logits, call.seen
-        return cls(*call[: call._fields.index("out")], logits.shape[1], logits.stride(0), seen.stride(0))
+        inputs: tuple[Any, ...] = call[: call._fields.index("out")]
+        return cls._make((*inputs, logits.shape[1], logits.stride(0), seen.stride(0)))
 
 
 class Tiles(NamedTuple):

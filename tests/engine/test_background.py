@@ -199,23 +199,17 @@ def test_errors_at_random_steps_hang_nobody(llama: Any, want: list[list[int]]) -
         assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
 
 
-def test_an_error_that_no_request_is_about_ends_all_in_turn(llama: Any, want: list[list[int]]) -> None:
+def test_an_error_that_no_request_is_about_is_raised_by_all(llama: Any, want: list[list[int]]) -> None:
+    """Two callers with twelve requests; then the loop goes on."""
     with engine(llama, graphs=False).start() as generator, pytest.MonkeyPatch.context() as patch:
         patch.setattr(generator.scheduler, "schedule", lambda: 1 // 0)
-        outputs = generator.generate(PROMPTS * 2, EACH * 2)
-        assert {output.finish_reason for output in outputs} == {"error"}
-        assert all("ZeroDivisionError" in str(output.error) for output in outputs)
-        patch.undo()
-        assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
 
+        def waits() -> None:
+            with pytest.raises(TorchpagedError, match="ZeroDivisionError") as caught:
+                generator.generate(PROMPTS * 2, EACH * 2)
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
-def test_a_step_that_moves_none_and_raises_hangs_nobody(llama: Any, want: list[list[int]]) -> None:
-    """Each request passes alone, and gets nothing by it."""
-    with engine(llama, graphs=False).start() as generator, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generator._stepper, "step", lambda: 1 // 0)
-        patch.setattr("torchpaged.engine.isolation._try", lambda *_: None)
-        with pytest.raises(TorchpagedError, match="ZeroDivisionError"):
-            generator.generate(PROMPTS, EACH)
+        in_threads([waits, waits])
         patch.undo()
         assert [output.token_ids for output in generator.generate(PROMPTS, EACH)] == want
 

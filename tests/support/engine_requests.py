@@ -22,8 +22,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 TINY = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
 
 
-def faulty_model(model: Any) -> Any:
-    """A `PagedModel` of 69 blocks of 4, which asks its ``fault``."""
+def faulty_model(model: Any, num_blocks: int = 70) -> Any:
+    """A `PagedModel` of blocks of 4, which asks its ``fault``."""
     from torchpaged.hf import PagedModel
 
     class Faulty(PagedModel):
@@ -43,4 +43,4 @@ def faulty_model(model: Any) -> Any:
                 logits[row % len(logits), 3] = float("nan")
             return logits
 
-    return Faulty(model, num_blocks=70, block_size=4)
+    return Faulty(model, num_blocks=num_blocks, block_size=4)

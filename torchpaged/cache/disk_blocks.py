@@ -92,7 +92,7 @@ class DiskBlocks(NotCopied):
         size = of_bytes(self.num_slots * self.row_bytes)
         return f"{type(self).__name__}({counted(self.num_slots, 'block')}, {size})"
 
-    def write(self, rows: Sequence[tuple[int, Tensor]], after: Callable[[], object]) -> Job[int | OSError]:
+    def write(self, rows: Sequence[tuple[int, Tensor]], after: Callable[[], object]) -> Job[int | Exception]:
         """Write rows behind those of the calls before.
 
         Args:
@@ -101,7 +101,7 @@ class DiskBlocks(NotCopied):
             after: called in the thread first; returns when the rows are there.
 
         Returns:
-            Of each its checksum, or what the system said.
+            Of each its checksum, or why it was not written.
         """
         return Job([self._writer.submit(self._write, rows, after)])
 
@@ -137,24 +137,33 @@ class DiskBlocks(NotCopied):
         self._file.close()
 
     # --------------------------------------------------------------------------------------------- in threads
-    def _write(self, rows: Sequence[tuple[int, Tensor]], after: Callable[[], object]) -> list[int | OSError]:
-        after()
+    # What a job raises would be raised by whoever looks at it, the repair of a step that raised included.
+    def _write(
+        self, rows: Sequence[tuple[int, Tensor]], after: Callable[[], object]
+    ) -> list[int | Exception]:
+        try:
+            after()
+        except Exception as error:
+            return [error] * len(rows)
         return [self._write_row(slot, row.numpy().data) for slot, row in rows]
 
-    def _write_row(self, slot: int, row: memoryview) -> int | OSError:
+    def _write_row(self, slot: int, row: memoryview) -> int | Exception:
         try:
             written = 0
             while written < self.row_bytes:
                 place = slot * self.row_bytes + written
                 written += os.pwrite(self._file.fileno(), row[written:], place)
-        except OSError as error:
+            return zlib.crc32(row)
+        except Exception as error:
             return error
-        return zlib.crc32(row)
 
     def _read(
         self, rows: Sequence[tuple[int, Tensor]], checksums: Sequence[int], after: Callable[[], object]
     ) -> list[str]:
-        after()
+        try:
+            after()
+        except Exception as error:
+            return [why(error)] * len(rows)
         return [
             self._read_row(slot, row.numpy().data, checksum)
             for (slot, row), checksum in zip(rows, checksums, strict=True)
@@ -169,9 +178,9 @@ class DiskBlocks(NotCopied):
                 if not got:
                     return TRUNCATED
                 count += got
-        except OSError as error:
+            return "" if zlib.crc32(row) == checksum else WRONG_CHECKSUM
+        except Exception as error:
             return why(error)
-        return "" if zlib.crc32(row) == checksum else WRONG_CHECKSUM
 
     def _measure(self) -> float:
         count = max(1, min(self.num_slots, _SAMPLE // self.row_bytes))
@@ -179,7 +188,7 @@ class DiskBlocks(NotCopied):
         checksums = [self._write_row(slot, row.numpy().data) for slot, row in rows]
         began = time.perf_counter()
         for checksum in checksums:
-            if isinstance(checksum, OSError):
+            if isinstance(checksum, Exception):
                 raise checksum
         faults = self.read(rows, [c for c in checksums if isinstance(c, int)], lambda: None).wait()
         if any(faults):
@@ -187,6 +196,7 @@ class DiskBlocks(NotCopied):
         return count * self.row_bytes / (time.perf_counter() - began)
 
 
-def why(error: OSError) -> str:
+def why(error: Exception) -> str:
     """What the system said, in words without numbers and paths of one case."""
-    return (error.strerror or str(error) or type(error).__name__).lower()
+    said = error.strerror if isinstance(error, OSError) else None
+    return (said or str(error) or type(error).__name__).lower()

@@ -55,7 +55,7 @@ class DiskTier(HostTier):
         self._on_disk: OrderedDict[Hashable, DiskCopy] = OrderedDict()  # that used longest ago first
         self._free_places, self._next_place = list[int](), 0
         self._writing: dict[Hashable, tuple[bytes, int, int]] = {}  # name, slot, place
-        self._writes: list[tuple[list[Hashable], Job[int | OSError]]] = []
+        self._writes: list[tuple[list[Hashable], Job[int | Exception]]] = []
         self._reading: dict[Hashable, bytes] = {}  # names
         self._returning: list[Returning] = []  # not copied to the pools yet
         super().__init__(host, recompute_seconds)
@@ -114,7 +114,7 @@ class DiskTier(HostTier):
         for one in [one for one in self._returning if one.is_left and one.job.done()]:
             self._returned(one)
 
-    def _written(self, key: Hashable, result: int | OSError) -> None:
+    def _written(self, key: Hashable, result: int | Exception) -> None:
         name, slot, place = self._writing.pop(key)
         if isinstance(result, int):
             self._clean[key], self._on_disk[key] = (name, slot), DiskCopy(name, place, result)

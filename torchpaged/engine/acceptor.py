@@ -58,14 +58,24 @@ class Acceptor:
                 text += sequence.stream.flush()
         except Exception as error:
             return self.fail(
-                sequence, f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}"
+                sequence,
+                f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}",
+                error,
             )
         self.emit(sequence, (token, text, reason, None, logprobs))
 
-    def fail(self, sequence: Sequence, reason: str) -> None:
-        """End one request with an error."""
-        error = RequestError(sequence.request_id, reason)
-        self.emit(sequence, (None, "", "error", error, None))
+    def fail(self, sequence: Sequence, reason: str, cause: BaseException | None = None) -> None:
+        """End one request with an error, ``cause`` its `__cause__`."""
+        self.emit(sequence, (None, "", "error", request_error(sequence, reason, cause), None))
+
+    def lose(self, sequence: Sequence, error: Exception) -> None:
+        """End one whose `Sequence.reset` raised, within `Stepper.reset`, which does the rest."""
+        said = "the tokenizer could not decode its tokens once more"
+        reason = f"{said}: {type(error).__name__}: {error}"
+        sequence.inbox.ready[sequence] = None
+        sequence.log.append((None, "", "error", request_error(sequence, reason, error), None))
+        self._stats.finished["error"] = self._stats.finished.get("error", 0) + 1
+        sequence.reset()
 
     def emit(self, sequence: Sequence, event: EventRow) -> None:
         """Give the owner ``event``, then make everything else agree with it."""
@@ -87,3 +97,10 @@ class Acceptor:
             self._scheduler.remove(sequence)
             sequence.inbox.live.pop(sequence, None)
             del self._requests[sequence.request_id]
+
+
+def request_error(sequence: Sequence, reason: str, cause: BaseException | None) -> RequestError:
+    """Without the traceback of ``cause``: a result that is kept would keep the engine, in its frames."""
+    error = RequestError(sequence.request_id, reason)
+    error.__cause__ = None if cause is None else cause.with_traceback(None)
+    return error

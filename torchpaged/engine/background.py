@@ -8,10 +8,9 @@ It is one more caller: it enters as the others do, and gives way to those that w
 `_Follower` for its inbox. Whenever a call is over, of whatever thread, what has happened meanwhile is
 delivered (`BackgroundLoop.deliver`): reading events needs no lock, and waits for no step.
 
-After an error of a step its requests are computed again, and one that raises alone ends with it (`isolate`).
-After `SystemExit` or `KeyboardInterrupt`, or where no request gets an event by that, the error is raised by
-all who wait and ends all requests, and the loop goes on with the next ones. An error of that ends the loop;
-calls make their own steps then.
+What a step raises is no error of a request, which ends that request (`Stepper.step`): it is raised by all
+who wait and ends all requests, and the loop goes on with the next ones. An error of that ends the loop; calls
+make their own steps then.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ import torch
 from torchpaged.custom_ops.errors import ClosedError, TorchpagedError
 from torchpaged.engine.calls import Calls
 from torchpaged.engine.hand_out import HandOut
-from torchpaged.engine.isolation import isolate
 from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox
 
@@ -111,9 +109,6 @@ class BackgroundLoop:
         try:
             stepper.step()
         except BaseException as error:
-            with contextlib.suppress(Exception):
-                if isinstance(error, Exception) and isolate(stepper, error):
-                    return
             self._raise_in_all(error)
             try:
                 stepper.fail_all(f"a step raised {type(error).__name__}: {error}")

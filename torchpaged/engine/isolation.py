@@ -1,63 +1,177 @@
 """Which requests a step that raised is about: its requests are computed again, in halves where that raises
-again, until one raises alone. That one ends with its error; what passes with time hurts none.
+again, until one raises alone.
 
-    try:
-        stepper.step()
-    except Exception as error:
-        if not isolate(stepper, error):
-            stepper.fail_all(...)
+    isolation = Isolation(suspects, requests, more_tokens=3)
+    while isolation.group is not None:
+        error = step(isolation.group)       # without the others; what it raised, or None
+        isolation.stepped(error)
+    isolation.blamed, isolation.is_of_engine, isolation.limit
 
-Each try begins from the tokens that a request was given, so that these are as they would have been.
+A group begins again from the tokens that its requests were given, so that these are as they would have been.
+It passes when each has a few more.
+
+- **Blamed** is who raises alone, and, after another one passed, alone `HEARINGS` times in a row without a
+  token: an error that comes for a while and goes, or comes at times, ends no request. Where nobody is left
+  who passed, it raises `ENOUGH` times.
+- **Of the engine** is an error where none passes. As many as `ENOUGH` that raise alone, one behind the other,
+  are enough to say so.
+- **In company alone** raises a group whose halves pass: steps take at most half as many from then on.
+
+A group that raises is split, and one of a single request is not tried again until all are through: of ``n``
+suspects there are at most ``2 n - 1`` such groups, then `ENOUGH` witnesses, then the hearings, which begin
+anew with a token only. An isolation whose error is not the engine's has a trial that passed, which gave a
+request a token: there are at most as many of them as tokens to come.
 """
 
 from __future__ import annotations
 
 import logging
+import traceback
+from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from typing import TypeAlias
 
 from torchpaged.custom_ops.words import counted
 from torchpaged.engine.sequence import Sequence
-from torchpaged.engine.stepper import Stepper
 
+#: So many requests that raise alone, and none that passes, are no matter of a request.
+ENOUGH = 8
+#: So often in a row raises a request alone, and gets no token, that the error is about it.
+HEARINGS = 3
 _LOG = logging.getLogger("torchpaged.engine")
+#: Gives groups to be computed, takes what they raised: None if they passed.
+_Trials: TypeAlias = "Generator[list[Sequence], Exception | None, None]"
 
 
-def isolate(stepper: Stepper, error: Exception) -> bool:
-    """Deal with a step that raised ``error``.
+class Isolation:
+    """Trials after a step that raised.
 
-    Returns:
-        False: it concerns no request, or none came further; whatever raises would do so again.
+    Args:
+        suspects: the requests of that step.
+        requests: all that wait or run, by id, now and later.
+        more_tokens: how many a request is given in a trial at most: as many as a step may be ahead of what
+            was read, so that it comes to where the first one was.
+        error: of that step.
+
+    Attributes:
+        group: whom the next steps compute, without the others; None: it is over. Some may have ended.
+        error: as given.
+        suspects: those with a trial.
+        blamed: those the error is about, and what each raised.
+        is_of_engine: nobody passed.
+        limit: requests of a step at most from now on; None: as many as before.
     """
-    suspects = stepper.in_step()
-    _LOG.warning(
-        "a step raised %s: %s; its %s are computed again",
-        type(error).__name__,
-        error,
-        counted(len(suspects), "request"),
-    )
-    before, groups = sum(len(sequence.log) for sequence in suspects), [suspects]
-    while groups:
-        group = [sequence for sequence in groups.pop() if sequence.finish_reason is None]
+
+    def __init__(
+        self,
+        suspects: Seq[Sequence],
+        requests: Mapping[int, Sequence],
+        more_tokens: int,
+        error: Exception,
+    ) -> None:
+        self._requests, self._more, self.error = requests, more_tokens, error
+        self.suspects, self.blamed = list(suspects), list[tuple[Sequence, Exception]]()
+        self.is_of_engine = False
+        self.limit: int | None = None
+        self.group: list[Sequence] | None = None
+        self._goals: dict[Sequence, int] = {}  # events that each of the group is to have
+        self._had, self._steps_left = 0, 0
+        said = f"{type(error).__name__}: {error}"
+        what = counted(len(suspects), "request")
+        _LOG.warning("a step raised %s; its %s are computed again", said, what, exc_info=error)
+        free_locals(error)
+        self._trials = self._all_trials()
+        self._next(None)
+
+    def stepped(self, error: Exception | None) -> bool:
+        """A step of `group` is over, which raised ``error``; whether another group is to be computed now, or
+        none."""
+        group, self._steps_left = self.group or [], self._steps_left - 1
+        if error is not None:
+            free_locals(error)
+        elif self._steps_left and any(not s.finish_reason and len(s.log) < self._goals[s] for s in group):
+            return False
+        self._next(error)
+        return True
+
+    def _next(self, error: Exception | None) -> None:
         try:
-            _try(stepper, group)
-        except Exception as again:
-            group = [sequence for sequence in group if sequence.finish_reason is None]
-            if len(group) == 1:
-                reason = f"a step with this request alone raised {type(again).__name__}: {again}"
-                stepper.fail(group[0], reason)
+            self.group = self._trials.send(error)
+        except StopIteration:  # at its end, or broken off there
+            self.group = None
+            return
+        self._goals = {sequence: len(sequence.log) + self._more for sequence in self.group}
+        self._had = sum(len(sequence.tokens) for sequence in self.group)
+        # A step computes a token at least, and reads those of the step before it.
+        self._steps_left = sum(2 + self._more + len(sequence.tokens) for sequence in self.group)
+
+    # --------------------------------------------------------------------------------------------- the trials
+    def _all_trials(self) -> _Trials:
+        accused, crowds, passed = list[Sequence](), list[list[Sequence]](), list[Sequence]()
+        is_known = False  # somebody passed after the last of `accused` raised
+        groups = [self.suspects]
+        while groups:
+            group = _live(groups.pop())
+            if not group:
                 continue
-            half = (len(group) + 1) // 2
-            groups += [part for part in (group[half:], group[:half]) if part]
-    stepper.start_over(list(stepper.requests.values()))
-    return sum(len(sequence.log) for sequence in suspects) > before
+            error = yield group
+            if error is None:
+                is_known = is_known or self._has_moved(group)
+                passed += group if self._has_moved(group) else []
+                continue
+            left = _live(group)
+            if len(group) == 1:
+                accused += left
+                is_known = is_known and not left
+                if not passed and len(accused) == ENOUGH:
+                    break
+            elif len(left) < len(group):
+                groups.append(left)
+            else:
+                half = (len(group) + 1) // 2
+                crowds.append(group)
+                groups += [group[half:], group[:half]]
+        hearings = HEARINGS
+        if accused and not is_known:
+            others = [s for s in self._requests.values() if s not in accused and s not in passed]
+            witnesses = _live([*passed, *others])[: ENOUGH if passed else ENOUGH - len(accused)]
+            for witness in witnesses:
+                if (yield [witness]) is None and self._has_moved([witness]):
+                    is_known = True
+                    passed.append(witness)
+                    break
+            if not witnesses:  # who passed has ended
+                is_known, hearings = bool(passed), ENOUGH
+        if not passed or (accused and not is_known):
+            self.is_of_engine = bool(_live(self.suspects))
+            return
+        for sequence in accused:
+            again, count = None, 0
+            while count < hearings and sequence.finish_reason is None:
+                again = yield [sequence]
+                if again is None:
+                    break
+                count = 0 if self._has_moved([sequence]) else count + 1
+            if again is not None and sequence.finish_reason is None:
+                self.blamed.append((sequence, again))
+        ended = {sequence for sequence, _ in self.blamed}
+        of_many = [len(crowd) for crowd in crowds if ended.isdisjoint(crowd)]
+        self.limit = (min(of_many) + 1) // 2 if of_many else None
+
+    def _has_moved(self, group: Iterable[Sequence]) -> bool:
+        return sum(len(sequence.tokens) for sequence in group) > self._had
 
 
-def _try(stepper: Stepper, group: Seq[Sequence]) -> None:
-    """Compute ``group`` without the others until each has a further event."""
-    stepper.start_over(group)
-    had = {sequence: len(sequence.log) for sequence in group}
-    # A step computes a token at least, and reads those of the step before it.
-    for _ in range(2 + sum(len(sequence.tokens) for sequence in group)):
-        if all(len(sequence.log) > count for sequence, count in had.items()):
-            break
-        stepper.step()
+def _live(group: Iterable[Sequence]) -> list[Sequence]:
+    return [sequence for sequence in group if sequence.finish_reason is None]
+
+
+def free_locals(error: BaseException) -> None:
+    """Let go of what the frames that ``error`` came through hold: a batch that did not fit into memory would
+    take it from the next try."""
+    seen = set[int]()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__

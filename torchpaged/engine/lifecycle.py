@@ -31,10 +31,10 @@ class Lifecycle(NotCopied):
         `submit`, `cancel`, `generate`, `stream` and `events` may be called from any thread, and requests go
         on whether or not a thread waits for them. `step` is refused meanwhile.
 
-        After a step that raises, its requests are computed again, by halves where it raises again: one that
-        raises alone ends with ``finish_reason`` "error", the others go on to the same tokens, and the first
-        error is logged. `SystemExit` or `KeyboardInterrupt` in the thread ends all requests: who waits for
-        one gets a `TorchpagedError` with the error as its ``__cause__``. Either way the thread goes on.
+        After a step that raises, the next ones find out which request it is about, as `generate` says: that
+        one ends with ``finish_reason`` "error", the others go on to the same tokens. An error that is about
+        none, `SystemExit` or `KeyboardInterrupt` in the thread ends all requests: who waits for one gets a
+        `TorchpagedError` with the error as its ``__cause__``. Either way the thread goes on.
 
         Ctrl-C in a call that waits cancels the requests of that call alone. A program that ends without
         `close` waits for the step that runs, 10 seconds at most. A Generator that is dropped ends its thread,

@@ -21,9 +21,9 @@ class TokenEvent:
 
     ``token_id`` is None when a request ends without a further token (cancelled, or an error). ``text`` is
     what became certain with it. ``finish_reason``: None, "stop", "length", "out_of_blocks", "cancelled" or
-    "error"; then ``error`` says what it was. ``logprobs``: natural logarithms of probabilities by token id,
-    where ``SamplingParams.logprobs`` asks for them: first of the token itself, then of the likeliest ones,
-    which it may be among.
+    "error"; then ``error`` says what it was, its ``__cause__`` is what was raised. ``logprobs``: natural
+    logarithms of probabilities by token id, where ``SamplingParams.logprobs`` asks for them: first of the
+    token itself, then of the likeliest ones, which it may be among.
     """
 
     request_id: int

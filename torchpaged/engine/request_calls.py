@@ -97,6 +97,7 @@ class RequestCalls:
             ArgumentError: an id that is unknown, finished, given up (`cancel`), or another stream's; or the
                 model is not what its graphs were made with.
             TorchpagedError: a second stream over all requests.
+            Exception: of a step, as in `generate`.
         """
         self._calls.require_open()
         self._require_unchanged()
@@ -117,11 +118,14 @@ class RequestCalls:
             sampling: for all of them, or one each.
 
         Returns:
-            One result per prompt, or ``sampling.n``. A request that failed alone, of NaN logits for instance,
-            has ``finish_reason`` "error" and an ``error``.
+            One result per prompt, or ``sampling.n``. A request that failed alone, of NaN logits for instance
+            or since a step with it alone raises again and again, has ``finish_reason`` "error", an ``error``
+            and its ``__cause__``; the others have the tokens that they have without it.
 
         Raises:
             ArgumentError: a prompt or parameter that `submit` refuses; then none of them runs.
+            Exception: of a step, with whichever request it was tried: the requests of this call end, those of
+                others stay. With a background loop: a `TorchpagedError` with it as ``__cause__``.
         """
         texts = list_prompts(prompts)
         each = list_sampling(sampling, len(texts))
@@ -147,7 +151,13 @@ class RequestCalls:
         """One step of the whole batch; returns the events of submitted requests not handed out yet, those
         of open streams over some of them left out.
 
-        If it is interrupted, the next call or stream gives the events that this one did not return.
+        If it is interrupted, the next call or stream gives the events that this one did not return. After a
+        step that raised, the next ones compute some of its requests alone, until it is known which it is
+        about; there may be no events meanwhile.
+
+        Raises:
+            TorchpagedError: a background loop makes the steps.
+            Exception: of a step, as in `generate`; requests stay as they are, and the next call tries again.
         """
         handed: HandOut | None = None
         try:

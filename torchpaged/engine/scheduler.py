@@ -56,6 +56,7 @@ class Scheduler:
 
     Attributes:
         blocks: what each request holds.
+        max_running: requests that run at once from now on; fewer than ``max_batch_size`` after errors.
         preemptions, swapped: requests put back, and those of them whose blocks go to the host.
     """
 
@@ -81,6 +82,7 @@ class Scheduler:
         self._are_ahead = False  # blocks may have been given ahead of need
         self.ahead, self.lookahead = ahead, lookahead
         self.max_batch_size, self.prefill_chunk_size = max_batch_size, prefill_chunk_size
+        self.max_running = max_batch_size
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions, self.swapped, self.budget = 0, 0, budget
@@ -225,10 +227,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Start waiting requests while there are rows, and blocks for all their tokens and one more."""
-        if len(self.running) >= self.max_batch_size:
+        if len(self.running) >= self.max_running:
             return
         promised = sum(self.blocks.need(s) for s in self.running if s.row is None and not s.decodes)
-        while self.waiting and len(self.running) < self.max_batch_size:
+        while self.waiting and len(self.running) < self.max_running:
             need = self.blocks.need(self.waiting[0])
             if self.running and need + promised > self.pool.num_free - self.pool.num_pinned:
                 self._trim()

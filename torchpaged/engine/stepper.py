@@ -8,8 +8,9 @@ With a `DecodeLoop`, a step starts a launch of whole decode steps for all runnin
 wait, one pass over a token of each of these and a chunk of the prompts; then it reads the tokens of the step
 before. Without, it decodes and prefills in one pass, samples and reads. Tokens are the same.
 
-A step that raises has lost its rows: `reset` takes every request back to the events in its log, and the next
-step computes the rest again. `Calls` lets Ctrl-C wait until the step is over.
+A step that breaks off has lost its rows: `reset` takes every request back to the events in its log, and the
+next step computes the rest again. After an error the next steps find out which requests it is about
+(`Isolation`): these end with it, and the others go on. `Calls` lets Ctrl-C wait until the step is over.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from enum import Enum
 from functools import partial
 
@@ -27,6 +27,7 @@ from torchpaged.engine.acceptor import Acceptor
 from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
+from torchpaged.engine.isolation import Isolation
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.packed_steps import PackedSteps
@@ -82,6 +83,8 @@ class Stepper:
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
         self._plan: Schedule | None = None  # of the last step; None: it did not come so far
+        self._isolation: Isolation | None = None  # after a step that raised
+        self._crowd: list[Sequence] = []  # while one of them lives, steps take fewer requests
         self._owner = CacheOwner(model.kv_cache, self.requests)
         self.stats = GeneratorStats(scheduler.pool.num_usable)
         if scheduler.prefixes is not None:
@@ -108,7 +111,8 @@ class Stepper:
         with self._at_work():
             self.requests[sequence.request_id] = sequence
             sequence.inbox.live[sequence] = None
-            self._scheduler.add(sequence)
+            if self._isolation is None:  # it waits until that is over
+                self._scheduler.add(sequence)
             self.stats.prompt_tokens += len(sequence.prompt)
 
     def cancel(self, request_id: int) -> None:
@@ -128,36 +132,68 @@ class Stepper:
             for sequence in list(self.requests.values()):
                 self._acceptor.fail(sequence, reason)
 
-    def fail(self, sequence: Sequence, reason: str) -> None:
-        """End one request with an error now."""
-        with self._at_work():
-            self._acceptor.fail(sequence, reason)
-
-    def in_step(self) -> list[Sequence]:
-        """The requests that the last step was to move; those that could have run, where it chose none."""
-        if self._plan is None:
-            return list(self.requests.values())[: self._scheduler.max_batch_size]
-        found = [*self._plan.decodes, *(sequence for sequence, _ in self._plan.chunks)]
-        return [sequence for sequence in found if sequence.finish_reason is None]
-
-    def start_over(self, sequences: Seq[Sequence]) -> None:
-        """Let ``sequences``, some of the requests, begin again from the tokens that they were given; the
-        others neither wait nor run until the next call of this."""
-        self._lost = Lost.BLOCKS
-        self.reset()
-        self._scheduler.reset(sequences)
-
     def step(self) -> None:
-        """One step of the whole batch. If it raises, its requests go on with the next one.
+        """One step of the whole batch; after one that raised, of those requests alone that it may be about.
+        Of these, one that raises alone ends with "error".
 
         Raises:
             TorchpagedError: another engine has the model's cache.
+            Exception: none of them got through a step alone, so that it is no matter of a request. They go on
+                with the next step.
         """
         if self.requests:
             self.require_cache()
-        named = profile_range("step", self.stats.steps)
-        with self.late.counted(), self._at_work(), named, torch.inference_mode():
-            self._step()
+        if self._crowd and not any(sequence.finish_reason is None for sequence in self._crowd):
+            self._crowd, self._scheduler.max_running = [], self._scheduler.max_batch_size
+        named, error = profile_range("step", self.stats.steps), None
+        try:
+            with self.late.counted(), self._at_work(), named, torch.inference_mode():
+                self._step()
+        except Exception as raised:
+            if self._lost is not Lost.NOTHING:  # it could not be taken back
+                raise
+            error = raised
+        if error is not None or self._isolation is not None:
+            self._isolate(error)
+
+    def _isolate(self, error: Exception | None) -> None:
+        """Go on behind a step that raised ``error``, or went well while it is looked for whom one was about.
+
+        Raises:
+            Exception: the error is the engine's.
+        """
+        with self._at_work():
+            isolation = self._isolation
+            if isolation is None:
+                assert error is not None
+                more = 2 if self._loop is None else 1 + 2 * self._loop.steps_per_launch
+                isolation = Isolation(self._in_step(), self.requests, more, error)
+                self._isolation = isolation
+            elif not isolation.stepped(error):
+                return
+            if isolation.group is None:
+                self._isolation = None
+            self.reset()  # whoever is computed now begins again
+        if self._isolation is not None:
+            return
+        for sequence, again in isolation.blamed:
+            if sequence.finish_reason is None:
+                said = f"a step with this request alone raised {type(again).__name__}: {again}"
+                with self._at_work():
+                    self._acceptor.fail(sequence, said, again)
+        if isolation.limit is not None:
+            self._crowd += isolation.suspects
+            self._scheduler.max_running = min(self._scheduler.max_running, isolation.limit)
+        if isolation.is_of_engine:
+            raise isolation.error
+
+    def _in_step(self) -> list[Sequence]:
+        """The requests that the last step was to move; those that could have run, where it chose none."""
+        plan, found = self._plan, list[Sequence]()
+        if plan is not None:
+            found = [*plan.decodes, *(sequence for sequence, _ in plan.chunks)]
+        found = [sequence for sequence in found if sequence.finish_reason is None]
+        return found or list(self.requests.values())[: self._scheduler.max_running]
 
     def require_cache(self) -> None:
         """Have the pools; what another engine wrote there meanwhile is not taken for this one's.
@@ -195,7 +231,10 @@ class Stepper:
             if self._loop is not None:
                 self._loop.reset()
         for sequence in list(self.requests.values()):
-            sequence.reset()
+            try:
+                sequence.reset()
+            except Exception as error:
+                self._acceptor.lose(sequence, error)
             if sequence.finish_reason is not None:
                 sequence.inbox.live.pop(sequence, None)
                 del self.requests[sequence.request_id]
@@ -205,6 +244,9 @@ class Stepper:
         # states on.
         if self._lost is Lost.BLOCKS or self._scheduler.blocks.has_rings:
             self._scheduler.reset(self.requests.values())
+            if self._isolation is not None:
+                group = self._isolation.group or ()
+                self._scheduler.reset([one for one in group if one.request_id in self.requests])
         self._lost = Lost.NOTHING
 
     # ------------------------------------------------------------------------------------------------ a step

@@ -1,0 +1,212 @@
+"""Whom a step that raised is about, by `Isolation` over requests that only count: who is to blame is blamed,
+nobody else is, and trials come to an end."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from torchpaged.engine.isolation import ENOUGH, HEARINGS, Isolation, free_locals
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Thousands of warnings, each with a traceback."""
+    caplog.set_level(logging.ERROR, "torchpaged.engine")
+    yield
+
+
+@dataclass(eq=False)
+class Request:
+    """Gets ``length`` tokens."""
+
+    request_id: int
+    length: int = 1000
+    tokens: list[int] = field(default_factory=lambda: [1, 2, 3])
+    log: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def step(self) -> None:
+        self.log.append(0)
+        self.tokens.append(0)
+        if len(self.log) == self.length:
+            self.finish_reason = "length"
+
+
+#: Whether a step of a group raises, the how many-th it is.
+Fault = Callable[[list[Request], int], bool]
+
+
+def isolate(
+    suspects: list[Request], fault: Fault, others: list[Request] | None = None
+) -> tuple[Isolation, list[list[Request]]]:
+    """All trials behind a step, number 0, that raised; their groups."""
+    requests: Any = {one.request_id: one for one in [*suspects, *(others or [])]}
+    isolation = Isolation(suspects, requests, 3, RuntimeError("first"))  # type: ignore[arg-type]
+    groups: list[list[Request]] = []
+    for number in itertools.count(1):
+        group: Any = isolation.group
+        if group is None:
+            return isolation, groups
+        error = RuntimeError(str(number)) if fault(group, number) else None
+        if error is None:
+            for one in group:
+                if one.finish_reason is None:
+                    one.step()
+        if isolation.stepped(error):
+            groups.append(group)
+        assert number < 20_000, "no end"
+    raise AssertionError
+
+
+def requests(count: int, length: int = 1000) -> list[Request]:
+    return [Request(number, length) for number in range(count)]
+
+
+def blamed(isolation: Isolation) -> set[int]:
+    return {sequence.request_id for sequence, _ in isolation.blamed}
+
+
+@pytest.mark.parametrize("length", [1, 2, 1000])
+def test_who_always_raises_is_blamed_and_nobody_else(length: int) -> None:
+    """Every set of requests among five, whatever length they have left."""
+    for which in itertools.chain.from_iterable(itertools.combinations(range(5), n) for n in range(6)):
+        faulty = set(which)
+        fault: Fault = lambda group, _: any(one.request_id in faulty for one in group)  # noqa: B023, E731
+        isolation, groups = isolate(requests(5, length), fault)
+        assert isolation.is_of_engine is (len(faulty) == 5), faulty
+        assert blamed(isolation) == (set() if len(faulty) == 5 else faulty)
+        assert isolation.limit is None
+        assert len(groups) <= 2 * 5 + ENOUGH * (len(faulty) + 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+@pytest.mark.parametrize("length", [1, 4, 1000])
+def test_an_error_that_comes_for_a_while_is_about_nobody(count: int, length: int) -> None:
+    """Wherever it begins and ends, and also beside a request that always raises."""
+    for start, end in itertools.combinations(range(1, 40), 2):
+        if length < 1000 and end - start >= ENOUGH:
+            continue  # who passed may have ended
+        for faulty in (None, 0, count - 1):
+
+            def fault(group: list[Request], number: int) -> bool:
+                about = any(one.request_id == faulty for one in group)  # noqa: B023
+                return about or start <= number < end  # noqa: B023
+
+            isolation, groups = isolate(requests(count, length), fault)
+            assert blamed(isolation) <= {faulty}, (start, end, faulty)
+            assert len(groups) <= 2 * count + ENOUGH * (count + 1)
+
+
+@pytest.mark.parametrize("period", range(2, 12))
+def test_an_error_at_every_few_steps_is_about_nobody(period: int) -> None:
+    """Whatever the count of steps is then."""
+    for count, phase in itertools.product((2, 3, 6), range(period)):
+        isolation, _ = isolate(requests(count), lambda _, number: number % period == phase)  # noqa: B023
+        assert not isolation.blamed, (count, phase)
+
+
+def test_other_requests_are_witnesses() -> None:
+    """One suspect, alone in its step: it is told from the engine by those that wait."""
+    about: Fault = lambda group, _: any(one.request_id == 0 for one in group)  # noqa: E731
+    isolation, _ = isolate(requests(1), about)
+    assert isolation.is_of_engine
+    everyone = requests(4)
+    isolation, groups = isolate(everyone[:1], about, everyone[1:])
+    assert not isolation.is_of_engine
+    assert blamed(isolation) == {0}
+    assert [[one.request_id for one in group] for group in groups] == [[0], [1], *[[0]] * HEARINGS]
+    first, second = (lambda group, _: bool({0, 1} & {one.request_id for one in group}), {0})
+    isolation, groups = isolate(everyone[:1], first, everyone[1:])
+    assert blamed(isolation) == second
+
+
+def test_an_error_of_the_engine_is_known_by_a_few_trials() -> None:
+    for count in (1, 2, 5, 256):
+        isolation, groups = isolate(requests(count), lambda *_: True, requests(count)[1:])
+        assert isolation.is_of_engine
+        assert not isolation.blamed
+        assert len(groups) <= 2 * ENOUGH + math.log2(count) + 1, count
+
+
+def test_few_trials_find_few_among_many() -> None:
+    draw = random.Random(0)
+    for faults in (1, 2, 7):
+        everyone = requests(256)
+        faulty = set(draw.sample(range(256), faults))
+        isolation, groups = isolate(everyone, lambda group, _: any(r.request_id in faulty for r in group))  # noqa: B023
+        assert blamed(isolation) == faulty
+        assert len(groups) <= faults * (2 * 8 + HEARINGS) + 2
+
+
+def test_what_raises_in_company_alone_makes_steps_smaller() -> None:
+    """Until it passes; nobody is to blame."""
+    for count, most in itertools.product((2, 3, 8, 100), (1, 2, 5)):
+        limit, rounds = count, 0
+        while limit > most:
+            isolation, _ = isolate(requests(limit), lambda group, _: len(group) > most)  # noqa: B023
+            assert not isolation.blamed
+            assert not isolation.is_of_engine
+            assert isolation.limit is not None
+            assert isolation.limit < limit
+            limit, rounds = isolation.limit, rounds + 1
+        assert rounds <= math.ceil(math.log2(count))
+
+
+def test_steps_that_give_nothing_are_no_pass() -> None:
+    isolation: Any = Isolation(requests(2), {}, 3, RuntimeError())  # type: ignore[arg-type]
+    for _ in range(1000):
+        if isolation.group is None:
+            break
+        isolation.stepped(None)
+    assert isolation.is_of_engine
+
+
+def test_an_error_of_requests_that_were_cancelled_is_nobodys() -> None:
+    """A cancel is an event, but no sign of an engine that works."""
+    everyone = requests(2)
+    isolation: Any = Isolation(everyone, {}, 3, RuntimeError())  # type: ignore[arg-type]
+    for one in everyone:
+        one.log.append(0)
+        one.finish_reason = "cancelled"
+    isolation.stepped(None)
+    assert isolation.group is None
+    assert not isolation.is_of_engine
+    assert not isolation.blamed
+
+
+def test_an_error_keeps_no_batch() -> None:
+    """Of the frames that it came through, its causes' included."""
+
+    class Batch:
+        alive = 0
+
+        def __init__(self) -> None:
+            Batch.alive += 1
+
+        def __del__(self) -> None:
+            Batch.alive -= 1
+
+    def inner() -> None:
+        batch = Batch()
+        raise MemoryError(str(batch is None))
+
+    def outer() -> None:
+        batch = Batch()
+        try:
+            inner()
+        except MemoryError as error:
+            raise RuntimeError(str(batch is None)) from error
+
+    with pytest.raises(RuntimeError) as caught:
+        outer()
+    assert Batch.alive == 2
+    free_locals(caught.value)
+    assert Batch.alive == 0

@@ -98,10 +98,11 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def check_callable(name: str, value: object, called: str) -> None:
-    """``value`` is None or can be called, as ``called`` shows."""
-    if value is not None and not callable(value):
-        raise ArgumentError(name, f"a function, called as {called}, or None", repr(value))
+def check_callable(name: str, value: object, called: str, optional: bool = True) -> None:
+    """``value`` can be called, as ``called`` shows, or is None where it is ``optional``."""
+    if not callable(value) and not (optional and value is None):
+        wanted = f"a function, called as {called}" + (", or None" if optional else "")
+        raise ArgumentError(name, wanted, repr(value))
 
 
 def given(**tensors: Tensor | None) -> dict[str, Tensor]:

@@ -180,9 +180,12 @@ class BucketedGraphs(NotCopied):
             buckets: only these of them.
 
         Raises:
+            ArgumentError: a bucket that there is not.
             CaptureError: names the bucket and the cause; what that capture took is freed, the others stay.
         """
         wanted = self.buckets if buckets is None else buckets
+        if not isinstance(wanted, Sequence) or not set(wanted) <= set(self.buckets):
+            raise ArgumentError("buckets", f"some of {shortened(self.buckets, 8)}", repr(buckets))
         todo = [n for n in reversed(wanted) if n not in self._graphs]
         gc.collect()  # unused objects give their memory to the graphs
         for done, bucket in enumerate(todo):

@@ -17,6 +17,9 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.checks import check_callable, shape_of
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import counted
 from torchpaged.graphs.bucketed import CaptureOptions
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.buffers import DecodeBatch, DecodeBuffers
@@ -68,6 +71,7 @@ class DecodeGraphRunner(DecodeGraphs):
         prefixes: Prefixes | None = None,
         **options: Unpack[CaptureOptions],
     ) -> None:
+        check_callable("step", step, "step(input_ids, metadata)", optional=False)
         self.buffers = DecodeBuffers(max_batch_size, max_blocks_per_req, block_size, device, num_blocks)
         super().__init__(self.buffers, step, buckets=buckets, compile=compile, prefixes=prefixes, **options)
         self._require_graphs(1)
@@ -89,7 +93,8 @@ class DecodeGraphRunner(DecodeGraphs):
             The step's output for these rows: a slice of the graph's own memory, valid until the next run.
 
         Raises:
-            ArgumentError: rows, lengths or block ids don't fit; nothing is written then.
+            ArgumentError: rows, lengths or block ids don't fit; nothing is written then. Or, at first use of
+                a bucket, the step does not return a row per token.
             CaptureError: a captured address moved (debug mode), or the bucket can't be captured (first use).
         """
         rows = count("seq_lens", seq_lens)
@@ -104,6 +109,18 @@ class DecodeGraphRunner(DecodeGraphs):
             self.buffers.put(DecodeBatch(input_ids, seq_lens, block_tables), bucket)
             host = self.host_lengths([1] * rows, seq_lens, bucket)
             return graphs.start(rows, host=host).output[:rows]
+
+    def _capture_one(self, bucket: int) -> None:
+        super()._capture_one(bucket)
+        output: object = self._graphs[bucket].output
+        if isinstance(output, Tensor) and output.dim() and output.shape[0] == bucket:
+            return
+        del self._graphs[bucket]
+        raise ArgumentError(
+            "step",
+            f"a function that returns a tensor of {counted(bucket, 'row')} for {counted(bucket, 'token')}",
+            f"shape {shape_of(output)}" if isinstance(output, Tensor) else type(output).__name__,
+        )
 
     def replay(self, num_rows: int) -> Tensor:
         """Replay the bucket of ``num_rows`` rows on the buffers as they are.

@@ -58,12 +58,21 @@ if TYPE_CHECKING:
     from torchpaged import testing as testing
 else:
     _PACKAGES = ("compat", "engine", "fuse", "graphs", "hf", "layers", "profiling", "testing")
+    _ELSEWHERE = {
+        "Generator": "engine",
+        "SamplingParams": "engine",
+        "DecodeGraphRunner": "graphs",
+        "PagedCache": "hf",
+        "PagedModel": "hf",
+        "paged": "hf",
+    }
 
     def __getattr__(name: str) -> Any:
         """The packages of `_PACKAGES`, imported when they are asked for."""
         if name in _PACKAGES:
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = f"; it is {__name__}.{_ELSEWHERE[name]}.{name}" if name in _ELSEWHERE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 __all__ = [

@@ -46,6 +46,7 @@ from torchpaged.custom_ops.checks import (
     check_is_dtype,
     check_sizes,
     check_tensors,
+    device_here,
     refuse_grad,
     switch,
 )
@@ -208,7 +209,8 @@ class PagedAttention(nn.Module):
         _check_session(session, limits, backend)
         self._limits, self._given = Limits() if limits is None else limits, session
         # an empty buffer that knows where the module lives, since there may be no parameter to ask
-        self.register_buffer("_home", torch.empty(0, device=device, dtype=dtype), persistent=False)
+        home = None if device is None else device_here(device)
+        self.register_buffer("_home", torch.empty(0, device=home, dtype=dtype), persistent=False)
         self.register_buffer("sinks", self._per_head("sinks", sinks, self._home.dtype))
         self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
         one = [output_scale] if isinstance(output_scale, (int, float)) else output_scale

@@ -90,17 +90,17 @@ def test_other_arguments_of_another_kind() -> None:
 
 
 def test_metadata_by_hand() -> None:
-    """A decode at position 16, a prefill of 3, a left-padded row, an empty one."""
+    """A decode at position 16, a prefill of 3, two more of 4, an empty one."""
     m = AttentionMetadata.from_lists(
-        [1, 3, 4, 0], [17, 3, 2, 0], [[4, 7], [9], [2], []], block_size=16, num_blocks=10
+        [1, 3, 2, 0], [17, 3, 4, 0], [[4, 7], [9], [2], []], block_size=16, num_blocks=10
     )
-    assert m.query_start_loc.tolist() == [0, 1, 4, 8, 8]
-    assert m.seq_lens.tolist() == [17, 3, 2, 0]
-    assert m.slot_mapping.tolist() == [7 * 16, 144, 145, 146, -1, -1, 32, 33]
-    assert m.positions.tolist() == [16, 0, 1, 2, 0, 0, 0, 1]
+    assert m.query_start_loc.tolist() == [0, 1, 4, 6, 6]
+    assert m.seq_lens.tolist() == [17, 3, 4, 0]
+    assert m.slot_mapping.tolist() == [7 * 16, 144, 145, 146, 34, 35]
+    assert m.positions.tolist() == [16, 0, 1, 2, 2, 3]
     assert m.block_table.tolist() == [[4, 7], [9, 0], [2, 0], [0, 0]]
-    assert m.max_query_len == 4
-    assert (m.num_reqs, m.num_tokens) == (4, 8)
+    assert m.max_query_len == 3
+    assert (m.num_reqs, m.num_tokens) == (4, 6)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,7 @@ def test_metadata_by_hand() -> None:
         ("block_tables", [1], [3], [[10]]),
         ("block_tables", [1, 1], [3, 3], [[1]]),
         ("seq_lens", [1], [-3], [[1]]),
+        ("seq_lens", [4], [3], [[1]]),
     ],
 )
 def test_bad_batches(
@@ -121,5 +122,5 @@ def test_bad_batches(
 
 
 def test_a_table_too_narrow() -> None:
-    with pytest.raises(ArgumentError, match="at most 1 blocks"):
+    with pytest.raises(ArgumentError, match="at most 1 block per"):
         AttentionMetadata.from_lists([1], [17], [[1, 2]], block_size=16, max_blocks_per_req=1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import torchpaged
 from torchpaged import (
     ArgumentError,
     AttentionMetadata,
@@ -175,3 +176,97 @@ def test_one_number_for_several_requests() -> None:
         pools().allocate(2).append(7)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="for each of 1 request, got"):
         pools().allocate(1).append([1, 2])
+    with pytest.raises(ArgumentError, match=r"got tensor\(\[1, 2\]\); give a list: tensor.tolist"):
+        pools().allocate(2).append(torch.tensor([1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="blocks: expected a list of block ids, got 3"):
+        BlockPool(9).free(3)  # type: ignore[arg-type]
+
+
+def test_lengths_without_the_new_tokens() -> None:
+    """The lengths that a request has before the step: its queries would see nothing, or too little."""
+    with pytest.raises(
+        ArgumentError, match="at least the 5 new tokens of row 1, got 0; count the new tokens"
+    ):
+        AttentionMetadata.from_lists([1, 5], [9, 0], [[1], []], block_size=16)
+    with pytest.raises(ArgumentError, match="at least the 1 new token of row 0, got 0"):
+        AttentionMetadata.from_lists([1], [0], [[1]], block_size=16)
+
+
+def test_a_layer_that_is_not_there() -> None:
+    with pytest.raises(IndexError, match="layer: expected one of 2 layers, got 2"):
+        pools()[2]
+    assert pools()[-1].k_cache.shape == (8, 16, 2, 64)
+
+
+@pytest.mark.parametrize("mapping", [[1, 2], [(1, 2, 3)], [(1, 2), (3,)], ["12"], [(1.5, 2)]], ids=repr)
+def test_blocks_to_copy_are_pairs(mapping: Any) -> None:
+    cache = pools()
+    cache[0].k_cache.copy_(torch.arange(8.0)[:, None, None, None].expand_as(cache[0].k_cache))
+    with pytest.raises(ArgumentError, match="block_mapping: expected pairs "):
+        torchpaged.copy_blocks(*cache[0][:2], mapping)
+    torchpaged.copy_blocks(*cache[0][:2], [])
+    assert cache[0].k_cache[:, 0, 0, 0].tolist() == list(range(8))
+    torchpaged.copy_blocks(*cache[0][:2], iter([(1, 2)]))  # type: ignore[arg-type]
+    assert cache[0].k_cache[2, 0, 0, 0] == 1
+
+
+def test_a_step_that_gives_no_row_per_token() -> None:
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_blocks_per_req": 2, "block_size": 16, "compile": False}
+    with pytest.raises(ArgumentError, match=r"step: expected a function, called as step\(.*\), got None"):
+        DecodeGraphRunner(None, **sizes)  # type: ignore[arg-type]
+    for output, came in (
+        (None, "NoneType"),
+        (torch.zeros(1, 9), r"shape \[1, 9\]"),
+        (torch.tensor(1), "shape"),
+    ):
+        runner = DecodeGraphRunner(lambda ids, batch, out=output: out, **sizes)  # type: ignore[misc]
+        with pytest.raises(ArgumentError, match=f"step: expected .* 2 rows for 2 tokens, got {came}"):
+            runner.run([1, 2], [1, 1], [[1], [2]])
+        assert not runner.is_captured(2)
+    with pytest.raises(ArgumentError, match=r"buckets: expected some of \[1, 2, 4\], got \[3\]"):
+        runner.capture([3])
+
+
+def test_the_automatic_choice_lifts_an_outer_one() -> None:
+    for name in (None, "auto"):
+        with torchpaged.use_backend("reference"), torchpaged.use_backend(name):
+            assert torchpaged.PagedAttention(4, 64).choice.reason.startswith("automatic")
+
+
+def test_names_of_other_packages() -> None:
+    hint = "no attribute 'Generator'; it is torchpaged.engine.Generator"
+    with pytest.raises(AttributeError, match=hint):
+        torchpaged.Generator  # type: ignore[attr-defined]
+    for name, package in vars(torchpaged)["_ELSEWHERE"].items():
+        assert hasattr(getattr(torchpaged, package), name)
+
+
+def test_what_is_no_model(model: Any) -> None:
+    from torchpaged.hf import PagedCache, paged
+
+    for given, came in (("gpt2", "'gpt2'"), (torch.nn.Linear(2, 2), "Linear")):
+        with pytest.raises(ArgumentError, match=f"model: expected a model of transformers, got {came}; "):
+            paged(given).__enter__()  # type: ignore[arg-type]
+    ids = torch.tensor([[5, 6]])
+    cache = PagedCache(type(model.config)(**{**model.config.to_dict(), "attn_implementation": None}), 1, 32)
+    model.set_attn_implementation("torchpaged")
+    with pytest.raises(ArgumentError, match="make the cache with that model's own config"):
+        model.generate(ids, past_key_values=cache, max_new_tokens=2)
+
+
+def test_mistakes_at_a_generator(model: Any) -> None:
+    from torchpaged.engine import Generator, SamplingParams
+
+    with pytest.raises(TypeError, match=r"Generator\(\) got an unexpected keyword argument 'max_num_seqs'"):
+        Generator(model, max_num_seqs=8)
+    generator = Generator(model, max_batch_size=2, max_seq_len=32, backend="reference", graphs=False)
+    for call in (
+        lambda: generator.generate("hello"),
+        lambda: generator.submit([5], SamplingParams(stop=".")),
+    ):
+        with pytest.raises(ArgumentError, match="None; make Generator\\(model, tokenizer\\)|stop: expected"):
+            call()
+    with pytest.raises(
+        ArgumentError, match=r"a list of ids, or None for all, got 3; for one: \[request_id\]"
+    ):
+        generator.stream(3)  # type: ignore[arg-type]

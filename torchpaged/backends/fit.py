@@ -76,7 +76,7 @@ def require_block_size(k_cache: Tensor, metadata: AttentionMetadata, block_size:
             "metadata",
             "AttentionMetadata",
             type(metadata).__name__,
-            "build it with AttentionMetadata.from_lists; it comes after the cache",
+            "it comes after the cache; CacheRequests.append or AttentionMetadata.from_lists makes it",
         )
     if k_cache.dim() != 4:
         return  # the op's own check says what is wrong

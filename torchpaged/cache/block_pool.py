@@ -165,6 +165,8 @@ class BlockPool:
                 freed then.
         """
         counts, kept, free = self._ref_counts, self._kept, self._free
+        if not isinstance(blocks, Sequence):
+            raise ArgumentError("blocks", "a list of block ids", repr(blocks))
         for block in blocks:
             if type(block) is not int or not NULL_BLOCK < block < self.num_blocks or not counts[block]:
                 self._require_held(blocks)

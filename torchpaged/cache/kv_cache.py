@@ -225,7 +225,13 @@ class PagedKVCache:
         return CacheRequests(self.pool, num_reqs, self.block_size, max_seq_len, self.device)
 
     def __getitem__(self, layer: int) -> Any:
-        """The pools of a layer, of its kind: a `LayerKVCache` where its spec is a `KVLayerSpec`."""
+        """The pools of a layer, of its kind: a `LayerKVCache` where its spec is a `KVLayerSpec`.
+
+        Raises:
+            IndexError: there is no such layer.
+        """
+        if is_int(layer) and not -len(self._pools) <= layer < len(self._pools):
+            raise IndexError(f"layer: expected one of {counted(len(self._pools), 'layer')}, got {layer}")
         return self._pools[layer]
 
     def __len__(self) -> int:

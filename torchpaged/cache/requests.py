@@ -117,7 +117,10 @@ class CacheRequests:
         numbers = list(lens) if isinstance(lens, Iterable) else [lens]
         if len(numbers) != len(self) or not all(is_int(n) and n >= 0 for n in numbers):
             raise ArgumentError(
-                name, f"an int of at least 0 for each of {counted(len(self), 'request')}", str(lens)
+                name,
+                f"an int of at least 0 for each of {counted(len(self), 'request')}",
+                repr(lens),
+                "give a list: tensor.tolist()" if isinstance(lens, torch.Tensor) else "",
             )
         return [int(n) for n in numbers]
 

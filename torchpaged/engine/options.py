@@ -256,7 +256,10 @@ def taking(
 
         @functools.wraps(init)
         def made(self: Any, model: Any, *args: P.args, **kwargs: P.kwargs) -> None:
-            signature.bind(self, model, *args, **kwargs)  # an unknown name is the caller's, not the record's
+            try:  # an unknown name is the caller's, not the record's
+                signature.bind(self, model, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{type(self).__name__}() {error}") from None
             init(self, model, make(*args, **kwargs))
 
         made.__signature__ = signature  # type: ignore[attr-defined]

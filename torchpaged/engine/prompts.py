@@ -51,7 +51,12 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bo
         ArgumentError: as `token_ids`, or there is no tokenizer for a text, or for what ``needs_tokenizer``.
     """
     if (isinstance(prompt, str) or needs_tokenizer) and tokenizer is None:
-        raise ArgumentError("tokenizer", "a tokenizer for string prompts and stop strings", "None")
+        raise ArgumentError(
+            "tokenizer",
+            "a tokenizer for string prompts and stop strings",
+            "None",
+            "make Generator(model, tokenizer), or give token ids",
+        )
     return token_ids(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, vocab_size)
 
 

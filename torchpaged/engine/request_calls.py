@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -103,6 +103,10 @@ class RequestCalls:
         self._require_unchanged()
         if request_ids is None:
             return self._calls.stream(None, self)
+        if not isinstance(request_ids, Iterable):
+            raise ArgumentError(
+                "request_ids", "a list of ids, or None for all", repr(request_ids), "for one: [request_id]"
+            )
         stream = self._calls.stream(list(request_ids), self)
         next(stream)
         return stream

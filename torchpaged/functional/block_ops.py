@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import reprlib
+from array import array
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,7 +15,23 @@ from torchpaged.backends.choose.for_call import device_ops
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
 from torchpaged.custom_ops.checks import check_tensors
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.functional.arguments import run_op
+
+
+def _pairs(block_mapping: Sequence[Sequence[int]]) -> Tensor:
+    """A list of pairs as ``[num_pairs, 2]`` int64 on the host."""
+    try:
+        pairs = list(block_mapping)  # an iterator gives them once
+        lens = {len(pair) for pair in pairs}
+        numbers = array("q", itertools.chain.from_iterable(pairs))
+    except (TypeError, OverflowError):
+        lens, numbers = {0}, array("q")
+    if not lens <= {2}:
+        raise ArgumentError(
+            "block_mapping", "pairs (source, destination) of ints", reprlib.repr(block_mapping)
+        )
+    return torch.tensor(numbers.tolist(), dtype=torch.int64, device="cpu").view(-1, 2)
 
 
 def copy_blocks(
@@ -41,7 +60,7 @@ def copy_blocks(
     """
     check_tensors(k_cache=k_cache, v_cache=v_cache)
     if not isinstance(block_mapping, Tensor):
-        host = torch.tensor(list(block_mapping), dtype=torch.int64, device="cpu").reshape(-1, 2)
+        host = _pairs(block_mapping)
         block_mapping = host.to(k_cache.device)
         check_copy_blocks(k_cache, v_cache, block_mapping)
     run_op(

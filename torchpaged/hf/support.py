@@ -139,15 +139,17 @@ def require_implementation(config: Any, holder: str) -> None:
         ArgumentError: what ``config``, of the text, names, and what to call.
     """
     implementation = config._attn_implementation
-    if implementation != NAME:
-        raise ArgumentError(
-            "attn_implementation",
-            f"'torchpaged' for a model {holder}",
-            repr(implementation),
-            "call torchpaged.hf.attach(model)"
-            if family_of(config.model_type).own_attention
-            else "call model.set_attn_implementation('torchpaged')",
-        )
+    if implementation == NAME:
+        return
+    if family_of(config.model_type).own_attention:
+        todo = "call torchpaged.hf.attach(model)"
+    else:
+        todo = "call model.set_attn_implementation('torchpaged')"
+    if implementation is None:  # models set one in their own config
+        todo += ", and make the cache with that model's own config: model.config"
+    raise ArgumentError(
+        "attn_implementation", f"'torchpaged' for a model {holder}", repr(implementation), todo
+    )
 
 
 def records_layers(config: Any, options: Mapping[str, Any]) -> bool:

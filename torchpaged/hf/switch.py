@@ -123,10 +123,18 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         The model itself.
 
     Raises:
-        ArgumentError: it is attached already, or a part of it is, or it is a part of one that is.
+        ArgumentError: it is no model of transformers, or is attached already, or a part of it is, or it is a
+            part of one that is.
         UnsupportedModelError: its attention can't be paged; nothing was changed.
     """
     given, model = model, unwrapped(model)
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(
+            "model",
+            "a model of transformers",
+            repr(model) if isinstance(model, str) else type(model).__name__,
+            "load one with from_pretrained(...); modules of your own take torchpaged.PagedAttention",
+        )
     if hasattr(model, _BEFORE):
         raise ArgumentError(
             "model", "a model that is not attached", "one that is", "call torchpaged.hf.detach(model) first"

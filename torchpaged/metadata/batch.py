@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_sizes, device_here
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.words import one_line, repr_of_fields
+from torchpaged.custom_ops.words import counted, one_line, repr_of_fields
 from torchpaged.metadata.checks import check_batch
 from torchpaged.metadata.fields import ALL_METADATA_FIELDS, FIELDS, BatchSizes
 from torchpaged.metadata.host import host_block_table, host_numbers, to_device
@@ -310,7 +310,7 @@ def _width(block_tables: Sequence[Sequence[int]], asked: int | None) -> int:
     """Columns of the table: as many as asked for, or those of the longest row."""
     width = max((len(row) for row in block_tables), default=1) or 1
     if asked is not None and width > asked:
-        raise ArgumentError("block_tables", f"at most {asked} blocks per request", str(width))
+        raise ArgumentError("block_tables", f"at most {counted(asked, 'block')} per request", str(width))
     return width if asked is None else asked
 
 

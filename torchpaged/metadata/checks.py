@@ -11,6 +11,7 @@ from typing import Any
 
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import counted
 
 
 def integers(name: str, values: Iterable[int], bits: int = 64, given: object = None) -> list[int]:
@@ -72,6 +73,13 @@ def check_batch(
             raise ArgumentError(
                 "seq_lens", "lengths of at least 0", f"query_len {query_len}, seq_len {seq_len} in row {row}"
             )
+        if query_len > seq_len:
+            raise ArgumentError(
+                "seq_lens",
+                f"at least the {counted(query_len, 'new token')} of row {row}",
+                str(seq_len),
+                "count the new tokens, too: those before them and the new ones",
+            )
         needed = -(-seq_len // block_size)
         if len(blocks) < needed:
             raise ArgumentError(
@@ -102,7 +110,7 @@ def _check_one_writer(
     # Block -> (first slot, end, row) of what each request writes into it.
     writers: dict[int, list[tuple[int, int, int]]] = {}
     for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):
-        first = max(seq_len - query_len, 0)
+        first = seq_len - query_len
         for column in range(first // block_size, -(-seq_len // block_size) if seq_len > first else 0):
             start, end = max(first - column * block_size, 0), min(seq_len - column * block_size, block_size)
             block = int(blocks[column])

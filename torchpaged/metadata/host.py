@@ -34,7 +34,7 @@ def host_numbers(
     tree_parents: Sequence[Sequence[int] | None] | None = None,
 ) -> dict[str, list[int]]:
     """What the tensors of a batch hold but for the block table, by their names in `FIELDS`; arguments as of
-    `torchpaged.AttentionMetadata.from_lists`. Positions below 0 become 0.
+    `torchpaged.AttentionMetadata.from_lists`.
 
     Raises:
         ArgumentError: what is given as trees is none; lengths and blocks are checked before.
@@ -44,7 +44,7 @@ def host_numbers(
     positions: list[int] = []
     for context, seq_len, blocks in zip(contexts, seq_lens, block_tables, strict=True):
         slots += slots_between(context, seq_len, blocks, block_size)
-        positions += range(context, seq_len) if context >= 0 else [max(p, 0) for p in range(context, seq_len)]
+        positions += range(context, seq_len)
     starts = [0, *itertools.accumulate(query_lens)]
     numbers = {"seq_lens": list(seq_lens), "query_start_loc": starts, "slot_mapping": slots}
     if tree_parents is None:

@@ -84,9 +84,9 @@ def get_backend(name: str | Route) -> Backend:
 
 
 @contextlib.contextmanager
-def use_backend(name: str | Route) -> Iterator[None]:
-    """Within the block, whatever is built without an explicit backend uses ``name`` ("auto" lifts an outer
-    choice).
+def use_backend(name: str | Route | None) -> Iterator[None]:
+    """Within the block, whatever is built without an explicit backend uses ``name`` (None
+    or "auto" lifts an outer choice).
 
     >>> with use_backend("reference"):
     ...     PagedAttention(8, 64).choice.name
@@ -94,9 +94,10 @@ def use_backend(name: str | Route) -> Iterator[None]:
 
     It holds for this thread, or this task of asyncio, alone: a thread that is started inside chooses anew.
     """
-    if name != "auto":
-        get_backend(name)
-    token = _forced.set(str(name))
+    named = "auto" if name is None else name
+    if named != "auto":
+        get_backend(named)
+    token = _forced.set(str(named))
     try:
         yield
     finally:

@@ -62,6 +62,7 @@ QUERY_TOKENS = "query tokens' KV"
 ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "counters")
 INPUTS = ("input_ids", "positions", "seq_lens", "slot_mapping")
 STATE = ("seq_lens", "remaining", "block_table", "stop_token_ids", "launches")
+OUT, SCRATCH, ALL = ("out", "lse"), ("scratch",), ("everything",)
 RESULTS = ("counters", "remaining", "seen", "tokens_out", "ring", "launches")
 
 #: Names for tensors that go together, where the table is rendered.
@@ -72,40 +73,29 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "decode.cu:paged_decode",
             True,
-            ("out", "lse"),
+            OUT,
             "wait",
             (*METADATA, CONTEXT),
             case="cuda, decode",
             why="a query token of this step is context in the next",
         ),
+        Launch("prefill.cu:paged_prefill", True, OUT, "wait", METADATA, case="cuda, prefill on Hopper"),
         Launch(
             "prefill.cu:paged_prefill",
             True,
-            ("out", "lse"),
-            "wait",
-            METADATA,
-            case="cuda, prefill on Hopper",
-        ),
-        Launch(
-            "prefill.cu:paged_prefill",
-            True,
-            ("out", "lse"),
+            OUT,
             "start",
             METADATA,
             case="cuda, prefill on Hopper, tiles in parts",
             why="the merge launch behind it waits for all of it",
         ),
         Launch(
-            "prefill_merge.cu:paged_prefill_merge",
-            True,
-            ("out", "lse"),
-            "wait",
-            case="cuda, merge of prefill's parts",
+            "prefill_merge.cu:paged_prefill_merge", True, OUT, "wait", case="cuda, merge of prefill's parts"
         ),
         Launch(
             "prefill.cu:paged_prefill",
             False,
-            ("out", "lse"),
+            OUT,
             "start",
             waits="launch",
             case="cuda, a mixed batch's prefill half",
@@ -114,9 +104,9 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "decode.cu:paged_decode",
             True,
-            ("out", "lse"),
+            OUT,
             "start",
-            ("everything",),
+            ALL,
             waits="last",
             case="cuda, a mixed batch's decode half",
             why="begins when all ahead of the prefill half has ended",
@@ -124,18 +114,18 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "prefill.cu:paged_prefill",
             True,
-            ("out", "lse"),
+            OUT,
             "start",
-            ("everything",),
+            ALL,
             waits="last",
             case="cuda, a mixed batch's late prefill CTAs",
             why="begin when every CTA of the decode half runs; one waits for it at its end",
         ),
-        Launch("decode.py:decode_kernel", True, ("out", "lse"), "wait", case="triton, decode"),
+        Launch("decode.py:decode_kernel", True, OUT, "wait", case="triton, decode"),
         Launch(
             "prefill.py:prefill_kernel",
             True,
-            ("out", "lse"),
+            OUT,
             "wait",
             ("query_start_loc",),
             case="triton, prefill, also a mixed batch's",
@@ -144,9 +134,9 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "decode.py:decode_kernel",
             True,
-            ("out", "lse"),
+            OUT,
             "start",
-            ("everything",),
+            ALL,
             waits="last",
             fence=True,
             case="triton, a mixed batch's decode half",
@@ -160,7 +150,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "prefill.cu:paged_prefill",
             False,
-            ("scratch",),
+            SCRATCH,
             "start",
             waits="launch",
             case="cuda, prefixes",
@@ -171,7 +161,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             True,
             ("out",),
             "start",
-            ("everything",),
+            ALL,
             waits="last",
             case="cuda, suffixes",
             why="begins when all ahead of the prefixes' launch has ended",
@@ -179,7 +169,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "prefill_merge.cu:paged_prefill_merge",
             True,
-            ("out", "lse"),
+            OUT,
             "wait",
             case="cuda, merge of prefixes and suffixes",
         ),
@@ -213,33 +203,25 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
     ),
     "mla_attention": (
-        Launch("attend.py:mla_kernel", False, ("out", "lse"), waits="launch", case="one part per request"),
-        Launch("attend.py:mla_kernel", False, ("scratch",), waits="launch", case="parts of the context"),
+        Launch("attend.py:mla_kernel", False, OUT, waits="launch", case="one part per request"),
+        Launch("attend.py:mla_kernel", False, SCRATCH, waits="launch", case="parts of the context"),
         Launch(
             "attend_selected.py:selected_kernel",
             False,
-            ("out", "lse"),
+            OUT,
             waits="launch",
             case="indices, one part per token",
         ),
         Launch(
-            "attend_selected.py:selected_kernel",
-            False,
-            ("scratch",),
-            waits="launch",
-            case="indices, in parts",
+            "attend_selected.py:selected_kernel", False, SCRATCH, waits="launch", case="indices, in parts"
         ),
-        Launch("merge.py:merge_kernel", False, ("out", "lse"), waits="launch", case="merge of the parts"),
-        Launch(
-            "latent.cu:latent_decode", True, ("out", "lse"), "start", case="cuda, short queries on Hopper"
-        ),
-        Launch(
-            "latent_merge.cu:latent_merge", True, ("out", "lse"), "wait", case="cuda, merge of cut requests"
-        ),
+        Launch("merge.py:merge_kernel", False, OUT, waits="launch", case="merge of the parts"),
+        Launch("latent.cu:latent_decode", True, OUT, "start", case="cuda, short queries on Hopper"),
+        Launch("latent_merge.cu:latent_merge", True, OUT, "wait", case="cuda, merge of cut requests"),
         Launch(
             "selected.cu:attend_selected",
             True,
-            ("out", "lse"),
+            OUT,
             "start",
             ("seq_lens", "query_start_loc"),
             case="cuda, indices on Hopper",
@@ -286,7 +268,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("top_k_indices.cu:top_k_indices", True, ("indices",), "start", case="cuda, on Hopper"),
     ),
     "merge_attn_states": (
-        Launch("merge_attn_states.py:merge_attn_states_kernel", False, ("out", "lse"), waits="launch"),
+        Launch("merge_attn_states.py:merge_attn_states_kernel", False, OUT, waits="launch"),
     ),
     "copy_blocks": (
         Launch("copy_blocks.py:copy_blocks_kernel", False, (CONTEXT,), waits="launch", fence=True),
@@ -294,11 +276,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "advance_step": (Launch("advance_step.py:advance_step_kernel", False, INPUTS, waits="launch"),),
     "sample_tokens": (
         Launch(
-            "sample_tokens.py:sample_tiles_kernel",
-            True,
-            ("scratch",),
-            "start",
-            case="tiles of the vocabulary",
+            "sample_tokens.py:sample_tiles_kernel", True, SCRATCH, "start", case="tiles of the vocabulary"
         ),
         Launch("sample_tokens.py:merge_tiles_kernel", True, ("out",), "start", case="merge of a row's tiles"),
     ),
@@ -307,7 +285,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "sample_tokens.py:sample_tiles_kernel",
             True,
-            ("scratch",),
+            SCRATCH,
             "start",
             ROW,
             case="tiles of the vocabulary",
@@ -355,7 +333,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "norm.cu:rms_norm",
             True,
-            ("scratch",),
+            SCRATCH,
             "start",
             ("norm_weight",),
             case="a norm that is not fused, before linear",

@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bench_attention
@@ -41,24 +40,8 @@ CPU = torch.device("cpu")
 CEILINGS = {"bytes_per_s": 1e10, "flop_per_s": 1e11}
 RAGGED = make_case("smoke", (4, 2, 64), "ragged", [40, 17, 90], [1, 5, 60], dtype=torch.float32)
 DECODE_IDEALS = [
-    1.0,
-    7.7,
-    7.7,
-    61.7,
-    246.8,
-    246.8,
-    493.7,
-    123.4,
-    184.6,
-    147.8,
-    61.7,
-    246.8,
-    11.6,
-    46.3,
-    30.9,
-    123.4,
-    30.9,
-    123.4,
+    *(1.0, 7.7, 7.7, 61.7, 246.8, 246.8, 493.7, 123.4, 184.6, 147.8),
+    *(61.7, 246.8, 11.6, 46.3, 30.9, 123.4, 30.9, 123.4),
 ]
 
 
@@ -387,162 +370,6 @@ def test_why_peers_refuse(name: str) -> None:
     assert peers["fa3"].why_not(replace(case, kv_dtype=torch.float8_e4m3fn), CPU)
 
 
-class _Wrapper:
-    """FlashInfer's wrappers in plain torch, reading what the real ones read: CSR tables, and scale from
-    the plan."""
-
-    def __init__(
-        self,
-        workspace: Tensor,
-        layout: str,
-        *,
-        use_cuda_graph: bool,
-        backend: str,
-        use_tensor_cores: bool = False,
-        **buffers: Tensor,
-    ):
-        wanted = {f"paged_kv_{name}" for name in ("indptr", "indices", "last_page_len")}
-        wanted |= set() if use_tensor_cores else {"qo_indptr"}
-        given = {name.removesuffix("_buffer").removesuffix("_buf") for name in buffers}
-        assert given == (wanted if use_cuda_graph else set())  # a plan for graphs writes into them
-        self.layout = layout
-
-    def run(self, q: Tensor, pair: tuple[Tensor, Tensor], *, out: Tensor) -> None:
-        axis = 1 if self.layout == "NHD" else 2
-        assert all(cache.is_contiguous() and cache.shape[axis] == self.block_size for cache in pair)
-        k, v = (cache if axis == 1 else cache.transpose(1, 2) for cache in pair)
-        for row in range(len(self.last)):
-            blocks = self.indices[self.indptr[row] : self.indptr[row + 1]].long()
-            length = (len(blocks) - 1) * self.block_size + int(self.last[row])
-            start, end = int(self.starts[row]), int(self.starts[row + 1])
-            bias = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))
-            keys, values = (
-                cache[blocks].flatten(0, 1)[:length].float().transpose(0, 1)[None] for cache in (k, v)
-            )
-            wide = q[start:end].transpose(0, 1)[None].float()
-            got = torch.nn.functional.scaled_dot_product_attention(
-                wide, keys, values, bias, scale=self.scale, enable_gqa=True
-            )
-            out[start:end] = got[0].transpose(0, 1)
-
-    def _plan(
-        self,
-        starts: Tensor,
-        indptr: Tensor,
-        indices: Tensor,
-        last: Tensor,
-        heads: Any,
-        options: dict[str, Any],
-    ) -> None:
-        self.starts, self.indptr, self.indices, self.last, self.block_size = (
-            starts,
-            indptr,
-            indices,
-            last,
-            heads[3],
-        )
-        self.scale = options["sm_scale"]
-
-
-class _Decode(_Wrapper):
-    def plan(self, indptr: Tensor, indices: Tensor, last: Tensor, *heads: int, **options: Any) -> None:
-        self._plan(torch.arange(len(last) + 1), indptr, indices, last, heads, options)
-
-
-class _Prefill(_Wrapper):
-    def plan(
-        self,
-        starts: Tensor,
-        indptr: Tensor,
-        indices: Tensor,
-        last: Tensor,
-        *heads: int,
-        causal: bool,
-        **options: Any,
-    ) -> None:
-        assert causal
-        self._plan(starts, indptr, indices, last, heads, options)
-
-
-def _fa3(log: list[Any]) -> Any:
-    """FlashAttention-3's two functions in plain torch, over the reference op."""
-
-    def flash_attn_with_kvcache(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        cache_seqlens: Tensor,
-        page_table: Tensor,
-        softmax_scale: float,
-        causal: bool,
-        scheduler_metadata: str,
-        cu_seqlens_q: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-    ) -> Tensor:
-        assert causal
-        assert scheduler_metadata == "metadata"
-        assert (q.dim() == 4) == (cu_seqlens_q is None)
-        log.append(q.dim())
-        longest = max_seqlen_q or q.shape[1]
-        starts = (
-            torch.arange(q.shape[0] + 1, dtype=torch.int32) * longest
-            if cu_seqlens_q is None
-            else cu_seqlens_q
-        )
-        flat = q.reshape(-1, *q.shape[-2:])
-        out = torch.empty_like(flat)
-        BACKEND_OPS["reference"].paged_attention(
-            flat,
-            k,
-            v,
-            page_table,
-            cache_seqlens,
-            starts,
-            out,
-            None,
-            max_query_len=longest,
-            scale=softmax_scale,
-        )
-        return out.view_as(q)
-
-    return SimpleNamespace(
-        flash_attn_with_kvcache=flash_attn_with_kvcache, get_scheduler_metadata=lambda *_, **__: "metadata"
-    )
-
-
-@pytest.mark.slow_cases(but=("decode-False",))
-@pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("queries", [1, 4, [1, 5, 60]], ids=["decode", "speculative", "ragged"])
-def test_peers_are_called_rightly(monkeypatch: pytest.MonkeyPatch, queries: Any, heads_first: bool) -> None:
-    """The adapters' own work (CSR, starts, layouts, scales) through stand-ins that read their arguments as
-    the peers do."""
-    log: list[Any] = []
-    fake = SimpleNamespace(
-        BatchDecodeWithPagedKVCacheWrapper=_Decode, BatchPrefillWithPagedKVCacheWrapper=_Prefill
-    )
-    monkeypatch.setitem(sys.modules, "flashinfer", fake)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", _fa3(log))
-    peers = [
-        replace(c, why_not=lambda case, device: None)
-        for c in contenders(CPU, ["reference"])
-        if c.name in ("flashinfer", "flashinfer-no-graph", "fa3")
-    ]
-    case = make_case("smoke", (4, 2, 64), "peers", [40, 16, 90], queries, dtype=torch.float32)
-    row = measure_case(case, peers, CPU, CEILINGS, repeats=1, heads_first=heads_first)
-    assert [entry["status"] for entry in row["contenders"].values()] == ["timed"] * 3, row["contenders"]
-    entry = row["contenders"]["flashinfer"]
-    assert entry["plan_us"] > 0
-    assert entry["us_with_plan"] > entry["us"]
-    assert set(log) == {3 if isinstance(queries, list) else 4}
-    if not isinstance(queries, list):
-        fp8 = replace(case, kv_dtype=torch.float8_e4m3fn)
-        assert (
-            measure_case(fp8, peers[:1], CPU, CEILINGS, repeats=1)["contenders"]["flashinfer"]["status"]
-            == "timed"
-        )
-
-
 @pytest.mark.parametrize("queries", [1, 96])
 def test_sdpa_gathers_in_order(queries: int) -> None:
     case = make_case("smoke", (8, 2, 64), "dense", [96] * 3, queries, dtype=torch.float32)
@@ -557,16 +384,8 @@ def test_sdpa_gathers_in_order(queries: int) -> None:
 
 # ----------------------------------------------------------------------------------------------- the commands
 ARGUMENTS = [
-    "--suite",
-    "smoke",
-    "--device",
-    "cpu",
-    "--repeats",
-    "4",
-    "--bandwidth",
-    "0.01",
-    "--flop-rate",
-    "0.1",
+    *("--suite", "smoke", "--device", "cpu", "--repeats", "4"),
+    *("--bandwidth", "0.01", "--flop-rate", "0.1"),
 ]
 
 

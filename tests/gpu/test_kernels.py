@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_inputs.opcheck import opcheck_cases
+from op_inputs.opcheck import assert_as_reference, opcheck_cases
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import (
@@ -99,14 +99,7 @@ def test_opcheck(case: str, overload: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ["write", "merge", "copy", "advance"])
 def test_other_ops_match_the_reference(backend: str, case: str, dtype: torch.dtype) -> None:
-    results = []
-    for ops in (BACKEND_OPS[backend], REFERENCE):
-        torch.manual_seed(1)
-        op, args, kwargs = opcheck_cases(device="cuda", dtype=dtype)[case]
-        getattr(ops, op)(*args, **kwargs)
-        results.append(args)
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=2 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
+    assert_as_reference(BACKEND_OPS[backend], case, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

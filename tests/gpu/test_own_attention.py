@@ -8,28 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from greedy import greedy
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.gpu
 
 
-def greedy(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
-    """Logits of 12 new tokens ``[tokens, rows, vocab]`` behind a left-padded prompt."""
+def logits(model: Any, cache: Any = None, **options: Any) -> torch.Tensor:
+    """Of 12 new tokens ``[tokens, rows, vocab]`` behind a left-padded prompt."""
     from model_coverage.checks import prompts
 
-    given = {} if cache is None else {"past_key_values": cache}
     inputs = {key: value.to("cuda") for key, value in prompts().items()}
-    out = model.generate(
-        **inputs,
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **given,
-        **options,
-    )
-    return torch.stack(out.logits)
+    given = {"max_new_tokens": 12, "eos_token_id": None, "disable_compile": False, **options}
+    return greedy(model, inputs, cache, **given)[0]
 
 
 def once_compiled(model: Any, make_cache: Any, caplog: pytest.LogCaptureFixture) -> torch.Tensor:
@@ -40,7 +31,7 @@ def once_compiled(model: Any, make_cache: Any, caplog: pytest.LogCaptureFixture)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with caplog.at_level(logging.WARNING):
-        first, second = (greedy(model, make_cache()) for _ in range(2))
+        first, second = (logits(model, make_cache()) for _ in range(2))
     assert torch.equal(first, second)
     assert "skipping cudagraphs" not in caplog.text
     breaks_by_itself = model.config.model_type == "bloom" and transformers.__version__.startswith("5.17")
@@ -63,13 +54,13 @@ def test_attached(name: str, caplog: pytest.LogCaptureFixture) -> None:
     import torchpaged.hf as hf
 
     model = model_of(name, "eager").to("cuda")
-    want = greedy(model, disable_compile=True)
+    want = logits(model, disable_compile=True)
     with hf.paged(model):
 
         def make_cache() -> Any:
             return hf.PagedCache(model.config, 2, 64)
 
-        eager = greedy(model, make_cache(), disable_compile=True)
+        eager = logits(model, make_cache(), disable_compile=True)
         compiled = once_compiled(model, make_cache, caplog)
     for got in (eager, compiled):
         assert torch.equal(got.argmax(-1), want.argmax(-1))
@@ -86,14 +77,14 @@ def test_fp8_cache(kv_dtype: str, scales: str, caplog: pytest.LogCaptureFixture)
 
     model = model_of("llama", "torchpaged").to("cuda", torch.bfloat16)
     first = hf.PagedCache(model.config, 2, 64, kv_dtype=kv_dtype, kv_scales=scales)
-    greedy(model, first, disable_compile=True)
+    logits(model, first, disable_compile=True)
 
     def make_cache(backend: str = "auto") -> Any:
         return hf.PagedCache(
             model.config, 2, 64, backend=backend, kv_dtype=kv_dtype, kv_scales=first.kv_scales
         )
 
-    want = greedy(model, make_cache("reference"), disable_compile=True).float()
+    want = logits(model, make_cache("reference"), disable_compile=True).float()
     compiled = once_compiled(model, make_cache, caplog).float()
     assert float((compiled[0] - want[0]).abs().max()) <= 0.05 * float(want.abs().max())
     assert first.choice.name in ("cuda", "triton")

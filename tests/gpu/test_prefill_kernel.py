@@ -1,4 +1,4 @@
-"""The CUDA C++ prefill kernel on random batches: it ends, its results are right, and the same every time;
+"""The CUDA C++ prefill kernel with queries of e4m3: it ends, its results are right, and the same every time;
 under a watchdog."""
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from greedy import greedy
 from transformers import PreTrainedModel
 
 IDS: dict[str, Any] = {"vocab_size": 99, "eos_token_id": None, "pad_token_id": 0, "bos_token_id": 1}
@@ -190,18 +191,7 @@ def logits_of(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], cache: Any = None, **options: Any
 ) -> torch.Tensor:
     """Logits of every new token of a greedy generate(), ``[tokens, rows, vocab]``."""
-    given = {} if cache is None else {"past_key_values": cache}
-    out = model.generate(
-        **inputs,
-        max_new_tokens=5,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        disable_compile=True,
-        **given,
-        **options,
-    )
-    return torch.stack(out.logits)
+    return greedy(model, inputs, cache, max_new_tokens=5, **options)[0]
 
 
 def same(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from greedy import greedy
 from model_coverage.architectures import model_of, model_types
 from model_coverage.checks import difference, prompts
 from torch import nn
@@ -20,21 +21,9 @@ from torchpaged.hf import PagedCache, attach, detach, paged
 from torchpaged.hf.families import types_of
 
 
-def greedy(model: Any, cache: PagedCache | None = None, **options: Any) -> torch.Tensor:
-    """Logits of 6 new tokens behind a left-padded prompt."""
-    given = {} if cache is None else {"past_key_values": cache}
-    out = model.generate(
-        **prompts(),
-        max_new_tokens=6,
-        do_sample=False,
-        eos_token_id=None,
-        disable_compile=True,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **given,
-        **options,
-    )
-    return torch.stack(out.logits)
+def logits(model: Any, cache: PagedCache | None = None, **options: Any) -> torch.Tensor:
+    """Of 6 new tokens behind a left-padded prompt."""
+    return greedy(model, prompts(), cache, max_new_tokens=6, eos_token_id=None, **options)[0]
 
 
 def cache_of(model: Any, **options: Any) -> PagedCache:
@@ -45,7 +34,7 @@ def cache_of(model: Any, **options: Any) -> PagedCache:
 def built() -> tuple[Any, torch.Tensor]:
     """The smallest of the families, and what it says by itself."""
     model = model_of("youtu", "eager")
-    return model, greedy(model)
+    return model, logits(model)
 
 
 @pytest.fixture
@@ -64,12 +53,12 @@ def test_every_family(model_type: str) -> None:
     if model_type not in model_types():
         pytest.skip(f"not in transformers {transformers.__version__}")
     model = model_of(model_type, "eager")
-    by_itself = greedy(model)
+    by_itself = logits(model)
     config = model.config.get_text_config(decoder=True)
     width = config.kv_lora_rank + config.qk_rope_head_dim
     with paged(model):
         cache = cache_of(model)
-        assert difference(greedy(model, cache), by_itself) == "right"
+        assert difference(logits(model, cache), by_itself) == "right"
     assert not cache.dense
     assert all(layer.latent for layer in cache.paged)
     for layer in cache.paged:
@@ -77,7 +66,7 @@ def test_every_family(model_type: str) -> None:
         assert layer.keys.shape == (cache.num_blocks, 4, 1, width)
         assert layer.num_bytes == layer.keys.nbytes == cache.num_blocks * 4 * width * 4
     assert f"({4 * width * len(cache.paged)} bytes per token)" in cache.describe()
-    assert torch.equal(greedy(model), by_itself)
+    assert torch.equal(logits(model), by_itself)
 
 
 def test_unattached_it_gathers(youtu: Any, want: torch.Tensor) -> None:
@@ -85,9 +74,9 @@ def test_unattached_it_gathers(youtu: Any, want: torch.Tensor) -> None:
     cache = cache_of(youtu)
     assert cache.dense
     assert "torchpaged.hf.attach(model)" in cache.dense_reason
-    assert difference(greedy(youtu, cache), want) == "right"
+    assert difference(logits(youtu, cache), want) == "right"
     with pytest.raises(UnsupportedModelError, match=r"torchpaged\.hf\.attach\(model\)"):
-        greedy(youtu, cache_of(youtu, dense=False))
+        logits(youtu, cache_of(youtu, dense=False))
 
 
 def test_attached_it_may_gather_all_the_same(youtu: Any, want: torch.Tensor) -> None:
@@ -96,7 +85,7 @@ def test_attached_it_may_gather_all_the_same(youtu: Any, want: torch.Tensor) -> 
     other = PagedCache(copy.deepcopy(youtu.config), 2, 32, block_size=4)
     assert other.dense
     for cache in (cache_of(youtu), cache_of(youtu, dense=True), other, cache_of(youtu)):
-        assert difference(greedy(youtu, cache), want) == "right"
+        assert difference(logits(youtu, cache), want) == "right"
 
 
 def test_a_copy_attends_by_its_own_weights(youtu: Any, want: torch.Tensor) -> None:
@@ -107,20 +96,20 @@ def test_a_copy_attends_by_its_own_weights(youtu: Any, want: torch.Tensor) -> No
             if hasattr(module, "kv_b_proj"):
                 module.kv_b_proj.weight.zero_()
     for dense in (None, True):
-        assert difference(greedy(twin, cache_of(twin, dense=dense)), want) == "right"
+        assert difference(logits(twin, cache_of(twin, dense=dense)), want) == "right"
 
 
 def test_a_cache_of_latents_is_for_attached_models(youtu: Any) -> None:
     attach(youtu)
     cache = cache_of(youtu)
-    greedy(youtu, cache)
+    logits(youtu, cache)
     cache.reset()
     detach(youtu)
     youtu.set_attn_implementation("torchpaged")
     with pytest.raises(
         UnsupportedModelError, match=r"keeps latents.*this one is not; call .*attach\(model\)"
     ):
-        greedy(youtu, cache)
+        logits(youtu, cache)
     assert cache_of(youtu).dense
 
 
@@ -169,20 +158,20 @@ def test_projections_that_are_more_than_their_weight(
     module = next(module for module in youtu.modules() if hasattr(module, "kv_b_proj"))
     change(module)
     with pytest.raises(UnsupportedModelError, match=rf"kv_b_proj.*{why}.*dense=True"):
-        greedy(youtu, cache)
+        logits(youtu, cache)
     detach(youtu)
-    by_itself = greedy(youtu)
+    by_itself = logits(youtu)
     with paged(youtu):
         cache = cache_of(youtu)
         assert cache.dense
-        assert difference(greedy(youtu, cache), by_itself) == "right"
+        assert difference(logits(youtu, cache), by_itself) == "right"
 
 
 def test_what_a_layer_of_latents_does_not_do(youtu: Any) -> None:
     attach(youtu)
     with pytest.raises(ArgumentError, match="key_states: expected 1 heads of"):
         cache = cache_of(youtu)
-        greedy(youtu, cache)
+        logits(youtu, cache)
         layer = cache.paged[0]
         layer.update(torch.zeros(2, 1, 1, 3), torch.zeros(2, 1, 1, 8))
 
@@ -192,7 +181,7 @@ def test_pools_made_ahead(youtu: Any, want: torch.Tensor) -> None:
     attach(youtu)
     cache = cache_of(youtu)
     cache.early_initialization(2, 1, 24, torch.float32, torch.device("cpu"))
-    assert difference(greedy(youtu, cache), want) == "right"
+    assert difference(logits(youtu, cache), want) == "right"
 
 
 def test_the_engine_keeps_latents_too(youtu: Any) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import script
 
 from torchpaged.custom_ops import native_status
 
@@ -17,12 +17,7 @@ PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
 @pytest.fixture(scope="module")
 def runner() -> Any:
-    spec = importlib.util.spec_from_file_location("run_notebooks", NOTEBOOKS / "run.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/notebooks/run.py")
 
 
 def test_there_are_three() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import make_plots
 import pytest
+from command import script
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "pictures"
@@ -17,12 +17,7 @@ PICTURES = ROOT / "docs" / "pictures"
 
 @pytest.fixture(scope="module")
 def drawings() -> Any:
-    spec = importlib.util.spec_from_file_location("make_drawings", ROOT / "docs" / "make_drawings.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("docs/make_drawings.py")
 
 
 @pytest.mark.parametrize("name", ["overview", "decode", "prefill", "linear"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +32,16 @@ def python(*arguments: str, timeout: float = 300, **environment: str) -> subproc
     variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
     command = [sys.executable, *arguments]
     return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=timeout)
+
+
+def script(path: str) -> ModuleType:
+    """A file of this checkout as a module, whichever folder it lies in."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def printed(*arguments: str, **options: Any) -> str:

@@ -4,7 +4,6 @@ seeds, and the run goes on."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 from collections.abc import Callable
@@ -14,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from command import script
 from fuzz.aims import CASCADE_WIDTHS, PREFILL_WIDTHS
 from fuzz.case import run_case
+from fuzz.configuration import Configuration
 from fuzz.draw import BLOCK_SIZES, DTYPES, KV_DTYPES, WIDTHS, random_batch, random_configuration
 from worker_pool import WorkerPool
 
@@ -79,14 +80,7 @@ def planted(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def command() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "fuzz_attention", Path(__file__).parents[1] / "gpu" / "fuzz_attention.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("tests/gpu/fuzz_attention.py")
 
 
 def test_planted_faults_are_seen_and_the_run_goes_on(
@@ -98,29 +92,9 @@ def test_planted_faults_are_seen_and_the_run_goes_on(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", planted["PYTHONPATH"])
     report_path = tmp_path / "fuzz.json"
-    status = command.main(
-        [
-            "--configurations",
-            "9",
-            "--batches",
-            "2",
-            "--workers",
-            "1",
-            "--first-seed",
-            "2",
-            "--backends",
-            "reference",
-            "--device",
-            "cpu",
-            "--small",
-            "--target",
-            "planted:run",
-            "--compile-limit",
-            "5",
-            "--json",
-            str(report_path),
-        ]
-    )
+    numbers = "--configurations 9 --batches 2 --workers 1 --first-seed 2 --compile-limit 5"
+    places = "--backends reference --device cpu --small --target planted:run"
+    status = command.main([*numbers.split(), *places.split(), "--json", str(report_path)])
     report = json.loads(report_path.read_text())
     assert status == 1
     assert [(f["seed"], f["kind"]) for f in report["failures"]] == [
@@ -302,7 +276,22 @@ class _OnHopper:
         return getattr(self._tensor, name)
 
 
-def _on_hopper(batch: Any, out: torch.Tensor) -> AttentionCall:
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels ask of a GPU is an H100's."""
+    from torchpaged.custom_ops.cuda import gpu
+
+    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
+    monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
+
+
+def _on_hopper(c: Configuration) -> AttentionCall:
+    """The call of a configuration's first batch."""
+    batch, (token, head, offset) = random_batch(c, 0), c.out_padding
+    strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
+    shape = batch.q.shape[0], c.num_heads, c.head_dim_v
+    out = strided(shape, strides, batch.q.dtype, offset, torch.device("cpu"))
     tensors: list[Any] = [_OnHopper(tensor) for tensor in (batch.q, batch.k_cache, batch.v_cache)]
     lengths = (batch.block_table, batch.seq_lens, batch.query_start_loc)
     result: Any = _OnHopper(out)
@@ -310,55 +299,56 @@ def _on_hopper(batch: Any, out: torch.Tensor) -> AttentionCall:
     return AttentionCall(*tensors, *lengths, result, None, **options)
 
 
-def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """By the kernel's own word on tensors that say they are an H100's."""
+def _why_not_decode(c: Configuration) -> str | None:
     from torchpaged.custom_ops.attention.cuda import specialise
-    from torchpaged.custom_ops.cuda import gpu
 
-    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
-    monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
-    taken = 0
-    for seed in range(60):
-        c = random_configuration(seed)
-        if c.backend != "cuda" or c.kernel != "decode":
-            continue
-        batch, (token, head, offset) = random_batch(c, 0), c.out_padding
-        strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
-        out = strided(
-            (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
-        )
-        call = _on_hopper(batch, out)
-        spec = Specialisation.of(call)
-        taken += specialise.unsupported(call, spec, c.max_query_len, c.num_reqs) is None
-    assert 20 <= taken <= 34
+    call = _on_hopper(c)
+    return specialise.unsupported(call, Specialisation.of(call), c.max_query_len, c.num_reqs)
+
+
+def _pairs_missed(
+    configurations: list[Configuration],
+    features: dict[str, Callable[[Configuration], bool]],
+    excluded: set[frozenset[str]],
+) -> list[tuple[str, str]]:
+    """Pairs of features that no configuration has."""
+    sets = {name: {i for i, c in enumerate(configurations) if holds(c)} for name, holds in features.items()}
+    return [(a, b) for a in sets for b in sets if frozenset((a, b)) not in excluded and not sets[a] & sets[b]]
+
+
+#: Features that configurations of any aim have in common.
+FEATURES: dict[str, Callable[[Configuration], bool]] = {
+    "window": lambda c: "window_left" in c.options,
+    "chunk": lambda c: "chunk_size" in c.options,
+    "soft cap": lambda c: "logits_soft_cap" in c.options,
+    "bidirectional": lambda c: "causal" in c.options,
+    "alibi": lambda c: c.alibi,
+    "captured": lambda c: c.captured,
+    "heads first": lambda c: c.layout.heads_first,
+    "head padding": lambda c: c.layout.head_padding > 0,
+}
+
+
+def test_a_third_of_a_gpus_configurations_are_for_the_cuda_decode_kernel(hopper: None) -> None:
+    """By the kernel's own word on tensors that say they are an H100's."""
+    drawn = [random_configuration(seed) for seed in range(60)]
+    taken = [_why_not_decode(c) is None for c in drawn if c.backend == "cuda" and c.kernel == "decode"]
+    assert 20 <= sum(taken) <= 34
 
 
 @pytest.mark.parametrize("aim", ["cuda-prefill", "cuda-prefill-fp8"])
 def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
-    monkeypatch: pytest.MonkeyPatch, aim: str
+    hopper: None, monkeypatch: pytest.MonkeyPatch, aim: str
 ) -> None:
     """By the kernel's own word on tensors that say they are an H100's; with every feature that it has."""
     from torchpaged.custom_ops.attention.cuda import paged_attention
-    from torchpaged.custom_ops.cuda import gpu
 
-    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
-    monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
     monkeypatch.setenv("TORCHPAGED_CUDA_PREFILL", "1")
-    for seed in range(24):
-        c = random_configuration(seed, aim=aim)
-        batch, (token, head, offset) = random_batch(c, 0), c.out_padding
-        strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
-        out = strided(
-            (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
-        )
-        call = _on_hopper(batch, out)
+    configurations = [random_configuration(seed, aim=aim) for seed in range(600)]
+    for c in configurations[:24]:
+        call = _on_hopper(c)
         taken = paged_attention.route(call, Specialisation.of(call))
         assert taken.kernel == ("prefill" if c.kernel == "prefill" else "prefill and decode"), (c, taken)
-    configurations = [random_configuration(seed, aim=aim) for seed in range(600)]
     assert {(c.head_dim, c.head_dim_v) for c in configurations} == set(PREFILL_WIDTHS)
     assert {c.block_size for c in configurations} == {8, 16, 32, 64, 128}
     assert {c.dtype for c in configurations} == {"bfloat16", "float16"}
@@ -367,49 +357,23 @@ def test_all_configurations_aimed_at_the_cuda_prefill_kernel_are_taken_by_it(
     fp8 = aim == "cuda-prefill-fp8"
     assert {c.scales for c in configurations} == ({"none", "one", "per_head"} if fp8 else {"none"})
     assert all((c.kv_dtype in ("float8_e4m3fn", "float8_e5m2")) == fp8 for c in configurations)
-    features: dict[str, Callable[[Any], bool]] = {
-        "window": lambda c: "window_left" in c.options,
+    features = FEATURES | {
         "window right": lambda c: "window_right" in c.options,
-        "chunk": lambda c: "chunk_size" in c.options,
-        "soft cap": lambda c: "logits_soft_cap" in c.options,
-        "bidirectional": lambda c: "causal" in c.options,
-        "alibi": lambda c: c.alibi,
         "sinks": lambda c: c.sinks == "same",
         "lse": lambda c: c.lse,
-        "captured": lambda c: c.captured,
-        "heads first": lambda c: c.layout.heads_first,
-        "head padding": lambda c: c.layout.head_padding > 0,
         "several": lambda c: c.num_reqs > 4,
         "beside decode": lambda c: c.kernel == "mixed",
         "wide": lambda c: max(c.head_dim, c.head_dim_v) > 128,
     }
-    sets = {name: {i for i, c in enumerate(configurations) if holds(c)} for name, holds in features.items()}
-    excluded = {frozenset(("heads first", "head padding"))}
-    assert not [
-        (a, b) for a in sets for b in sets if frozenset((a, b)) not in excluded and not sets[a] & sets[b]
-    ]
+    assert not _pairs_missed(configurations, features, {frozenset(("heads first", "head padding"))})
 
 
-def test_all_configurations_aimed_at_the_cuda_decode_kernel_are_taken_by_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_configurations_aimed_at_the_cuda_decode_kernel_are_taken_by_it(hopper: None) -> None:
     """With runs of several pairs, whose borders move, in many of them, and pairs of many parts in some."""
     from torchpaged.custom_ops.attention.cuda import specialise
-    from torchpaged.custom_ops.cuda import gpu
 
-    monkeypatch.setattr(gpu, "capability", lambda index: (9, 0))
-    monkeypatch.setattr(gpu, "num_sms", lambda index: 132)
-    monkeypatch.setattr(gpu, "shared_per_sm", lambda index: 228 * 1024)
     configurations = [random_configuration(seed, aim="cuda-decode") for seed in range(60)]
-    for c in configurations[:8]:
-        batch, (token, head, offset) = random_batch(c, 0), c.out_padding
-        strides = (c.num_heads * (c.head_dim_v + head) + token, c.head_dim_v + head, 1)
-        out = strided(
-            (batch.q.shape[0], c.num_heads, c.head_dim_v), strides, batch.q.dtype, offset, torch.device("cpu")
-        )
-        call = _on_hopper(batch, out)
-        refused = specialise.unsupported(call, Specialisation.of(call), c.max_query_len, c.num_reqs)
-        assert refused is None, (c, refused)
+    assert [_why_not_decode(c) for c in configurations[:8]] == [None] * 8
     moving = grouped = 0
     for c in configurations:
         rows = c.num_heads // c.num_kv_heads * c.max_query_len
@@ -467,46 +431,26 @@ def test_every_feature_is_reached_and_so_are_their_pairs() -> None:
     assert {(c.head_dim, c.head_dim_v) for c in configurations} == set(WIDTHS)
     assert {c.block_size for c in configurations} == set(BLOCK_SIZES)
     assert {c.num_heads // c.num_kv_heads for c in configurations} == set(range(1, 17))
-    features: dict[str, Callable[[Any], bool]] = {
+    features = FEATURES | {
         "fp8": lambda c: c.kv_dtype.startswith("float8"),
         "per head": lambda c: c.scales == "per_head",
         "odd width": lambda c: c.head_dim % 16 > 0,
         "fp32": lambda c: c.dtype == "float32",
         "slot padding": lambda c: c.layout.slot_padding > 0,
-        "heads first": lambda c: c.layout.heads_first,
-        "head padding": lambda c: c.layout.head_padding > 0,
         "offset": lambda c: c.layout.offset % 16 > 0,
         "q padding": lambda c: c.q_padding[0] > 0,
         "bound above": lambda c: c.max_query_len > c.longest_query,
         "wide table": lambda c: c.columns > 1024,
         "no lse": lambda c: not c.lse,
-        "window": lambda c: "window_left" in c.options,
-        "chunk": lambda c: "chunk_size" in c.options,
-        "alibi": lambda c: c.alibi,
-        "soft cap": lambda c: "logits_soft_cap" in c.options,
         "sinks": lambda c: c.sinks != "none",
-        "bidirectional": lambda c: "causal" in c.options,
-        "captured": lambda c: c.captured,
         "decode": lambda c: c.kernel == "decode",
         "prefill": lambda c: c.kernel == "prefill",
         "mixed": lambda c: c.kernel == "mixed",
         "cuda": lambda c: c.backend == "cuda",
         "varying tokens": lambda c: c.num_tokens is None,
     }
-    excluded = {
-        frozenset(pair)
-        for pair in (
-            ("decode", "prefill"),
-            ("decode", "mixed"),
-            ("prefill", "mixed"),
-            ("captured", "varying tokens"),
-        )
-    }
-    sets = {name: {i for i, c in enumerate(configurations) if holds(c)} for name, holds in features.items()}
-    missing = [
-        (a, b) for a in sets for b in sets if frozenset((a, b)) not in excluded and not sets[a] & sets[b]
-    ]
-    assert not missing
+    apart = [("decode", "prefill"), ("decode", "mixed"), ("prefill", "mixed"), ("captured", "varying tokens")]
+    assert not _pairs_missed(configurations, features, set(map(frozenset, apart)))
     assert {c.kv_dtype for c in configurations} == {*DTYPES, *KV_DTYPES} - {"same"}
 
 

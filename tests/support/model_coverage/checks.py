@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from greedy import greedy
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import CompileConfig, PreTrainedModel
@@ -91,17 +92,7 @@ def _generate(
     model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any = None, **options: Any
 ) -> tuple[Tensor, Any]:
     """Logits of every new token ``[tokens, rows, vocab]``, and the cache behind them."""
-    given = {} if cache is None else {"past_key_values": cache}
-    out = model.generate(
-        **inputs,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        eos_token_id=None,
-        **{"disable_compile": True, **given, **options},
-    )
-    return torch.stack(out.logits), getattr(out, "past_key_values", None)
+    return greedy(model, inputs, cache, **{"max_new_tokens": NEW_TOKENS, "eos_token_id": None, **options})
 
 
 def _forward(model: PreTrainedModel, inputs: dict[str, Tensor], **options: Any) -> Tensor:

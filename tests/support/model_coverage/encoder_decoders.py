@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from greedy import greedy
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -174,18 +175,8 @@ def inputs_of(model: PreTrainedModel, model_type: str, prompt: int = 0) -> dict[
 
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any = None, **options: Any) -> Any:
     """Logits of every new token ``[tokens, rows, vocab]``, and the cache behind them."""
-    given = {} if cache is None else {"past_key_values": cache}
     plain = super(type(model), model).generate if model.config.model_type == "whisper" else model.generate
-    out = plain(
-        **inputs,
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        num_beams=1,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **{"disable_compile": True, **given, **options},
-    )
-    return torch.stack(out.logits), getattr(out, "past_key_values", None)
+    return greedy(model, inputs, cache, plain, max_new_tokens=NEW_TOKENS, num_beams=1, **options)
 
 
 def _forward(model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from op_inputs.rope import assert_rope_close
+from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
-from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
 #: Shapes and rotations, by families that have them: arguments of `make_latent_writes`.
@@ -81,12 +81,4 @@ def latents_of(inputs: dict[str, Any]) -> Tensor:
 
 def assert_latent_write_close(ops: BackendOps, inputs: dict[str, Any]) -> None:
     """One backend's op on ``inputs``, which it writes into, against the reference in float64."""
-    same = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
-    wide = {
-        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in same.items()
-    }
-    BACKEND_OPS["reference"].rope_write_latent(**same)
-    BACKEND_OPS["reference"].rope_write_latent(**wide)
-    ops.rope_write_latent(**inputs)
-    for name in ("q_out", "kv_cache"):
-        assert_within_budget(name, inputs[name], same[name], wide[name], inputs["q"].dtype)
+    assert_rope_close(ops, inputs, "rope_write_latent")

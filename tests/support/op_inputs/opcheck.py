@@ -10,6 +10,7 @@ from op_inputs.latent_writes import make_latent_writes
 from op_inputs.rope import ROPE_CASES, make_rope_inputs
 from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs
 from op_inputs.trees import TREE_SPECS, make_tree_batch
+from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.testing.batches import BATCH_SPECS, make_batch
 from torchpaged.testing.pools import on_host
 
@@ -138,3 +139,18 @@ def opcheck_cases(
         ),
     }
     return cases
+
+
+def assert_as_reference(ops: BackendOps, case: str, rtol: float | None = None, **options: Any) -> None:
+    """What a case's op writes is what the reference's writes; ``options``: of `opcheck_cases`; ``rtol``: None
+    for twice the dtype's."""
+    results = []
+    for each in (ops, BACKEND_OPS["reference"]):
+        torch.manual_seed(1)
+        op, args, kwargs = opcheck_cases(**options)[case]
+        getattr(each, op)(*args, **kwargs)
+        results.append(args)
+    if rtol is None:
+        rtol = 2 * torch.finfo(options["dtype"]).eps
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=rtol, atol=1e-6, equal_nan=True)

@@ -104,18 +104,14 @@ def make_rope_inputs(
     }
 
 
-def assert_rope_close(ops: BackendOps, inputs: dict[str, Any]) -> None:
-    """One backend's ``rope_write_kv`` on ``inputs`` (which it writes into) against the reference in float64.
-
-    ``inputs``: from `make_rope_inputs`.
-    """
-    dtype = inputs["q"].dtype
+def assert_rope_close(ops: BackendOps, inputs: dict[str, Any], op: str = "rope_write_kv") -> None:
+    """What one backend's ``op`` writes into ``inputs``, which are from `make_rope_inputs` or
+    `make_latent_writes`, against the reference in float64."""
     same = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
     wide = {
         name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in same.items()
     }
-    BACKEND_OPS["reference"].rope_write_kv(**same)
-    BACKEND_OPS["reference"].rope_write_kv(**wide)
-    ops.rope_write_kv(**inputs)
-    for name in ("q_out", "k_cache", "v_cache"):
-        assert_within_budget(name, inputs[name], same[name], wide[name], dtype)
+    for each, given in ((BACKEND_OPS["reference"], same), (BACKEND_OPS["reference"], wide), (ops, inputs)):
+        getattr(each, op)(**given)
+    for name in inputs.keys() & {"q_out", "k_cache", "v_cache", "kv_cache"}:
+        assert_within_budget(name, inputs[name], same[name], wide[name], inputs["q"].dtype)

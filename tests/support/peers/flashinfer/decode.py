@@ -9,12 +9,12 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
 
-from .pages import attend, seq_lens_of
+from .pages import Wrapper, seq_lens_of
 
 PLANS: list[str] = []
 
 
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
     made = 0
 
     def __init__(
@@ -33,8 +33,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         assert use_cuda_graph
         assert use_tensor_cores
         assert backend == "fa2"
-        self._paged_kv_indptr_buf = paged_kv_indptr_buffer
-        self._paged_kv_indices_buf = paged_kv_indices_buffer
+        self._paged_kv_indptr_buf = self._indptr = paged_kv_indptr_buffer
+        self._paged_kv_indices_buf = self._indices = paged_kv_indices_buffer
         self._paged_kv_last_page_len_buf = paged_kv_last_page_len_buffer
         self._fixed_batch_size = len(paged_kv_last_page_len_buffer)
         self._plan_info: Any = None
@@ -76,40 +76,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def _schedule(self, indptr, last_page_len, page_size, window_left, cap, scale, dtype):
         assert len(last_page_len) == self._fixed_batch_size == len(indptr) - 1
         assert isinstance(dtype, torch.dtype)
+        self._starts = torch.arange(self._fixed_batch_size + 1, dtype=torch.int32)
         self._lens = seq_lens_of(indptr, last_page_len, page_size)
         self._options = {"window_left": window_left, "logits_soft_cap": cap or 0.0, "scale": scale}
         self._plan_info = [self._fixed_batch_size, 7]
-
-    def run(
-        self,
-        q: Tensor,
-        paged_kv_cache: tuple[Tensor, Tensor],
-        *args: Any,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        out=None,
-        lse=None,
-        return_lse=False,
-        enable_pdl=None,
-        window_left=None,
-        sinks=None,
-    ):
-        assert len(q) == self._fixed_batch_size
-        assert q_scale is k_scale is v_scale is sinks is None
-        starts = torch.arange(len(q) + 1, dtype=torch.int32)
-        y, y_lse = attend(
-            q.contiguous(),
-            paged_kv_cache,
-            starts,
-            self._paged_kv_indptr_buf,
-            self._paged_kv_indices_buf,
-            self._lens,
-            **self._options,
-        )
-        if out is not None:
-            y = out.copy_(y)
-        return (y, y_lse) if return_lse else y
 
 
 def fast_decode_plan(

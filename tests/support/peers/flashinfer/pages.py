@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,3 +48,37 @@ def attend(
     return out.masked_fill(nothing[..., None], float("nan")), (lse / math.log(2)).masked_fill(
         nothing, float("nan")
     )
+
+
+class Wrapper:
+    """What both wrappers run, once a plan has left ``_starts``, ``_indptr``, ``_indices``, ``_lens`` and
+    ``_options``."""
+
+    _starts: Tensor
+    _indptr: Tensor
+    _indices: Tensor
+    _lens: Tensor
+    _options: dict[str, Any]
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *args: Any,
+        q_scale=None,
+        k_scale=None,
+        v_scale=None,
+        out=None,
+        lse=None,
+        return_lse=False,
+        enable_pdl=None,
+        window_left=None,
+        sinks=None,
+    ):
+        assert len(q) == int(self._starts[-1])
+        assert q_scale is k_scale is v_scale is sinks is None
+        pages = self._starts, self._indptr, self._indices, self._lens
+        y, y_lse = attend(q.contiguous(), paged_kv_cache, *pages, **self._options)
+        if out is not None:
+            y = out.copy_(y)
+        return (y, y_lse) if return_lse else y

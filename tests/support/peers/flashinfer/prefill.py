@@ -6,10 +6,10 @@ import itertools
 
 import torch
 
-from .pages import attend, seq_lens_of
+from .pages import Wrapper, attend, seq_lens_of
 
 
-class BatchPrefillWithPagedKVCacheWrapper:
+class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     made = 0
 
     def __init__(
@@ -67,35 +67,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
             "logits_soft_cap": logits_soft_cap or 0.0,
             "scale": sm_scale,
         }
-
-    def run(
-        self,
-        q,
-        paged_kv_cache,
-        *args,
-        q_scale=None,
-        k_scale=None,
-        v_scale=None,
-        out=None,
-        lse=None,
-        return_lse=False,
-        enable_pdl=None,
-        window_left=None,
-        sinks=None,
-    ):
-        assert len(q) == int(self._starts[-1])
-        y, y_lse = attend(
-            q.contiguous(),
-            paged_kv_cache,
-            self._starts,
-            self._indptr,
-            self._indices,
-            self._lens,
-            **self._options,
-        )
-        if out is not None:
-            y = out.copy_(y)
-        return (y, y_lse) if return_lse else y
 
 
 class MultiLevelCascadeAttentionWrapper:

@@ -17,13 +17,7 @@ from torchpaged.backends.flex import flex_backend
 from torchpaged.backends.query_tiles import most_keys, num_tiles, query_tiles, visible_blocks
 from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.graphs.capture import EagerCapture
-from torchpaged.testing import (
-    ATTENTION_VARIANTS,
-    BATCH_SPECS,
-    Batch,
-    assert_attention_close,
-    make_batch,
-)
+from torchpaged.testing import ATTENTION_VARIANTS, BATCH_SPECS, Batch, assert_attention_close, make_batch
 
 FLEX = get_backend("flex")
 

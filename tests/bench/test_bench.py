@@ -277,11 +277,7 @@ def test_summary() -> None:
     rows = [_row("a", 10.0, 20.0), _row("b", 10.0, 5.0), _row("c", 10.0, None)]
     summary = summarise(rows)
     assert summary["geomean"] == pytest.approx(1.0)
-    assert (
-        summary["worst"],
-        summary["worst_case"],
-        summary["compared"],
-    ) == (0.5, "b", 2)
+    assert (summary["worst"], summary["worst_case"], summary["compared"]) == (0.5, "b", 2)
     assert exit_code({"rows": rows}) == 0
     rows[0]["contenders"]["fa3"] |= {"status": "wrong", "reason": "relative error"}
     assert exit_code({"rows": rows}) == 0

@@ -102,10 +102,7 @@ def test_changed_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert step.main([*TINY, "--batches", "2", "--only", "k1+fuse,k1", "--json-only"]) == 0
     seen = capsys.readouterr()
     rows = json.loads(seen.out)["rows"]
-    assert [(row["contender"], row["status"]) for row in rows] == [
-        ("k1+fuse", "timed"),
-        ("k1", "timed"),
-    ]
+    assert [(row["contender"], row["status"]) for row in rows] == [("k1+fuse", "timed"), ("k1", "timed")]
     assert seen.err == ""
     assert rows[0]["error"] != rows[1]["error"]
 

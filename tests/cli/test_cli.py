@@ -68,10 +68,7 @@ def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
     assert sum(report["hits"] for report in document["prefill_buckets"]) == 2
     assert "[8, 32] was given" in document["prefill_graph_reason"]
     assert document["fusion"]["complete"]
-    assert document["fusion"]["replaced"]["qkv"] == [
-        "layers.0",
-        "layers.1",
-    ]
+    assert document["fusion"]["replaced"]["qkv"] == ["layers.0", "layers.1"]
 
 
 def test_verbose_explains_on_stderr(folder: str) -> None:
@@ -306,10 +303,7 @@ def test_profile_is_written_when_generation_fails(
     ],
 )
 def test_a_device_that_is_not_there_is_one_line(
-    command: tuple[str, ...],
-    device: str,
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...], device: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 

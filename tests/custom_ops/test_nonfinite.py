@@ -112,10 +112,7 @@ def test_a_bad_sink_belongs_to_its_head(backend: str, value: float) -> None:
 @pytest.mark.slow_cases(
     "triton-decode-narrow-*",
     "triton-prefill-narrow-*",
-    but=(
-        "triton-decode-narrow-{'window_left': 5}",
-        "triton-prefill-narrow-{'window_left': 5}",
-    ),
+    but=("triton-decode-narrow-{'window_left': 5}", "triton-prefill-narrow-{'window_left': 5}"),
 )
 @pytest.mark.parametrize(
     "options",

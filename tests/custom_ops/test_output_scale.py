@@ -196,10 +196,7 @@ def test_who_takes_it() -> None:
     batch = make_batch(BATCH_SPECS["decode_one"])
     with pytest.raises(BackendUnavailableError, match="output_scale is not supported"):
         torchpaged.paged_attention(
-            *batch.tensors,
-            max_query_len=1,
-            output_scale=torch.ones(1),
-            ops=get_backend("torch_sdpa").ops,
+            *batch.tensors, max_query_len=1, output_scale=torch.ones(1), ops=get_backend("torch_sdpa").ops
         )
 
 

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from op_inputs.latent_writes import (
-    LATENT_WRITES,
-    assert_latent_write_close,
-    latents_of,
-    make_latent_writes,
-)
+from op_inputs.latent_writes import LATENT_WRITES, assert_latent_write_close, latents_of, make_latent_writes
 
 from torchpaged.custom_ops import BACKEND_OPS
 

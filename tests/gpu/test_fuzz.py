@@ -43,8 +43,6 @@ def configurations() -> Iterator[WorkerPool]:
     """Several processes, since nearly all the time is the compilers'."""
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     with WorkerPool(
-        "fuzz.case:run_case",
-        workers=min(TOGETHER, os.cpu_count() or 1),
-        environment=environment,
+        "fuzz.case:run_case", workers=min(TOGETHER, os.cpu_count() or 1), environment=environment
     ) as pool:
         yield pool

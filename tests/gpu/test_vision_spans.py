@@ -8,12 +8,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install 'torchpaged[hf]'")
 
-from model_coverage.vision_models import (
-    batch_of,
-    config_of,
-    model_class_of,
-    tokens_per_picture,
-)
+from model_coverage.vision_models import batch_of, config_of, model_class_of, tokens_per_picture
 
 from torchpaged.hf import PagedCache, paged
 

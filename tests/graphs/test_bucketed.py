@@ -63,10 +63,7 @@ def test_each_bucket_has_its_own_callable_and_replays_what_the_inputs_hold() -> 
     assert g.start(3).output.tolist() == [8.0 + 10 * n for n in range(8)]
     inputs.numbers.zero_()
     assert g.start(1).output.tolist() == [2.0, 2.0]
-    assert [(r.bucket, r.hits, r.padded_rows) for r in g.report()] == [
-        (2, 2, 1),
-        (8, 1, 5),
-    ]
+    assert [(r.bucket, r.hits, r.padded_rows) for r in g.report()] == [(2, 2, 1), (8, 1, 5)]
     assert g.histogram() == {1: 1, 2: 1, 3: 1}
     assert g.start_eager(3, lambda numbers, scale: numbers + scale).tolist() == [10.0] * 3
 

@@ -75,12 +75,7 @@ def test_report_table_and_histogram() -> None:
     runner.run([1, 2, 3], [1, 1, 1], [[1], [2], [3]])
     runner.run([1, 2], [1, 1], [[1], [2]])
     small, large = runner.report()
-    assert (large.hits, large.padded_rows, large.captured, small.captured) == (
-        2,
-        3,
-        True,
-        False,
-    )
+    assert (large.hits, large.padded_rows, large.captured, small.captured) == (2, 3, True, False)
     assert large.capture_ms >= large.record_ms > 0
     heading, first, second = bucket_table([small, large]).splitlines()
     assert first.split() == ["1", "-", "-", "-", "0", "0"]

@@ -141,10 +141,7 @@ def test_requests_that_the_device_writes(capture: Any) -> None:
     out = r.run(**lists, logits_indices=whole["logits_indices"], fill=fill, filled=2)
     assert torch.equal(out, expected)
     assert all(map(torch.equal, toy.cache[0][:2], caches[0][:2]))
-    for options, words in (
-        ({"filled": 2}, "fill is None"),
-        ({"filled": 3, "fill": fill}, "1 to 1 requests"),
-    ):
+    for options, words in (({"filled": 2}, "fill is None"), ({"filled": 3, "fill": fill}, "1 to 1 requests")):
         with pytest.raises(ArgumentError, match=words):
             r.run(**lists, logits_indices=whole["logits_indices"], **options)
 

@@ -71,16 +71,7 @@ def agree(got: Tensor, want: Tensor) -> bool:
     return close and torch.equal(got.argmax(-1), want.argmax(-1))
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "llama-*",
-        "gpt_oss-*",
-        "opt-*",
-        "qwen3_next-*",
-        "deepseek_v3-*",
-        "falcon-*",
-    )
-)
+@pytest.mark.slow_cases(but=("llama-*", "gpt_oss-*", "opt-*", "qwen3_next-*", "deepseek_v3-*", "falcon-*"))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("model_type", sorted(TABLE))
 def test_architecture(model_type: str, mode: str) -> None:

@@ -60,14 +60,7 @@ def committed_row(model_type: str, name: str = "architectures") -> Row:
     return Table.load((own or tables)[0]).rows[model_type]
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "llama",
-        "bloom",
-        "mamba",
-        "cpmant",
-    )
-)
+@pytest.mark.slow_cases(but=("llama", "bloom", "mamba", "cpmant"))
 @pytest.mark.parametrize("model_type", REPRESENTATIVE)
 def test_architecture(model_type: str) -> None:
     """As the committed table says."""
@@ -76,12 +69,7 @@ def test_architecture(model_type: str) -> None:
     assert row.checks.get("compiled", "")[:5] == want.checks.get("compiled", "")[:5]
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "llava",
-        "mllama",
-    )
-)
+@pytest.mark.slow_cases(but=("llava", "mllama"))
 @pytest.mark.parametrize("model_type", PICTURED)
 def test_family_of_vision_language_models(model_type: str) -> None:
     """As the committed table says."""

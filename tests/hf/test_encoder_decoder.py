@@ -398,12 +398,7 @@ def test_a_backend_that_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         logits_of(model, inputs(), cache)
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "fsmt",
-        "bart",
-    )
-)
+@pytest.mark.slow_cases(but=("fsmt", "bart"))
 @pytest.mark.parametrize("model_type", ["bart", "encoder-decoder", "fsmt", "t5", "whisper"])
 def test_a_family(model_type: str) -> None:
     """As the committed table says: one graph for a decode step."""

@@ -113,11 +113,7 @@ def test_they_come_and_go() -> None:
 
 def test_each_is_needed() -> None:
     """By a name that is there, and by what is named as the reason; else it can go."""
-    reasons = {
-        "CTRLModel": "np.sqrt(",
-        "DbrxExperts": ".nonzero()",
-        "LongcatFlashExperts": ".nonzero(",
-    }
+    reasons = {"CTRLModel": "np.sqrt(", "DbrxExperts": ".nonzero()", "LongcatFlashExperts": ".nonzero("}
     moved = "key_states.to(query_states.device)"
     only_old = {
         "Gemma3nTextAttention": moved,

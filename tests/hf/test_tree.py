@@ -18,11 +18,7 @@ BLOCKS = [3, 7, 2, 9, 5]
 
 def _logits(paged: Any, tokens: list[int], seq_len: int, parents: list[int] | None = None) -> torch.Tensor:
     metadata = AttentionMetadata.from_lists(
-        [len(tokens)],
-        [seq_len],
-        [BLOCKS],
-        block_size=4,
-        tree_parents=None if parents is None else [parents],
+        [len(tokens)], [seq_len], [BLOCKS], block_size=4, tree_parents=None if parents is None else [parents]
     )
     with torch.inference_mode():
         logits: torch.Tensor = paged(torch.tensor(tokens), metadata)

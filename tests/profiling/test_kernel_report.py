@@ -32,11 +32,7 @@ N = None
         ("abxc", "abc", [0, 1, 3]),  # lost one
         ("aab", "ab", [N, 2]),  # which of the two is it?
         # before A and after B there is one on both sides; between them one is gone
-        (
-            "gAgBg",
-            "gABg",
-            [0, 1, 3, 4],
-        ),
+        ("gAgBg", "gABg", [0, 1, 3, 4]),
         ("ab", "ba", [N, N]),  # order and name contradict each other
         ("abc", "cab", [N, N, N]),
         ("xabyc", "xbayc", [0, N, N, 3, 4]),
@@ -216,11 +212,7 @@ def test_reports_are_plain_data_and_a_table() -> None:
 
 def test_layer_names() -> None:
     assert layer_of("model.layers.3.mlp.up_proj") == ("model.layers", 3, "mlp.up_proj")
-    assert layer_of("model.layers.3") == (
-        "model.layers",
-        3,
-        "",
-    )
+    assert layer_of("model.layers.3") == ("model.layers", 3, "")
     assert layer_of("model.norm") is None
     assert layer_of(None) is None
     assert layer_of("") is None

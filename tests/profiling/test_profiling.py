@@ -170,10 +170,7 @@ def test_ranges_of_the_engine_arrive_nested(tool: Path) -> None:
     steps = [node for node in nodes if node[0] == "step"]
     assert [number for _, number, _ in steps] == [str(i) for i in range(len(steps))]
     # attention outside a step: the model's layers are tried at the start
-    assert {text for text, _, _ in nodes} == {
-        "step",
-        *LAYERS,
-    }
+    assert {text for text, _, _ in nodes} == {"step", *LAYERS}
     assert all(inner[0][0].startswith("admission waiting=") for _, _, inner in steps)
     assert only(nodes, "prefill") == ["prefill batch=1 tokens=3", "prefill batch=2 tokens=3 decodes=1"]
     assert only(steps, "admission")[0] == "admission waiting=2"

@@ -11,12 +11,7 @@ from command import ROOT, printed
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "openai_server")
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "01_one_layer_cpu",
-        "02_hf_generate",
-    )
-)
+@pytest.mark.slow_cases(but=("01_one_layer_cpu", "02_hf_generate"))
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)
 def test_example_runs(path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")

@@ -14,18 +14,9 @@ from torchpaged.custom_ops.layers.cuda import linear_shape
 
 PAGES = Path(__file__).parents[2] / "docs" / "kernels"
 # an H200: multiprocessors, bytes of shared memory of each and of a CTA
-SMS, PER_SM, PER_CTA = (
-    132,
-    228 << 10,
-    227 << 10,
-)
+SMS, PER_SM, PER_CTA = (132, 228 << 10, 227 << 10)
 # of an 8B Llama
-LAYERS = {
-    "qkv": (6144, 4096),
-    "o": (4096, 4096),
-    "gate_up": (28672, 4096),
-    "down": (4096, 14336),
-}
+LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 
 
 def rows(page: str, first: str) -> list[list[str]]:
@@ -52,11 +43,7 @@ def test_decode() -> None:
         )
         kv_dtype = torch.float8_e4m3fn if "fp8" in name else torch.bfloat16
         spec = specialisation(
-            dim=dim,
-            group=heads // kv_heads,
-            num_kv_heads=kv_heads,
-            kv_dtype=kv_dtype,
-            scales="fp8" in name,
+            dim=dim, group=heads // kv_heads, num_kv_heads=kv_heads, kv_dtype=kv_dtype, scales="fp8" in name
         )
         config, shape = specialise.decode_config(
             spec, query_len, pairs, early=True, sms=SMS, shared_per_sm=PER_SM

@@ -139,10 +139,7 @@ class FlexSession(Session):
             held["planned_lens"][:rows].copy_(batch.seq_lens)
             held["planned_table"][:rows, : batch.block_table.shape[1]].copy_(batch.block_table)
             # on a GPU a kernel of its own would do this
-            lens, starts = (
-                batch.seq_lens.tolist(),
-                batch.query_start_loc.tolist(),
-            )
+            lens, starts = (batch.seq_lens.tolist(), batch.query_start_loc.tolist())
             for name in ("logical_block", "position_of_token"):
                 held[name].fill_(-1)
             for row, (length, start, end) in enumerate(zip(lens, starts, starts[1:], strict=False)):

@@ -46,13 +46,7 @@ def backend_of(name: str) -> Backend:
     return {"planning": PLANNING, "wrapper": WRAPPER}.get(name) or get_backend(name)
 
 
-@pytest.mark.slow_cases(
-    "flex-*",
-    but=(
-        "flex-decode-bf16",
-        "flex-mixed-bf16",
-    ),
-)
+@pytest.mark.slow_cases("flex-*", but=("flex-decode-bf16", "flex-mixed-bf16"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bf16"])
 @pytest.mark.parametrize("case", conformance_cases(GraphSupport.ALWAYS), ids=lambda c: c.name)
 @pytest.mark.parametrize("name", [*list_backends(), "planning", "wrapper", "kept"])

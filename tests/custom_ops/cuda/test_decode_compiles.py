@@ -100,13 +100,7 @@ def spilled(report: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "everything",
-        "llama many pairs",
-        "fp8 odd width",
-    )
-)
+@pytest.mark.slow_cases(but=("everything", "llama many pairs", "fp8 odd width"))
 @pytest.mark.parametrize("name", [*TUNED, *OTHERS])
 def test_compiles_for_sm_90(tmp_path: Path, name: str) -> None:
     values, shape = config((9, 0), **{**TUNED, **OTHERS}[name])
@@ -201,11 +195,7 @@ def test_beside_prefill_it_waits_at_its_end_alone(tmp_path: Path) -> None:
 
 
 # by their offset in struct Params of decode_params.cuh
-METADATA = {
-    24: "block_table",
-    32: "seq_lens",
-    40: "query_start_loc",
-}
+METADATA = {24: "block_table", 32: "seq_lens", 40: "query_start_loc"}
 
 
 def metadata_loads(ptx: str) -> list[tuple[str, str]]:

@@ -71,13 +71,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "in parts, width 256": {"split": True, "dim": 256, "group": 2},
     "in parts, all of it": {**EVERYTHING, "split": True},
     "in parts, prefixes": {**PREFIXES},
-    "in parts, prefixes, width 64": {
-        **PREFIXES,
-        "dim": 64,
-        "group": 3,
-        "num_kv_heads": 3,
-        "lse": True,
-    },
+    "in parts, prefixes, width 64": {**PREFIXES, "dim": 64, "group": 3, "num_kv_heads": 3, "lse": True},
     "in parts, prefixes, e4m3": {
         **PREFIXES,
         "kv_dtype": torch.float8_e4m3fn,
@@ -220,16 +214,7 @@ def test_nothing_that_older_nvrtcs_take_for_a_host_function() -> None:
 @pytest.mark.skipif(NVDISASM is None, reason="nvdisasm is not installed")
 @pytest.mark.parametrize(
     "name",
-    [
-        "llama",
-        "width 64",
-        "width 256",
-        "window",
-        "patience",
-        "e4m3",
-        "e4m3 queries",
-        "in parts, prefixes",
-    ],
+    ["llama", "width 64", "width 256", "window", "patience", "e4m3", "e4m3 queries", "in parts, prefixes"],
 )
 def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_path: Path, name: str) -> None:
     """In every loop of steps: products, wait for the scores, all exponentials, wait for the rest. Nothing in
@@ -238,11 +223,7 @@ def test_exponentials_stand_between_the_scores_and_the_end_of_the_products(tmp_p
     values = config(**SHAPES[name])
     compiled(tmp_path, "prefill.cu", values)
     text = subprocess.run(
-        [NVDISASM, "-c", str(tmp_path / "out.cubin")],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
+        [NVDISASM, "-c", str(tmp_path / "out.cubin")], capture_output=True, text=True, check=True, timeout=120
     ).stdout
     kinds = {
         "HGMMA": "P",

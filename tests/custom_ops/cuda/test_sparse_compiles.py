@@ -64,14 +64,7 @@ def test_shared_memory_is_what_the_sources_say(tmp_path: Path) -> None:
         source = jit.write_sources(folder, file, config)
         with source.open("a") as text:
             text.write(f'static_assert(SHARED_BYTES == {said}, "");static_assert(THREADS == {threads});\n')
-        command = [
-            "nvcc",
-            "-ptx",
-            "-o",
-            str(folder / "ptx"),
-            *jit.options(config, (9, 0)),
-            str(source),
-        ]
+        command = ["nvcc", "-ptx", "-o", str(folder / "ptx"), *jit.options(config, (9, 0)), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
 

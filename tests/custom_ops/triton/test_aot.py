@@ -63,12 +63,7 @@ def compile_decode(
     return launched.compile_launch(launch, target)
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "sm_90-bf16-128-4-plain",
-        "gfx942-bf16-64-3-plain",
-    )
-)
+@pytest.mark.slow_cases(but=("sm_90-bf16-128-4-plain", "gfx942-bf16-64-3-plain"))
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:

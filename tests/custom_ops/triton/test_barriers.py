@@ -28,12 +28,7 @@ import ptx
 import torch
 import triton
 from hanging_batches import CASES, SEEN, Case, make_hanging_batch
-from op_inputs.layers import (
-    make_embedding_inputs,
-    make_gate_inputs,
-    make_linear_inputs,
-    make_norm_inputs,
-)
+from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_linear_inputs, make_norm_inputs
 from op_inputs.opcheck import opcheck_cases
 from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
 from op_inputs.state import STATE_BATCHES
@@ -196,13 +191,7 @@ ATTENTION = (
 
 
 @pytest.mark.slow_cases(
-    but=(
-        "fp8_of_48",
-        "window_0_of_59",
-        "padded_slots",
-        "fp8_chunks_of_72",
-        "bf16_prompt_2k",
-    )
+    but=("fp8_of_48", "window_0_of_59", "padded_slots", "fp8_chunks_of_72", "bf16_prompt_2k")
 )
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str) -> None:

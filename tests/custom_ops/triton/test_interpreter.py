@@ -47,11 +47,7 @@ CASES = [
     "chunked-*",
     "prefill_small-*",
     "decode_skewed-*",
-    but=(
-        "chunked-causal",
-        "prefill_small-causal",
-        "decode_skewed-causal",
-    ),
+    but=("chunked-causal", "prefill_small-causal", "decode_skewed-causal"),
 )
 @pytest.mark.parametrize(("spec", "variant"), CASES)
 def test_attention_matches_the_oracle(spec: str, variant: str) -> None:
@@ -247,12 +243,7 @@ def test_many_short_queries_share_programs() -> None:
         assert_attention_close(out, lse, batch, **options)
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "300-0-5.0-16",
-        "-1-256-5.0-1",
-    )
-)
+@pytest.mark.slow_cases(but=("300-0-5.0-16", "-1-256-5.0-1"))
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 @pytest.mark.parametrize(
     ("window_left", "chunk_size", "soft_cap"), [(300, 0, 5.0), (-1, 256, 5.0), (60, 0, 0.0)]

@@ -18,12 +18,7 @@ from op_inputs.latent import (
     run_mla_attention,
     selected,
 )
-from op_inputs.latent_writes import (
-    LATENT_WRITES,
-    assert_latent_write_close,
-    latents_of,
-    make_latent_writes,
-)
+from op_inputs.latent_writes import LATENT_WRITES, assert_latent_write_close, latents_of, make_latent_writes
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
@@ -37,12 +32,7 @@ from torchpaged.custom_ops.mla.triton import config
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "mixed_*-causal",
-        "decode_*-causal",
-    )
-)
+@pytest.mark.slow_cases(but=("mixed_*-causal", "decode_*-causal"))
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("spec", BATCH_SPECS)
 def test_matches_the_oracle(spec: str, causal: bool) -> None:

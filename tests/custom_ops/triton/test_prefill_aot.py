@@ -118,12 +118,7 @@ OTHER_TARGETS = [
 ]
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "sm_90-long_128",
-        "sm_90-long_64",
-    )
-)
+@pytest.mark.slow_cases(but=("sm_90-long_128", "sm_90-long_64"))
 @pytest.mark.parametrize(("target", "case"), [("sm_90", case) for case in CASES] + OTHER_TARGETS)
 def test_compiles(target: str, case: str) -> None:
     compiled = compile_prefill(target, case)
@@ -145,12 +140,7 @@ def test_hopper_code(case: str) -> None:
     assert 0 < waits < products / 3, f"{waits} waits for {products} products: they are serialised"
 
 
-@pytest.mark.slow_cases(
-    but=(
-        "64",
-        "128",
-    )
-)
+@pytest.mark.slow_cases(but=("64", "128"))
 @pytest.mark.parametrize("block_size", [1, 16, 32, 64, 128, 256])
 def test_block_sizes_on_hopper(block_size: int) -> None:
     """No block size brings spills: 17 reloads in the main loop once cost a third of the speed at block

@@ -7,14 +7,7 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from model_coverage import (
-    architectures,
-    checks,
-    encoder_decoders,
-    encoders,
-    vision_language,
-    vision_models,
-)
+from model_coverage import architectures, checks, encoder_decoders, encoders, vision_language, vision_models
 from model_coverage.checks import TOLERANCE, Beat, Row
 
 _DECODERS = """# Architectures

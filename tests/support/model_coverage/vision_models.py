@@ -240,10 +240,7 @@ def _square(count: int, config: Any) -> dict[str, Tensor]:
 def _patches(count: int, config: Any) -> dict[str, Tensor]:
     vision = config.vision_config
     width = 3 * vision.temporal_patch_size * vision.patch_size**2
-    return {
-        "pixel_values": _noise(count * 16, width),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * count),
-    }
+    return {"pixel_values": _noise(count * 16, width), "image_grid_thw": torch.tensor([[1, 4, 4]] * count)}
 
 
 def _sized(count: int, config: Any) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ def test_every_table_is_known() -> None:
         )
 
 
-@pytest.mark.parametrize("model_type", ["falcon", "gpt_neo", "gptj"])
+@pytest.mark.parametrize("model_type", ["falcon", "gpt_neo"])
 def test_decoders_run_their_own_attention(model_type: str) -> None:
     """With their mask, without a PagedCache; with one they ask to be attached."""
     inputs = padded_prompts()

@@ -18,6 +18,8 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import continuous_batching
+from torchpaged.hf.attention import paged_attention_forward
+from torchpaged.hf.cache_argument import CACHE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -137,7 +139,7 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(model.model.layers[0].self_attn, "forward", step)
     monkeypatch.setattr(continuous_batching, "_once_per_step", count)
-    monkeypatch.setattr(PagedAttentionCache, "update", gathers)
+    monkeypatch.setattr(continuous_batching, "_gathered", gathers)
     assert generate(model, "torchpaged") == want
     assert len(made) == calls > 5
     assert tables == sum(bool((lens == 1).all()) for lens in made) > 0  # the host lists no tokens for decodes
@@ -204,9 +206,8 @@ def test_outside_of_a_batch() -> None:
     forward = continuous_batching.continuous_attention_forward
     with pytest.raises(ArgumentError, match="cache: .*generate_batch"):
         forward(attention, x, x[:, :2], x[:, :2], None)
-    model.set_attn_implementation("torchpaged")
     with pytest.raises(UnsupportedModelError, match="continuous batching"):
-        model(torch.tensor([[5, 6]]), cache=object())
+        paged_attention_forward(attention, x, x[:, :2], x[:, :2], None, cache=object())
 
 
 def test_refusals_in_a_batch() -> None:
@@ -228,10 +229,8 @@ def test_refusals_in_a_batch() -> None:
 
 
 def test_a_model_that_ignores_the_interface() -> None:
-    config = transformers.GPTJConfig(
-        vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4, n_positions=64
-    )
-    model = transformers.GPTJForCausalLM._from_config(config, attn_implementation="torchpaged").eval()
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM._from_config(config, attn_implementation="torchpaged").eval()
     with pytest.raises(UnsupportedModelError, match="attention of its own"):
         model.generate_batch(inputs=[[5, 6]])
 
@@ -255,6 +254,9 @@ def test_what_is_asked_first() -> None:
     init = ContinuousBatchingManager.__init__
     given = ["self", "model", "generation_config", "continuous_batching_config", "workload_hints"]
     assert list(inspect.signature(init.__wrapped__).parameters) == given
+    update = inspect.signature(PagedAttentionCache.update.__wrapped__).parameters  # type: ignore[attr-defined]
+    assert list(update)[:4] == ["self", "key_states", "value_states", "layer_idx"]
+    assert ("kwargs" in update) == (CACHE == "cache")
     ensure = continuous_batching.initialization.ensure_decode_fast_path_is_available
     assert list(inspect.signature(ensure.__wrapped__).parameters)[:2] == ["config", "cb_config"]
     resolve = inspect.getsource(continuous_batching.initialization.resolve_continuous_batching_config)

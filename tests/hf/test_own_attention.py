@@ -134,7 +134,7 @@ def test_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
         PagedCache(model.config, 2, 32)
 
 
-@pytest.mark.parametrize("name", ["gptj", "bloom"])
+@pytest.mark.parametrize("name", ["gpt_neo", "bloom"])
 def test_a_model_that_was_not_attached_says_so(name: str) -> None:
     """With a cache that was not used, and with one that served an attached model."""
     model, prompt = model_of(name, "torchpaged"), padded_prompts(padding=0)
@@ -146,7 +146,7 @@ def test_a_model_that_was_not_attached_says_so(name: str) -> None:
             checks._generate(model, prompt, cache)
 
 
-@pytest.mark.parametrize("name", ["gptj", "bloom", "gpt_neox_japanese"])
+@pytest.mark.parametrize("name", ["gpt_neo", "bloom", "gpt_neox_japanese"])
 def test_a_static_cache_runs_as_before(name: str) -> None:
     """In an attached model, another cache than ours gets what the modules did before."""
     model, inputs = model_of(name, "eager"), padded_prompts()
@@ -168,7 +168,7 @@ def test_a_first_forward_that_is_compiled(attached: bool) -> None:
     """With as many heads as a block has tokens, a model that was not attached could multiply with the
     pools."""
     torch._dynamo.reset()
-    model = model_of("gptj", "torchpaged")
+    model = model_of("gpt_neox_japanese", "torchpaged")
     if attached:
         attach(model)
     cache = PagedCache(model.config, 1, 32, block_size=4)
@@ -177,7 +177,7 @@ def test_a_first_forward_that_is_compiled(attached: bool) -> None:
     ids = torch.randint(3, 99, (1, 1))
     with (
         torch.no_grad(),
-        pytest.raises(Unsupported, match="gptj: the first forward of its cache was compiled"),
+        pytest.raises(Unsupported, match="gpt_neox_japanese: the first forward of its cache was compiled"),
     ):
         compiled(ids, position_ids=torch.zeros_like(ids), past_key_values=cache)
 

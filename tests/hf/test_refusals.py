@@ -4,6 +4,7 @@ as before."""
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import CpmAntConfig, CpmAntForCausalLM, DiffLlamaConfig, DiffL
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, attach
+from torchpaged.hf.cache_argument import CACHE
 from torchpaged.hf.support import require_supported
 
 DIFF: dict[str, Any] = {
@@ -202,7 +204,10 @@ def test_layers_that_checkpoint_gradients_lose_their_cache(name: str, grad: bool
     model, inputs = attach(tiny(name) if name in MODELS else model_of(name, "eager")), padded_prompts()
     cache = PagedCache(model.config, 2, 32)
     model.train().gradient_checkpointing_enable()
-    said = pytest.raises(ArgumentError, match="past_key_values: expected no PagedCache in training mode")
+    said: Any = pytest.raises(ArgumentError, match="past_key_values: expected no PagedCache in training mode")
+    if CACHE == "cache" and not grad:  # transformers 5.24 takes none then
+        own = name == "bloom"
+        said = pytest.raises(UnsupportedModelError, match="while it trains") if own else nullcontext()
     with said, torch.set_grad_enabled(grad):
         model(**inputs, past_key_values=cache)
     # Under torch 2.11 the hooks of the checkpoint that was left live as long as the error's traceback.
@@ -210,6 +215,7 @@ def test_layers_that_checkpoint_gradients_lose_their_cache(name: str, grad: bool
     gc.collect()
     model(**inputs, use_cache=False, labels=inputs["input_ids"]).loss.backward()
     with torch.no_grad():
+        cache.reset()
         model.eval()(**inputs, past_key_values=cache)
     assert cache.ready
 

@@ -121,7 +121,7 @@ def test_a_copy_runs_its_own_weights(name: str) -> None:
 
 def test_a_pickle_of_functions_is_refused() -> None:
     """It would look them up by name, and find the class's, which take pools for keys."""
-    model = model_of("gptj", "eager")
+    model = model_of("gpt_neo", "eager")
     attach(model)
     with pytest.raises(NotCopyableError, match=r"detach\(model\)"):
         torch.save(model, io.BytesIO())
@@ -166,7 +166,7 @@ def test_training_mode_is_named() -> None:
         model.train()(**padded_prompts(), past_key_values=PagedCache(model.config, 2, 32))
 
 
-@pytest.mark.parametrize("name", ["bloom", "mpt", "gptj"])
+@pytest.mark.parametrize("name", ["bloom", "mpt", "gpt_neo"])
 def test_models_with_attention_of_their_own_are_told_to_attach(name: str) -> None:
     """By the two lines of other models, padded: before the model reads a mask that it can't."""
     model = model_of(name, "eager").eval()

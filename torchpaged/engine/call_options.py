@@ -20,7 +20,7 @@ _LEAVE = "call torchpaged.hf.unaccelerate(model) first, or leave it out"
 # Arguments of generate() that go to loops of transformers' own, by which they never reach a caller's loop.
 _OTHER_LOOPS = ("assistant_model", "assistant_tokenizer", "synced_gpus")
 # What generate() itself adds to a call.
-_CACHES = ("past_key_values", "cache_params")
+_CACHES = ("past_key_values", "cache_params", "cache")
 _KNOWN_INPUTS = ("attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES)
 _OUTPUTS = ("output_scores", "output_logits", "output_hidden_states")
 _OWN_MODES = ("beam_search", "beam_sample", "assisted_generation")  # the last by prompt lookup
@@ -131,9 +131,12 @@ def _require_known_inputs(model_kwargs: Mapping[str, Any], input_ids: Tensor) ->
             "with a PagedCache)",
             type(value).__name__,
         )
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() != 0:
-        raise _refuse("past_key_values", "None on an accelerated model", type(cache).__name__)
+    # in transformers 5.24 "cache" is the name of them all
+    name = "cache" if "cache" in model_kwargs else "past_key_values"
+    cache = model_kwargs.get(name)
+    # one of states alone, which generate() made, has no length
+    if cache is not None and not all(cache.is_linear) and cache.get_seq_length() != 0:
+        raise _refuse(name, "None on an accelerated model", type(cache).__name__)
     given, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
     if given is not None:
         ones = torch.ones_like(input_ids) if mask is None else mask.to(torch.int64)

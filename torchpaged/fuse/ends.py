@@ -17,6 +17,7 @@ from torchpaged.fuse.architectures import ARCHITECTURES, Architecture
 from torchpaged.fuse.fusible import norm_of
 from torchpaged.fuse.layers import paged_layer
 from torchpaged.fuse.report import FusionReport
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.model_state import ModelState, hooks_of
 
@@ -94,7 +95,7 @@ def _model_forward(model: Any) -> Any:
             wants = getattr(self.config, "output_hidden_states", False)
         fusion = getattr(self.model, "_torchpaged_fusion", None)
         plain = args or wants or fusion is None or fusion.ends is not ends
-        cached = None if plain else paged_layer(kwargs.get("past_key_values"), 0)
+        cached = None if plain else paged_layer(cache_of(kwargs), 0)
         if cached is None:
             return type(self).forward(self, *args, **kwargs)
         ends.require_unchanged()

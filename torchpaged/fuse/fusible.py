@@ -1,7 +1,7 @@
 """Which decoder layers `fuse` knows, and which of its passes each one allows, with the reason where not.
 
 A layer is known by its class name, the class names of its parts and its set of parts: all must be as in
-transformers 5.17 - 5.23. Replaced, quantised, hooked or sharded parts make a layer unknown: it is left alone
+transformers 5.17 - 5.24. Replaced, quantised, hooked or sharded parts make a layer unknown: it is left alone
 as a whole. ``PASSES`` names the passes.
 """
 

@@ -20,6 +20,7 @@ from torchpaged.fuse.architectures import ARCHITECTURES
 from torchpaged.fuse.fusible import activation_of, norm_of
 from torchpaged.fuse.rope_table import RopeTable, computed
 from torchpaged.fuse.stacked import Stacked
+from torchpaged.hf.cache_argument import CACHE, take_cache
 from torchpaged.hf.layer import LayerCache, PagedLayer
 
 #: Marks, among a plan's rotations, a layer without any (NoPE).
@@ -198,22 +199,21 @@ def fused_forward(
     *,
     attention_mask: Any = None,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
     position_embeddings: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """A decoder layer's forward: the step above if ``past_key_values`` is paged, else what the layer
-    did before."""
+    """A decoder layer's forward: the step above if its cache is paged, else what the layer did before."""
     plan: LayerPlan = self._torchpaged_plan
-    cached = plan.cached(past_key_values)
+    cache = take_cache(kwargs)
+    cached = plan.cached(cache)
     if cached is None or position_ids is None or self.training:
         result: Tensor = type(self).forward(
             self,
             hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             position_embeddings=computed(position_embeddings),
+            **{CACHE: cache},
             **kwargs,
         )
         return result
@@ -224,7 +224,7 @@ def fused_forward(
     mixed = plan.mix(
         ops, x, cached, position_ids, position_embeddings, (batch, query_len), attention_mask, kwargs
     )
-    if not isinstance(past_key_values, LayerCache):
+    if not isinstance(cache, LayerCache):
         cached.complete()
     x = plan.after(ops, x, mixed, 0, plan.output)
     return plan.feed(ops, x, (batch, query_len)).view(batch, query_len, width)

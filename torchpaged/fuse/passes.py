@@ -39,6 +39,7 @@ from torchpaged.fuse.launch_count import count_launches
 from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward, paged_layer
 from torchpaged.fuse.report import FusionReport
 from torchpaged.fuse.rope_table import RopeTable, lazy_forward
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.wrapped import unwrapped
 from torchpaged.model_state import ModelState
 
@@ -124,7 +125,7 @@ def _refresh_after_load(module: Any, _keys: Any) -> None:
 
 def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a forward of the decoder by itself: `end_forwards` looks before one of the whole model."""
-    cache = kwargs.get("past_key_values", args[3] if len(args) > 3 else None)
+    cache = args[3] if len(args) > 3 else cache_of(kwargs)
     if base._torchpaged_fusion.ends.owner is None and paged_layer(cache, 0) is not None:
         base._torchpaged_fusion.ends.require_unchanged()
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.compile.code_object import with_own_code
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.hf.cache_argument import CACHE, cache_of, take_cache
 from torchpaged.hf.layer import LayerCache, PagedLayer
 from torchpaged.hf.wrapped import unwrapped
 
@@ -73,14 +74,12 @@ def _give_forward(layer: Any, index: int, compiler: Compiler) -> None:
     plain: Forward = type(layer).forward if fused is None else fused.__func__
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cached = (
-            None if args or self.training else _decodes(kwargs.get("past_key_values"), index, hidden_states)
-        )
+        cached = None if args or self.training else _decodes(cache_of(kwargs), index, hidden_states)
         if cached is None:
             return plain(self, hidden_states, *args, **kwargs)
-        result = compiler(plain, hidden_states.shape, hidden_states.dtype)(
-            self, hidden_states, kwargs | {"past_key_values": LayerCache(cached)}
-        )
+        take_cache(kwargs)
+        kwargs[CACHE] = LayerCache(cached)
+        result = compiler(plain, hidden_states.shape, hidden_states.dtype)(self, hidden_states, kwargs)
         cached.complete()
         return result
 

@@ -30,7 +30,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
-from transformers.generation.continuous_batching import ContinuousBatchingManager, initialization
+from transformers.generation.continuous_batching import (
+    ContinuousBatchingManager,
+    PagedAttentionCache,
+    initialization,
+)
 
 from torchpaged.compat.dense import packed_pools
 from torchpaged.custom_ops.checks import reads_values
@@ -314,7 +318,8 @@ def register_continuous_batching(batches: Callable[[], Any]) -> None:
     FlashAttention in the place of one without the prefix in 5.17. The function that turns block tables off
     leaves them to FlashAttention alone, so that the host would list every token of the cache in every decode
     step. Both are asked about our names first. So is the manager's construction, by which a model with states
-    gets the engine's batch processor.
+    gets the engine's batch processor. From 5.24 on layers call ``update`` of its cache, which stores what our
+    attention function stores, and hand them no cache.
 
     Args:
         batches: gives `torchpaged.engine.generate_batch`, which stands on this package, when it is needed.
@@ -329,6 +334,7 @@ def register_continuous_batching(batches: Callable[[], Any]) -> None:
         initialization.ensure_decode_fast_path_is_available = _with_block_tables(
             initialization.ensure_decode_fast_path_is_available
         )
+        PagedAttentionCache.update = _updating(PagedAttentionCache.update)
 
 
 def _require_batchable(model: Any) -> None:
@@ -396,6 +402,20 @@ def _switching(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
     switch._torchpaged = True  # type: ignore[attr-defined]
     return switch
+
+
+def _updating(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def update(
+        self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **given: Any
+    ) -> Any:
+        options = given.get("kwargs")  # from 5.24 on: those of the layer's attention function, which may grow
+        if options is None or self.config._attn_implementation not in (PAGED_NAME, BATCH_NAME):
+            return theirs(self, key_states, value_states, layer_idx, *args, **given)
+        options["cache"] = self
+        return key_states, value_states
+
+    return update
 
 
 def _with_block_tables(theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.hf.cache_argument import CACHE
 
 #: The name and the function that a module gets on the instance.
 Function = tuple[str, Callable[..., Any]]
@@ -80,7 +81,7 @@ class Family:
     makes_ones: bool = False
     caches_others: str = ""
     states_alone: bool = False
-    cache_argument: str = "past_key_values"
+    cache_argument: str = CACHE
     require_expressible: Callable[[Any], None] = lambda config: None
     loses_masks_made_ahead: Callable[[Any], bool] = lambda config: False
     class_tables: tuple[str, ...] = ()

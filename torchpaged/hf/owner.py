@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from torchpaged.backends import Choice, Session
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
@@ -145,6 +145,13 @@ class PagedOwner(Cache):
     def is_croppable(self) -> bool:
         """Whether tokens can be taken back: yes, unless a layer of HuggingFace's own says no."""
         return all(getattr(layer, "is_croppable", True) for layer in self.layers)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """As transformers' caches; of one without attention none, since its states have rows with lengths, by
+        which generate() goes on behind them."""
+        attends = bool(self.paged)
+        return [attends and not isinstance(layer, CacheLayerMixin) for layer in self.layers]
 
     # ------------------------------------------------------------------------ each kind of cache has its own
     def prepare(self, layer: Any, key_states: Tensor, head_dim_v: int | None = None) -> None:

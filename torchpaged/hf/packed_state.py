@@ -46,7 +46,6 @@ class PackedState(StateLayer):
     pools: LayerStates
     rolls = latent = False
     window: int | None = None
-    is_croppable = False
 
     def __init__(self, cache: PagedOwner, index: int) -> None:
         super().__init__()
@@ -270,6 +269,11 @@ class PackedState(StateLayer):
             for part in past:
                 part.take_back(count, self.cache.state_slots[rows], seq_lens)
         self._past = []
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens of the next forward can be taken back."""
+        return self.records_past
 
     def activate_past_recording(self) -> None:
         """Keep what it takes to take the tokens of the latest forward back, until `reset`; not of compiled

@@ -227,8 +227,7 @@ def require_supported_config(config: Any) -> None:
     others = family_of(text).caches_others
     if others:
         raise UnsupportedModelError(
-            f"{text} cannot run with a PagedCache: it {others}, in rows of other lengths; call "
-            "generate() without past_key_values"
+            f"{text} cannot run with a PagedCache: it {others}; call generate() without past_key_values"
         )
     model_class = _class_of(type(config))
     if model_class is None:

@@ -243,6 +243,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "block_size": 8,
         "sliding_window": None,
     },
+    "sarvam_mla": {"num_key_value_heads": 4},
+    "dory": {**_FOUR, "n_input_layers": 1, "n_output_layers": 1},
+    "inkling2_loop_text": {
+        **_FOUR,
+        "unpadded_vocab_size": 128,
+        "swa_head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "n_layers_per_attn_res_block": 2,
+        "loop_layer_index_start": 2,
+        "loop_layer_index_end": 4,
+    },
     "longcat_flash": {
         "num_layers": 2,
         "num_hidden_layers": 4,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attached import plain_of
 from torchpaged.hf.attention import paged_attention_forward
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.models.own_attention import (
@@ -41,7 +42,7 @@ def _bart(module: Any, hidden_states: Tensor, given: dict[str, Any]) -> Heads:
 
 def _cross_attention(module: Any, hidden_states: Tensor, given: dict[str, Any], scaling: float) -> Any:
     """The encoder's keys are written by the first step and read by all; None where they are in no pools."""
-    both, index = given.get("past_key_values"), module.layer_idx
+    both, index = cache_of(given), module.layer_idx
     layers = getattr(getattr(both, "cross_attention_cache", None), "layers", ())
     if both is None or index >= len(layers) or not isinstance(layers[index], PagedLayer):
         return None
@@ -82,7 +83,7 @@ def _led(module: nn.Module) -> Function:
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         out = attend(self, hidden_states, *args, **options)
-        return out if len(out) == 3 else (*out, options.get("past_key_values"))
+        return out if len(out) == 3 else (*out, cache_of(options))
 
     return name, forward
 
@@ -91,10 +92,10 @@ def _places_from(module: Any) -> Function:
     """`positions_from_length` of LED, which takes no positions."""
     plain = plain_of(module, "forward")
 
-    def forward(self: Any, input_ids_shape: Any, past_key_values_length: Any = 0) -> Tensor:
-        if not isinstance(past_key_values_length, Tensor):
-            return plain(self, input_ids_shape, past_key_values_length)
-        places = torch.arange(input_ids_shape[1], device=self.weight.device) + past_key_values_length
+    def forward(self: Any, input_ids_shape: Any, past_length: Any = 0) -> Tensor:
+        if not isinstance(past_length, Tensor):
+            return plain(self, input_ids_shape, past_length)
+        places = torch.arange(input_ids_shape[1], device=self.weight.device) + past_length
         return nn.functional.embedding(places, self.weight)
 
     return "forward", forward
@@ -105,9 +106,9 @@ def _sinusoids(module: Any) -> Function:
     a position past the table raises."""
     plain = plain_of(module, "forward")
 
-    def forward(self: Any, position_ids: Tensor, past_key_values_length: Any = 0) -> Tensor:
-        if not (torch.compiler.is_compiling() and isinstance(past_key_values_length, Tensor)):
-            return plain(self, position_ids, past_key_values_length)
+    def forward(self: Any, position_ids: Tensor, past_length: Any = 0) -> Tensor:
+        if not (torch.compiler.is_compiling() and isinstance(past_length, Tensor)):
+            return plain(self, position_ids, past_length)
         rows: Tensor = self.weights.index_select(0, position_ids.flatten() + self.offset)
         return rows.view(*position_ids.shape, -1).detach()
 

@@ -10,6 +10,7 @@ from transformers.masking_utils import create_causal_mask
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attached import plain_of
+from torchpaged.hf.cache_argument import CACHE, cache_of
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.models.own_attention import (
     Heads,
@@ -64,7 +65,7 @@ def _causal(module: Any) -> Function | None:
             config=self.config,
             inputs_embeds=torch.empty(*states.shape[:2], 0, dtype=self.dtype, device=states.device),
             attention_mask=attention_mask,
-            past_key_values=given.get("past_key_values"),
+            **{CACHE: cache_of(given)},
         )
         if mask is None:  # nothing looks at it, and the module makes one of its own where none comes
             mask = torch.zeros(1, 1, 1, 1, dtype=self.dtype, device=states.device)

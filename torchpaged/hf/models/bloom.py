@@ -9,6 +9,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.attached import plain_of
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.models.own_attention import (
     Heads,
@@ -41,7 +42,7 @@ def _masks_of_bloom(model: Any) -> Function:
     plain = plain_of(model, name) if hasattr(model, name) else None  # transformers 5.17 has none
 
     def create_masks(self: Any, *args: Any, **given: Any) -> Any:
-        is_paged = paged_cache_of(given.get("past_key_values"), 0) is not None
+        is_paged = paged_cache_of(cache_of(given), 0) is not None
         if is_paged and given["inputs_embeds"].shape[1] > 1:
             return given["attention_mask"]
         if is_paged or plain is None:

@@ -16,6 +16,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from torchpaged.hf.attached import plain_of
+from torchpaged.hf.cache_argument import CACHE, take_cache
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.support import records_layers
 
@@ -26,7 +27,7 @@ def _ctrl(module: Any) -> Function:
     def forward(
         self: Any,
         input_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         attention_mask: Any = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -34,18 +35,19 @@ def _ctrl(module: Any) -> Function:
         use_cache: bool | None = None,
         **options: Any,
     ) -> Any:
-        traced = torch.compiler.is_compiling() and past_key_values is not None and not self.training
+        cache = take_cache(options) if cache is None else cache
+        traced = torch.compiler.is_compiling() and cache is not None and not self.training
         known = input_ids is not None and position_ids is not None and token_type_ids is None
         if not traced or not known or records_layers(self.config, options):
             return plain(
                 self,
                 input_ids=input_ids,
-                past_key_values=past_key_values,
                 attention_mask=attention_mask,
                 token_type_ids=token_type_ids,
                 position_ids=position_ids,
                 inputs_embeds=inputs_embeds,
                 use_cache=use_cache,
+                **{CACHE: cache},
                 **options,
             )
         embeds = self.w(input_ids)
@@ -53,16 +55,14 @@ def _ctrl(module: Any) -> Function:
             config=self.config,
             inputs_embeds=embeds,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             position_ids=position_ids,
+            **{CACHE: cache},
         )
         places = self.pos_encoding.to(device=embeds.device, dtype=embeds.dtype)[position_ids]
         states = embeds * math.sqrt(self.d_model_size) + places
         for layer in self.h:
-            states = layer(states, layer_past=past_key_values, attention_mask=mask, **options)
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.layernorm(states), past_key_values=past_key_values
-        )
+            states = layer(states, layer_past=cache, attention_mask=mask, **options)
+        return BaseModelOutputWithPast(last_hidden_state=self.layernorm(states), **{CACHE: cache})
 
     return "forward", forward
 

@@ -30,10 +30,18 @@ register_family(Family(("diffllama",), needs_dense="regroups its cached values b
 register_family(Family(("doge",), needs_dense="makes a mask of its cached values"))
 register_family(Family(("jetmoe",), needs_dense="repeats its cached keys and values before it attends"))
 register_family(Family(("biogpt", "opt"), makes_ones=True))
+
 register_family(
     Family(
         ("mllama_text_model",),
-        caches_others="keeps the keys of its images in layers of cross attention, besides those of its text",
+        caches_others="keeps the keys of its images in layers of cross attention, besides those of its text, "
+        "in rows of other lengths",
+    )
+)
+register_family(
+    Family(
+        ("dory", "inkling2_loop_text"),
+        caches_others="keeps the keys of each pass through its loop in layers that it adds to its cache",
     )
 )
 # Other attention classes than theirs are no stand-in for one of ours.

@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
 
 
-def _forward(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
-) -> Tensor:
-    layer = packed_state(cache_params, self.layer_idx)
+def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+    layer = packed_state(cache_of(options), self.layer_idx)
     if layer is None:
-        plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
+        plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
     mixed, gate, b, a = _projected(self, hidden_states)
     mixed = layer.convolve(mixed, self.conv1d, self.activation)

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchpaged.hf.cache_argument import CACHE
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.models.own_attention import in_attn, root
+
+#: Model type -> attention, up to transformers 5.23; from 5.24 on they call the attention interface.
+_WITHOUT_INTERFACE = {"codegen": "CodeGenAttention", "gptj": "GPTJAttention"} if CACHE != "cache" else {}
 
 
 def _window_of_gpt_neo(module: Any) -> int | None:
@@ -16,15 +20,14 @@ def _window_of_gpt_neo(module: Any) -> int | None:
 
 register_family(
     Family(
-        ("codegen", "gpt_neo", "gpt_neox_japanese", "gptj"),
+        (*_WITHOUT_INTERFACE, "gpt_neo", "gpt_neox_japanese"),
         own_attention=True,
         class_tables=(
             "gpt_neo.modeling_gpt_neo.GPT_NEO_ATTENTION_CLASSES",
-            "gptj.modeling_gptj.GPTJ_ATTENTION_CLASSES",
+            *(["gptj.modeling_gptj.GPTJ_ATTENTION_CLASSES"] if _WITHOUT_INTERFACE else []),
         ),
-        attention={
-            "CodeGenAttention": in_attn(root("head_dim")),
-            "GPTJAttention": in_attn(root("head_dim")),
+        attention=dict.fromkeys(_WITHOUT_INTERFACE.values(), in_attn(root("head_dim")))
+        | {
             "GPTNeoSelfAttention": in_attn(lambda module: 1.0, _window_of_gpt_neo),
             "GPTNeoXJapaneseAttention": in_attn(root("head_size")),
         },

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import family_of, register_family
 from torchpaged.hf.models import latent  # noqa: F401  the family that is asked for below
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
@@ -20,12 +21,10 @@ from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of
 _LATENT = family_of("deepseek_v3")
 
 
-def _forward(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
-) -> Tensor:
-    layer = packed_state(cache_params, self.layer_idx)
+def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+    layer = packed_state(cache_of(options), self.layer_idx)
     if layer is None:
-        plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
+        plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
     mixed = torch.cat([project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
     mixed = layer.convolve(mixed, self.conv1d, self.activation)

@@ -218,6 +218,7 @@ register_family(
             "glm4_moe_lite",
             "longcat_flash",
             "minicpm3",
+            "sarvam_mla",
             "youtu",
         ),
         needs_dense=(

@@ -15,6 +15,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.cache_argument import CACHE, cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
 from torchpaged.hf.packed_state import PackedState
@@ -22,7 +23,7 @@ from torchpaged.hf.support import records_layers
 
 
 def _forward(self: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    layer = packed_state(options.get("past_key_values"), self.layer_idx)
+    layer = packed_state(cache_of(options), self.layer_idx)
     if layer is None:
         plain: tuple[Tensor, Tensor | None] = type(self).forward(self, hidden_states, **options)
         return plain
@@ -38,7 +39,7 @@ def _forward(self: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, 
 
 def _model_forward(self: Any, input_ids: Tensor | None = None, **options: Any) -> Any:
     """The base model's, which refuses caches of other classes than its own."""
-    cache: Any = options.get("past_key_values")
+    cache: Any = cache_of(options)
     states = options.get("inputs_embeds")
     packed = any(isinstance(layer, PackedState) for layer in getattr(cache, "layers", ()))
     if not packed or records_layers(self.config, options) or options.get("output_router_logits"):
@@ -55,8 +56,8 @@ def _model_forward(self: Any, input_ids: Tensor | None = None, **options: Any) -
             config=self.config,
             inputs_embeds=states,
             attention_mask=mask,
-            past_key_values=cache,
             position_ids=positions,
+            **{CACHE: cache},
         )
     rotation = self.rotary_emb(states, positions)
     for layer in self.layers:
@@ -65,10 +66,10 @@ def _model_forward(self: Any, input_ids: Tensor | None = None, **options: Any) -
             attention_mask=mask,
             position_embeddings=rotation,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
+            **{CACHE: cache},
         )
-    return MoeModelOutputWithPast(last_hidden_state=self.norm(states), past_key_values=cache)
+    return MoeModelOutputWithPast(last_hidden_state=self.norm(states), **{CACHE: cache})
 
 
 def _layer(owner: Any, index: int, config: Any, template: Any) -> Any:

@@ -20,17 +20,15 @@ def _places_of_ids(module: Any) -> Function:
         self: Any,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        past_key_values_length: Any = 0,
+        past_length: Any = 0,
     ) -> Tensor:
-        traced = torch.compiler.is_compiling() and isinstance(past_key_values_length, Tensor)
+        traced = torch.compiler.is_compiling() and isinstance(past_length, Tensor)
         if not traced:
-            return plain(self, input_ids, inputs_embeds, past_key_values_length)
+            return plain(self, input_ids, inputs_embeds, past_length)
         places = (
-            self.create_position_ids_from_inputs_embeds(
-                inputs_embeds, past_key_values_length, self.padding_idx
-            )
+            self.create_position_ids_from_inputs_embeds(inputs_embeds, past_length, self.padding_idx)
             if input_ids is None
-            else self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_key_values_length)
+            else self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_length)
         )
         rows: Tensor = self.weights.index_select(0, places.flatten())
         return rows.view(*places.shape, -1).detach()

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import linear, silu, softplus
 
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
 
@@ -20,13 +21,11 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def forward_mamba1(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
-) -> Tensor:
+def forward_mamba1(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     """Of a mixer, in the place of its class's, which runs with any other cache."""
-    layer = packed_state(cache_params, self.layer_idx)
+    layer = packed_state(cache_of(options), self.layer_idx)
     if layer is None:
-        plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
+        plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
     norms = (getattr(self, f"{name}_layernorm", _as_it_is) for name in ("dt", "b", "c"))  # none in Mamba
     norm_dt, norm_b, norm_c = norms

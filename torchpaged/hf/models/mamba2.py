@@ -12,17 +12,16 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
 
 
-def forward_mamba2(
-    self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **options: Any
-) -> Tensor:
+def forward_mamba2(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     """Of a mixer, in the place of its class's, which runs with any other cache."""
-    layer = packed_state(cache_params, self.layer_idx)
+    layer = packed_state(cache_of(options), self.layer_idx)
     if layer is None:
-        plain: Tensor = type(self).forward(self, hidden_states, cache_params, attention_mask, **options)
+        plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
     sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
     gate, mixed, dt = self.in_proj(hidden_states).split(sizes, dim=-1)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from torchpaged.hf.attached import SLOPES, plain_of
 from torchpaged.hf.attention import paged_attention_forward
+from torchpaged.hf.cache_argument import CACHE, CACHE_LENGTH
 from torchpaged.hf.dense import require_cache
 from torchpaged.hf.families import Function, Maker
 from torchpaged.hf.layer import PagedLayer, layer_of
@@ -111,7 +112,7 @@ class Inline(NamedTuple):
     heads: Callable[[Any, Tensor, dict[str, Any]], Heads]
     scaling: Callable[[Any], float]
     end: Callable[[Any, Tensor, dict[str, Any]], Tensor]
-    cache: str = "past_key_values"
+    cache: str = CACHE
     crosses: str = ""
     alibi: bool = False
     cross: Callable[[Any, Tensor, dict[str, Any], float], Any] | None = None
@@ -174,11 +175,12 @@ def positions_from_length(module: nn.Module) -> Function:
     plain = plain_of(module, "forward")
 
     def forward(
-        self: Any, ids: Any, past_key_values_length: Any = 0, position_ids: Tensor | None = None
+        self: Any, ids: Any, past_length: Any = 0, position_ids: Tensor | None = None, **named: Any
     ) -> Any:
-        if position_ids is None and isinstance(past_key_values_length, Tensor):
+        past_length = named.get(CACHE_LENGTH, past_length)
+        if position_ids is None and isinstance(past_length, Tensor):
             length = (ids.shape if isinstance(ids, Tensor) else ids)[1]
-            position_ids = past_key_values_length + torch.arange(length, device=past_key_values_length.device)
-        return plain(self, ids, past_key_values_length, position_ids)
+            position_ids = past_length + torch.arange(length, device=past_length.device)
+        return plain(self, ids, past_length, position_ids)
 
     return "forward", forward

@@ -22,6 +22,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from torchpaged.hf.attached import plain_of, was_given_functions
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
@@ -114,16 +115,14 @@ def _forward(
     input_states: Tensor,
     position_ids: Tensor,
     *args: Any,
-    past_key_values: Any = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Of a recurrent block. With any other cache its class's, whose states are kept where they are: behind a
     prompt they have another layout than behind a token, so that steps would be compiled twice, and lie in
     memory that a captured graph owns."""
-    layer = packed_state(past_key_values, self.layer_idx)
+    layer = packed_state(cache_of(options), self.layer_idx)
     if layer is None:
         conv, recurrent = self.conv1d_state, self.rg_lru.recurrent_states
-        options["past_key_values"] = past_key_values
         plain: tuple[Tensor, None] = type(self).forward(self, input_states, position_ids, *args, **options)
         self.conv1d_state = _kept(conv, self.conv1d_state)
         self.rg_lru.recurrent_states = _kept(recurrent, self.rg_lru.recurrent_states)

@@ -10,16 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
 
 
-def _forward(
-    self: Any, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Any = None, **options: Any
-) -> Tensor:
-    layer = packed_state(past_key_values, self.layer_idx)
+def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+    layer = packed_state(cache_of(options), self.layer_idx)
     if layer is None:
-        options |= {"past_key_values": past_key_values, "attention_mask": attention_mask}
         plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
     b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)

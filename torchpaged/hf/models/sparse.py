@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.cache.latent import IndexedLatentLayerSpec, LayerIndexedLatentCache
 from torchpaged.hf.attached import PASSES, plain_of
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.call import in_autocast
 from torchpaged.hf.families import Function, Functions
 from torchpaged.hf.layer import LayerCache, layer_of
@@ -114,9 +115,9 @@ def _attention(module: Any) -> Functions:
     """`forward` and `expand_kv` of an attention module: with such a layer latents pass as they are."""
     forward, expand = plain_of(module, "forward"), plain_of(module, "expand_kv")
 
-    def note(self: Any, *args: Any, past_key_values: Any = None, **options: Any) -> Any:
-        setattr(self, PASSES, _layer_in(past_key_values, self.layer_idx) is not None)
-        return forward(self, *args, past_key_values=past_key_values, **options)
+    def note(self: Any, *args: Any, **options: Any) -> Any:
+        setattr(self, PASSES, _layer_in(cache_of(options), self.layer_idx) is not None)
+        return forward(self, *args, **options)
 
     def expand_kv(self: Any, kv_nope: Tensor, k_rot: Tensor) -> Any:
         if getattr(self, PASSES, False) or isinstance(layer_of(kv_nope), LatentLayer):
@@ -146,13 +147,12 @@ def _indexer(module: Any, model_type: str) -> Functions:
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         *args: Any,
-        past_key_values: Any = None,
         **options: Any,
     ) -> Tensor:
-        layer = _layer_in(past_key_values, self.layer_idx)
+        layer = _layer_in(cache_of(options), self.layer_idx)
         if layer is None:
             given = hidden_states, q_resid, position_embeddings, *args
-            unchanged: Tensor = plain(self, *given, past_key_values=past_key_values, **options)
+            unchanged: Tensor = plain(self, *given, **options)
             return unchanged
         batch, query_len, _ = hidden_states.shape
         q = self.wq_b(q_resid).view(batch, query_len, self.n_heads, self.head_dim)

@@ -1,8 +1,8 @@
-"""Mamba, Mamba 2 and Falcon Mamba: models without attention, which ask for no masks and call their cache
-``cache_params``.
+"""Mamba, Mamba 2 and Falcon Mamba: models without attention, which ask for no masks. Up to transformers 5.23
+they call their cache ``cache_params``.
 
-Attached, they take a paged cache as ``past_key_values`` as well, by which generate() knows what is cached,
-cuts prompts into chunks and goes on behind them.
+Attached, they take a paged cache as ``past_key_values`` as well, by which that generate() knows what is
+cached, cuts prompts into chunks and goes on behind them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from torchpaged.hf.attached import plain_of
+from torchpaged.hf.cache_argument import CACHE, STATES_CACHE, cache_of, take_cache
 from torchpaged.hf.families import Family, Function, Functions, register_family
 from torchpaged.hf.models.mamba1 import forward_mamba1
 from torchpaged.hf.models.mamba2 import forward_mamba2
@@ -30,13 +31,13 @@ def _forward(model: Any) -> Function:
         *,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        cache_params: Any = None,
         **options: Any,
     ) -> Any:
-        options |= {"inputs_embeds": inputs_embeds, "cache_params": cache_params}
+        cache = take_cache(options)
+        options |= {"inputs_embeds": inputs_embeds, STATES_CACHE: cache}
         tokens = inputs_embeds if input_ids is None else input_ids
-        if isinstance(cache_params, PagedOwner) and attention_mask is not None and tokens is not None:
-            cache_params.see_mask(attention_mask, tokens)
+        if isinstance(cache, PagedOwner) and attention_mask is not None and tokens is not None:
+            cache.see_mask(attention_mask, tokens)
             attention_mask = None
         return plain(self, input_ids, attention_mask=attention_mask, **options)
 
@@ -54,13 +55,15 @@ def _of_causal_lm(model: Any) -> Functions:
         inputs_embeds: Tensor | None = None,
         cache_params: Any = None,
         past_key_values: Any = None,
+        cache: Any = None,
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> Any:
         options |= {"inputs_embeds": inputs_embeds, "logits_to_keep": logits_to_keep}
-        cache = cache_params if past_key_values is None else past_key_values
-        out = plain(self, input_ids, attention_mask=attention_mask, cache_params=cache, **options)
-        if past_key_values is None or isinstance(out, tuple):
+        cache = cache_of({"past_key_values": past_key_values, "cache_params": cache_params, "cache": cache})
+        options[STATES_CACHE] = cache
+        out = plain(self, input_ids, attention_mask=attention_mask, **options)
+        if CACHE == STATES_CACHE or past_key_values is None or isinstance(out, tuple):
             return out
         return CausalLMOutputWithPast(out.loss, out.logits, past_key_values, out.hidden_states)
 
@@ -68,7 +71,7 @@ def _of_causal_lm(model: Any) -> Functions:
         self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:  # by the name ``kwargs`` generate() knows that the forward's arguments are taken
         inputs: dict[str, Any] = prepare(self, input_ids, attention_mask=attention_mask, **kwargs)
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(CACHE)
         if not isinstance(cache, PagedOwner) or cache.rows is None:
             return inputs
         inputs.pop("cache_params", None)  # generate() makes one where it finds none of this name
@@ -96,7 +99,7 @@ register_family(
     Family(
         ("mamba", "mamba2", "falcon_mamba"),
         states_alone=True,
-        cache_argument="cache_params",
+        cache_argument=STATES_CACHE,
         packed={
             "MambaMixer": forward_mamba1,
             "FalconMambaMixer": forward_mamba1,

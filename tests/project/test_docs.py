@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from torchpaged.backends.choose import names
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
@@ -89,6 +91,7 @@ def test_code_runs(
     page: Path, make_llama: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # a page may write files
+    monkeypatch.setattr(names, "REGISTERED", dict(names.REGISTERED))  # or register a backend
     model = make_llama(vocab_size=256, hidden_size=64, intermediate_size=128)
     assert run_page(page, {"__name__": "__page__", "model": model}), "nothing on this page ran"
 

@@ -1,31 +1,21 @@
-"""Runs cases that may hang, named on its standard input, in a process that may be
-killed: tests/gpu/test_hangs.py.
-
-For each case a line "launched" once all is compiled and on its way, as the GPU's work is asynchronous, and a
-line "done" or "failed: ..." once it has ended and its results are checked.
-"""
+"""Cases that may hang, for processes that may be killed: tests/gpu/test_hangs.py."""
 
 from __future__ import annotations
 
-import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hanging_batches import CASES, Case, make_hanging_batch
+from torch import Tensor
 
 from torchpaged.backends.semaphore import make_semaphore
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import Batch, BatchSpec, assert_within_budget, make_batch, run_paged_attention
 
 REFERENCE = BACKEND_OPS["reference"]
-Say = Callable[[str], None]
+Beat = Callable[..., None]
 
 
 def check(batch: Batch, case: Case, out: Tensor, lse: Tensor) -> None:
@@ -48,7 +38,7 @@ def check(batch: Batch, case: Case, out: Tensor, lse: Tensor) -> None:
     assert not batch.extras["semaphore"].any(), "a semaphore is left above 0"
 
 
-def attend_once(backend: str, name: str, say: Say) -> None:
+def attend_once(backend: str, name: str, beat: Beat) -> None:
     case = CASES[name]
     batch = make_hanging_batch(case, "cuda")
     batch.extras["semaphore"] = torch.zeros(
@@ -56,12 +46,12 @@ def attend_once(backend: str, name: str, say: Say) -> None:
     )
     torch.cuda.synchronize()
     out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
-    say("launched")
+    beat("running")
     torch.cuda.synchronize()
     check(batch, case, out, lse)
 
 
-def replay(backend: str, name: str, say: Say) -> None:
+def replay(backend: str, name: str, beat: Beat) -> None:
     """One graph; contexts become shorter between replays, then the last request ends and its token rows
     become padding."""
     case = CASES[name]
@@ -70,7 +60,7 @@ def replay(backend: str, name: str, say: Say) -> None:
         len(case.seq_lens) * case.num_kv_heads, dtype=torch.int32, device="cuda"
     )
     run_paged_attention(BACKEND_OPS[backend], batch, **case.options)
-    say("launched")
+    beat("running")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -94,7 +84,7 @@ def replay(backend: str, name: str, say: Say) -> None:
         check(batch, case, out, lse)
 
 
-def layers(backend: str, name: str, say: Say) -> None:
+def layers(backend: str, name: str, beat: Beat) -> None:
     """64 decodes and a chunk of 20, six layers in a graph: each rewrites the one q buffer, and nothing stands
     between its attention's two overlapping launches and the next layer's writes. Pools and outputs are NaN
     before each replay."""
@@ -164,7 +154,7 @@ def layers(backend: str, name: str, say: Say) -> None:
 
     refill()
     step()
-    say("launched")
+    beat("running")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -190,26 +180,11 @@ def layers(backend: str, name: str, say: Say) -> None:
             torch.testing.assert_close(out.float(), want, rtol=2e-2, atol=2e-2)
 
 
-def main() -> None:
-    """Lines of "KIND BACKEND CASE" until the input ends."""
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    kinds: dict[str, Callable[[str, str, Say], Any]] = {
-        "once": attend_once,
-        "replay": replay,
-        "layers": layers,
-    }
-    say("ready")
-    for line in sys.stdin:
-        kind, backend, name = line.split()
-        try:
-            kinds[kind](backend, name, say)
-            say("done")
-        except Exception:
-            say("failed: " + traceback.format_exc().replace("\n", " | "))
+KINDS: dict[str, Callable[[str, str, Beat], None]] = {"once": attend_once, "replay": replay, "layers": layers}
 
 
-if __name__ == "__main__":
-    main()
+def run(case: dict[str, str], beat: Beat) -> dict[str, Any]:
+    """A kind of case, its backend and its name."""
+    beat("launching")
+    KINDS[case["kind"]](case["backend"], case["name"], beat)
+    return {}

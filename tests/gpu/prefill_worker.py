@@ -1,15 +1,10 @@
-"""Random batches with queries of e4m3 for the CUDA C++ prefill kernel, in a process that may be
-killed: tests/gpu/test_prefill_kernel.py. Other queries: fuzz_attention.py.
-
-For each line "CONFIGURATION SEED" on its standard input a line "launched" once the kernel is compiled and on
-its way, and a line "done" or "failed: ..." once it has ended and its results are checked.
-"""
+"""Random batches with queries of e4m3 for the CUDA C++ prefill kernel, for processes that may be killed:
+tests/gpu/test_prefill_kernel.py. Other queries: fuzz_attention.py."""
 
 from __future__ import annotations
 
 import random
-import sys
-import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -78,16 +73,17 @@ def launch(
     return out, lse
 
 
-def check(name: str, seed: int) -> None:
+def run(case: dict[str, Any], beat: Callable[..., None]) -> dict[str, Any]:
     """Results against the reference in float64, the same bits twice and from a graph, tickets given back."""
-    sizes, options = CONFIGURATIONS[name]
+    beat("launching")
+    (sizes, options), seed = CONFIGURATIONS[case["name"]], case["seed"]
     batch = make_batch(draw(random.Random(seed)), seed=seed, **{**_SIZES, **sizes}).to("cuda")
     dtype = batch.q.dtype
     batch = replace(batch, q=batch.q.to(torch.float8_e4m3fn))
     tickets = torch.zeros(2, dtype=torch.int32, device="cuda")
     longest = int(batch.query_start_loc.diff().max())
     out, lse = launch(batch, longest, tickets, options, dtype)
-    print("launched", flush=True)
+    beat("running")
     torch.cuda.synchronize()
     assert not tickets.any(), "tickets are not given back"
     again, _ = launch(batch, longest, tickets, options, dtype)
@@ -102,6 +98,7 @@ def check(name: str, seed: int) -> None:
     wide = replace(batch, q=batch.q.double(), extras=extras)  # the pools stay of fp8, for their scales
     exact, exact_lse = run_paged_attention(BACKEND_OPS["reference"], wide, **options)
     check_fp8_queries(out, lse, exact, exact_lse, with_rounded_weights(wide, options))
+    return {}
 
 
 def with_rounded_weights(wide: Batch, options: dict[str, Any]) -> Tensor:
@@ -131,19 +128,3 @@ def check_fp8_queries(out: Tensor, lse: Tensor, exact: Tensor, exact_lse: Tensor
     seen = exact_lse > float("-inf")
     assert torch.equal(seen, lse > float("-inf"))
     assert not ((lse - exact_lse)[seen].abs() > 1e-2).any()
-
-
-def main() -> None:
-    """Lines until the input ends."""
-    print("ready", flush=True)
-    for line in sys.stdin:
-        name, seed = line.split()
-        try:
-            check(name, int(seed))
-            print("done", flush=True)
-        except Exception:
-            print("failed: " + traceback.format_exc().replace("\n", " | "), flush=True)
-
-
-if __name__ == "__main__":
-    main()

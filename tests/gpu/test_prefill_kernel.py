@@ -3,12 +3,12 @@ under a watchdog."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from prefill_worker import CONFIGURATIONS
-from watched_process import WatchedProcess
+from watched import watched
 
 import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
@@ -26,16 +26,15 @@ BATCHES = 25  # of each configuration
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[WatchedProcess]:
-    one = WatchedProcess("prefill_worker.py", compile_seconds=120)
-    yield one
-    one.stop()
+def run() -> Iterator[Callable[..., None]]:
+    with watched("prefill_worker:run", launching=120) as run:
+        yield run
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_random_batches(worker: WatchedProcess, name: str) -> None:
+def test_random_batches(run: Callable[..., None], name: str) -> None:
     for seed in range(BATCHES):
-        worker.run(f"{name} {seed}")
+        run(name=name, seed=seed)
 
 
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (40, 300, 7)], ids=["single tokens", "prompts"])

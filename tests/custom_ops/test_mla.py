@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 from torchpaged.testing import BATCH_SPECS
 
 CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
@@ -132,7 +133,8 @@ def test_float64_is_the_references() -> None:
         CPU.mla_attention(**given)
 
 
-def test_one_graph_for_all_sizes() -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_one_graph_for_all_sizes(fp8: bool) -> None:
     """Written and read in one trace, without a copy of the pool, at any number of requests."""
     torch._dynamo.reset()  # another test's model may have made sizes dynamic
     counter = CompileCounterWithBackend("aot_eager")
@@ -146,16 +148,24 @@ def test_one_graph_for_all_sizes() -> None:
 
     for rows in (5, 3, 9):  # unlike every other size
         pool, kv_c, k_pe = torch.randn(12, 4, 1, 24), torch.randn(rows, 16), torch.randn(rows, 8)
+        if fp8:
+            pool = torch.zeros(12, 4, 1, 36, dtype=torch.uint8).view(ROW_DTYPE)
         table = torch.arange(1, rows + 1, dtype=torch.int32)[:, None]
         lens, starts = torch.full((rows,), 3, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
         slots, q = table[:, 0].long() * 4 + 2, torch.randn(rows, 2, 24)
         got = step(q, kv_c, k_pe, slots, pool, table, lens, starts)
-        assert torch.equal(pool[1 : rows + 1, 2, 0], torch.cat((kv_c, k_pe), dim=-1))
+        if fp8:
+            assert pool.view(torch.uint8)[1 : rows + 1, 2].any(-1).all()
+        else:
+            assert torch.equal(pool[1 : rows + 1, 2, 0], torch.cat((kv_c, k_pe), dim=-1))
         want = torch.empty_like(got)
         REFERENCE.mla_attention(q, pool, table, lens, starts, want, max_query_len=1, scale=0.2)
         torch.testing.assert_close(got, want)
     assert counter.frame_count == 1
-    with pytest.raises(Exception, match="out: expected at most the queries' width"):
+    width, refused = 25, "out: expected at most the queries' width"
+    if fp8:
+        width, refused = 20, "q: expected what fits the pool's width 36"
+    with pytest.raises(Exception, match=refused):
         torch.compile(lambda q, out, *rest: CPU.mla_attention(q, *rest, out, max_query_len=1, scale=0.2))(
-            q, torch.empty(rows, 2, 25), pool, table, lens, starts
+            q, torch.empty(rows, 2, width), pool, table, lens, starts
         )

@@ -16,7 +16,6 @@ from op_inputs.latent import (
     selected,
 )
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
@@ -121,34 +120,6 @@ def test_what_is_not_written(name: str, kv_c: Tensor, k_pe: Tensor) -> None:
         with pytest.raises(ArgumentError, match=f"^{name}: expected"):
             ops.write_latent(kv_c, k_pe, pool, torch.tensor([4, 5]))
     assert not pool.view(torch.uint8).any()
-
-
-def test_one_graph_for_all_sizes() -> None:
-    torch._dynamo.reset()  # another test's model may have made sizes dynamic
-    counter = CompileCounterWithBackend("aot_eager")
-
-    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
-    def step(q: Tensor, kv_c: Tensor, k_pe: Tensor, slots: Tensor, pool: Tensor, *batch: Tensor) -> Tensor:
-        CPU.write_latent(kv_c, k_pe, pool, slots)
-        out = q.new_empty(*q.shape[:2], kv_c.shape[1])
-        CPU.mla_attention(q, pool, *batch, out, max_query_len=1, scale=0.2)
-        return out
-
-    for rows in (5, 3, 9):  # unlike every other size
-        pool, kv_c, k_pe = zeros(12, 4, 1, 36), torch.randn(rows, 16), torch.randn(rows, 8)
-        table = torch.arange(1, rows + 1, dtype=torch.int32)[:, None]
-        lens, starts = torch.full((rows,), 3, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
-        slots, q = table[:, 0].long() * 4 + 2, torch.randn(rows, 2, 24)
-        got = step(q, kv_c, k_pe, slots, pool, table, lens, starts)
-        assert pool.view(torch.uint8)[1 : rows + 1, 2].any(-1).all()
-        want = torch.empty_like(got)
-        REFERENCE.mla_attention(q, pool, table, lens, starts, want, max_query_len=1, scale=0.2)
-        torch.testing.assert_close(got, want)
-    assert counter.frame_count == 1
-    with pytest.raises(Exception, match="q: expected what fits the pool's width 36"):
-        torch.compile(lambda q, out, *rest: CPU.mla_attention(q, *rest, out, max_query_len=1, scale=0.2))(
-            q, torch.empty(rows, 2, 20), pool, table, lens, starts
-        )
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])

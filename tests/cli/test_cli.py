@@ -40,17 +40,8 @@ def test_json_has_everything_and_nothing_else(folder: str) -> None:
 
 def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
     prompts = (
-        "generate",
-        "hello",
-        "a longer prompt",
-        "bye",
-        "--model",
-        folder,
-        "--max-new-tokens",
-        "9",
-        "--json",
-        "--device",
-        "cpu",
+        *("generate", "hello", "a longer prompt", "bye", "--model", folder, "--max-new-tokens", "9"),
+        *("--json", "--device", "cpu"),
     )
     plain = json.loads(run(*prompts).stdout)
     done = run(*prompts, "--fuse", "--steps-per-launch", "4", "--buckets", "1,2", "--prefill-buckets", "8,32")
@@ -73,17 +64,8 @@ def test_fused_whole_steps_give_the_same_tokens(folder: str) -> None:
 
 def test_verbose_explains_on_stderr(folder: str) -> None:
     arguments = (
-        "generate",
-        "hello",
-        "--model",
-        folder,
-        "--max-new-tokens",
-        "4",
-        "--device",
-        "cpu",
-        "--fuse",
-        "--buckets",
-        "1,4",
+        *("generate", "hello", "--model", folder, "--max-new-tokens", "4", "--device", "cpu"),
+        *("--fuse", "--buckets", "1,4"),
     )
     quiet, verbose = run(*arguments), run(*arguments, "--prefill-buckets", "none", "--verbose")
     assert verbose.returncode == 0, verbose.stderr
@@ -185,14 +167,7 @@ def test_nonsense_in_the_environment_raises() -> None:
 def test_compile_cache_is_written_then_read(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "code.tpc"
     arguments = [
-        "generate",
-        "hello",
-        "--model",
-        folder,
-        "--max-new-tokens",
-        "3",
-        "--compile-cache",
-        str(path),
+        *("generate", "hello", "--model", folder, "--max-new-tokens", "3", "--compile-cache", str(path)),
     ]
     first, second = run_process(*arguments), run_process(*arguments)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
@@ -212,16 +187,8 @@ def test_compile_cache_is_written_then_read(folder: str, tmp_path: Path) -> None
 def test_profile_writes_a_trace_and_counts_kernels(folder: str, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     done = run(
-        "generate",
-        "hello",
-        "a longer prompt",
-        "--model",
-        folder,
-        "--max-new-tokens",
-        "5",
-        "--json",
-        "--profile",
-        str(path),
+        *("generate", "hello", "a longer prompt", "--model", folder, "--max-new-tokens", "5"),
+        *("--json", "--profile", str(path)),
     )
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
@@ -327,17 +294,8 @@ def test_a_device_that_is_not_there_is_one_line(
 )
 def test_dtypes_by_their_long_names(folder: str, name: str, dtype: str) -> None:
     arguments = (
-        "generate",
-        "hello",
-        "--model",
-        folder,
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "2",
-        "--json",
-        "--dtype",
-        name,
+        *("generate", "hello", "--model", folder, "--device", "cpu", "--max-new-tokens", "2"),
+        *("--json", "--dtype", name),
     )
     assert json.loads(run(*arguments).stdout)["dtype"] == dtype
 
@@ -353,16 +311,8 @@ def test_a_request_that_fails_is_said_and_the_others_go_on(folder: str, tmp_path
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     arguments = (
-        "generate",
-        "aza",
-        "bab",
-        "--model",
-        str(tmp_path),
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "2",
-        "--json",
+        *("generate", "aza", "bab", "--model", str(tmp_path), "--device", "cpu"),
+        *("--max-new-tokens", "2", "--json"),
     )
     said = run(*arguments)
     assert said.returncode == 2

@@ -16,7 +16,7 @@ from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import BackendUnavailableError
 
 _HOW = (
-    "to build it, install torch first, then run `pip install --no-build-isolation .` in a checkout "
+    "to build it, install torch first, then run `pip install .` in a checkout "
     "(needs a C++17 compiler; -Ccmake.define.TORCHPAGED_NATIVE=ON turns a failed build into an error)"
 )
 _state: tuple[bool, str] = (False, "not looked for yet")

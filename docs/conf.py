@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 
 import torchpaged
 
+DOCS = Path(__file__).parent
 project = "torchpaged"
 copyright = "the torchpaged authors"
 release = version = torchpaged.__version__
@@ -41,6 +43,7 @@ autosummary_context = {"foreign": sorted({name for base in FOREIGN_BASES for nam
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "static/scorer.js")
 html_title = f"torchpaged {release}"
 templates_path = ["templates"]
 html_sidebars = {
@@ -54,7 +57,7 @@ html_sidebars = {
     ]
 }
 suppress_warnings = ["ref.python"]  # words that are attributes of several classes, such as `session`
-DOCS = Path(__file__).parent
+PUBLIC = sorted(page.stem for page in (DOCS / "reference").glob("torchpaged*.rst"))
 
 
 def to_restructured_text(app: Any, what: str, name: str, value: Any, options: Any, lines: list[str]) -> None:
@@ -108,8 +111,18 @@ def links_out_of_the_site(app: Any, page: str, source: list[str]) -> None:
     source[0] = re.sub(r"\[([^][]+)\]\((\.\./[^)#\s]+)\)", instead, source[0])
 
 
+def public_bases(app: Any, name: str, value: Any, options: Any, bases: list[Any]) -> None:
+    """Bases that no user imports are not named: their methods stand on the page of the class."""
+    named = [base for base in bases if getattr(base, "__module__", "").partition(".")[0] != "torchpaged"]
+    public = {
+        each for module in PUBLIC for each in vars(import_module(module)).values() if isinstance(each, type)
+    }
+    bases[:] = [base for base in bases if base in named or base in public] or [object]
+
+
 def setup(app: Any) -> None:
     """What Sphinx calls."""
     app.connect("source-read", notebook_as_markdown)
     app.connect("source-read", links_out_of_the_site)
+    app.connect("autodoc-process-bases", public_bases)
     app.connect("autodoc-process-docstring", to_restructured_text, priority=100)  # ahead of napoleon

@@ -68,6 +68,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert f'id="torchpaged.engine.Generator.{method}"' in page, method  # of its bases
         assert f'title="torchpaged.engine.Generator.{method}"' in page, method  # in the table
     assert "ADVICE" not in page
+    assert "KeptPrefixes" not in page  # a base that no user imports
     page = (tmp_path / "reference/api/torchpaged.backends.Capabilities.html").read_text()
     assert all(f"<strong>{field.name}</strong>" in page for field in fields(Capabilities))
     assert not broken_links(tmp_path)

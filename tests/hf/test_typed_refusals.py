@@ -10,11 +10,12 @@ import pytest
 import torch
 import transformers
 from families import build, logits_of
+from model_coverage.architectures import model_of, model_types
 from models import padded_prompts
 from transformers import GenerationMixin
 
 from torchpaged import ArgumentError, UnsupportedModelError
-from torchpaged.hf import PagedCache
+from torchpaged.hf import PagedCache, PagedModel
 from torchpaged.hf.attention import paged_attention_forward
 
 COMPUTING = ["DeepseekV2", "DeepseekV3", "MiniCPM3", "Youtu", "Glm4MoeLite", "DiffLlama", "Doge", "JetMoe"]
@@ -145,3 +146,14 @@ def test_keys_in_the_place_of_values() -> None:
     key, _ = cache.update(torch.ones(1, 4, 2, 8), torch.ones(1, 4, 2, 8), 0)
     with pytest.raises(UnsupportedModelError, match="other than its cached keys and values"):
         paged_attention_forward(model, torch.ones(1, 4, 2, 8), key, key, None)
+
+
+@pytest.mark.parametrize("name", ["dory", "inkling2_loop_text"])
+def test_models_that_add_layers_to_their_cache(name: str) -> None:
+    """A layer per pass through a loop: refused by the cache and by the engine, before either is made."""
+    if name not in model_types():
+        pytest.skip(f"not in transformers {transformers.__version__}")
+    model = model_of(name, "torchpaged")
+    for make in (lambda: PagedCache(model.config, 2, 32), lambda: PagedModel(model, num_blocks=4)):
+        with pytest.raises(UnsupportedModelError, match=rf"{name} cannot run .* each pass through its loop"):
+            make()

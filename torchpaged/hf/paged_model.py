@@ -36,6 +36,7 @@ from torchpaged.hf.support import (
     fusion_of,
     require_causal_lm,
     require_implementation,
+    require_keys_of_tokens,
     require_supported,
     require_weights,
     rotated_alike,
@@ -124,6 +125,7 @@ class PagedModel(NotCopied):
         model = unwrapped(model)
         require_causal_lm(model)
         require_supported(model)
+        require_keys_of_tokens(model.config)
         require_weights(model)
         self._give_back = Settings(model).give_back
         model.set_attn_implementation(NAME)

@@ -223,12 +223,7 @@ def require_supported_config(config: Any) -> None:
     `_supports_default_dynamic_cache` is private too; ``tests/hf/test_typed_refusals.py`` notices if it
     changes.
     """
-    text = str(config.get_text_config(decoder=True).model_type)
-    others = family_of(text).caches_others
-    if others:
-        raise UnsupportedModelError(
-            f"{text} cannot run with a PagedCache: it {others}; call generate() without past_key_values"
-        )
+    require_keys_of_tokens(config)
     model_class = _class_of(type(config))
     if model_class is None:
         return
@@ -245,6 +240,20 @@ def require_supported_config(config: Any) -> None:
         raise UnsupportedModelError(
             f"{model_class.__name__} cannot run with a PagedCache: it keeps a cache of its own kind; {todo}"
             "generate() without past_key_values"
+        )
+
+
+def require_keys_of_tokens(config: Any) -> None:
+    """Refuse a model that caches more than keys of its tokens, one per layer, see `Family.caches_others`.
+
+    Raises:
+        UnsupportedModelError: with what else it caches.
+    """
+    text = str(config.get_text_config(decoder=True).model_type)
+    others = family_of(text).caches_others
+    if others:
+        raise UnsupportedModelError(
+            f"{text} cannot run with a PagedCache: it {others}; call generate() without past_key_values"
         )
 
 

@@ -43,10 +43,10 @@ def lost(pool: Any, blocks: Any) -> None:
         pool._ref_counts[block] -= 1
 
 
-def pinned_first(idle: Any) -> int:
-    block = min(idle._priorities, key=lambda b: idle._priorities[b] is None)
+def pinned_first(idle: Any, most: int = 1) -> list[int]:
+    block = next(iter([*idle._priorities, *idle._order]))
     idle.drop(block)
-    return block
+    return [block]
 
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {

@@ -122,8 +122,8 @@ def test_pins_go_last_and_lower_priorities_first() -> None:
 
 def test_pins_that_ended_early_are_not_kept(clock: list[float]) -> None:
     """A server pins a prefix for each request, and gives it up long before its time."""
-    idle = IdleBlocks(LRU())
-    idle.add(1)
+    idle = IdleBlocks()
+    idle.add([1])
     kept = idle.pin([1], 4, 5.0, 1)
     for _ in range(1000):
         idle.unpin(idle.pin([1], 4, 1e5, 0))
@@ -201,7 +201,7 @@ def test_pins_that_cannot_be(asked: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_operations(seed: int, clock: list[float]) -> None:
     """Beside a model that keeps lists and looks through all of them."""
-    draw, idle = random.Random(seed), IdleBlocks(LRU())
+    draw, idle = random.Random(seed), IdleBlocks()
     left: list[int] = []  # idle, longest left first
     pins: list[tuple[Pin, set[int]]] = []
 
@@ -222,7 +222,7 @@ def test_any_order_of_operations(seed: int, clock: list[float]) -> None:
         block, what = draw.randrange(1, 12), draw.choice("aaahdeepu")
         assert idle.num_pinned == sum(priority(b) > float("-inf") for b in left)
         if what == "a" and block not in left:
-            idle.add(block)
+            idle.add([block])
             left.append(block)
         elif what == "h" and block in left:
             idle.hit(block)
@@ -234,7 +234,7 @@ def test_any_order_of_operations(seed: int, clock: list[float]) -> None:
                 blocks.discard(block)
         elif what == "e" and left:
             want = min(left, key=lambda b: (priority(b), left.index(b)))
-            assert idle.evict() == want
+            assert idle.evict() == [want]
             left.remove(want)
             for _, blocks in pins:
                 blocks.discard(want)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.scheduler import Scheduler
+from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -32,17 +32,25 @@ def test_room_that_is_remembered_is_there(
 ) -> None:
     """Every answer is that of counting tokens and blocks, also behind packed batches, preemptions, and blocks
     that were given ahead of need and taken back."""
-    asked, look = {"remembered": 0, "counted": 0}, Scheduler._has_room
+    asked, look, schedule = {"decodes": 0, "counted": 0}, Scheduler._has_room, Scheduler.schedule
 
-    def checked(self: Scheduler, sequence: Sequence) -> bool:
-        known = sequence.row is not None and sequence.has_room_until >= sequence.step_count.most
+    def counted(self: Scheduler, sequence: Sequence) -> bool:
         found = look(self, sequence)
         needs = len(sequence.tokens) + sequence.in_flight + self.ahead
         assert found == (sequence.row is not None and needs <= len(sequence.blocks) * self.block_size)
-        asked["remembered" if known else "counted"] += 1
+        asked["counted"] += sequence.row is not None
         return found
 
-    monkeypatch.setattr(Scheduler, "_has_room", checked)
+    def checked(self: Scheduler) -> Schedule:
+        step = schedule(self)
+        for sequence in step.decodes:
+            needs = len(sequence.tokens) + sequence.in_flight + self.ahead
+            assert min(needs, sequence.max_len - 1) <= len(sequence.blocks) * self.block_size
+        asked["decodes"] += len(step.decodes)
+        return step
+
+    monkeypatch.setattr(Scheduler, "_has_room", counted)
+    monkeypatch.setattr(Scheduler, "schedule", checked)
     rng = random.Random(3)
     generator = Generator(model, **{**SIZES, **options})
     for _ in range(24):

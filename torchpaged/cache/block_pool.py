@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchpaged.cache.eviction import LRU, EvictionPolicy, IdleBlocks, Pin
+from torchpaged.cache.eviction import EvictionPolicy, IdleBlocks, Pin
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 from torchpaged.custom_ops.words import counted
@@ -61,9 +61,10 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._ref_counts[NULL_BLOCK] = 1
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
+        self._num_used = 0
         self._kept: set[int] = set()  # what they hold outlives their holders
-        self._idle = IdleBlocks(LRU())  # those of `_kept` without holders
-        self._given_up: Callable[[int], None] | None = None
+        self._idle = IdleBlocks()  # those of `_kept` without holders
+        self._given_up: Callable[[list[int]], None] | None = None
         self._flush: Callable[[], None] | None = None
         self._keeps_idle = True
         self.peak_used = 0
@@ -72,7 +73,7 @@ class BlockPool:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: who knows what the blocks hold is not copied with it."""
-        free, idle = [*self._free, *reversed(list(self._idle))], IdleBlocks(LRU())
+        free, idle = [*self._free, *reversed(list(self._idle))], IdleBlocks()
         forgotten: dict[str, Any] = {"_free": free, "_kept": set(), "_idle": idle, "_given_up": None}
         return self.__dict__ | forgotten | {"_copier": None, "_flush": None, "is_alone": True}
 
@@ -84,7 +85,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out now: those without holders, idle ones among them."""
-        return len(self._free) + len(self._idle)
+        return self.num_blocks - 1 - self._num_used
 
     @property
     def num_idle(self) -> int:
@@ -99,7 +100,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks held now."""
-        return self.num_usable - self.num_free
+        return self._num_used
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_free} of {counted(self.num_usable, 'block')} free)"
@@ -127,14 +128,21 @@ class BlockPool:
             raise BlockPoolExhaustedError(count, self.num_free, self.num_usable)
         if not count:
             return []
-        while len(self._free) < count:
-            self._give_up(self._idle.evict())
-        taken = self._free[-count:][::-1]
-        del self._free[-count:]
+        free, counts = self._free, self._ref_counts
+        while len(free) < count:
+            self._give_up(self._idle.evict(count - len(free)))
+        taken = free[: -count - 1 : -1]
+        del free[-count:]
         for block in taken:
-            self._ref_counts[block] = 1
-        self.peak_used = max(self.peak_used, self.num_used)
+            counts[block] = 1
+        self._hold(count)
         return taken
+
+    def _hold(self, count: int) -> None:
+        """So many more are held."""
+        self._num_used += count
+        if self._num_used > self.peak_used:
+            self.peak_used = self._num_used
 
     def fork(self, blocks: Sequence[int]) -> list[int]:
         """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list.
@@ -143,7 +151,7 @@ class BlockPool:
             ArgumentError: a block is unknown, free and not idle, the null block, or there twice: no sequence
                 has a block twice. Nothing is shared then.
         """
-        counts, idle = self._ref_counts, self._idle
+        counts, idle, were_idle = self._ref_counts, self._idle, 0
         for block in blocks:
             if type(block) is not int or not NULL_BLOCK < block < self.num_blocks or not counts[block]:
                 self._check(block)
@@ -152,8 +160,9 @@ class BlockPool:
         for block in blocks:
             if not counts[block]:
                 idle.hit(block)
+                were_idle += 1
             counts[block] += 1
-        self.peak_used = max(self.peak_used, self.num_used)
+        self._hold(were_idle)
         return list(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -164,7 +173,7 @@ class BlockPool:
             ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is
                 freed then.
         """
-        counts, kept, free = self._ref_counts, self._kept, self._free
+        counts, kept, free, idle = self._ref_counts, self._kept, self._free, list[int]()
         if not isinstance(blocks, Sequence):
             raise ArgumentError("blocks", "a list of block ids", repr(blocks))
         for block in blocks:
@@ -175,12 +184,12 @@ class BlockPool:
         for block in reversed(blocks):
             counts[block] -= 1
             if not counts[block]:
-                if block not in kept:
-                    free.append(block)
-                elif self._keeps_idle:
-                    self._idle.add(block)
-                else:
-                    self._give_up(block)
+                self._num_used -= 1
+                (idle if block in kept else free).append(block)
+        if self._keeps_idle:
+            self._idle.add(idle)
+        elif idle:
+            self._give_up(idle)
 
     def _require_held(self, blocks: Sequence[int]) -> None:
         """Refuse blocks that are not held as often as they are there."""
@@ -218,7 +227,7 @@ class BlockPool:
     # ----------------------------------------------------------------------------- what outlives its holders
     def watch(
         self,
-        given_up: Callable[[int], None],
+        given_up: Callable[[list[int]], None],
         keeps_idle: bool = True,
         policy: EvictionPolicy | None = None,
         flush: Callable[[], None] | None = None,
@@ -226,10 +235,10 @@ class BlockPool:
         """Be told of blocks whose contents are lost.
 
         Args:
-            given_up: called with each block of `keep` when what it holds is no longer kept.
+            given_up: called with blocks of `keep` when what they hold is no longer kept.
             keeps_idle: blocks of `keep` stay idle without holders until others need them; False: they are
                 given up with their last holder.
-            policy: which idle block is given up first; None: `LRU`.
+            policy: which idle block is given up first; None: as `LRU`.
             flush: called before anything is copied into blocks that were given up (`copier`).
 
         Raises:
@@ -238,13 +247,15 @@ class BlockPool:
         if self._given_up is not None:
             raise ArgumentError("pool", "a BlockPool of no other PrefixCache", "one that has one")
         self._given_up, self._keeps_idle, self._flush = given_up, keeps_idle, flush
-        self._idle = IdleBlocks(LRU() if policy is None else policy)
+        self._idle = IdleBlocks(policy)
 
-    def keep(self, block: int) -> None:
-        """What ``block``, which has a holder, holds may outlive its holders."""
-        if block <= NULL_BLOCK or not self._ref_counts[block]:
-            self._check(block)
-        self._kept.add(block)
+    def keep(self, blocks: Sequence[int]) -> None:
+        """What ``blocks``, which have holders, hold may outlive these."""
+        counts = self._ref_counts
+        for block in blocks:
+            if block <= NULL_BLOCK or not counts[block]:
+                self._check(block)
+        self._kept.update(blocks)
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more; nothing if it was not kept."""
@@ -275,17 +286,17 @@ class BlockPool:
         """End a pin; nothing if it has ended."""
         self._idle.unpin(pin)
 
-    def _give_up(self, block: int) -> None:
-        self._kept.discard(block)
-        self._free.append(block)
+    def _give_up(self, blocks: list[int]) -> None:
+        self._kept.difference_update(blocks)
+        self._free += blocks
         if self._given_up is not None:
-            self._given_up(block)
+            self._given_up(blocks)
 
     def reset(self) -> None:
         """Forget all holders, and what blocks hold: every block is free. For an owner whose own books are
         lost."""
-        while self._kept:
-            self._give_up(next(iter(self._kept)))
+        self._give_up(list(self._kept))
+        self._num_used = 0
         self._ref_counts[NULL_BLOCK + 1 :] = [0] * self.num_usable
         self._free = list(range(self.num_blocks - 1, 0, -1))
         self._kept = set()

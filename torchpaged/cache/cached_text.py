@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from itertools import islice
+from operator import add
 
 from torchpaged.cache.block_pool import NULL_BLOCK
 from torchpaged.cache.host_blocks import Arrival
 from torchpaged.cache.host_tier import HostTier
-from torchpaged.cache.prefix_books import NEW, TAIL, TOKEN_BYTES, PrefixBooks, Resumed
+from torchpaged.cache.prefix_books import EVICTED, NEW, TAIL, TOKEN_BYTES, PrefixBooks, Resumed
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -35,7 +37,7 @@ class CachedText:
         self._done = 0  # blocks that are taken, or computed
         self._last = NULL_BLOCK  # the one that is known by the tokens of the last block that was computed
         self._pending: dict[Hashable, bytes] = {}  # names by the keys that it promised
-        self._ahead: list[tuple[bytes, Hashable]] = []  # from block `_done` at `promise` on: name before, key
+        self._ahead: list[Hashable] = []  # keys from block `_done` at `promise` on
         self._first = 0  # the place of the first of these
         self._counted, self._count, self._is_counted = -1, 0, False
         self.has_begun = False
@@ -200,23 +202,38 @@ class CachedText:
 
     def _why(self) -> str:
         """Why the block behind those that were found is not known."""
-        return NEW if self._next is None else self._cache._lost.get(self._next, (None, NEW))[1]
+        why = NEW if self._next is None else self._cache._lost.get(self._next, NEW)
+        return EVICTED if isinstance(why, bytes) else why
 
     def promise(self) -> None:
         """Its further full blocks are going to be computed: until `leave`, texts that share them wait."""
-        cache, name = self._cache, self._name
-        table, promised, pending = cache._table, cache._promised, self._pending
-        self._first, self._ahead = self._done, []
-        for place in range(self._done, self._most):
+        cache, name, ahead = self._cache, self._name, list[Hashable]()
+        self._first, self._ahead = self._done, ahead
+        while (place := self._done + len(ahead)) < self._most:
             key = self._key(place, name)
-            if key in promised:  # by others
+            if key in cache._promised:  # by others
                 break
-            self._ahead.append((name, key))
-            if key in table:  # left behind by others
-                name = cache._names[table[key]]
-            else:
-                name = promised[key] = pending[key] = cache._name(key)
+            if key in cache._table:  # left behind by others
+                ahead.append(key)
+                name = cache._names[cache._table[key]]
+                continue
+            keys, names = self._unknown(place, self._most, key)
+            ahead += keys
+            name, mine = names[-1], dict(zip(keys, names, strict=True))
+            self._pending.update(mine)
+            cache._promised.update(mine)
         cache._version += 1
+
+    def _unknown(self, place: int, end: int, key: Hashable) -> tuple[list[Hashable], list[bytes]]:
+        """Keys and names of its blocks from ``place`` on, whose ``key`` is neither known nor promised: of
+        that one alone if its name is remembered, since what is behind it may be known; or else of all up
+        to ``end``: no key has begun with a new name."""
+        name = self._cache._known_name(key)
+        if name is not None:
+            return [key], [name]
+        names, step, data = list(islice(self._cache._new_names, end - place)), self._step, self._data
+        behind = [data[at : at + step] for at in range((place + 1) * step, end * step, step)]
+        return [key, *map(add, names, behind)], names
 
     def computed(self, num_tokens: int, blocks: Sequence[int]) -> None:
         """Its first tokens have their keys and values: others find them from now on.
@@ -235,19 +252,39 @@ class CachedText:
             return
         if not self.has_begun:
             self._name, self.has_begun = b"", True
-        table, names, ahead, name = cache._table, cache._names, self._ahead, self._name
-        for place in range(self._done, min(num_tokens, len(self)) // cache.block_size):
-            at = place - self._first
-            if at < len(ahead) and ahead[at][0] == name:
-                key = ahead[at][1]  # whose hash is known
-            else:
-                key = self._key(place, name)
-            block = table.get(key)
-            if block is None:
-                block = blocks[place]
-                cache._fill(key, block)
-            name = names[block]
-            self._last, self._name, self._done = block, name, place + 1
+        end = min(num_tokens, len(self)) // cache.block_size
+        while (place := self._done) < end:
+            keys, names = self._promises(place, end)
+            noted = keys
+            if not keys:
+                key = self._key(place, self._name)
+                block = cache._table.get(key)
+                if block is not None:  # others have computed it, too
+                    self._last, self._name, self._done = block, cache._names[block], place + 1
+                    continue
+                name = cache._promised.get(key)
+                keys, names = self._unknown(place, end, key) if name is None else ([key], [name])
+                noted = [key]
+            own = blocks[place : place + len(keys)]
+            cache._fill(keys, names, own, noted)
+            self._last, self._name, self._done = own[-1], names[-1], place + len(keys)
+
+    def _promises(self, place: int, end: int) -> tuple[list[Hashable], list[bytes]]:
+        """Keys and names of its blocks from ``place`` on, at most to ``end``, that it promised and nobody
+        else has computed meanwhile."""
+        at = place - self._first
+        keys = self._ahead[at : at + end - place]
+        first = keys[0] if keys else b""
+        if place and not (isinstance(first, bytes) and first.startswith(self._name)):
+            return [], []  # the one in front had another name by then
+        names = [name for name in map(self._pending.get, keys) if name is not None]
+        now = list(map(self._cache._promised.get, keys))
+        if names != now:
+            mine = map(self._pending.get, keys)
+            pairs = enumerate(zip(mine, now, strict=True))
+            count = next(i for i, (name, one) in pairs if name is None or name != one)
+            keys, names = keys[:count], names[:count]
+        return keys, names
 
     def chunk(self, num_computed: int, most: int) -> int:
         """How many of its tokens are to be computed at once, behind ``num_computed`` of them; at least 1 and
@@ -269,13 +306,13 @@ class CachedText:
             if cache.host is not None:
                 cache.host.drop(key)
             if block is None:  # another text's, given up: who computes it again would find what is behind
-                again = cache._promised.get(key) or cache._lost.get(key, (None, ""))[0]
-                if again is None:
+                again = cache._promised.get(key) or cache._lost.get(key)
+                if not isinstance(again, bytes):
                     break
                 name = again
                 continue
             name = cache._names[block]
-            cache._note(cache._forgotten(block), None, "failed")
+            cache._note(cache._forgotten([block]), ["failed"])
             cache._not_saved.discard(block)
             cache.pool.drop(block)
         self.leave()

@@ -86,13 +86,14 @@ class CheckpointedPrefixCache(PrefixCache):
         super().clear(reason)
         self._free_all()
 
-    def _forgotten(self, block: int) -> Hashable:
-        self._evicted.discard(block)
-        self._coming.pop(block, None)
-        self._unused.pop(block, None)
-        if block in self._of_block:
-            self._free.append(self._of_block.pop(block))
-        return super()._forgotten(block)
+    def _forgotten(self, blocks: Sequence[int]) -> list[Hashable]:
+        self._evicted.difference_update(blocks)
+        for block in blocks:
+            self._coming.pop(block, None)
+            self._unused.pop(block, None)
+            if block in self._of_block:
+                self._free.append(self._of_block.pop(block))
+        return super()._forgotten(blocks)
 
     def _add(self, block: int, made: list[int] | None) -> int:
         """A place for the checkpoint behind ``block``; ``made``: blocks behind which its text has made others

@@ -23,7 +23,8 @@ import heapq
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol, runtime_checkable
 
 from torchpaged.custom_ops.checks import is_int
@@ -101,84 +102,97 @@ class Pin:
 class IdleBlocks:
     """The idle blocks of a pool, in the order in which it gives them up: those without a pin, as the policy
     says, then pinned ones, of the lowest priority first, and of equal ones the one that was left longest
-    ago. Each operation costs O(1), and O(priorities in use) where all idle blocks are pinned.
+    ago. Each operation costs O(1) per block, and O(priorities in use) where all idle blocks are pinned.
 
     Args:
-        policy: for those without a pin.
+        policy: for those without a pin; None: the one left longest ago goes first, as `LRU` says.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self._policy = policy
-        self._priorities: dict[int, int | None] = {}  # of idle blocks; None: no pin, the policy has it
-        self._pinned: dict[int, OrderedDict[int, None]] = {}  # idle blocks by priority, longest left first
-        self._num_pinned = 0
+        self._order: OrderedDict[int, None] = OrderedDict()  # those without a pin, longest left first
+        self._priorities: dict[int, int] = {}  # of pinned ones
+        self._pinned: dict[int, OrderedDict[int, None]] = {}  # these by priority, longest left first
         self._pins: dict[int, dict[Pin, None]] = {}  # by block, idle or held
         self._ends: list[tuple[float, int, Pin]] = []  # a heap
         self._num_ends = 0  # ever pushed, so that no two pins are compared
         self._prune_at = 16
 
     def __len__(self) -> int:
-        return len(self._priorities)
+        return len(self._order) + len(self._priorities)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._priorities
+        return block in self._order or block in self._priorities
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._priorities)
+        return chain(self._order, self._priorities)
 
     @property
     def num_pinned(self) -> int:
         """Idle blocks that are pinned now."""
         if self._ends:
             self._expire()
-        return self._num_pinned
+        return len(self._priorities)
 
     def is_pinned(self, block: int) -> bool:
         """Whether ``block`` is idle and pinned."""
-        return self._priorities.get(block) is not None
+        return block in self._priorities
 
-    def add(self, block: int) -> None:
-        """``block`` has lost its last holder."""
-        pins = self._pins.get(block) if self._pins else None
-        self._place(block, max(pin.priority for pin in pins) if pins else None)
+    def add(self, blocks: Iterable[int]) -> None:
+        """``blocks`` have lost their last holders, one after the other."""
+        order, policy, pins_of = self._order, self._policy, self._pins
+        for block in blocks:
+            if block in pins_of:
+                self._place(block, max(pin.priority for pin in pins_of[block]))
+                continue
+            order[block] = None
+            if policy is not None:
+                policy.add(block)
 
     def hit(self, block: int) -> None:
         """An idle block is held again."""
-        if self._take(block):
+        if self._take(block) and self._policy is not None:
             self._policy.hit(block)
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more, nor are its pins."""
         self._pins.pop(block, None)
-        if block in self._priorities and self._take(block):
+        if block in self and self._take(block) and self._policy is not None:
             self._policy.drop(block)
 
     def drop_all(self) -> None:
         """The same of all blocks."""
-        for block in list(self._priorities):
+        for block in list(self):
             self.drop(block)
         self._pins, self._ends = {}, []
 
-    def evict(self) -> int:
-        """Take out the block to give up; there is one.
+    def evict(self, most: int = 1) -> list[int]:
+        """Take out the blocks to give up, in their order, of which there are some.
+
+        Args:
+            most: so many at most; at least one is taken out.
 
         Raises:
             ArgumentError: the policy gave a block that it did not have; it is not given up.
         """
-        if self._num_pinned and len(self._priorities) == self.num_pinned:
-            priority = min(priority for priority, blocks in self._pinned.items() if blocks)
-            block = next(iter(self._pinned[priority]))
+        if self._ends and self._priorities:
+            self._expire()
+        order = self._order
+        if not order:
+            block = next(iter(self._pinned[min(self._pinned)]))
             self.drop(block)
-            return block
+            return [block]
+        if self._policy is None:
+            return [order.popitem(last=False)[0] for _ in range(min(most, len(order)))]
         block = self._policy.evict()
-        if self._priorities.get(block, 0) is not None:
+        if block not in order:
             raise ArgumentError(
                 "eviction",
                 "a policy whose evict() gives a block that it was given by add() and that is still idle",
                 f"block {block!r} of {type(self._policy).__name__}",
             )
-        del self._priorities[block]
-        return block
+        del order[block]
+        return [block]
 
     # ------------------------------------------------------------------------------------------------- pins
     def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
@@ -230,28 +244,24 @@ class IdleBlocks:
         while self._ends and self._ends[0][0] <= now:
             self.unpin(heapq.heappop(self._ends)[2])
 
-    def _place(self, block: int, priority: int | None) -> None:
+    def _place(self, block: int, priority: int) -> None:
         self._priorities[block] = priority
-        if priority is None:
-            self._policy.add(block)
-        else:
-            self._pinned.setdefault(priority, OrderedDict())[block] = None
-            self._num_pinned += 1
+        self._pinned.setdefault(priority, OrderedDict())[block] = None
 
     def _take(self, block: int) -> bool:
         """Take an idle block out; whether the policy has it."""
-        priority = self._priorities.pop(block)
+        priority = self._priorities.pop(block, None)
         if priority is None:
+            del self._order[block]
             return True
         of_priority = self._pinned[priority]
         del of_priority[block]
         if not of_priority:
             del self._pinned[priority]
-        self._num_pinned -= 1
         return False
 
     def _place_again(self, block: int) -> None:
         """The pins of a block have changed."""
-        if block in self._priorities:
+        if block in self:
             self.hit(block)
-            self.add(block)
+            self.add([block])

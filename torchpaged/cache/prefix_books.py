@@ -8,8 +8,10 @@ only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
+from struct import Struct
 from typing import NamedTuple
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
@@ -107,8 +109,10 @@ class PrefixBooks(NotCopied):
         self._keys: list[Hashable] = [None] * pool.num_blocks  # of what is in `_table`, by block
         self._names = [b""] * pool.num_blocks  # with which the keys behind a block begin
         self._promised: dict[Hashable, bytes] = {}  # names of what texts compute, by key
-        self._lost: OrderedDict[Hashable, tuple[bytes | None, str]] = OrderedDict()  # name and why, by key
-        self._last_name = 0
+        # By key: the names of blocks that were given up for others, or why others are not known any more. No
+        # pairs of both: so many objects would bring the garbage collector.
+        self._lost: OrderedDict[Hashable, bytes | str] = OrderedDict()
+        self._new_names = map(Struct("<q").pack, count(1))  # that no key had
         self._version = 0  # another one when what is known or held may have changed
         self._drops = 0  # blocks that are not known any more
         self._epoch = 0  # times that all were forgotten
@@ -135,8 +139,7 @@ class PrefixBooks(NotCopied):
         Args:
             reason: why, for `PrefixCacheStats.missed_tokens`.
         """
-        for key in self._table:
-            self._note(key, None, reason)
+        self._note(self._table, repeat(reason))
         self._table, self._promised = {}, {}
         self._keys = [None] * len(self._keys)
         self._not_saved.clear()  # of what the blocks held
@@ -176,7 +179,8 @@ class PrefixBooks(NotCopied):
         for text, block in zip(texts, blocks, strict=True):
             key = self._key_of(text, blocks[text.parent] if text.parent >= 0 else NULL_BLOCK)
             if key not in self._table:
-                self._fill(key, block)
+                name = self._promised.get(key) or self._known_name(key) or next(self._new_names)
+                self._fill([key], [name], [block], [key])
 
     def _key_of(self, text: KnownBlock, parent: int) -> Hashable:
         if text.parent >= 0:
@@ -184,46 +188,62 @@ class PrefixBooks(NotCopied):
         return text.tokens if text.extra is None else (text.extra, text.tokens)
 
     # ------------------------------------------------------------------------------------------- the books
-    def _name(self, key: Hashable) -> bytes:
-        """A name of this key alone: the one it had before, as long as that is remembered, so that what is
-        behind it is found again."""
-        if key in self._lost and (name := self._lost[key][0]) is not None:
+    def _known_name(self, key: Hashable) -> bytes | None:
+        """The name that this key had before, as long as that is remembered, so that what is behind it is
+        found again. None: it gets a new one, and nothing is known behind it."""
+        if isinstance(name := self._lost.get(key), bytes):
             return name
-        if self.host is not None and (name := self.host.name(key)) is not None:
-            return name
-        self._last_name = number = self._last_name + 1
-        return number.to_bytes(8, "little")
+        return None if self.host is None else self.host.name(key)
 
-    def _note(self, key: Hashable, name: bytes | None, reason: str) -> None:
-        """Remember what is not known any more, and was until now, of as many blocks as the pool has."""
-        self._lost[key] = name, reason
-        if len(self._lost) > self.pool.num_blocks:
-            self._lost.popitem(last=False)
+    def _note(self, keys: Iterable[Hashable], what: Iterable[bytes | str]) -> None:
+        """Remember the names of what is not known any more, or why it is not, and was until now, of as many
+        blocks as the pool has."""
+        lost = self._lost
+        for key, one in zip(keys, what, strict=False):
+            lost[key] = one
+        for _ in range(len(lost) - self.pool.num_blocks):
+            lost.popitem(last=False)
 
-    def _fill(self, key: Hashable, block: int) -> None:
-        """Keys and values of ``key`` are in ``block``."""
-        if self._keys[block] is not None:
+    def _fill(
+        self,
+        keys: Sequence[Hashable],
+        names: Sequence[bytes],
+        blocks: Sequence[int],
+        noted: Sequence[Hashable],
+    ) -> None:
+        """Keys and values of ``keys``, which are not known, are in ``blocks``; they have these names.
+
+        ``noted``: those of ``keys`` that may have been promised, or known before."""
+        if not self.pool._kept.isdisjoint(blocks):
+            block = next(block for block in blocks if block in self.pool._kept)
             raise ArgumentError("blocks", "blocks of these tokens alone", f"block {block} of other tokens")
-        self.pool.keep(block)
-        name = self._promised.pop(key, None) or self._name(key)
-        self._lost.pop(key, None)
-        self._table[key], self._keys[block], self._names[block] = block, key, name
+        self.pool.keep(blocks)
+        table, keys_of, names_of = self._table, self._keys, self._names
+        for key, name, block in zip(keys, names, blocks, strict=True):
+            table[key], keys_of[block], names_of[block] = block, key, name
+        for key in noted:
+            self._promised.pop(key, None)
+            self._lost.pop(key, None)
         self._version += 1
 
-    def _given_up(self, block: int) -> None:
-        """The pool needs ``block``, or it has no holder and nothing is kept."""
-        key = self._forgotten(block)
+    def _given_up(self, blocks: Sequence[int]) -> None:
+        """The pool needs ``blocks``, or they have no holders and nothing is kept."""
+        keys, names = self._forgotten(blocks), [self._names[block] for block in blocks]
         if self.keeps:
-            self._note(key, self._names[block], EVICTED)
-            self.stats.evicted_blocks += 1
-        if self.host is not None and block not in self._not_saved:
-            self.host.save(key, self._names[block], block)
-        self._not_saved.discard(block)
+            self._note(keys, names)
+            self.stats.evicted_blocks += len(keys)
+        if self.host is not None:
+            for key, name, block in zip(keys, names, blocks, strict=True):
+                if block not in self._not_saved:
+                    self.host.save(key, name, block)
+            self._not_saved.difference_update(blocks)
 
-    def _forgotten(self, block: int) -> Hashable:
-        """What ``block`` holds is not known any more; its key."""
-        key = self._keys[block]
-        del self._table[key]
-        self._keys[block] = None
+    def _forgotten(self, blocks: Sequence[int]) -> list[Hashable]:
+        """What ``blocks`` hold is not known any more; their keys."""
+        table, keys_of = self._table, self._keys
+        keys = [keys_of[block] for block in blocks]
+        for block, key in zip(blocks, keys, strict=True):
+            del table[key]
+            keys_of[block] = None
         self._version, self._drops = self._version + 1, self._drops + 1
-        return key
+        return keys

@@ -3,7 +3,7 @@ what stays of them when it ends.
 
     blocks = RequestBlocks(pool, block_size=16, prefixes=PrefixCache(pool, 16))
     blocks.begin(sequence)              # takes what is known of its first tokens
-    blocks.give(sequence, 3)
+    blocks.give([(sequence, 3)])
     blocks.computed(sequence)           # others find what it has computed
     blocks.release(sequence)
 
@@ -15,6 +15,7 @@ needs them (`PrefixCache`).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from torchpaged.cache import BlockPool, PrefixCache
@@ -122,17 +123,19 @@ class RequestBlocks:
         sequence.cached.computed(sequence.num_computed, sequence.blocks)
         return True
 
-    def give(self, sequence: Sequence, count: int) -> None:
-        """``count`` more, which are free.
+    def give(self, wanted: Seq[tuple[Sequence, int]]) -> None:
+        """Each of these requests so many more blocks, which are free.
 
         Raises:
-            BlockPoolExhaustedError: they are not.
+            BlockPoolExhaustedError: they are not; none is given then.
         """
-        if not sequence.blocks and self._rings is not None:
-            sequence.blocks += self.pool.allocate(1)
-            self._take_ring(self._rings, sequence.blocks[0])
-            count -= 1
-        sequence.blocks += self.pool.allocate(count)
+        blocks, at = self.pool.allocate(sum([count for _, count in wanted])), 0
+        for sequence, count in wanted:
+            begins = not sequence.blocks
+            sequence.blocks += blocks[at : at + count]
+            at += count
+            if begins and self._rings is not None:
+                self._take_ring(self._rings, sequence.blocks[0])
 
     def computed(self, sequence: Sequence) -> None:
         """More of its prompt is computed: others may share that."""

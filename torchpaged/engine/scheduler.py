@@ -24,12 +24,15 @@ from torchpaged.engine.sequence import Sequence
 @dataclass
 class Schedule:
     """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, those put back to wait, and
-    whether any was given blocks."""
+    whether any was given blocks. ``promised``: ``(sequence, blocks)`` to be given, ``num_promised`` in
+    all."""
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     put_back: list[Sequence] = field(default_factory=list)
     blocks_added: bool = False
+    promised: list[tuple[Sequence, int]] = field(default_factory=list)
+    num_promised: int = 0
 
 
 class Scheduler:
@@ -118,15 +121,19 @@ class Scheduler:
         if not begun:
             begun = [s for s in self.running if s.arrival is not None and self.blocks.arrived(s, waits=True)]
         step, budget = Schedule(), -1
+        decodes, put_back = step.decodes, step.put_back
         for sequence in begun:
-            if step.put_back and sequence in step.put_back:
+            if put_back and sequence in put_back:
                 continue  # meanwhile, to make room for an older one
+            if sequence.row is not None and sequence.has_room_until >= sequence.step_count.most:
+                decodes.append(sequence)  # all that is asked of most of them, without a call
+                continue
             if self._has_room(sequence):
-                step.decodes.append(sequence)
+                decodes.append(sequence)
                 continue
             if sequence.decodes:
                 if self._reserve(sequence, self._tokens_ahead(sequence), step):
-                    step.decodes.append(sequence)
+                    decodes.append(sequence)
                 continue
             budget = self._prompt_tokens() if budget < 0 else budget
             count = min(sequence.remaining, budget, self._max_query_len)
@@ -135,9 +142,10 @@ class Scheduler:
             if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
                 step.chunks.append((sequence, count))
                 budget = 0 if self._one_prompt_per_step else budget - count
-        if step.put_back:
-            step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
-            step.chunks = [(one, count) for one, count in step.chunks if one not in step.put_back]
+        self._give(step)
+        if put_back:
+            step.decodes = [sequence for sequence in decodes if sequence not in put_back]
+            step.chunks = [(one, count) for one, count in step.chunks if one not in put_back]
         self._look_ahead(step)
         if self.prefixes is not None and self.prefixes.host is not None:
             self.prefixes.host.flush()
@@ -145,9 +153,9 @@ class Scheduler:
 
     def _prompt_tokens(self) -> int:
         """Prompt tokens of the next step at most."""
-        most, decodes = self.prefill_chunk_size, sum(s.decodes for s in self.running)
-        if not any(s.wants_token for s in self.running):
-            decodes = 0  # rows run all together, or not at all
+        most, decodes = self.prefill_chunk_size, 0
+        if any(s.wants_token for s in self.running):  # or else none decodes: rows run all together
+            decodes = sum([s.row is not None or s.decodes for s in self.running])
         if self._mixes:
             most = max(most - decodes, -(-most // 2))
         return min(most, self.budget.tokens) if self.budget is not None and decodes else most
@@ -161,6 +169,8 @@ class Scheduler:
         """Whether the next `schedule` may have to put a request back."""
         missing, size = 0, self.block_size
         for sequence in self.running:
+            if sequence.row is not None and sequence.has_room_until >= sequence.step_count.most:
+                continue  # most of them, without a call
             if self._has_room(sequence):
                 continue
             decodes, left = sequence.decodes, sequence.remaining
@@ -175,11 +185,10 @@ class Scheduler:
         return self.pool.num_free - (self.pool.num_pinned if len(self.running) > 1 else 0)
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether a sequence with a row has blocks for the next step, and until when it will have."""
+        """Whether a sequence with a row has blocks for the next step, and until when it will have: until then
+        nobody asks again."""
         if sequence.row is None:
             return False
-        if sequence.has_room_until >= sequence.step_count.most:  # all that is asked of most of them
-            return True
         left = len(sequence.blocks) * self.block_size - len(sequence.tokens) - sequence.in_flight - self.ahead
         sequence.has_room_until = sequence.step_count.most + left if left >= 0 else -1
         return left >= 0
@@ -204,12 +213,11 @@ class Scheduler:
         if not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in step.decodes):
             return
         extra = [
-            (s, self.blocks.missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1)))
+            self.blocks.missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1))
             for s in step.decodes
         ]
-        if 2 * sum(count for _, count in extra) <= self.pool.num_free - self.pool.num_pinned:
-            for sequence, count in extra:
-                sequence.blocks += self.pool.allocate(count)
+        if 2 * sum(extra) <= self.pool.num_free - self.pool.num_pinned:
+            self.blocks.give(list(zip(step.decodes, extra, strict=True)))
             self._are_ahead = True
 
     def _trim(self) -> None:
@@ -246,7 +254,8 @@ class Scheduler:
         missing = self.blocks.missing(sequence, num_tokens)
         if missing <= 0:
             return True
-        if missing > self._room():
+        if step.num_promised + missing > self._room():
+            self._give(step)
             self._trim()
         # Never for the oldest alone: `max_len` keeps a request within the pool.
         while missing > self._room():
@@ -255,9 +264,16 @@ class Scheduler:
             step.put_back.append(youngest)
             if youngest is sequence:
                 return False
-        self.blocks.give(sequence, missing)
-        step.blocks_added = True
+        step.promised.append((sequence, missing))
+        step.num_promised += missing
         return True
+
+    def _give(self, step: Schedule) -> None:
+        """Give all blocks that were promised, at once: a call for each of a large batch would cost more than
+        the rest of the step."""
+        if step.promised:
+            self.blocks.give(step.promised)
+            step.promised, step.num_promised, step.blocks_added = [], 0, True
 
     def _put_back(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -62,7 +62,13 @@ class Acceptor:
                 f"the tokenizer could not decode token {token}: {type(error).__name__}: {error}",
                 error,
             )
-        self.emit(sequence, (token, text, reason, None, logprobs))
+        if text or reason or logprobs is not None or len(sequence.tokens) == len(sequence.prompt):
+            return self.emit(sequence, (token, text, reason, None, logprobs))
+        # As `emit`, of a token and nothing else: a step of a large batch has hundreds.
+        sequence.inbox.ready[sequence] = None
+        sequence.log.append_token(token)
+        sequence.tokens.append(token)
+        self._stats.new_tokens += 1
 
     def fail(self, sequence: Sequence, reason: str, cause: BaseException | None = None) -> None:
         """End one request with an error, ``cause`` its `__cause__`."""

@@ -245,7 +245,8 @@ class DecodeLoop(NotCopied):
                 if sequence is not None and sequence.finish_reason is None:
                     sequence.steps_read += launch.num_steps
                     if column < launch.decodes:
-                        self.decoded += sum(step[column] != IDLE_TOKEN for step in steps)
+                        for step in steps:
+                            self.decoded += step[column] != IDLE_TOKEN
             read.append((launch, steps, told))
         return _per_request(read)
 
@@ -336,13 +337,17 @@ def _per_request(
     read: list[tuple[_Launch, list[list[int]], TokenLogprobs | None]],
 ) -> Iterator[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
     for launch, steps, told in read:
+        only = steps[0] if len(steps) == 1 else None
         for column, sequence in enumerate(launch.columns):
             if sequence is None or sequence.finish_reason is not None:
                 continue
-            # NO_TOKEN is the caller's.
-            tokens = [step[column] for step in steps if step[column] != IDLE_TOKEN]
-            logprobs, count = None, sequence.sampling.logprobs
-            if told is not None and count is not None:
+            # NO_TOKEN is the caller's. A step alone, as most are, needs no loop.
+            if only is not None:
+                tokens = [only[column]] if only[column] != IDLE_TOKEN else []
+            else:
+                tokens = [step[column] for step in steps if step[column] != IDLE_TOKEN]
+            logprobs = None
+            if told is not None and (count := sequence.sampling.logprobs) is not None:
                 places = [n for n, step in enumerate(steps) if step[column] != IDLE_TOKEN]
                 logprobs = [told.of(n * len(steps[0]) + column, count) for n in places]
             yield sequence, tokens, logprobs

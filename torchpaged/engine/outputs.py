@@ -13,6 +13,8 @@ from torchpaged.custom_ops.words import counted, one_line, repr_of_fields, shown
 from torchpaged.engine.latency import LatencyHistogram
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+#: Tokens that are decoded again and again for their neighbours' sake, about.
+_CONTEXT = 8
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,9 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_new_tokens: int = 0) -> None:
         self._tokenizer, self._stop, self._least = tokenizer, tuple(stop), min_new_tokens
         self._ids: list[int] = []
-        # Tokens before `_known` are text already; decoding starts at `_shown`, for context.
-        self._shown, self._known = 0, 0
+        # Tokens before `_known` are text already; decoding starts at `_shown`, for context, whose text, up to
+        # `_known`, is `_before`.
+        self._shown, self._known, self._before = 0, 0, ""
         self._held = ""
         self.stopped = False
 
@@ -188,16 +191,23 @@ class TextStream:
         return text + rest
 
     def _decode(self, final: bool) -> str:
-        # Two decodes with common context, because a token's text depends on its neighbours (spaces,
-        # joined bytes).
-        before = self._tokenizer.decode(self._ids[self._shown : self._known], skip_special_tokens=True)
-        after = self._tokenizer.decode(self._ids[self._shown :], skip_special_tokens=True)
+        # With the tokens in front, because a token's text depends on its neighbours (spaces, joined bytes).
+        # What they give is known from the decode before, until there are so many that others take their
+        # place.
+        decode = self._tokenizer.decode
+        after = decode(self._ids[self._shown :], skip_special_tokens=True)
         if not final and after.endswith(_INCOMPLETE):
             return ""
-        self._shown, self._known = self._known, len(self._ids)
-        return str(after[len(before) :])
+        text, self._before = str(after[len(self._before) :]), after
+        if len(self._ids) - self._shown > _CONTEXT:
+            self._shown = self._known
+            self._before = decode(self._ids[self._shown :], skip_special_tokens=True)
+        self._known = len(self._ids)
+        return text
 
     def _release(self, text: str) -> str:
+        if not self._stop:
+            return text
         self._held += text
         searched = self._stop if len(self._ids) > self._least else ()
         ends = [at for at in (self._held.find(s) for s in searched) if at >= 0]

@@ -42,6 +42,8 @@ class EventLog:
     def __init__(self, request_id: int) -> None:
         self._request_id = request_id
         self._tokens: list[int | None] = []
+        #: Of an event that is a token and nothing else, as most are.
+        self.append_token = self._tokens.append
         self._texts: dict[int, str] = {}  # by place; of those that have any
         self._rest: dict[int, tuple[str | None, RequestError | None, dict[int, float] | None]] = {}
 
@@ -90,7 +92,7 @@ class Inbox:
         self.ready.clear()
 
 
-@dataclass(eq=False)  # looked up in lists at every step: by identity
+@dataclass(eq=False, slots=True, weakref_slot=True)  # looked up in lists at every step: by identity
 class Sequence:
     """A request's state. ``num_computed`` tokens have their keys and values in ``blocks``.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -77,11 +76,15 @@ def _best(
         return []
     depth = _shared(rows, depth, tables, shareable)
     whole = [PrefixGroup(tuple(rows), depth)]
-    longer = sorted((row for row in rows if shareable[row] > depth), key=lambda row: tables[row][depth])
+    alike: dict[int, list[int]] = {}  # rows by the block behind these
+    for row in rows:
+        if shareable[row] > depth:
+            alike.setdefault(tables[row][depth], []).append(row)
     parts = [
         group
-        for _, same in itertools.groupby(longer, key=lambda row: tables[row][depth])
-        for group in _best(sorted(same), depth + 1, tables, shareable)
+        for same in alike.values()
+        if len(same) > 1
+        for group in _best(same, depth + 1, tables, shareable)
     ]
     taken = {row for group in parts for row in group.rows}
     rest = tuple(row for row in rows if row not in taken)
@@ -95,8 +98,10 @@ def _shared(
 ) -> int:
     """How many blocks all of these rows share, ``depth`` of them known. Slices are compared: rows are
     long."""
-    limit, first = min(shareable[row] for row in rows), tables[rows[0]]
+    limit, first = min([shareable[row] for row in rows]), tables[rows[0]]
     for row in rows[1:]:
+        if limit == depth:
+            break
         other, known = tables[row], depth
 
         def differs(place: int, other: Sequence[int] = other, known: int = known) -> bool:

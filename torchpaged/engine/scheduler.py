@@ -212,10 +212,10 @@ class Scheduler:
             return
         if not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in step.decodes):
             return
-        extra = [
-            self.blocks.missing(s, min(self._tokens_ahead(s) + self.lookahead, s.max_len - 1))
-            for s in step.decodes
-        ]
+        extra, size, more = list[int](), self.block_size, self.ahead + self.lookahead
+        for s in step.decodes:
+            tokens = min(len(s.tokens) + s.in_flight + more, s.max_len - 1)
+            extra.append(max(0, -(-tokens // size) - len(s.blocks)))
         if 2 * sum(extra) <= self.pool.num_free - self.pool.num_pinned:
             self.blocks.give(list(zip(step.decodes, extra, strict=True)))
             self._are_ahead = True

@@ -22,6 +22,7 @@ from torchpaged.attention import PagedAttention
 from torchpaged.backends import AttentionSpec, Limits, Session, open_session, select_backend, use_backend
 from torchpaged.cache import BlockPool, PagedKVCache
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
+from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.errors import (
     ArgumentError,
     BackendUnavailableError,
@@ -82,6 +83,7 @@ __all__ = [
     "BackendUnavailableError",
     "BlockPool",
     "BlockPoolExhaustedError",
+    "BlockSparse",
     "CaptureError",
     "ClosedError",
     "Limits",

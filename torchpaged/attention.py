@@ -39,7 +39,8 @@ from torchpaged.cache import LayerKVCache
 from torchpaged.cache.kv import layer_pools
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.attention.check import check_options, check_paged_attention
+from torchpaged.custom_ops.attention.check import check_block_sparse, check_options, check_paged_attention
+from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
 from torchpaged.custom_ops.checks import (
@@ -60,7 +61,7 @@ from torchpaged.prefixes.attention import attend_with_prefixes, can_read_once
 _ASKED = (
     *("num_heads", "num_kv_heads", "head_dim", "head_dim_v", "block_size", "kv_dtype", "causal", "scale"),
     *("window_size", "logits_soft_cap", "alibi_slopes", "sinks", "chunk_size", "tree_mask", "output_scale"),
-    *("score_mod", "mask_mod", "batch_invariant"),
+    *("block_sparse", "score_mod", "mask_mod", "batch_invariant"),
 )
 #: Buffers that stay float32 whatever the module's dtype is.
 _FLOAT32 = ("alibi_slopes", "output_scale")
@@ -129,6 +130,8 @@ class PagedAttention(nn.Module):
             can't take are refused.
         tree_mask: whether batches with a ``tree_mask`` will come, so that it counts in the choice of a
             backend. Batches with one are refused where the backend takes none.
+        block_sparse: blocks of keys that a query sees besides those near it (vertical and slash), as
+            `BlockSparse` says; None = all. Needs ``causal``.
         output_scale: one positive number; results are then of float8_e4m3fn, attention over this scale,
             rounded and saturated. A float32 buffer of the module.
         backend: a name, a `Route` or its text ("decode=NAME,prefill=NAME"), or "auto". Chosen here and again
@@ -178,6 +181,7 @@ class PagedAttention(nn.Module):
         block_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
         tree_mask: bool = False,
+        block_sparse: BlockSparse | None = None,
         output_scale: float | Tensor | None = None,
         backend: str | Route = "auto",
         limits: Limits | None = None,
@@ -203,6 +207,8 @@ class PagedAttention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window_size, self.logits_soft_cap, self.chunk_size = window_size, logits_soft_cap, chunk_size
         check_mods(score_mod, mask_mod)
+        check_block_sparse(block_sparse, causal, tree_mask)
+        self.block_sparse = block_sparse
         self.score_mod, self.mask_mod, self.batch_invariant = score_mod, mask_mod, batch_invariant
         self.causal, self.tree_mask, self.block_size, self.kv_dtype = causal, tree_mask, block_size, kv_dtype
         self.requested_backend = backend
@@ -463,6 +469,7 @@ class PagedAttention(nn.Module):
             "alibi_slopes": self._of_heads("alibi_slopes"),
             "sinks": self._of_heads("sinks"),
             "chunk_size": self.chunk_size or 0,
+            "block_sparse": self.block_sparse,
             "output_scale": self._of_heads("output_scale"),
         }
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.mask import Mask
+from torchpaged.custom_ops.attention.mask import BlockSparse, Mask
 from torchpaged.custom_ops.pools import FP8
 
 
@@ -43,6 +43,7 @@ class AttentionCall(NamedTuple):
     chunk_size: int = 0
     tree_mask: Tensor | None = None
     output_scale: Tensor | None = None
+    block_sparse: BlockSparse | None = None
     semaphore: Tensor | None = None
 
     @classmethod
@@ -50,6 +51,8 @@ class AttentionCall(NamedTuple):
         """The call of flat arguments, as torch's dispatcher gives them: it leaves out trailing defaults."""
         if len(tensors) < _POSITIONAL:
             tensors = (*tensors, options.pop("lse", None))
+        if "block_sparse" in options:
+            options["block_sparse"] = BlockSparse.of(options["block_sparse"])
         return cls(*tensors, **options)
 
     @classmethod
@@ -134,8 +137,8 @@ class AttentionCall(NamedTuple):
     def for_launch(self) -> AttentionCall:
         """The same call as the GPU kernels take it: masks that reach past the block table are open, since a
         position plus a huge window would overflow 32 bits; both scales or none, since one flag serves both;
-        no tree mask where each query token is alone in its request, and sees itself whatever its word says.
-        """
+        no tree mask where each query token is alone in its request, and sees itself whatever its word says;
+        no mask of blocks whose slash reaches over all of them."""
         changed: dict[str, Any] = {}
         most = max(self.window_left, self.window_right, self.chunk_size)
         if most > 0 and most >= (capacity := self.capacity):
@@ -149,6 +152,9 @@ class AttentionCall(NamedTuple):
             changed["k_scale" if self.k_scale is None else "v_scale"] = one
         if self.tree_mask is not None and self.max_query_len == 1:
             changed["tree_mask"] = None
+        pattern = self.block_sparse
+        if pattern is not None and pattern.local_blocks * pattern.block_size >= self.capacity:
+            changed["block_sparse"] = None
         return self._replace(**changed) if changed else self
 
     def with_semaphore(self) -> AttentionCall:
@@ -206,6 +212,7 @@ class Specialisation(NamedTuple):
     lse: bool = False
     tree: bool = False
     fp8_results: bool = False
+    block_sparse: BlockSparse | None = None
 
     @classmethod
     def of(cls, call: AttentionCall) -> Specialisation:
@@ -233,6 +240,7 @@ class Specialisation(NamedTuple):
             call.lse is not None,
             call.tree_mask is not None,
             call.output_scale is not None,
+            call.block_sparse,
         )
 
     def without_features(self) -> Specialisation:

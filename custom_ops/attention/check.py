@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.batch_values import check_batch, check_batch_values, check_results, check_starts
 from torchpaged.custom_ops.checks import (
     check_apart,
@@ -28,6 +29,8 @@ from torchpaged.custom_ops.pools import FLOATS, FP8, check_cache_dtype, check_po
 
 #: Query tokens of a request that the words of a tree_mask have bits for.
 MAX_TREE_TOKENS = 64
+#: Largest number of a `BlockSparse`: kernels multiply and add them in 32 bits.
+MAX_BLOCK_SPARSE = 1 << 20
 
 
 def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
@@ -117,6 +120,24 @@ def _check_numbers(call: AttentionCall) -> None:
             raise ArgumentError(name, "-1 (open) or a number of keys >= 0", str(size))
     if call.chunk_size < 0:
         raise ArgumentError("chunk_size", "0 (off) or a positive number of tokens", str(call.chunk_size))
+    check_block_sparse(call.block_sparse, call.causal, call.tree_mask is not None)
+
+
+def check_block_sparse(pattern: object, causal: bool = True, tree_mask: bool = False) -> None:
+    """The numbers of a `BlockSparse`, or None, and the masks that it goes with; raises `ArgumentError`."""
+    if pattern is None:
+        return
+    if not causal or tree_mask:
+        name, expected, got = ("tree_mask", "none", "one") if causal else ("causal", "True", "False")
+        raise ArgumentError(name, f"{expected} with block_sparse", got, "leave block_sparse out")
+    if not isinstance(pattern, BlockSparse) or not all(is_int(number) for number in pattern):
+        raise ArgumentError("block_sparse", "a torchpaged.BlockSparse of ints, or None", repr(pattern))
+    least = BlockSparse(1, 1, 1, 0, 0, 1)
+    for name, number, smallest in zip(BlockSparse._fields, pattern, least, strict=True):
+        if not smallest <= number <= MAX_BLOCK_SPARSE:
+            raise ArgumentError(
+                "block_sparse", f"{name} in [{smallest}, {MAX_BLOCK_SPARSE}]", f"{name}={number}"
+            )
 
 
 def _check_results_dtype(call: AttentionCall) -> None:

@@ -13,6 +13,8 @@ SCHEMAS = {
     # tree_mask [T] int64: bit j of a token's word says that it sees query token j of its request, one before
     # it; itself it always sees. A query then counts positions from the context on over what it sees alone.
     # Needs causal and at most 64 query tokens per request.
+    # block_sparse: the numbers of mask.py's BlockSparse, which hides blocks of keys; needs causal, no
+    # tree_mask.
     # fp8 queries: q may be float8_e4m3fn where the pools are; out then has 16 bits or more, k_scale is the
     # scale of the products: the queries' times the keys'. Backends say whether they take them.
     # output_scale: float32, one number; out is then e4m3: the result over the scale, rounded and saturated.
@@ -23,7 +25,7 @@ SCHEMAS = {
         bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
         Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
         int chunk_size=0, Tensor? tree_mask=None,
-        Tensor? output_scale=None, Tensor(c!)? semaphore=None) -> ()""",
+        Tensor? output_scale=None, int[]? block_sparse=None, Tensor(c!)? semaphore=None) -> ()""",
     # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32. LSE -inf: that
     # side saw nothing, its out is not read. NaN or +inf on either side: NaN. output_scale: as in
     # paged_attention.

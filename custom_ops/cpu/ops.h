@@ -1,5 +1,7 @@
 // The CPU kernels, one function per op of custom_ops/*/schema.py (schemas there).
 #pragma once
+#include <vector>
+
 #include "check.h"
 
 namespace torchpaged {
@@ -12,6 +14,7 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
                      double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                      std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t chunk_size,
                      std::optional<Tensor> tree_mask, std::optional<Tensor> output_scale,
+                     std::optional<std::vector<int64_t>> block_sparse,
                      std::optional<Tensor> /*semaphore: for kernels that merge on a device*/);
 void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor out,
                        std::optional<Tensor> lse, std::optional<Tensor> output_scale);

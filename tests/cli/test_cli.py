@@ -346,6 +346,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
         "different_head_dim_v": "--head-dim-v=64",
         "deterministic": "--deterministic",
         "tree_mask": "--tree",
+        "block_sparse": "--block-sparse",
         "batch_invariant": "--batch-invariant",
         "fp8_queries": "--fp8-queries",
         "output_scale": "--output-scale",

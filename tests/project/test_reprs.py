@@ -141,6 +141,7 @@ def of_pools() -> list[Any]:
     choice = select_backend(spec, "reference")
     backend = get_backend("reference")
     backends = [limits, spec, choice, choice.route, backend, backend.capabilities, backend.ops]
+    backends.append(torchpaged.BlockSparse(64, 16, 8))
     batch = make_batch(BATCH_SPECS["mixed_small"])
     metadata = AttentionMetadata.from_lists(
         [1] * 99, [9] * 99, [[n, 0] for n in range(1, 100)], block_size=16

@@ -29,6 +29,7 @@ OPTIONS = {
     "logits_soft_cap",
     "chunk_size",
     "tree_mask",
+    "block_sparse",
     "k_scale",
     "v_scale",
     "window_size",
@@ -39,6 +40,7 @@ OPTIONS = {
 #: Python files with a signature, a class, a call or a dictionary that names five options or more, and why.
 SPELLED_OUT = {
     "custom_ops/attention/call.py": "the record, and the key of compiled kernels",
+    "custom_ops/attention/mask.py": "what hides keys by their positions",
     "torchpaged/functional/attention.py": "the public function",
     "torchpaged/attention.py": "the module",
     "torchpaged/hf/call.py": "transformers' words",

@@ -49,8 +49,8 @@ class Capabilities:
         block_sizes: tokens per block that it takes; None = any.
         different_head_dim_v: whether values may be narrower or wider than keys; default True.
         features: those of `FEATURES` that it has ("bidirectional", "window", "logits_soft_cap", "alibi",
-            "sinks", "chunked", "lse", which are the default, "tree_mask", "latent", "fp8_queries",
-            "output_scale"). Its op is never given others.
+            "sinks", "chunked", "lse", which are the default, "tree_mask", "block_sparse", "latent",
+            "fp8_queries", "output_scale"). Its op is never given others.
         max_latent: the largest widths of latents and of rotated keys that its ``mla_attention`` takes; None
             = any.
         fp8_latents: whether rows of latents may be of fp8; default False.

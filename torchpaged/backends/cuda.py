@@ -44,6 +44,8 @@ def _prefill_why_not(spec: AttentionSpec) -> str | None:
 
     if not variables.get("TORCHPAGED_CUDA_PREFILL"):
         return "TORCHPAGED_CUDA_PREFILL=0"
+    if "block_sparse" in spec.uses:
+        return "block_sparse"
     sizes = Specialisation(
         spec.dtype,
         spec.kv_dtype or spec.dtype,

@@ -23,7 +23,14 @@ from torchpaged.backends.capabilities import Capabilities, further_reasons
 from torchpaged.backends.flex_call import MODS, PLAIN, Mods, attend, shared_mods
 from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.session import Session
-from torchpaged.backends.spec import AttentionSpec, GraphSupport, MaskMod, ScoreMod, check_mods
+from torchpaged.backends.spec import (
+    COMMON_FEATURES,
+    AttentionSpec,
+    GraphSupport,
+    MaskMod,
+    ScoreMod,
+    check_mods,
+)
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import ArgumentError
@@ -55,6 +62,7 @@ CAPABILITIES = Capabilities(
     kv_dtypes=_FLOATS,
     graph_support=GraphSupport.ALWAYS,
     min_compute_capability=(7, 0),
+    features=COMMON_FEATURES | {"block_sparse"},
     finite_pools=True,
     mods=True,
     batch_invariant=True,

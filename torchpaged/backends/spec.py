@@ -39,6 +39,7 @@ FEATURES = (
     "chunked",
     "lse",
     "tree_mask",
+    "block_sparse",
     "latent",
     "fp8_queries",
     "output_scale",
@@ -48,22 +49,26 @@ COMMON_FEATURES = frozenset(
     {"bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse"}
 )
 #: Those of this project's own kernels, on every kind of device.
-OWN_FEATURES = COMMON_FEATURES | {"tree_mask", "latent", "output_scale"}
+OWN_FEATURES = COMMON_FEATURES | {"tree_mask", "block_sparse", "latent", "output_scale"}
 #: Those that a batch brings with it, and not every batch of a layer that asks for them.
 BATCH_FEATURES = frozenset({"tree_mask"})
 #: Options of a layer that bear on where in their sequence a query and a key stand.
-BY_POSITION = ("window_size", "alibi_slopes", "chunk_size", "causal", "tree_mask", "score_mod", "mask_mod")
+BY_POSITION = (
+    *("window_size", "alibi_slopes", "chunk_size", "causal", "tree_mask", "block_sparse"),
+    *("score_mod", "mask_mod"),
+)
 #: Features that an argument of an attention is by being given, by the argument's name.
 GIVEN = {
     "alibi_slopes": "alibi",
     "sinks": "sinks",
     "lse": "lse",
     "tree_mask": "tree_mask",
+    "block_sparse": "block_sparse",
     "latent": "latent",
     "fp8_queries": "fp8_queries",
     "output_scale": "output_scale",
 }
-_TENSORS = tuple(name for name in GIVEN if name in AttentionCall._fields)
+_OF_CALLS = tuple(name for name in GIVEN if name in AttentionCall._fields)
 
 
 class GraphSupport(IntEnum):
@@ -166,7 +171,7 @@ def features_used(
 
 def given_in(call: AttentionCall) -> tuple[str, ...]:
     """Which names in `GIVEN` a call has."""
-    given = tuple(name for name in _TENSORS if getattr(call, name) is not None)
+    given = tuple(name for name in _OF_CALLS if getattr(call, name) is not None)
     return (*given, "fp8_queries") if call.fp8_queries else given
 
 

@@ -21,9 +21,12 @@ _SHORT = {
 }
 _HEADS = {
     "bidirectional": "full",
+    "window": "win",
+    "chunked": "chunk",
     "logits_soft_cap": "cap",
     "alibi": "ALiBi",
     "lse": "LSE",
+    "block_sparse": "vs",
     "latent": "MLA",
     "fp8_queries": "q8",
     "output_scale": "o8",

@@ -55,6 +55,7 @@ class Asked:
     bidirectional: bool = option("attention without causality", False)
     lse: bool = option("the log-sum-exp is returned, too", False)
     tree: bool = option("query tokens that see some of their request's, not all", False)
+    block_sparse: bool = option("blocks of keys seen by a pattern: vertical and slash", False)
     latent: bool = option(
         "mla_attention: latents of head_dim numbers, the first head_dim_v the values", False
     )
@@ -96,6 +97,7 @@ _FEATURES: dict[str, tuple[str, Any]] = {
     "chunked": ("chunk_size", 128),
     "bidirectional": ("causal", False),
     "tree": ("tree_mask", True),
+    "block_sparse": ("block_sparse", True),
     **{name: (name, True) for name in ("sinks", "lse", "latent", "batch_invariant", "fp8_queries")},
     "output_scale": ("output_scale", True),
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall
-from torchpaged.custom_ops.attention.check import check_options
+from torchpaged.custom_ops.attention.check import check_block_sparse, check_options
 from torchpaged.custom_ops.checks import check_device, check_dtype, given
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FP8, check_scale
@@ -73,6 +73,7 @@ def attention_call(
     """
     if not torch.compiler.is_compiling():
         window_size = check_options(scale, window_size, logits_soft_cap, chunk_size)
+        check_block_sparse(options.get("block_sparse"))
     if scale is None:
         scale = max(tensors[0].shape[-1], 1) ** -0.5
     options["scale"], (options["window_left"], options["window_right"]) = scale, window_size

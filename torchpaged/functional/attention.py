@@ -15,6 +15,7 @@ from torchpaged.backends.session import Session
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_paged_attention
+from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.checks import check_tensors, given, is_int, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.custom_ops.pools import FP8
@@ -42,6 +43,7 @@ def paged_attention(
     v_scale: Tensor | None = None,
     chunk_size: int | None = None,
     tree_mask: Tensor | None = None,
+    block_sparse: BlockSparse | None = None,
     output_scale: Tensor | None = None,
     workspace: Mapping[str, Tensor] | None = None,
     batch_invariant: bool = False,
@@ -77,6 +79,9 @@ def paged_attention(
         tree_mask: ``[num_tokens]`` int64: of its request's query tokens a token sees itself and those before
             it whose bits its word has; needs ``causal`` and at most 64 query tokens per request. See
             `tree_mask_from_parents`. None: it sees all those before it.
+        block_sparse: blocks of keys that each query sees besides those near it, by a pattern (vertical and
+            slash): see `torchpaged.BlockSparse`. With ``causal`` and without a ``tree_mask``; a window or
+            chunks hide keys besides.
         output_scale: float32, one number on the device. The result is then of float8_e4m3fn: attention over
             this scale, rounded and saturated; NaN stays NaN. For a projection behind it in fp8.
         workspace: what a session of the backend of ``ops`` keeps for this kind of call:
@@ -146,6 +151,7 @@ def paged_attention(
         window_size=window_size,
         logits_soft_cap=logits_soft_cap,
         chunk_size=chunk_size,
+        block_sparse=block_sparse,
         semaphore=None if workspace is None else workspace.get("semaphore"),
         **optional,
     )

@@ -30,7 +30,9 @@ def can_read_once(spec: AttentionSpec, session: Session) -> bool:
     """Whether layers of ``spec`` may read a prefix once for its group: it looks alike to all queries of the
     group, their bits may depend on the batch, and the session's backend can do both passes, without a plan
     and without functions of its own for this spec. If not, requests are read one by one."""
-    alike = {"bidirectional", "window", "chunked", "alibi", "latent"}.isdisjoint(spec.features)
+    alike = {"bidirectional", "window", "chunked", "alibi", "latent", "block_sparse"}.isdisjoint(
+        spec.features
+    )
     if not alike or spec.batch_invariant or spec.mods or session.plans:
         return False
     if "mods" in session.workspace(spec):

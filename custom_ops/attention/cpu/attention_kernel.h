@@ -7,6 +7,16 @@ namespace torchpaged {
 
 enum class Dtype { Float, BFloat16, Half };
 
+// A mask that hides blocks of keys, as custom_ops/attention/mask.py has it; block_size 0: there is none.
+struct BlockSparse {
+  int64_t block_size, local_blocks, vertical_stride, offset, head_step, heads_per_step;
+
+  bool sees(int64_t query_block, int64_t block, int64_t head) const {
+    return query_block - block < local_blocks ||
+           (block + offset + head / heads_per_step * head_step) % vertical_stride == 0;
+  }
+};
+
 // Everything about the call; strides in elements. Layouts: custom_ops/attention/schema.py.
 struct Problem {
   Dtype dtype;
@@ -23,6 +33,7 @@ struct Problem {
   bool causal;
   int64_t window_left, window_right, chunk_size;
   const int64_t* tree_mask;  // may be null
+  BlockSparse block_sparse;
 };
 
 // Rows are (query token, head) pairs: row r is token first_token + r / num_heads, head first_head + r %
@@ -100,6 +111,8 @@ struct RowMask {
   int64_t context = INT64_MAX; // from here on a tree mask may hide keys in between
   int64_t low_position = 0;    // of keys as the row counts them under a tree mask
   uint64_t word = 0;
+  BlockSparse pattern{};
+  int64_t query_block = 0, head = 0;
 
   RowMask() = default;
   RowMask(const Problem& p, const WorkItem& w, int64_t row, int64_t start, int64_t query_len, int64_t seq_len) {
@@ -109,6 +122,8 @@ struct RowMask {
       const Branch branch(p, start, seq_len - query_len, token);
       context = branch.context, word = branch.word, low_position = low;
     }
+    pattern = p.block_sparse, head = w.head(row);
+    if (pattern.block_size && end > low) query_block = (end - 1) / pattern.block_size;  // the own key is last
     low = low > w.first_key ? low : w.first_key;
     end = end < w.end_key ? end : w.end_key;
   }
@@ -117,6 +132,9 @@ struct RowMask {
     uint64_t seen = bits(low - tile, end - tile);
     for (int64_t key = tile < context ? context : tile; key < end && key < tile + 64; ++key)
       if (!sees(key)) seen &= ~(uint64_t(1) << (key - tile));
+    if (const int64_t size = pattern.block_size)
+      for (int64_t block = tile / size; block * size < tile + 64 && seen; ++block)
+        if (!pattern.sees(query_block, block, head)) seen &= ~bits(block * size - tile, (block + 1) * size - tile);
     return seen;
   }
 

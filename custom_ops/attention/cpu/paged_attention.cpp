@@ -14,6 +14,7 @@ namespace {
 // A split costs a merge of its rows; below this many keys it costs more than it balances.
 constexpr int64_t MIN_SPLIT_KEYS = 256;
 constexpr int64_t MAX_TREE_TOKENS = 64;  // bits of a word of a tree mask
+constexpr int64_t MAX_BLOCK_SPARSE = 1 << 20;
 
 Kernels choose(Dtype dtype) {
 #if defined(__x86_64__)
@@ -208,6 +209,7 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
                      double logits_soft_cap, std::optional<Tensor> alibi_slopes, std::optional<Tensor> sinks,
                      std::optional<Tensor> k_scale, std::optional<Tensor> v_scale, int64_t chunk_size,
                      std::optional<Tensor> tree_mask, std::optional<Tensor> output_scale,
+                     std::optional<std::vector<int64_t>> block_sparse,
                      std::optional<Tensor> /*semaphore: for kernels that merge on a device*/) {
   check_pools(k_cache, v_cache);
   STD_TORCH_CHECK(!k_scale && !v_scale,
@@ -272,6 +274,17 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
   }
   std::optional<Tensor> slopes, sink_values;
   Problem p{};
+  if (block_sparse) {
+    const std::vector<int64_t>& x = *block_sparse;
+    STD_TORCH_CHECK(x.size() == 6, "block_sparse: expected six numbers, got ", x.size());
+    for (int64_t i = 0; i < 6; ++i)
+      STD_TORCH_CHECK(x[i] >= (i < 3 || i == 5) && x[i] <= MAX_BLOCK_SPARSE,
+                      "block_sparse: expected numbers in [1, ", MAX_BLOCK_SPARSE,
+                      "], the fourth and fifth from 0 on, got ", x[i], " in place ", i);
+    STD_TORCH_CHECK(causal, "causal: expected True with block_sparse, got False");
+    STD_TORCH_CHECK(!tree_mask, "tree_mask: expected none with block_sparse, got one");
+    p.block_sparse = {x[0], x[1], x[2], x[3], x[4], x[5]};
+  }
   p.dtype = q.scalar_type() == ScalarType::BFloat16 ? Dtype::BFloat16
             : q.scalar_type() == ScalarType::Half   ? Dtype::Half
                                                     : Dtype::Float;

@@ -64,6 +64,8 @@ class Route(NamedTuple):
 def route(call: AttentionCall, spec: Specialisation) -> Route:
     """The route of a call, from shapes, dtypes, strides and addresses alone."""
     num_tokens, num_reqs = call.q.shape[0], call.num_reqs
+    if spec.block_sparse is not None:
+        return Route("triton", reason="block_sparse")
     if spec.fp8_queries:  # one kernel takes them, however short they are
         reason = _prefill_why_not(call, spec)
         return Route("prefill") if reason is None else Route("triton", reason=f"prefill: {reason}")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from torchpaged.custom_ops.attention.triton.block_sparse import place, sees_block, shifts_of
 from torchpaged.custom_ops.triton.interpreter import INTERPRET, as_numbers
 
 
@@ -25,6 +26,7 @@ class Rows(NamedTuple):
         position: over the keys; under a tree mask over those that the row sees.
         low, end: keys that the row sees; under a tree mask ``low`` bounds positions.
         word, context: as in `branch_sees`.
+        shift: as in `sees_block`.
     """
 
     valid: Any
@@ -33,6 +35,7 @@ class Rows(NamedTuple):
     end: Any
     word: Any
     context: Any
+    shift: Any
 
 
 class Keys(NamedTuple):
@@ -57,8 +60,8 @@ def tanh(x):
 
 @triton.jit
 def visible_range(position, seq_len, SPEC: tl.constexpr):
-    """The keys ``[low, end)`` that a query at ``position`` sees: every mask of the op is an interval. Empty
-    below position 0."""
+    """The keys ``[low, end)`` between the first and the last that a query at ``position`` sees. Empty below
+    position 0."""
     low = tl.zeros_like(position)
     end = tl.zeros_like(position) + seq_len
     if SPEC.causal:
@@ -97,8 +100,9 @@ def branch_of(tree_ptr, start, query, context, valid):
 
 
 @triton.jit
-def query_rows(inputs, start, query, query_len, seq_len, valid, SPEC: tl.constexpr):
-    """The `Rows` of query tokens ``query [M]`` of a request whose token rows begin at ``start``."""
+def query_rows(inputs, start, query, head, query_len, seq_len, valid, SPEC: tl.constexpr):
+    """The `Rows` of query tokens ``query [M]``, of heads ``head [M]``, of a request whose token rows begin at
+    ``start``."""
     position = seq_len - query_len + query
     low, end = visible_range(position, seq_len, SPEC)
     word = position
@@ -107,7 +111,10 @@ def query_rows(inputs, start, query, query_len, seq_len, valid, SPEC: tl.constex
         word, position = branch_of(inputs.tree, start, query, context, valid)
         low, _ = visible_range(position, seq_len, SPEC)
     end = tl.where(valid, end, low)
-    return Rows(valid, position, low, end, word, context)
+    shift = position
+    if SPEC.block_sparse is not None:
+        shift = shifts_of(head, SPEC)
+    return Rows(valid, position, low, end, word, context, shift)
 
 
 @triton.jit
@@ -115,7 +122,8 @@ def beside(rows, AXES: tl.constexpr):
     """The same `Rows` with their one dimension at the place that ``AXES`` leave free, to meet keys."""
     valid, position = tl.expand_dims(rows.valid, AXES), tl.expand_dims(rows.position, AXES)
     low, end = tl.expand_dims(rows.low, AXES), tl.expand_dims(rows.end, AXES)
-    return Rows(valid, position, low, end, tl.expand_dims(rows.word, AXES), rows.context)
+    word, shift = tl.expand_dims(rows.word, AXES), tl.expand_dims(rows.shift, AXES)
+    return Rows(valid, position, low, end, word, rows.context, shift)
 
 
 @triton.jit
@@ -145,6 +153,8 @@ def seen_by(key, rows, LOW: tl.constexpr, SPEC: tl.constexpr):
         seen = seen & (key >= rows.low)
     if SPEC.tree:
         seen = seen & branch_sees(rows, key, LOW)
+    if SPEC.block_sparse is not None:
+        seen = seen & sees_block(rows, key, SPEC)
     return seen
 
 
@@ -203,19 +213,32 @@ def converted(x, dtype: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, rows, slope, first_key, end_key, keys, score_scale, soft_cap, SPEC: tl.constexpr, TILING: tl.constexpr
+    q,
+    rows,
+    slope,
+    first_key,
+    end_key,
+    path,
+    keys,
+    score_scale,
+    soft_cap,
+    SPEC: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """Returns ``(maximum [M], total [M], acc [M, DV])``, scores in base 2.
 
-    Keys at or past ``end_key`` are never read. ``score_scale`` holds the softmax scale and the cache's
-    k_scale. Block ids are read two tiles ahead, so that the loads of keys and values are the only ones behind
-    the software pipeline: a load whose address is itself pipelined would halve its depth.
+    ``first_key``, ``end_key``: ordinals (`place`). Keys at or past ``path.end_key`` are never read.
+    ``score_scale`` holds the softmax scale and the cache's k_scale. Block ids are read two tiles ahead, so
+    that the loads of keys and values are the only ones behind the software pipeline: a load whose address is
+    itself pipelined would halve its depth.
     """
     TILE_M: tl.constexpr = TILING.tile_m
     TILE_KV: tl.constexpr = TILING.tile_kv
     DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
     LOG2E: tl.constexpr = 1.4426950408889634
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0  # else low is 0 for all rows
+    # tiles may hold keys that no row sees, whose values may be NaN
+    HOLES: tl.constexpr = SPEC.block_sparse is not None and TILING.verticals == 0
     q, row_scale = operand(q, tl.zeros([TILE_M], tl.float32) + score_scale, keys, 1)
     # finite, so that a row that sees nothing yet makes no inf - inf
     maximum = tl.full([TILE_M], -1.0e30, tl.float32)
@@ -226,14 +249,14 @@ def attend(
         first_seen = tl.min(rows.low, 0)
     d = tl.arange(0, TILING.dim_pad)
     dv = tl.arange(0, TILING.dim_v_pad)
-    ahead = first_key + tl.arange(0, TILE_KV)
-    block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < end_key, other=0)
+    ahead = place(first_key, path, SPEC, TILING) + tl.arange(0, TILE_KV)
+    block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < path.end_key, other=0)
     column = beside(rows, 1)
     for start in range(first_key, end_key, TILE_KV):
-        n = start + tl.arange(0, TILE_KV)
-        inside = n < end_key
-        ahead = n + TILE_KV
-        next_block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < end_key, other=0)
+        n = place(start, path, SPEC, TILING) + tl.arange(0, TILE_KV)
+        inside = n < path.end_key
+        ahead = place(start + TILE_KV, path, SPEC, TILING) + tl.arange(0, TILE_KV)
+        next_block = tl.load(keys.table + ahead // SPEC.block_size, mask=ahead < path.end_key, other=0)
         offset = (n % SPEC.block_size).to(tl.int64)
         k_at = keys.k + (block.to(tl.int64) * SPEC.k_strides[0] + offset * SPEC.k_strides[1])[None, :]
         k_mask = (d < SPEC.dim)[:, None] & inside[None, :]
@@ -241,7 +264,8 @@ def attend(
         s = tl.dot(q, k, input_precision="ieee") * row_scale[:, None]  # [M, N]
         s = capped(s, soft_cap, SPEC)
         s = sloped(s, n[None, :], slope[:, None], column, SPEC.tree, SPEC)
-        s = tl.where(seen_by(n[None, :], column, LOW, SPEC), s * LOG2E, float("-inf"))
+        visible = seen_by(n[None, :], column, LOW, SPEC)
+        s = tl.where(visible, s * LOG2E, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s - top[:, None])
         shrink = tl.exp2(maximum - top)
@@ -250,6 +274,8 @@ def attend(
         seen = inside
         if LOW:  # blocks in front of a window may be gone and hold anything
             seen = inside & (n >= first_seen)
+        if HOLES:
+            seen = seen & (tl.max(visible.to(tl.int32), 0) > 0)
         v_mask = seen[:, None] & (dv < SPEC.dim_v)[None, :]
         v = converted(tl.load(v_at + dv[None, :], mask=v_mask, other=0.0), q.dtype)  # [N, DV]
         acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
@@ -287,6 +313,7 @@ def attend_slices(
     low,
     first_key,
     end_key,
+    path,
     keys,
     score_scale,
     soft_cap,
@@ -308,7 +335,8 @@ def attend_slices(
     DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
     SLICES: tl.constexpr = TILING.slices
     SLICE: tl.constexpr = TILING.tile_kv // SLICES
-    SAME_MASK: tl.constexpr = TILING.query_len == 1
+    SAME_MASK: tl.constexpr = TILING.query_len == 1 and SPEC.block_sparse is None
+    HOLES: tl.constexpr = SPEC.block_sparse is not None and TILING.verticals == 0  # as in `attend`
     LOG2E: tl.constexpr = 1.4426950408889634
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0  # else low is 0 for all rows
     FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf
@@ -318,7 +346,7 @@ def attend_slices(
         row_scale *= LOG2E
     first_seen = first_key
     if LOW:
-        if SAME_MASK:
+        if TILING.query_len == 1:
             first_seen = low
         else:
             first_seen = tl.min(low, 0)
@@ -329,9 +357,11 @@ def attend_slices(
     d = tl.arange(0, TILING.dim_pad)[None, None, :]
     dv = tl.arange(0, TILING.dim_v_pad)[None, :, None]
     for start in range(first_key, end_key, SLICES * SLICE):
+        following = place(start + SLICES * SLICE, path, SPEC, TILING)
+        start = place(start, path, SPEC, TILING)
         n = start + tl.arange(0, SLICES)[:, None] * SLICE + tl.arange(0, SLICE)[None, :]  # [S, N]
-        next_block = slice_blocks(keys.table, start + SLICES * SLICE, end_key, SLICES, SLICE, SPEC.block_size)
-        k_at, v_at = slice_addresses(block, start, end_key, keys, SPEC, TILING)
+        next_block = slice_blocks(keys.table, following, path.end_key, SLICES, SLICE, SPEC.block_size)
+        k_at, v_at = slice_addresses(block, start, path.end_key, keys, SPEC, TILING)
         if SPEC.dim == TILING.dim_pad:
             k = tl.load(k_at)  # [S, N, D]
         else:
@@ -344,7 +374,7 @@ def attend_slices(
         if SPEC.soft_cap or SPEC.alibi:
             s *= LOG2E
         if SAME_MASK:
-            visible = n < end_key
+            visible = n < path.end_key
             if LOW:
                 visible = visible & (n >= low)
             visible = visible[:, :, None]
@@ -355,7 +385,10 @@ def attend_slices(
         p = tl.exp2(s - top[:, None, :])
         shrink = tl.exp2(maximum - top)
         totals = totals * shrink[:, None, :] + p
-        if LOW:  # blocks in front of a window may be gone and hold anything
+        if HOLES:
+            shown = tl.max(visible.to(tl.int32), 2) > 0
+            v = tl.load(v_at, mask=shown[:, None, :] & (dv < SPEC.dim_v), other=0.0)
+        elif LOW:  # blocks in front of a window may be gone and hold anything
             v = tl.load(v_at, mask=(n >= first_seen)[:, None, :] & (dv < SPEC.dim_v), other=0.0)
         elif SPEC.dim_v == TILING.dim_v_pad:
             v = tl.load(v_at)  # [S, DV, N]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchpaged.custom_ops.attention.call import Specialisation
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.custom_ops.triton import launching
 
@@ -45,6 +46,19 @@ class Tiles(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
+
+
+def keys_of_a_block(block_size: int, keys: int) -> int:
+    """Keys per tile, ``keys`` at most, that divide the blocks of a mask, so that tiles that no row sees can
+    be left out; ``keys`` where that would be less than 16, the least that products take."""
+    fewer = min(keys, block_size & -block_size)
+    return fewer if fewer >= 16 else keys
+
+
+def verticals(spec: Specialisation, keys: int) -> int:
+    """``verticals`` of a tiling with ``keys`` per tile."""
+    pattern = spec.block_sparse
+    return 0 if pattern is None or pattern.block_size % keys else pattern.verticals_of(spec.group)
 
 
 def padded_widths(dim: int, dim_v: int, kv_itemsize: int) -> dict[str, int]:

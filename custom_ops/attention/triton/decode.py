@@ -30,6 +30,7 @@ from torchpaged.custom_ops.attention.triton.attend import (
     slice_blocks,
     visible_range,
 )
+from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place
 from torchpaged.custom_ops.triton.cache_writes import fence
 from torchpaged.custom_ops.triton.records import Batch
 from torchpaged.custom_ops.triton.results import store_rows
@@ -59,8 +60,8 @@ class WorkTile(NamedTuple):
         start: the request's first token row.
         tile, count: first key tile, of the pair's ``num_tiles``, and how many.
         first_unit: of the pair.
-        first_key: of ``tile``.
-        end_key: behind the pair's last key.
+        first_key: of ``tile``, an ordinal (`place`).
+        end_key: behind the pair's last key, likewise.
     """
 
     request: Any
@@ -91,14 +92,19 @@ def store_padding(
 
 
 @triton.jit
-def key_range(seq_len, query_len, SPEC: tl.constexpr, TILE_KV: tl.constexpr):
-    """``(first tile, end key)`` of what any query of a request sees; end 0 if none. Both bounds grow with
-    the position."""
+def key_range(seq_len, query_len, SPEC: tl.constexpr, TILING: tl.constexpr):
+    """``(first tile, end key)`` of what any query of a request sees, in ordinals (`place`); end 0 if none.
+    Both bounds grow with the position."""
+    TILE_KV: tl.constexpr = TILING.tile_kv
     last = seq_len - 1
-    low, _ = visible_range(tl.maximum(seq_len - query_len, 0), seq_len, SPEC)
+    first = tl.maximum(seq_len - query_len, 0)
+    low, _ = visible_range(first, seq_len, SPEC)
     _, end = visible_range(last, seq_len, SPEC)
     end = tl.where((query_len > 0) & (last >= 0), tl.minimum(end, seq_len), 0)
-    return tl.where(end > low, low // TILE_KV, 0), tl.where(end > low, end, 0)
+    low, end = tl.where(end > low, low, 0), tl.where(end > low, end, 0)
+    if TILING.verticals > 0:
+        low, end = ordinals(low, end, first, SPEC, TILING)
+    return low // TILE_KV, end
 
 
 @triton.jit
@@ -112,7 +118,7 @@ def scan_tiles(batch, first_req, SPEC: tl.constexpr, TILING: tl.constexpr):
     query_len = tl.load(batch.starts + request + 1, mask=inside, other=0) - start
     if TILING.longest > 0:
         query_len = tl.where(query_len > TILING.longest, 0, query_len)
-    first, end = key_range(seq_len, query_len, SPEC, TILING.tile_kv)
+    first, end = key_range(seq_len, query_len, SPEC, TILING)
     return (end + TILING.tile_kv - 1) // TILING.tile_kv - first
 
 
@@ -222,7 +228,7 @@ def work_tile(unit, unit_end, ends, batch, SPEC: tl.constexpr, TILING: tl.conste
     start = tl.load(batch.starts + request)
     query_len = tl.load(batch.starts + request + 1) - start
     seq_len = tl.load(batch.seq_lens + request)
-    first_tile, end_key = key_range(seq_len, query_len, SPEC, TILING.tile_kv)
+    first_tile, end_key = key_range(seq_len, query_len, SPEC, TILING)
     num_tiles = (end_key + TILING.tile_kv - 1) // TILING.tile_kv - first_tile
     kv_head = divide(unit - before, num_tiles)
     first_unit = before + kv_head * num_tiles
@@ -240,11 +246,16 @@ def mainloop(work, rows, query, head, inputs, batch, SPEC: tl.constexpr, TILING:
     `merge_slices` takes it; and the scale of the values."""
     last_key = tl.minimum(work.first_key + work.count * TILING.tile_kv, work.end_key)
     keys = keys_of(inputs, batch, work.request, work.kv_head, SPEC.k_strides[2], SPEC.v_strides[2])
+    end_key = last_key
+    if TILING.verticals > 0:
+        end_key = work.seq_len
+    path = path_of(work.seq_len - work.query_len, work.kv_head, end_key, SPEC, TILING)
     if (
         TILING.slices > 0
     ):  # block ids are asked for before the queries, so that both loads are under way at once
         SLICE: tl.constexpr = TILING.tile_kv // TILING.slices
-        block = slice_blocks(keys.table, work.first_key, last_key, TILING.slices, SLICE, SPEC.block_size)
+        first = place(work.first_key, path, SPEC, TILING)
+        block = slice_blocks(keys.table, first, end_key, TILING.slices, SLICE, SPEC.block_size)
     d = tl.arange(0, TILING.dim_pad)
     q_row = (work.start + query).to(tl.int64) * inputs.q_token + head.to(tl.int64) * inputs.q_head
     q_at = inputs.q + q_row[:, None] + d[None, :]
@@ -268,6 +279,7 @@ def mainloop(work, rows, query, head, inputs, batch, SPEC: tl.constexpr, TILING:
             low=low,
             first_key=work.first_key,
             end_key=last_key,
+            path=path,
             keys=keys,
             score_scale=score_scale,
             soft_cap=inputs.soft_cap,
@@ -277,7 +289,7 @@ def mainloop(work, rows, query, head, inputs, batch, SPEC: tl.constexpr, TILING:
     else:
         q = tl.load(q_at, mask=q_mask, other=0.0)  # [M, D]
         maximum, total, acc = attend(
-            q, rows, slope, work.first_key, last_key, keys, score_scale, inputs.soft_cap, SPEC, TILING
+            q, rows, slope, work.first_key, last_key, path, keys, score_scale, inputs.soft_cap, SPEC, TILING
         )
     return maximum, total, acc, v_scale
 
@@ -370,7 +382,7 @@ def decode_kernel(
             valid = (query < work.query_len) & (query < TILING.query_len)
         else:
             valid = row < SPEC.group  # a request that sees keys has its one query
-        rows = query_rows(inputs, work.start, query, work.query_len, work.seq_len, valid, SPEC)
+        rows = query_rows(inputs, work.start, query, head, work.query_len, work.seq_len, valid, SPEC)
         state = mainloop(work, rows, query, head, inputs, batch, SPEC, TILING)
         # slices are merged in either branch: their layouts differ, and the compiler would prepare both
         if work.count == work.num_tiles:
@@ -404,7 +416,7 @@ def store_empty(results, batch, SPEC: tl.constexpr, TILING: tl.constexpr):
         query_len = tl.load(batch.starts + request + 1) - start
         if TILING.longest > 0:
             query_len = tl.where(query_len > TILING.longest, 0, query_len)
-        _, end_key = key_range(tl.load(batch.seq_lens + request), query_len, SPEC, TILING.tile_kv)
+        _, end_key = key_range(tl.load(batch.seq_lens + request), query_len, SPEC, TILING)
         if end_key == 0:
             for pair in range(query_len * SPEC.num_kv_heads):
                 token = tl.zeros([TILE_M], tl.int32) + start + pair // SPEC.num_kv_heads

@@ -94,6 +94,8 @@ class DecodeTiling(NamedTuple):
         min_tiles: least tiles of a run.
         parts: partial results merged at once.
         longest: over 0: requests with more query tokens are left to another launch, their rows untouched.
+        verticals: with a mask that hides blocks, in each stride those that some head of a kv head sees; tiles
+            that none sees are left out. 0: tiles are gone through one after the other.
     """
 
     tile_m: int
@@ -108,6 +110,7 @@ class DecodeTiling(NamedTuple):
     min_tiles: int
     parts: int
     longest: int
+    verticals: int
 
 
 class PrefillArguments(NamedTuple):
@@ -130,6 +133,7 @@ class PrefillTiling(NamedTuple):
         tile_m, tile_kv, dim_pad, dim_v_pad: as in `DecodeTiling`.
         tokens: query tokens of a tile; times the group at most ``tile_m``.
         skip_decodes: requests with at most so many query tokens are left to a launch of the decode kernel.
+        verticals: as in `DecodeTiling`.
     """
 
     tile_m: int
@@ -138,6 +142,7 @@ class PrefillTiling(NamedTuple):
     dim_v_pad: int
     tokens: int
     skip_decodes: int
+    verticals: int
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -186,6 +191,8 @@ def _prefill(call: AttentionCall, spec: Specialisation, skip: int) -> Launch:
         config.has_large_tiles(device),
         spec.tree and (spec.low or spec.alibi),
     )
+    if spec.block_sparse is not None:
+        tiles = tiles._replace(keys=config.keys_of_a_block(spec.block_sparse.block_size, tiles.keys))
     tokens = tiles.rows // spec.group
     if skip:
         single, shared = config.programs_for_longer(num_reqs, num_tokens, skip, tokens)
@@ -208,6 +215,7 @@ def _prefill(call: AttentionCall, spec: Specialisation, skip: int) -> Launch:
         **config.padded_widths(spec.dim, spec.dim_v, spec.kv_dtype.itemsize),
         tokens=tokens,
         skip_decodes=skip,
+        verticals=config.verticals(spec, tiles.keys),
     )
     options = {
         # one compile for any number of heads, and their stride
@@ -243,6 +251,7 @@ def _decode(call: AttentionCall, spec: Specialisation, max_query_len: int, longe
         min_tiles=tiles.min_tiles,
         parts=config.merged_parts(spec.dim_v),
         longest=longest,
+        verticals=config.verticals(spec, tiles.keys),
     )
     arguments = DecodeArguments(
         num_reqs=num_reqs,

@@ -34,6 +34,7 @@ from torchpaged.custom_ops.attention.triton.attend import (
     sloped,
     slot_offset,
 )
+from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place
 from torchpaged.custom_ops.attention.triton.decode import store_padding
 from torchpaged.custom_ops.triton.interpreter import INTERPRET, as_numbers
 from torchpaged.custom_ops.triton.records import Batch
@@ -47,7 +48,8 @@ class QueryTile(NamedTuple):
         q: ``[M, D]``.
         rows, keys: `Rows`, `Keys`.
         score_scale: softmax scale times the cache's k_scale.
-        low_key, end_key: the keys that some row sees.
+        low_key, end_key: between them are the keys that some row sees.
+        path: where their tiles are.
     """
 
     q: Any
@@ -58,6 +60,7 @@ class QueryTile(NamedTuple):
     soft_cap: Any
     low_key: Any
     end_key: Any
+    path: Any
 
 
 class KeyRanges(NamedTuple):
@@ -217,7 +220,8 @@ def mainloop(
 ):
     """Keys ``[first, last)``, ``first`` a multiple of TILE_KV. Returns ``state`` and ``blocks`` after them.
 
-    GAP: keys at and past ``gap_at`` stand for those ``gap`` further on, both multiples of TILE_KV.
+    ``first``, ``last``: ordinals (`place`). GAP: keys at and past ``gap_at`` stand for those ``gap`` further
+    on, both multiples of TILE_KV.
 
     state: maximum, total [M], acc [M, DV], the running softmax; blocks: `load_blocks` of the next tile,
     loaded one tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses.
@@ -226,6 +230,8 @@ def mainloop(
     FOLD: tl.constexpr = not (SPEC.soft_cap or SPEC.alibi)  # as in attend_query_tile
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
     LOG2E: tl.constexpr = 1.4426950408889634
+    # tiles may hold keys that no row sees, whose values may be NaN
+    HOLES: tl.constexpr = SPEC.block_sparse is not None and TILING.verticals == 0
     maximum, total, acc = state
     keys, rows = tile.keys, tile.rows
     to_base_2 = tile.score_scale * LOG2E if FOLD else LOG2E
@@ -241,12 +247,17 @@ def mainloop(
         if GAP:
             following += tl.where(following >= gap_at, gap, 0)
             start += tl.where(start >= gap_at, gap, 0)
+        following = place(following, tile.path, SPEC, TILING)
+        start = place(start, tile.path, SPEC, TILING)
         k_at = tile_of(keys.k, blocks, start, k_block, k_slot, TILING.dim_pad, TILE_KV, BLOCK_SIZE)
         v_at = tile_of(keys.v, blocks, start, v_block, v_slot, TILING.dim_v_pad, TILE_KV, BLOCK_SIZE)
         inside = start + key < tile.end_key
         k = load_tile(k_at, inside, SPEC.dim, TILING.dim_pad, MASKED)  # [N, D]
         # v is masked wherever p is 0 for all rows: unwritten memory may hold NaN, and 0 * NaN is not 0.
         seen = inside & (start + key >= tile.low_key) if LOW else inside
+        n = start + key[None, :]
+        if HOLES:
+            seen = seen & (tl.max(seen_by(n, column, LOW, SPEC).to(tl.int32), 0) > 0)
         v = load_tile(v_at, seen, SPEC.dim_v, TILING.dim_v_pad, MASKED)  # [N, DV]
         if MASKED or TILE_KV % BLOCK_SIZE != 0 or BLOCK_SIZE == TILE_KV:
             blocks = load_blocks(keys.table, following, tile.end_key, TILE_KV, BLOCK_SIZE)
@@ -260,7 +271,6 @@ def mainloop(
         if not FOLD:
             s *= tile.score_scale
         s = capped(s, tile.soft_cap, SPEC)
-        n = start + key[None, :]
         s = sloped(s, n, slope, column, SPEC.tree and MASKED, SPEC)
         if MASKED:
             s = tl.where(seen_by(n, column, LOW, SPEC), s, float("-inf"))
@@ -352,6 +362,35 @@ def attend_keys(
 
 
 @triton.jit
+def attend_blocks(
+    tile,
+    position,
+    sees,
+    SPEC: tl.constexpr,
+    TILING: tl.constexpr,
+    TILE_KV: tl.constexpr,
+    ALL_MASKED: tl.constexpr,
+):
+    """`attend_keys` of a mask that hides blocks, from the row at ``position`` on: one masked loop over the
+    tiles that are seen."""
+    BLOCK_SIZE: tl.constexpr = SPEC.block_size
+    TILE_M: tl.constexpr = TILING.tile_m
+    DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
+    first, last = tile.low_key // TILE_KV * TILE_KV, tile.end_key
+    if TILING.verticals > 0:
+        first, last = ordinals(tile.low_key, tile.end_key, position, SPEC, TILING)
+    maximum = tl.where(sees, -1.0e30, float("-inf"))  # as in attend_keys
+    state = maximum, tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
+    at = place(first, tile.path, SPEC, TILING)
+    blocks = load_blocks(tile.keys.table, at, tile.end_key, TILE_KV, BLOCK_SIZE)
+    STAGES: tl.constexpr = 1 if ALL_MASKED else None
+    state, blocks = mainloop(
+        state, blocks, tile, first, last, 0, 0, SPEC, TILING, TILE_KV, MASKED=True, STAGES=STAGES
+    )
+    return state
+
+
+@triton.jit
 def attend_query_tile(
     request,
     start,
@@ -386,7 +425,7 @@ def attend_query_tile(
     q = tl.load(
         inputs.q + q_row[:, None] + d[None, :], mask=valid[:, None] & (d < SPEC.dim)[None, :], other=0.0
     )
-    rows = query_rows(inputs, start, query, query_len, seq_len, valid, SPEC)
+    rows = query_rows(inputs, start, query, head, query_len, seq_len, valid, SPEC)
     sees = rows.end > rows.low
     end_key = tl.max(tl.where(sees, rows.end, 0), 0)
     low_key = tl.minimum(tl.min(tl.where(sees, rows.low, 2147483647), 0), end_key)
@@ -395,9 +434,14 @@ def attend_query_tile(
     score_scale = inputs.scale
     if SPEC.scales:
         score_scale = inputs.scale * tl.load(inputs.k_scale + kv_head * inputs.ks_head)
+    first_position = seq_len - query_len + first_query
+    path = path_of(first_position, kv_head, end_key, SPEC, TILING)
     keys = keys_of(inputs, batch, request, kv_head, inputs.k_head, inputs.v_head)
-    tile = QueryTile(as_numbers(q), rows, slope, keys, score_scale, inputs.soft_cap, low_key, end_key)
-    maximum, total, acc = attend_keys(tile, ranges, sees, SPEC, TILING, TILE_KV, ALL_MASKED)
+    tile = QueryTile(as_numbers(q), rows, slope, keys, score_scale, inputs.soft_cap, low_key, end_key, path)
+    if SPEC.block_sparse is not None:
+        maximum, total, acc = attend_blocks(tile, first_position, sees, SPEC, TILING, TILE_KV, ALL_MASKED)
+    else:
+        maximum, total, acc = attend_keys(tile, ranges, sees, SPEC, TILING, TILE_KV, ALL_MASKED)
     # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their
     # registers (docs/log/mixed.md). Volatile, or the compiler would keep the first reading; it comes from L2,
     # as the first did.

@@ -17,12 +17,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import aot
 import launched
 
+from torchpaged import BlockSparse
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tree, window, alibi": {"tree": True, "window_left": 100, "alibi": True},
+    # Phi-3-small's; of 3 heads each kv head sees others, of 8 all blocks
+    "blocks": {"block_sparse": BlockSparse(64, 4, 8, head_step=1)},
+    "narrow blocks, window": {"block_sparse": BlockSparse(8, 4, 8), "window_left": 100, "alibi": True},
     "everything": {
         "window_left": 100,
         "chunk_size": 256,
@@ -49,6 +53,9 @@ CASES = [
     ("fp16", 80, 8, "plain"),
     ("fp32", 64, 3, "plain"),
     ("bf16", 256, 8, "plain"),
+    ("bf16", 128, 4, "blocks"),
+    ("bf16", 256, 8, "blocks"),
+    ("fp32", 64, 3, "narrow blocks, window"),
 ]
 
 
@@ -80,6 +87,10 @@ def test_decode_compiles(target: str, case: tuple[str, int, int, str]) -> None:
 )
 def test_decode_options_compile(changed: dict[str, Any]) -> None:
     check(compile_decode("sm_90", CASES[0], **changed), "sm_90", True)
+
+
+def test_decode_of_few_blocks_spills_nothing() -> None:
+    check(compile_decode("sm_90", ("bf16", 128, 4, "blocks"), (2,) * 100), "sm_90", True)
 
 
 @pytest.mark.slow

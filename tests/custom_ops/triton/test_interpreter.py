@@ -284,7 +284,7 @@ def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: py
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow_cases("attention_lse", "attention_tree", "attention_semaphore")
+@pytest.mark.slow_cases("attention_lse", "attention_tree", "attention_block_sparse", "attention_semaphore")
 @pytest.mark.parametrize("case", opcheck_cases())
 def test_opcheck(case: str) -> None:
     """What the kernels write is what the schema says and has the shapes of the fakes; how a trace carries the

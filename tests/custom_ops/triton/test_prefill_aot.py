@@ -25,6 +25,8 @@ import aot
 import launched
 import sass
 
+from torchpaged import BlockSparse
+
 EVERYTHING = {
     "window_left": 100,
     "chunk_size": 256,
@@ -57,6 +59,16 @@ CASES: dict[str, tuple[str, int, int, int, int, int, dict[str, Any]]] = {
     "tree_everything_256": ("bf16", 256, 8, 16, 64, 4096, {"tree": True, **EVERYTHING}),
     "long_256": ("bf16", 256, 8, 16, 4096, 4096, {}),
     "long_192": ("bf16", 192, 1, 128, 4096, 4096, {}),
+    "blocks_128": ("bf16", 128, 4, 16, 4096, 4096, {"block_sparse": BlockSparse(64, 4, 8, head_step=1)}),
+    "narrow_blocks_128": (
+        "bf16",
+        128,
+        4,
+        16,
+        512,
+        512,
+        {"block_sparse": BlockSparse(8, 4, 8), "window_left": 100, "sinks": True},
+    ),
     "fp32_64": ("fp32", 64, 3, 16, 4096, 4096, {}),
 }
 
@@ -114,7 +126,7 @@ def repeated_addresses(loop: str) -> int:
 OTHER_TARGETS = [
     (target, case)
     for target in ("sm_80", "sm_100", "gfx942")
-    for case in ("long_128", "everything_128", "long_256", "fp32_64")
+    for case in ("long_128", "everything_128", "long_256", "blocks_128", "fp32_64")
 ]
 
 

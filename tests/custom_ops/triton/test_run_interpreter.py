@@ -20,6 +20,7 @@ PARTS = {
             "tests/custom_ops/triton/test_long_rows_interpreter.py",
             "tests/custom_ops/triton/test_cascade_interpreter.py",
             "tests/custom_ops/triton/test_output_scale_interpreter.py",
+            "tests/custom_ops/triton/test_block_sparse_interpreter.py",
         ],
         105,
         65,

@@ -10,6 +10,7 @@ from op_inputs.latent_writes import make_latent_writes
 from op_inputs.rope import ROPE_CASES, make_rope_inputs
 from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs
 from op_inputs.trees import TREE_SPECS, make_tree_batch
+from torchpaged import BlockSparse
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.testing.batches import BATCH_SPECS, make_batch
 from torchpaged.testing.pools import on_host
@@ -94,6 +95,11 @@ def opcheck_cases(
             {**common, **batch.extras, "window_left": 9, "logits_soft_cap": 8.0},
         ),
         "attention_tree": ("paged_attention", (*tree, torch.zeros_like(tree[0])), tree_options),
+        "attention_block_sparse": (
+            "paged_attention",
+            (*attention, out),
+            {**common, "block_sparse": BlockSparse(8, 1, 3, head_step=1)},
+        ),
         "attention_semaphore": ("paged_attention", (*attention, out), {**common, "semaphore": semaphore}),
         "latent": (
             "mla_attention",

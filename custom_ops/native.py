@@ -36,9 +36,19 @@ def _candidates() -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def load() -> bool:
-    """Load the library if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load); a value that means
-    nothing is refused where a caller asks what was loaded, and by every op on a CPU: not by an import."""
+def stamp(schemas: dict[str, str]) -> str:
+    """What a library of these ops has in its file (registration.cpp): how many arguments each takes."""
+    counts = []
+    for op, schema in sorted(schemas.items()):
+        arguments = schema[: schema.rindex("->")].strip()[1:-1].split(",")
+        counts.append(f"{op} {sum(argument.strip() != '*' for argument in arguments)}")
+    return f"torchpaged native ops: {', '.join(counts)};"
+
+
+def load(schemas: dict[str, str]) -> bool:
+    """Load the library of these ops if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load); a value
+    that means nothing is refused where a caller asks what was loaded, and by every op on a CPU: not by an
+    import."""
     global _state, wrong
     try:
         wanted = variables.get("TORCHPAGED_NATIVE")
@@ -52,6 +62,11 @@ def load() -> bool:
     found = _candidates()
     if not found:
         _state = (False, "the native CPU kernel library torchpaged_C is not installed; " + _HOW)
+        return False
+    built = found[0]
+    found = [path for path in found if stamp(schemas).encode() in path.read_bytes()]
+    if not found:
+        _state = (False, f"{built.name} was built from other sources than these; " + _HOW)
         return False
     try:
         torch.ops.load_library(str(found[0]))

@@ -246,7 +246,10 @@ def _register() -> None:
         cuda = _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.cuda.{op}", op) if op in _CUDA_OPS else triton
         LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
         LIBRARY.impl(op, _of_this_gpu(op) if op in _CUDA_OPS else triton, "CUDA")
-    loaded = native.load()  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
+    natively = {op: SCHEMAS[op] for op in NATIVE_OPS}
+    loaded = native.load(
+        natively
+    )  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
     for op in SCHEMAS:
         reference = _reference(op)
         if not loaded:

@@ -70,10 +70,27 @@ def test_native_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("_state", "wrong"):
         monkeypatch.setattr(native, name, getattr(native, name))
     monkeypatch.setenv("TORCHPAGED_NATIVE", "off")
-    assert not native.load()
+    assert not native.load({})
     for use in (native.status, lambda: torchpaged.PagedAttention(2, 8), native.raise_absent):
         with pytest.raises(Exception, match="TORCHPAGED_NATIVE: expected 0 or 1, got 'off'"):
             use()
+
+
+def test_a_library_of_other_ops_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One that an editable install keeps from before the ops changed; a fitting one behind it is taken."""
+    monkeypatch.setattr(native, "_state", native._state)
+    old, new = tmp_path / "old.so", tmp_path / "new.so"
+    old.write_bytes(b"...torchpaged native ops: write_kv 7;...")
+    new.write_bytes(b"...torchpaged native ops: write_kv 2;...")
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(native, "_candidates", lambda: [old])
+    schemas = {"write_kv": "(Tensor k, *, bool causal=True) -> ()"}
+    assert not native.load(schemas)
+    assert "old.so was built from other sources" in native.status()[1]
+    monkeypatch.setattr(native, "_candidates", lambda: [old, new])
+    assert native.load(schemas)
+    assert loaded == [str(new)]
 
 
 @pytest.mark.parametrize("text", ["~nouser/x", None])

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ def test_nothing_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             engine.run(text)
             settle(engine)
         gate.clear()
-        monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait() and read(*a))
+        monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(20) and read(*a))
         waiting, other = engine.prefixes.text(TEXTS[0]), engine.prefixes.text(TEXTS[0])
         blocks = waiting.take()
         assert blocks is not None
@@ -215,7 +216,7 @@ def test_nothing_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_forgotten_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, read = on_disk(tmp_path), DiskBlocks._read_row
     gate = threading.Event()
-    monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait() and read(*a))
+    monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(20) and read(*a))
     text = engine.prefixes.text(TEXTS[0])
     blocks = text.take()
     assert blocks is not None
@@ -239,6 +240,61 @@ def test_what_is_faster_to_compute_stays_there(tmp_path: Path) -> None:
         engine.run(text)
     assert disk.read_blocks == read
     assert disk.loaded_blocks > 0, "but what the host has came back"
+
+
+def test_texts_of_more_than_half_the_host_are_found_again(tmp_path: Path) -> None:
+    """Each pushes out the one before whole, the beginning last."""
+    engine = TieredEngine(6, 7, tmp_path, 60)
+    for text in TEXTS:
+        engine.run(text)
+        settle(engine)
+    for text in TEXTS[2:8]:
+        assert engine.run(text) == 4
+        settle(engine)
+
+
+def test_a_disk_that_was_slow_for_a_while_is_tried_again(tmp_path: Path) -> None:
+    """Nothing but a read tells that it is faster now; a tenth of the speed that pays takes 75 refusals."""
+    engine = on_disk(tmp_path)
+    disk = tier(engine)
+    disk.blocks.in_rate, seconds = 1e12, SIZE * 1e-4
+    disk.recompute_seconds, disk.disk.in_rate = lambda: 1e-4, 0.1 * disk.blocks.bytes_per_block / seconds
+    read, turns = disk.read_blocks, 0
+    while disk.read_blocks == read:
+        engine.run(TEXTS[turns % len(TEXTS)])
+        settle(engine)
+        turns += 1
+        assert turns < 200
+    assert turns > 70
+
+
+def test_what_waits_behind_other_reads_takes_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two hits is worth it, the second behind it is not; nor is the time until somebody asks
+    taken for the disk's."""
+    engine, read = on_disk(tmp_path), DiskBlocks._read_row
+    disk = tier(engine)
+    rate = disk.disk.in_rate = 10 * disk.blocks.bytes_per_block
+    disk.blocks.in_rate, disk.recompute_seconds = 1e12, lambda: 0.15 / SIZE
+    gate = threading.Event()
+    monkeypatch.setattr(DiskBlocks, "_read_row", lambda *a: gate.wait(20) and read(*a))
+    keys = list(disk._on_disk)
+    cold = [key for key in keys if disk._is_cold(key)]
+    assert len(cold) >= 8
+    assert disk.worth_loading(cold[:4], SIZE) == 4
+    first, second = engine.cache.pool.allocate(4), cold[4:8]
+    arrival = disk.load(cold[:4], first)
+    assert disk.worth_loading(second, SIZE) == 0
+    assert disk.disk.in_rate > rate
+    gate.set()
+    while not arrival.ready():
+        time.sleep(0.001)
+    assert disk.worth_loading(second, SIZE) == 4
+    one: Any = disk.disk.read([(0, disk.blocks.row(0))], [0], lambda: None)
+    one.wait()
+    seconds = one.seconds
+    time.sleep(0.02)
+    assert 0 < one.seconds == seconds
+    engine.cache.pool.free(first)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -200,12 +200,30 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
         ({"disk_cache_size": 2**20, **host}, "^disk_cache_path: expected a folder with disk_cache_size"),
         (folder | host | {"disk_cache_size": 0}, "^disk_cache_size: expected at least 1"),
         (folder | host | {"disk_cache_size": 100}, "^size: expected at least [0-9]* bytes"),
-        (folder | {"disk_cache_size": 2**20}, "^host_cache_memory: expected bytes with disk_cache_path"),
         (host | {"disk_cache_size": 2**20, "disk_cache_path": file}, "^disk_cache_path: expected None or a"),
         (host | {"disk_cache_size": 2**20, "disk_cache_path": 7}, "^disk_cache_path: expected None or a"),
     ):
         with pytest.raises(ArgumentError, match=match):
             Generator(model, **SIZES, **options)
+
+
+@pytest.mark.parametrize("size", [2**20, 2**13])
+def test_without_memory_on_the_host_it_has_some_for_what_comes_and_goes(
+    model: Any, alone: list[list[int]], tmp_path: Path, size: int
+) -> None:
+    """For four of the longest texts, however little the disk holds."""
+    options = {**SMALL, "host_cache_memory": None, "disk_cache_path": tmp_path, "disk_cache_size": size}
+    with Generator(model, **options) as generator:
+        assert generator.prefix_cache is not None
+        tier = generator.prefix_cache.host
+        assert isinstance(tier, DiskTier)
+        assert tier.blocks.num_slots == 4 * SIZES["max_seq_len"] // SIZES["block_size"]
+        for seed in range(4):
+            run(generator, alone, seed)
+            tier._settle_writes()
+        assert generator.metrics().disk_blocks > 0
+        if size == 2**20:
+            assert generator.stats.prefix_cache.disk_tokens > 0
 
 
 @pytest.mark.parametrize("call", ["generate", "close"])

@@ -10,7 +10,9 @@ from torchpaged.cache.disk_blocks import DiskBlocks
 
 
 class LateJob:
-    """Done when it is waited for, or asked and drawn."""
+    """Done when it is waited for, or asked and drawn; in no time."""
+
+    seconds = 0.0
 
     def __init__(self, draw: random.Random, work: Callable[[], list[Any]], before: list[LateJob]) -> None:
         self._draw, self._work, self._before = draw, work, before
@@ -49,7 +51,7 @@ class LateDisk(DiskBlocks):
         return job
 
     def read(self, rows: Any, checksums: Any, after: Any) -> Any:
-        return LateJob(self.draw, lambda: self._read(rows, checksums, after), [])
+        return LateJob(self.draw, lambda: self._read(rows, checksums, after, []), [])
 
     def spoil(self) -> None:
         """Something else writes into the file, or cuts it off."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -33,7 +32,6 @@ class Returning:
 
     Attributes:
         keys, blocks, cold, copies, slots, job, told: as given.
-        began: when, by `time.perf_counter`.
         is_left, is_over: whether nobody wants it any more, and whether ``returned`` was called.
         then: of what came from the file; None: nothing, or not yet.
     """
@@ -52,7 +50,7 @@ class Returning:
     ) -> None:
         self.keys, self.blocks, self.cold, self.copies, self._returned = keys, blocks, cold, copies, returned
         self.slots, self.job, self.told, self._first = slots, job, told, arrival
-        self.began, self.is_left, self.is_over = time.perf_counter(), False, False
+        self.is_left, self.is_over = False, False
         self.then: Arrival | None = None
 
     def ready(self) -> bool:

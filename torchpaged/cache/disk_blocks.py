@@ -34,13 +34,26 @@ WRONG_CHECKSUM, TRUNCATED = "wrong checksum", "truncated"
 #: One does not read as fast as a disk can.
 _READERS = 4
 _SAMPLE = 32 * 2**20  # bytes that are written and read at the start, for the rates
+_HOPE = 1 + 1 / 32
 
 
 class Job(Generic[T]):
-    """Rows on their way to the file or back; one result each."""
+    """Rows on their way to the file or back; one result each.
 
-    def __init__(self, parts: Sequence[Future[list[T]]]) -> None:
-        self._parts = parts
+    Args:
+        parts: of threads.
+        spans: when each began and ended, once it did.
+    """
+
+    def __init__(self, parts: Sequence[Future[list[T]]], spans: Sequence[tuple[float, float]] = ()) -> None:
+        self._parts, self._spans = parts, spans
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning of its first part to the end of its last one, whenever it was asked."""
+        return max((end for _, end in self._spans), default=0.0) - min(
+            (n for n, _ in self._spans), default=0.0
+        )
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -61,8 +74,8 @@ class DiskBlocks(NotCopied):
 
     Attributes:
         num_slots: blocks that fit.
-        in_rate: bytes per second back from the file: of a sample at first, which the system may keep in its
-            memory, then of the reads so far, later ones counting more.
+        in_rate: bytes per second back from the file: of a sample at first, then of the reads so far, later
+            ones counting more.
 
     Raises:
         ArgumentError: ``size`` is less than a block, or ``folder`` is none that can be written to.
@@ -118,17 +131,24 @@ class DiskBlocks(NotCopied):
         Returns:
             Of each "", or why it is not what was written.
         """
-        part = -(-len(rows) // _READERS)
+        part, spans = -(-len(rows) // _READERS), list[tuple[float, float]]()
         return Job(
             [
-                self._readers.submit(self._read, rows[i : i + part], checksums[i : i + part], after)
+                self._readers.submit(self._read, rows[i : i + part], checksums[i : i + part], after, spans)
                 for i in range(0, len(rows), part)
-            ]
+            ],
+            spans,
         )
 
     def note_read(self, num_rows: int, seconds: float) -> None:
         """So many rows came back in so long."""
-        self.in_rate = (self.in_rate + num_rows * self.row_bytes / max(seconds, 1e-6)) / 2
+        if seconds > 0:
+            self.in_rate = (self.in_rate + num_rows * self.row_bytes / seconds) / 2
+
+    def note_unread(self) -> None:
+        """It was too slow to be asked. The next time it is taken for a little faster: it may have been slow
+        for a while, which only a read can tell."""
+        self.in_rate *= _HOPE
 
     def close(self) -> None:
         """Give the file's memory back. Jobs that have not begun never end; nothing if it is closed."""
@@ -158,16 +178,23 @@ class DiskBlocks(NotCopied):
             return error
 
     def _read(
-        self, rows: Sequence[tuple[int, Tensor]], checksums: Sequence[int], after: Callable[[], object]
+        self,
+        rows: Sequence[tuple[int, Tensor]],
+        checksums: Sequence[int],
+        after: Callable[[], object],
+        spans: list[tuple[float, float]],
     ) -> list[str]:
         try:
             after()
         except Exception as error:
             return [why(error)] * len(rows)
-        return [
+        began = time.perf_counter()
+        faults = [
             self._read_row(slot, row.numpy().data, checksum)
             for (slot, row), checksum in zip(rows, checksums, strict=True)
         ]
+        spans.append((began, time.perf_counter()))
+        return faults
 
     def _read_row(self, slot: int, row: memoryview, checksum: int) -> str:
         try:
@@ -182,14 +209,22 @@ class DiskBlocks(NotCopied):
         except Exception as error:
             return why(error)
 
+    def forget_cached(self) -> None:
+        """Have the system keep nothing of the file in its memory, where it can be told: the next reads are
+        the disk's."""
+        os.fsync(self._file.fileno())
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     def _measure(self) -> float:
         count = max(1, min(self.num_slots, _SAMPLE // self.row_bytes))
         rows = list(enumerate(torch.ones(count, self.row_bytes, dtype=torch.uint8, device="cpu")))
         checksums = [self._write_row(slot, row.numpy().data) for slot, row in rows]
-        began = time.perf_counter()
         for checksum in checksums:
             if isinstance(checksum, Exception):
                 raise checksum
+        self.forget_cached()
+        began = time.perf_counter()
         faults = self.read(rows, [c for c in checksums if isinstance(c, int)], lambda: None).wait()
         if any(faults):
             raise OSError(f"reading back what was just written: {next(filter(None, faults))}")

@@ -4,10 +4,10 @@
     disk = DiskBlocks("/scratch", size=100 * 2**30, row_bytes=host.bytes_per_block)
     prefixes = PrefixCache(pool, block_size=16, host=DiskTier(host, disk))
 
-Half of the host's slots is kept free or holds copies that the file has, too: there is room for what the
-pool gives up and for what comes back from the file. Threads write and read (`DiskBlocks`); the caller alone
-changes the books, in the calls of a `HostTier`. Where the file is too slow, what was used longest ago is
-lost, as without it.
+Half of the host's slots, or as many as the pool has given up at once, is kept free or holds copies that the
+file has, too: there is room for what the pool gives up and for what comes back from the file. Threads write
+and read (`DiskBlocks`); the caller alone changes the books, in the calls of a `HostTier`. Where the file is
+too slow, what was used longest ago is lost, as without it.
 
 A block that can't be written is not found later. One that does not come back as it was written ends the hit
 in front of it, and is forgotten: its tokens are computed as if they had not been found.
@@ -16,7 +16,6 @@ in front of it, and is forgotten: its tokens are computed as if they had not bee
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
@@ -74,6 +73,10 @@ class DiskTier(HostTier):
         if self._writes or self._returning:
             self._collect()
         if self._queue:
+            # Or else a text that comes to the host at once pushes out the end of the one before that is not
+            # written yet: its first blocks, without which the others are not found.
+            most = min(self.blocks.num_slots, self.disk.num_slots // 2)
+            self._spare = max(self._spare, min(len(self._queue), most))
             super().flush()
             self._write_ahead()
 
@@ -204,9 +207,12 @@ class DiskTier(HostTier):
             keys, cold = keys[: cold[room]], cold[:room]
         if cold and self.recompute_seconds is not None:
             count = self.blocks.bytes_per_block
-            seconds = len(keys) * count / self.blocks.in_rate + len(cold) * count / self.disk.in_rate
+            ahead = sum(len(one.cold) for one in self._returning if not one.job.done())
+            seconds = len(keys) * count / self.blocks.in_rate
+            seconds += (ahead + len(cold)) * count / self.disk.in_rate
             if seconds >= len(keys) * block_size * self.recompute_seconds():
                 keys = keys[: cold[0]]
+                self.disk.note_unread()
         return super().worth_loading(keys, block_size)
 
     def load(
@@ -257,7 +263,7 @@ class DiskTier(HostTier):
             elif place < end:
                 good.append((slot, one.blocks[place]))
         self.read_blocks += sum(not fault for fault in faults)
-        self.disk.note_read(len(faults), time.perf_counter() - one.began)
+        self.disk.note_read(len(faults), one.job.seconds)
         one.told(len(good), len(one.keys) - end, reason)
         one.is_over = True
         if not one.is_left:

@@ -93,9 +93,10 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
     shares, keeps, keep_reason = decide_sharing(options, _own_of_requests(model))
     if options.eviction is not None and not keeps:
         raise ArgumentError("eviction", "None where nothing is kept", shown(options.eviction), keep_reason)
-    if options.host_cache_memory is not None and (not keeps or getattr(model, "rings", None) is not None):
-        why = "states of requests have no copies on the host" if keeps else keep_reason
-        raise ArgumentError("host_cache_memory", "None here", str(options.host_cache_memory), why)
+    for name in ("host_cache_memory", "disk_cache_path"):
+        if getattr(options, name) is not None and (not keeps or getattr(model, "rings", None) is not None):
+            why = "states of requests have no copies on the host" if keeps else keep_reason
+            raise ArgumentError(name, "None here", shown(getattr(options, name)), why)
     if keeps:
         keep_reason += _copies_of_states(model)
     lookahead = options.lookahead

@@ -25,6 +25,9 @@ from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.stepper import Stepper
 from torchpaged.model_state import ModelState, fingerprint
 
+#: Bytes of host memory at most that blocks pass through on their way to a disk and back, if nothing was said.
+_STAGING = 2**30
+
 
 def make_prefix_cache(
     pool: BlockPool,
@@ -45,7 +48,7 @@ def make_prefix_cache(
         return None
     block_size = cache.block_size
     if rings is None:
-        host = _host_tier(options, cache)
+        host = _host_tier(options, cache, max_seq_len)
         return PrefixCache(pool, block_size, keep=decided.keeps, eviction=options.eviction, host=host)
     every = options.checkpoint_every
     if every is None:
@@ -58,13 +61,15 @@ def make_prefix_cache(
     return CheckpointedPrefixCache(pool, block_size, num_checkpoints=count, every=every, **kept)
 
 
-def _host_tier(options: GeneratorOptions, cache: PagedKVCache) -> HostTier | None:
+def _host_tier(options: GeneratorOptions, cache: PagedKVCache, max_seq_len: int) -> HostTier | None:
     """Where copies go."""
-    if options.host_cache_memory is None:
-        return None
-    host, folder = HostBlocks(cache, options.host_cache_memory), options.disk_cache_path
+    memory, folder = options.host_cache_memory, options.disk_cache_path
     if folder is None or options.disk_cache_size is None:
-        return HostTier(host)
+        return None if memory is None else HostTier(HostBlocks(cache, memory))
+    if memory is None:  # a half is for what comes and goes: the longest text, twice
+        text = -(-max_seq_len // cache.block_size) * cache.bytes_per_block
+        memory = max(min(4 * text, _STAGING), 2 * cache.bytes_per_block)
+    host = HostBlocks(cache, memory)
     return DiskTier(host, DiskBlocks(folder, options.disk_cache_size, host.bytes_per_block))
 
 

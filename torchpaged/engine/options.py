@@ -180,7 +180,7 @@ class GeneratorOptions:
         if self.preemption not in PREEMPTIONS:
             expected = " or ".join(map(repr, PREEMPTIONS))
             raise ArgumentError("preemption", expected, shown(self.preemption))
-        if self.preemption == "swap" and self.host_cache_memory is None:
+        if self.preemption == "swap" and self.host_cache_memory is None and self.disk_cache_path is None:
             expected = "'auto' or 'recompute' without host_cache_memory, where blocks would go"
             raise ArgumentError("preemption", expected, "'swap'")
 
@@ -193,9 +193,6 @@ class GeneratorOptions:
             raise ArgumentError(missing, expected, "None", "for 100 GiB give disk_cache_size=100 * 2**30")
         if path is not None and not (isinstance(path, str | os.PathLike) and os.path.isdir(path)):
             raise ArgumentError("disk_cache_path", "None or a folder that exists", shown(path))
-        if path is not None and self.host_cache_memory is None:
-            why = "blocks pass through host memory on their way; a few hundred of them suffice"
-            raise ArgumentError("host_cache_memory", "bytes with disk_cache_path", "None", why)
 
     def _check_prefill_buckets(self) -> None:
         given, most = self.prefill_buckets, self.prefill_chunk_size

@@ -1,0 +1,166 @@
+"""Blocks on a disk: bytes per second there and back, and a prompt that is found there next to one that is
+computed. On a CPU.
+
+    PYTHONPATH=. python benchmarks/bench_disk.py [--folder FOLDER] [--mib 1024] [--output FILE]
+
+Rates: of blocks of three sizes, checksums included. ``write``: into the memory of the system, ``synced``:
+until the disk has them; ``cold``: after the system was told to forget them, ``cached``: once more. Hits:
+seconds to the first token of a prompt of a small model in float32; of each the median. Break-even: the disk's
+rate below which a model computes a prompt faster than it comes back, from bytes and products per token alone.
+The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchpaged.bench import conditions
+from torchpaged.cache.disk_blocks import DiskBlocks
+from torchpaged.cache.disk_tier import DiskTier
+from torchpaged.engine import Generator, SamplingParams
+
+#: Bytes of a block of 16 tokens, 16 bit: of Llama 8B, of Llama 1B, of one layer of 8 heads of 128.
+ROWS = {"8B": 2**21, "1B": 2**19, "one layer": 2**16}
+#: Parameters, layers, kv heads, head_dim.
+MODELS = {
+    "Llama 1B": (1.24e9, 16, 8, 64),
+    "Qwen3 0.6B": (0.6e9, 28, 8, 128),
+    "Llama 8B": (8.03e9, 32, 8, 128),
+    "Llama 70B": (70.6e9, 80, 8, 128),
+}
+PRODUCTS = 700e12  # per second, 16 bit, of an H200
+PROMPT, OUT, REPEATS = 1024, SamplingParams(max_new_tokens=1), 3
+
+
+def rates(folder: str, size: int) -> dict[str, dict[str, float]]:
+    """GB/s by block size."""
+    found = {}
+    for name, row_bytes in ROWS.items():
+        disk = DiskBlocks(folder, size, row_bytes)
+        data = torch.randint(256, (64 * 2**20 // row_bytes, row_bytes), dtype=torch.uint8)
+        rows = [(slot, data[slot % len(data)]) for slot in range(disk.num_slots)]
+        into = [(slot, torch.empty(row_bytes, dtype=torch.uint8)) for slot, _ in rows]
+        for _, row in into:
+            row.zero_()  # its memory is there
+        bytes_, seconds = disk.num_slots * row_bytes, {}
+        began = time.perf_counter()
+        checksums: Any = disk.write(rows, lambda: None).wait()
+        seconds["write"] = time.perf_counter() - began
+        disk.forget_cached()
+        seconds["synced"] = time.perf_counter() - began
+        for how in ("cold", "cached"):
+            began = time.perf_counter()
+            assert not any(disk.read(into, checksums, lambda: None).wait())
+            seconds[how] = time.perf_counter() - began
+        found[name] = {how: bytes_ / value / 1e9 for how, value in seconds.items()}
+        disk.close()
+        print(name, found[name], file=sys.stderr)
+    return found
+
+
+def small_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=1000,
+            hidden_size=512,
+            intermediate_size=1536,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=4096,
+        )
+    ).eval()
+
+
+def hits(folder: str) -> dict[str, float]:
+    """Seconds to the first token."""
+    blocks = PROMPT // 16 + 2
+    options: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": PROMPT + 16, "num_blocks": 2 * blocks}
+    generator = Generator(
+        small_model(), **options, preemption="swap", disk_cache_path=folder, disk_cache_size=2**30
+    )
+    assert generator.prefix_cache is not None
+    tier, stats = generator.prefix_cache.host, generator.stats.prefix_cache
+    assert isinstance(tier, DiskTier)
+    prompts = torch.randint(3, 1000, (12, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    found: dict[str, list[float]] = {}
+
+    def first_token(prompt: list[int]) -> tuple[str, float]:
+        before = stats.host_tokens, stats.disk_tokens, stats.hit_tokens
+        began = time.perf_counter()
+        generator.generate([prompt], OUT)
+        seconds = time.perf_counter() - began
+        tier._settle_writes()
+        host, disk, hit = stats.host_tokens, stats.disk_tokens, stats.hit_tokens
+        if disk > before[1]:
+            return "disk", seconds
+        return "host" if host > before[0] else "pool" if hit > before[2] else "computed", seconds
+
+    first_token(prompts[0])
+    for _ in range(REPEATS):
+        generator.reset_prefix_cache()
+        for prompt in prompts:
+            kind, seconds = first_token(prompt)
+            found.setdefault(kind, []).append(seconds)
+        for prompt in (prompts[-1], prompts[-2], prompts[-3]):
+            kind, seconds = first_token(prompt)
+            found.setdefault(kind, []).append(seconds)
+        for cold in (True, False):
+            for prompt in prompts[:4]:
+                if cold:
+                    tier.disk.forget_cached()
+                kind, seconds = first_token(prompt)
+                name = f"{kind}, cold" if cold and kind == "disk" else kind
+                found.setdefault(name, []).append(seconds)
+    result = {kind: statistics.median(seconds) for kind, seconds in found.items()}
+    result["bytes_per_token"] = generator.model.kv_cache.bytes_per_block / 16
+    generator.close()
+    return result
+
+
+def break_even() -> dict[str, dict[str, float]]:
+    """GB/s of a disk that is as fast as computing, at `PRODUCTS`; attention itself left out, so that longer
+    prompts need less."""
+    found = {}
+    for name, (parameters, layers, heads, dim) in MODELS.items():
+        bytes_per_token, per_second = 2 * 2 * layers * heads * dim, PRODUCTS / (2 * parameters)
+        found[name] = {
+            "kib_per_token": bytes_per_token / 1024,
+            "tokens_per_s": per_second,
+            "gb_per_s": bytes_per_token * per_second / 1e9,
+        }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--folder", help="on the disk; default: a temporary one")
+    parser.add_argument("--mib", type=int, default=1024, help="written and read for each rate")
+    parser.add_argument("--output", type=Path, help="where the JSON goes, too")
+    args = parser.parse_args()
+    document: dict[str, Any] = {"conditions": conditions.collect(torch.device("cpu"))}
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        document["gb_per_s"] = rates(folder, args.mib * 2**20)
+        document["first_token_s"] = hits(folder)
+    document["break_even"] = break_even()
+    print(document["first_token_s"], document["break_even"], file=sys.stderr)
+    text = json.dumps(document)
+    if args.output:
+        args.output.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -129,7 +129,7 @@ def at_blocks(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -
 
 def at_blocks_of_culprit(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:
     """In the middle of a plan, behind others that got theirs."""
-    switch.before(patch, generator.scheduler.blocks, "give", is_culprit)
+    switch.before(patch, generator.scheduler, "_reserve", is_culprit)
 
 
 def at_fork(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:

@@ -62,7 +62,7 @@ from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
 from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
 from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
-from torchpaged.custom_ops.state.call import ConvCall, LinearAttentionCall
+from torchpaged.custom_ops.state.call import ConvCall, GatedNormCall, GatesCall, LinearAttentionCall
 from torchpaged.custom_ops.state.fake import FAKES as STATE_FAKES
 from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
 from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
@@ -108,6 +108,8 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     "linear": LinearCall,
     "causal_conv": ConvCall,
     "linear_attention": LinearAttentionCall,
+    "delta_gates": GatesCall,
+    "gated_rms_norm": GatedNormCall,
 }
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
@@ -140,6 +142,8 @@ class BackendOps(NamedTuple):
     cascade_attention: Any
     causal_conv: Any
     linear_attention: Any
+    delta_gates: Any
+    gated_rms_norm: Any
     write_index_keys: Any
     index_logits: Any
     top_k_indices: Any

@@ -237,6 +237,8 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "causal_conv": (
         Launch("causal_conv.py:causal_conv_kernel", False, ("conv_state", "out"), waits="launch"),
     ),
+    "delta_gates": (Launch("delta_gates.py:delta_gates_kernel", False, ("g", "beta"), waits="launch"),),
+    "gated_rms_norm": (Launch("gated_rms_norm.py:gated_rms_norm_kernel", False, ("out",), waits="launch"),),
     "linear_attention": (
         Launch("linear_decode.py:linear_decode_kernel", False, ("state", "out"), waits="launch"),
         Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),

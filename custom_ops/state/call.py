@@ -24,6 +24,8 @@ class ConvCall(NamedTuple):
     bias: Tensor | None = None
     max_query_len: int = 1
     activation: str = "none"
+    in_gate: Tensor | None = None
+    out_gate: Tensor | None = None
 
 
 class LinearAttentionCall(NamedTuple):
@@ -43,6 +45,27 @@ class LinearAttentionCall(NamedTuple):
     scale: float = 1.0
     delta_rule: bool = False
     normalize: bool = False
+
+
+class GatesCall(NamedTuple):
+    """The arguments of ``delta_gates``."""
+
+    a: Tensor
+    b: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+class GatedNormCall(NamedTuple):
+    """The arguments of ``gated_rms_norm``, with the schema's defaults."""
+
+    x: Tensor
+    gate: Tensor
+    weight: Tensor
+    out: Tensor
+    eps: float = 1e-6
 
 
 class Rows(NamedTuple):

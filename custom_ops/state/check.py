@@ -1,4 +1,4 @@
-"""Argument checks of ``causal_conv`` and ``linear_attention``, shared by the reference and the kernels."""
+"""Argument checks of the state ops, shared by the reference and the kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from torchpaged.custom_ops.checks import (
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS
-from torchpaged.custom_ops.state.call import ConvCall, LinearAttentionCall, Rows
+from torchpaged.custom_ops.state.call import (
+    ConvCall,
+    GatedNormCall,
+    GatesCall,
+    LinearAttentionCall,
+    Rows,
+)
 
 #: Widths of a convolution.
 MIN_WIDTH, MAX_WIDTH = 2, 8
@@ -84,11 +90,16 @@ def check_causal_conv(call: ConvCall) -> None:
         check_dims("bias", bias, channels)
         check_dtype("bias", bias, x.dtype)
         check_last_dim(bias=bias)
+    gates = given(in_gate=call.in_gate, out_gate=call.out_gate)
+    for name, tensor in gates.items():
+        check_dims(name, tensor, *x.shape)
+        check_dtype(name, tensor, x.dtype)
+        check_last_dim(**{name: tensor})
     if call.activation not in ACTIVATIONS:
         raise ArgumentError("activation", f"one of {', '.join(ACTIVATIONS)}", repr(call.activation))
     check_last_dim(x=x, weight=weight, conv_state=conv_state, out=out)
-    check_device(conv_state.device, x=x, weight=weight, out=out, bias=bias)
-    read = given(x=x, weight=weight, bias=bias)
+    check_device(conv_state.device, x=x, weight=weight, out=out, bias=bias, **gates)
+    read = given(x=x, weight=weight, bias=bias) | gates
     check_apart({"conv_state": conv_state}, read | {"out": out}, "pass a copy: .clone()")
     check_apart({"out": out}, read, "allocate out with torch.empty")
     _check_batch(call, conv_state)
@@ -126,3 +137,55 @@ def check_linear_attention(call: LinearAttentionCall) -> None:
     check_apart({"state": state}, read | {"out": out}, "pass a copy: .clone()")
     check_apart({"out": out}, read, "allocate out with torch.empty")
     _check_batch(call, state)
+
+
+def _check_groups(name: str, x: Tensor, num_tokens: int, width: int) -> None:
+    """``[num_tokens, groups, *]``, ``width`` numbers per token."""
+    check_dims(name, x, num_tokens, None, None)
+    if x.shape[1] * x.shape[2] != width:
+        raise ArgumentError(name, f"groups of {width} numbers per token in all", shape_of(x))
+    check_last_dim(**{name: x})
+
+
+def check_delta_gates(call: GatesCall) -> None:
+    """Every argument of ``delta_gates``; raises `ArgumentError` before anything is written."""
+    a, b, a_log, dt_bias, g, beta = call
+    check_dims("a", a, None, None, None)
+    check_dtype("a", a, *FLOATS, torch.float64)
+    num_tokens, num_heads = a.shape[0], a.shape[1] * a.shape[2]
+    _check_groups("a", a, num_tokens, num_heads)
+    _check_groups("b", b, num_tokens, num_heads)
+    check_dims("b", b, *a.shape)
+    check_dtype("b", b, a.dtype)
+    for name, tensor in (("a_log", a_log), ("dt_bias", dt_bias)):
+        check_dims(name, tensor, num_heads)
+        check_dtype(name, tensor, a.dtype, torch.float32)
+        check_last_dim(**{name: tensor})
+    for name, tensor in (("g", g), ("beta", beta)):
+        check_dims(name, tensor, num_tokens, num_heads)
+        check_dtype(name, tensor, torch.float64 if a.dtype == torch.float64 else torch.float32)
+        check_last_dim(**{name: tensor})
+    check_device(a.device, b=b, a_log=a_log, dt_bias=dt_bias, g=g, beta=beta)
+    read = {"a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias}
+    check_apart({"g": g}, read | {"beta": beta}, "allocate it with torch.empty")
+    check_apart({"beta": beta}, read, "allocate it with torch.empty")
+
+
+def check_gated_rms_norm(call: GatedNormCall) -> None:
+    """Every argument of ``gated_rms_norm``; raises `ArgumentError` before anything is written."""
+    x, gate, weight, out, eps = call
+    check_dims("x", x, None, None, None)
+    check_dtype("x", x, *FLOATS, torch.float64)
+    _check_groups("gate", gate, x.shape[0], x.shape[1] * x.shape[2])
+    if x.shape[2] and gate.shape[2] % x.shape[2]:
+        raise ArgumentError("gate", f"whole heads of {x.shape[2]} in each group", shape_of(gate))
+    check_dtype("gate", gate, x.dtype)
+    check_dims("weight", weight, x.shape[2])
+    check_dtype("weight", weight, x.dtype, torch.float32)
+    check_dims("out", out, *x.shape)
+    check_dtype("out", out, x.dtype)
+    if not eps > 0:
+        raise ArgumentError("eps", "a positive number", str(eps))
+    check_last_dim(x=x, weight=weight, out=out)
+    check_device(x.device, gate=gate, weight=weight, out=out)
+    check_apart({"out": out}, {"x": x, "gate": gate, "weight": weight}, "allocate it with torch.empty")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.state.call import ConvCall, LinearAttentionCall
+from torchpaged.custom_ops.state.call import ConvCall, GatedNormCall, GatesCall, LinearAttentionCall
 
 
 def _expect_dims(count: int, **tensors: Tensor) -> None:
@@ -50,6 +50,10 @@ def _causal_conv(call: ConvCall) -> None:
         lambda: "conv_state: expected one input fewer than weight is wide",
     )
     torch._check(call.x.shape[0] == call.out.shape[0], lambda: "out: expected as many rows as x")
+    for name, gate in (("in_gate", call.in_gate), ("out_gate", call.out_gate)):
+        torch._check(
+            gate is None or gate.shape == call.x.shape, lambda name=name: f"{name}: expected x's shape"
+        )
 
 
 def _linear_attention(call: LinearAttentionCall) -> None:
@@ -65,7 +69,30 @@ def _linear_attention(call: LinearAttentionCall) -> None:
         torch._check(x.shape[0] == call.q.shape[0], lambda name=name: f"{name}: expected as many rows as q")
 
 
+def _delta_gates(call: GatesCall) -> None:
+    _expect_dims(3, a=call.a, b=call.b)
+    sizes = (call.a.shape[0], call.a.shape[1] * call.a.shape[2])
+    torch._check(call.b.shape == call.a.shape, lambda: "b: expected a's shape")
+    for name, x in (("a_log", call.a_log), ("dt_bias", call.dt_bias)):
+        torch._check(x.shape == sizes[1:], lambda name=name: f"{name}: expected a number per head")
+    for name, x in (("g", call.g), ("beta", call.beta)):
+        torch._check(x.shape == sizes, lambda name=name: f"{name}: expected a number per token and head")
+
+
+def _gated_rms_norm(call: GatedNormCall) -> None:
+    _expect_dims(3, x=call.x, gate=call.gate)
+    num_tokens, num_heads, width = call.x.shape
+    torch._check(call.out.shape == call.x.shape, lambda: "out: expected x's shape")
+    torch._check(call.weight.shape == (width,), lambda: f"weight: expected {width} numbers")
+    torch._check(
+        call.gate.shape[0] == num_tokens and call.gate.shape[1] * call.gate.shape[2] == num_heads * width,
+        lambda: "gate: expected x's numbers of each token, in groups",
+    )
+
+
 FAKES: dict[str, Callable[..., None]] = {
     "causal_conv": _causal_conv,
     "linear_attention": _linear_attention,
+    "delta_gates": _delta_gates,
+    "gated_rms_norm": _gated_rms_norm,
 }

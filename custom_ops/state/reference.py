@@ -11,8 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.state.call import NORM_EPS, ConvCall, LinearAttentionCall, Rows
-from torchpaged.custom_ops.state.check import check_causal_conv, check_linear_attention
+from torchpaged.custom_ops.state.call import (
+    NORM_EPS,
+    ConvCall,
+    GatedNormCall,
+    GatesCall,
+    LinearAttentionCall,
+    Rows,
+)
+from torchpaged.custom_ops.state.check import (
+    check_causal_conv,
+    check_delta_gates,
+    check_gated_rms_norm,
+    check_linear_attention,
+)
 
 
 def _exact(x: Tensor) -> torch.dtype:
@@ -30,16 +42,19 @@ def causal_conv(call: ConvCall) -> None:
     kept = call.conv_state[rows.slots]
     window = torch.where(rows.begins[:, None, None], 0, kept)
     weight = call.weight.to(exact).T  # [width, channels]
+    inputs = call.x if call.in_gate is None else call.in_gate * call.x
     out = call.out.new_zeros(num_tokens + 1, call.out.shape[1])
     for i in range(call.max_query_len):
         on = (rows.slots > 0) & (i >= rows.first) & (i < rows.lens)
         token = (rows.starts + i).clamp_max(num_tokens - 1)
-        seen = torch.cat((window, call.x[token][:, None]), dim=1)
+        seen = torch.cat((window, inputs[token][:, None]), dim=1)
         y = (seen.to(exact) * weight).sum(1)
         if call.bias is not None:
             y = y + call.bias
         if call.activation == "silu":
             y = torch.nn.functional.silu(y)
+        if call.out_gate is not None:
+            y = y * call.out_gate[token]
         out[torch.where(on, token, num_tokens)] = y.to(out.dtype)
         window = torch.where(on[:, None, None], seen[:, 1 - width :], window)
     call.out.copy_(out[:-1])
@@ -82,3 +97,20 @@ def linear_attention(call: LinearAttentionCall) -> None:
     call.out.copy_(out[:-1])
     writes = (rows.slots > 0)[:, None, None, None]
     call.state[rows.slots] = torch.where(writes, state.to(kept.dtype), kept)
+
+
+def delta_gates(call: GatesCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_delta_gates(call)
+    exact = _exact(call.a)
+    a, b = (x.flatten(1).to(exact) for x in (call.a, call.b))
+    call.g.copy_(-call.a_log.to(exact).exp() * torch.nn.functional.softplus(a + call.dt_bias.to(exact)))
+    call.beta.copy_(b.sigmoid())
+
+
+def gated_rms_norm(call: GatedNormCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_gated_rms_norm(call)
+    x, gate = call.x.to(_exact(call.x)), call.gate.reshape(call.x.shape).to(_exact(call.x))
+    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps) * call.weight.to(x.dtype)
+    call.out.copy_(normed * torch.nn.functional.silu(gate))

@@ -1,10 +1,11 @@
-"""Schemas of ``causal_conv`` and ``linear_attention``. The rules that every op keeps: registry.py.
+"""Schemas of ``causal_conv``, ``linear_attention`` and what lies around them in a layer. The rules that every
+op keeps: registry.py.
 
-Both take a packed batch, prefill, decode or mixed, and pools with a slot per request. ``state_slots [B]``
-int32: the slots, 0 for a row that has none: such a row writes nothing and gives zeros. ``seq_lens [B]`` and
-``query_start_loc [B + 1]`` int32 as in paged_attention: a request that begins (``seq_len <= query_len``)
-begins from zeros, whatever its slot holds; a token at a position below 0 (left padding) gives zeros and
-leaves no trace. Rows that write have slots of their own.
+These two take a packed batch, prefill, decode or mixed, and pools with a slot per request. ``state_slots
+[B]`` int32: the slots, 0 for a row that has none: such a row writes nothing and gives zeros. ``seq_lens
+[B]`` and ``query_start_loc [B + 1]`` int32 as in paged_attention: a request that begins (``seq_len <=
+query_len``) begins from zeros, whatever its slot holds; a token at a position below 0 (left padding) gives
+zeros and leaves no trace. Rows that write have slots of their own.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ _BATCH = "Tensor state_slots, Tensor seq_lens, Tensor query_start_loc"
 SCHEMAS = {
     # A depthwise causal convolution over tokens, out[t] = act(bias + sum_w weight[:, w] x[t - W + 1 + w]).
     # x, out [T, channels]; weight [channels, W], W from 2 to 8; bias [channels]; conv_state [num_slots,
-    # W - 1, channels], a request's last inputs, the newest last; activation: "none" or "silu".
+    # W - 1, channels], a request's last inputs, the newest last; activation: "none" or "silu". in_gate,
+    # out_gate [T, channels]: factors of the inputs, rounded to x's dtype, as the state has them; and of what
+    # the activation gives.
     "causal_conv": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, {_BATCH}, Tensor(b!) out,
-        Tensor? bias=None, *, SymInt max_query_len, str activation="none") -> ()""",
+        Tensor? bias=None, *, SymInt max_query_len, str activation="none", Tensor? in_gate=None,
+        Tensor? out_gate=None) -> ()""",
     # Per head, over a matrix S [key_dim, value_dim]: S = exp(g) S; u = beta (v - S^T k) with delta_rule and
     # beta v without; S = S + k u^T; out = scale S^T q. q, k [T, num_key_heads, key_dim], each of
     # num_heads / num_key_heads value heads that stand together; v, out [T, num_heads, value_dim], out in
@@ -27,4 +31,13 @@ SCHEMAS = {
     "linear_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor g, Tensor(a!) state, {_BATCH},
         Tensor(b!) out, Tensor? beta=None, *, SymInt max_query_len, float scale, bool delta_rule=False,
         bool normalize=False) -> ()""",
+    # The decay and beta of a gated delta net: g = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b).
+    # a, b [T, groups, num_heads / groups], the heads of a group side by side; a_log, dt_bias [num_heads] in
+    # a's dtype or float32; g, beta [T, num_heads] float32, float64 over float64.
+    "delta_gates": """(Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) g,
+        Tensor(b!) beta) -> ()""",
+    # RMSNorm of each head, then its gate: out = x / rms(x) weight silu(gate). x, out [T, num_heads, width];
+    # gate [T, groups, num_heads * width / groups], the heads of a group side by side; weight [width] in x's
+    # dtype or float32.
+    "gated_rms_norm": """(Tensor x, Tensor gate, Tensor weight, Tensor(a!) out, *, float eps=1e-6) -> ()""",
 }

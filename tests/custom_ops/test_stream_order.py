@@ -307,7 +307,14 @@ def triton_launches() -> list[tuple[str, Any]]:
         found.extend((op, launch) for launch in launches)
 
     cases = opcheck_cases(dtype=torch.bfloat16).values()
-    alone = ("merge_attn_states", "copy_blocks", "advance_step", "causal_conv")
+    alone = (
+        "merge_attn_states",
+        "copy_blocks",
+        "advance_step",
+        "causal_conv",
+        "delta_gates",
+        "gated_rms_norm",
+    )
     for op in ("write_kv", "rope_write_kv", "rope_write_latent", "write_index_keys", "index_logits", *alone):
         _, args, kwargs = next(case for case in cases if case[0] == op)
         for flags in (

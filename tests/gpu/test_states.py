@@ -17,6 +17,7 @@ from op_inputs.state import (
     make_linear_inputs,
     with_odd_strides,
 )
+from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inputs, make_gates_inputs
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -55,6 +56,21 @@ def on_gpu(inputs: dict[str, Any]) -> dict[str, Any]:
 def test_convolution_matches_the_oracle(batch: str, width: int, dtype: torch.dtype) -> None:
     inputs = make_conv_inputs(STATE_BATCHES[batch], width=width, channels=1000, dtype=dtype)
     assert_state_close(TRITON, REFERENCE, "causal_conv", on_gpu(inputs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch", STATE_BATCHES)
+def test_gated_convolution_matches_the_oracle(batch: str, dtype: torch.dtype) -> None:
+    inputs = make_conv_inputs(STATE_BATCHES[batch], width=3, channels=1000, gated=True, dtype=dtype)
+    assert_state_close(TRITON, REFERENCE, "causal_conv", on_gpu(inputs))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_gates_match_the_oracle(size: str, dtype: torch.dtype) -> None:
+    given = SIZES[size] | {"dtype": dtype, "weight_dtype": torch.float32, "tokens": 70}
+    assert_gates_close(TRITON, REFERENCE, "delta_gates", on_gpu(make_gates_inputs(**given)))
+    assert_gates_close(TRITON, REFERENCE, "gated_rms_norm", on_gpu(make_gated_norm_inputs(**given)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

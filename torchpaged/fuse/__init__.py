@@ -2,9 +2,9 @@
 
 passes.py     fuse and unfuse;  architectures.py: the families;  fusible.py: which layers, and why not;
               report.py, launch_count.py: what it came to, a `FusionReport`
-layers.py     the forward of a fused layer;  attention_layers.py, latent_layers.py: what mixes its tokens;
-              ends.py: before and behind the layers;
-              stacked.py, rope_table.py: their constants
+layers.py     the forward of a fused layer;  attention_layers.py, latent_layers.py, state_layers.py: what
+              mixes its tokens;  ends.py: before and behind the layers;
+              stacked.py, rotations.py, rope_table.py: their constants
 """
 
 from torchpaged.fuse.passes import fuse, unfuse

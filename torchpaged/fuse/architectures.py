@@ -3,6 +3,7 @@ how they call their parts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 
@@ -11,7 +12,8 @@ class Names(NamedTuple):
 
     ``norms``: before attention and before the MLP. ``post_norms``: behind them, before the residual adds.
     ``mlp``: the MLP; ``linears``: its gate, up and down projection. ``output``: of attention, the last
-    projection. ``head_norms``: of queries and keys. ``final_norm``: of the decoder, behind all layers.
+    projection. ``head_norms``: of queries and keys. ``final_norm``, ``rotary``: of the decoder, the norm
+    behind all layers and the rotation of all.
     """
 
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
@@ -21,11 +23,46 @@ class Names(NamedTuple):
     output: str = "o_proj"
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     final_norm: str = "norm"
+    rotary: str = "rotary_emb"
 
 
 _POST_NORMS = Names(
     norms=("input_layernorm", "pre_feedforward_layernorm"),
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+
+
+_LFM2 = Names(
+    norms=("operator_norm", "ffn_norm"),
+    mlp="feed_forward",
+    linears=("w1", "w3", "w2"),
+    output="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    final_norm="embedding_norm",
+)
+
+
+class StateMixer(NamedTuple):
+    """What mixes tokens by a state per request, in some of a family's layers, in attention's place.
+
+    ``name``: of the part of the layer; ``kind``: its class, behind the family's name. ``inputs``: its
+    projections of the layer's input. ``others``: its other parts, by name, with their classes; one that
+    begins with "*" has the family's name there.
+    """
+
+    name: str
+    kind: str
+    inputs: tuple[str, ...]
+    others: Mapping[str, str]
+    output: str = "out_proj"
+
+
+_SHORT_CONV = StateMixer("conv", "ShortConv", ("in_proj",), {"conv": "Conv1d"})
+_DELTA_NET = StateMixer(
+    "linear_attn",
+    "GatedDeltaNet",
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    {"conv1d": "Conv1d", "norm": "*RMSNormGated"},
 )
 
 
@@ -39,6 +76,9 @@ class Architecture(NamedTuple):
     ``rotation``: of latent attention, as ``rope_write_latent`` has it; "pairs_to_halves" where the config's
         ``rope_interleave`` says so, else "halves". Empty: attention over keys and values.
     ``experts``: the class of MLPs that are mixtures of experts, in some of its layers.
+    ``state``: what mixes tokens in layers without attention.
+    ``output_gate``: attention's q_proj gives a gate for each head's output, too.
+    ``activation``: of its MLPs, where it is no module of them.
     ``scales_residuals``: what a block gives is multiplied by the layer's ``residual_scale``.
     ``scales_head``: so is what lm_head gets of the final norm.
     """
@@ -53,6 +93,9 @@ class Architecture(NamedTuple):
     half_table: bool = False
     rotation: str = ""
     experts: str = ""
+    state: StateMixer | None = None
+    output_gate: bool = False
+    activation: str = ""
     scales_residuals: bool = False
     scales_head: bool = False
 
@@ -64,19 +107,43 @@ class Architecture(NamedTuple):
         """Whether the MLP of ``layer`` is one of a gate, up and down projection."""
         return self.gated_mlp and type(self.mlp_of(layer)).__name__ != self.experts
 
-    def mixer_linears(self, mixer: Any) -> list[str]:
-        """Linear layers of what mixes tokens, by name."""
-        if not self.rotation:
-            return ["q_proj", "k_proj", "v_proj", self.names.output]
-        q = ["q_proj"] if getattr(mixer, "q_lora_rank", None) is None else ["q_a_proj", "q_b_proj"]
-        return [*q, "kv_a_proj_with_mqa", "kv_b_proj", self.names.output]
+    def state_of(self, layer: Any) -> StateMixer | None:
+        """``state``, if it is in the place of attention in ``layer``."""
+        return self.state if self.state is not None and hasattr(layer, self.state.name) else None
 
-    def mixer_parts(self, mixer: Any) -> list[str]:
-        """All parts of what mixes tokens, by name."""
-        linears = self.mixer_linears(mixer)
+    def mixer_of(self, layer: Any) -> tuple[str, str]:
+        """Name and class of what mixes the tokens in ``layer``."""
+        state = self.state_of(layer)
+        kind = ("self_attn", "Attention") if state is None else (state.name, state.kind)
+        return kind[0], self.family + kind[1]
+
+    def projections(self, layer: Any) -> tuple[str, ...]:
+        """Those that take the layer's input, by their names in the mixer."""
+        state = self.state_of(layer)
+        if state is not None:
+            return state.inputs
         if not self.rotation:
-            return [*linears, *(self.names.head_norms if self.qk_norm else ())]
-        return [*linears, *(["q_a_layernorm"] if "q_a_proj" in linears else []), "kv_a_layernorm"]
+            return "q_proj", "k_proj", "v_proj"
+        return "q_proj" if layer.self_attn.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
+
+    def mixer_linears(self, layer: Any) -> list[str]:
+        """Linear layers of what mixes the tokens, by their names in it."""
+        state, first = self.state_of(layer), self.projections(layer)
+        inner = (["q_b_proj"] if "q_a_proj" in first else []) + (["kv_b_proj"] if self.rotation else [])
+        return [*first, *inner, self.names.output if state is None else state.output]
+
+    def mixer_parts(self, layer: Any) -> dict[str, str]:
+        """All parts of what mixes the tokens, by their names in it, with their classes; "": any."""
+        state, linears = self.state_of(layer), self.mixer_linears(layer)
+        if state is not None:
+            others = {name: kind.replace("*", self.family) for name, kind in state.others.items()}
+        elif self.rotation:
+            others = dict.fromkeys(
+                (["q_a_layernorm"] if "q_a_proj" in linears else []) + ["kv_a_layernorm"], ""
+            )
+        else:
+            others = dict.fromkeys(self.names.head_norms if self.qk_norm else (), "")
+        return dict.fromkeys(linears, "") | others
 
 
 _FAMILIES = (
@@ -93,6 +160,32 @@ _FAMILIES = (
     Architecture("Glm4MoeLite", rotation="pairs_to_halves", experts="Glm4MoeLiteMoE"),
     Architecture("AXK1", rotation="pairs_to_halves", experts="AXK1MoE"),
     Architecture("Youtu", rotation="pairs_to_halves"),
+    Architecture(
+        "Qwen3Next",
+        norm_offset=1.0,
+        qk_norm=True,
+        output_gate=True,
+        state=_DELTA_NET._replace(inputs=("in_proj_qkvz", "in_proj_ba")),
+        experts="Qwen3NextSparseMoeBlock",
+    ),
+    Architecture("Qwen3_5", norm_offset=1.0, qk_norm=True, output_gate=True, state=_DELTA_NET),
+    Architecture(
+        "Qwen3_5Moe",
+        norm_offset=1.0,
+        qk_norm=True,
+        output_gate=True,
+        state=_DELTA_NET,
+        experts="Qwen3_5MoeSparseMoeBlock",
+    ),
+    Architecture("Lfm2", _LFM2, qk_norm=True, state=_SHORT_CONV, activation="silu"),
+    Architecture(
+        "Lfm2Moe",
+        _LFM2._replace(rotary="pos_emb"),
+        qk_norm=True,
+        state=_SHORT_CONV,
+        activation="silu",
+        experts="Lfm2MoeSparseMoeBlock",
+    ),
     Architecture("MiniCPM3", rotation="halves", scales_residuals=True, scales_head=True),
 )
 #: Class name of a decoder layer -> its architecture.

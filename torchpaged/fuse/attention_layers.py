@@ -97,6 +97,9 @@ class AttentionPlan(LayerPlan):
     ) -> Tensor:
         """See `LayerPlan`: ``[T, num_heads * head_dim]``."""
         q, k, v = self.project(ops, x)
+        gate = None
+        if self.architecture.output_gate:
+            q, gate = q.unflatten(1, (-1, 2)).unbind(2)
         if self.rope is None or not cached.takes_at_once(shape[1]):
             q, keys, values = self._rotate_as_the_model(cached, q, k, v, rotary, shape)
         else:
@@ -108,7 +111,8 @@ class AttentionPlan(LayerPlan):
         out, _ = paged_attention_forward(
             self.attn, q, keys, values, mask, **self.attention_arguments, **options
         )
-        return out.flatten(2).flatten(0, 1)
+        out = out.flatten(0, 1)
+        return (out if gate is None else out * gate.sigmoid()).flatten(1)
 
     def _rotate(
         self,

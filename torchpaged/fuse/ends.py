@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchpaged.fuse.architectures import ARCHITECTURES, Architecture
 from torchpaged.fuse.fusible import norm_of
-from torchpaged.fuse.layers import paged_layer
+from torchpaged.fuse.layers import paged_owner
 from torchpaged.fuse.report import FusionReport
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.owner import PagedOwner
@@ -95,11 +95,11 @@ def _model_forward(model: Any) -> Any:
             wants = getattr(self.config, "output_hidden_states", False)
         fusion = getattr(self.model, "_torchpaged_fusion", None)
         plain = args or wants or fusion is None or fusion.ends is not ends
-        cached = None if plain else paged_layer(cache_of(kwargs), 0)
-        if cached is None:
+        owner = None if plain else paged_owner(cache_of(kwargs))
+        if owner is None:
             return type(self).forward(self, *args, **kwargs)
         ends.require_unchanged()
-        ends.owner = cached.owner
+        ends.owner = owner
         try:
             return type(self).forward(self, **kwargs)
         finally:
@@ -113,22 +113,25 @@ def _why_no_ends(model: Any, base: Any) -> str | None:
     """Why neither lm_head nor the embedding can be known."""
     if getattr(model, "model", None) is not base or not type(model).__name__.endswith("ForCausalLM"):
         return f"{type(model).__name__} is no causal LM of the known kind"
-    norm: Any = getattr(base, "norm", None)
-    names = {f"{architecture.family}RMSNorm" for architecture in ARCHITECTURES.values()}
-    if type(norm).__name__ not in names or not type(norm).__module__.startswith("transformers.models."):
+    if _final_norm(base) is None:
+        norm: Any = getattr(base, "norm", None)
         return f"the final norm is a {type(norm).__name__}, expected one of the known families'"
     return "the model has a forward of its own" if "forward" in vars(model) else None
 
 
-def _architecture_of(norm: Any) -> Architecture:
-    """The family of a final norm that `_why_no_ends` knows."""
-    return next(a for a in ARCHITECTURES.values() if type(norm).__name__ == f"{a.family}RMSNorm")
+def _final_norm(base: Any) -> tuple[Any, Architecture] | None:
+    """The norm behind the layers, and its family."""
+    for architecture in ARCHITECTURES.values():
+        norm = getattr(base, architecture.names.final_norm, None)
+        is_theirs = type(norm).__module__.startswith("transformers.models.")
+        if is_theirs and type(norm).__name__ == f"{architecture.family}RMSNorm":
+            return norm, architecture
+    return None
 
 
-def _why_no_head(model: Any, base: Any) -> str | None:
+def _why_no_head(model: Any, norm: Any, architecture: Architecture) -> str | None:
     head: Any = getattr(model, "lm_head", None)
-    norm: Any = base.norm
-    if _architecture_of(norm).scales_head:
+    if architecture.scales_head:
         return f"{type(model).__name__} scales what the final norm gives"
     if type(head) is not nn.Linear or type(head.weight.data) is not Tensor:
         return f"lm_head is a {type(head).__name__}, expected a plain Linear"
@@ -177,14 +180,13 @@ def end_forwards(
         report: is told which apply, and why not.
     """
     forwards: list[tuple[nn.Module, Any]] = []
-    ends, reason = Ends(), _why_no_ends(model, base)
+    ends, reason, final = Ends(), _why_no_ends(model, base), _final_norm(base)
     if "lm_head" in passes:
-        why = reason or _why_no_head(model, base)
+        why = reason if final is None or reason else _why_no_head(model, *final)
         report.note("lm_head", "lm_head", why)
-        if why is None:
-            ends.norm = base.norm
-            ends.offset = _architecture_of(base.norm).norm_offset
-            forwards += [(base.norm, _norm_forward), (model.lm_head, _head_forward)]
+        if why is None and final is not None:
+            ends.norm, ends.offset = final[0], final[1].norm_offset
+            forwards += [(final[0], _norm_forward), (model.lm_head, _head_forward)]
     if "embedding" in passes:
         why = reason or _why_no_embedding(base)
         report.note("embedding", "embed_tokens", why)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.fuse.architectures import ARCHITECTURES
+from torchpaged.hf.packed_mixers import is_packed, is_served
 from torchpaged.model_state import hooks_of
 
 #: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
@@ -30,8 +31,12 @@ def norm_of(norm: Any, offset: float) -> tuple[Tensor, float, float]:
     return norm.weight, float(eps), offset
 
 
-def activation_of(act: Any) -> str | None:
-    """The op's name for the activation of a gated MLP, or None."""
+def activation_of(layer: Any) -> str | None:
+    """The op's name for the activation of a layer's gated MLP, or None."""
+    architecture = ARCHITECTURES[type(layer).__name__]
+    if architecture.activation:
+        return architecture.activation
+    act = architecture.mlp_of(layer).act_fn
     # "gelu_python": the same formula, but not torch's function
     if getattr(getattr(act, "act", None), "__self__", None) is act:
         return None
@@ -46,7 +51,8 @@ def why_unknown(layer: Any) -> str | None:
         return f"{name} is none of the known layers ({', '.join(a.family for a in ARCHITECTURES.values())})"
     family, names = architecture.family, architecture.names
     norms = dict.fromkeys((*names.norms, *names.post_norms), f"{family}RMSNorm")
-    parts = {"self_attn": f"{family}Attention", names.mlp: f"{family}MLP"} | norms
+    mixer, mixer_class = architecture.mixer_of(layer)
+    parts = {mixer: mixer_class, names.mlp: f"{family}MLP"} | norms
     if architecture.experts and type(getattr(layer, names.mlp, None)).__name__ == architecture.experts:
         parts[names.mlp] = architecture.experts
     if set(dict(layer.named_children())) != set(parts):
@@ -54,17 +60,22 @@ def why_unknown(layer: Any) -> str | None:
     for part, class_name in parts.items():
         if type(getattr(layer, part)).__name__ != class_name:
             return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
-    attention = architecture.mixer_parts(layer.self_attn)
-    if set(dict(layer.self_attn.named_children())) != set(attention):
-        return f"self_attn has {sorted(dict(layer.self_attn.named_children()))}, expected {sorted(attention)}"
+    inner, expected = dict(getattr(layer, mixer).named_children()), architecture.mixer_parts(layer)
+    if set(inner) != set(expected):
+        return f"{mixer} has {sorted(inner)}, expected {sorted(expected)}"
+    for part, class_name in expected.items():
+        if class_name and type(inner[part]).__name__ != class_name:
+            return f"{mixer}.{part} is a {type(inner[part]).__name__}, expected {class_name}"
+    if architecture.state_of(layer) is not None and not is_served(getattr(layer, mixer)):
+        return f"{mixer}'s convolution has a width or an activation that the op does not take"
     return "the layer has a forward of its own" if "forward" in vars(layer) else why_changed(layer)
 
 
 def why_changed(layer: Any) -> str | None:
     """Why no pass may touch a layer of known parts, or may go on; its own forward may be ours."""
     architecture = ARCHITECTURES[type(layer).__name__]
-    names = architecture.names
-    linears = [f"self_attn.{x}" for x in architecture.mixer_linears(layer.self_attn)]
+    names, (mixer, _) = architecture.names, architecture.mixer_of(layer)
+    linears = [f"{mixer}.{x}" for x in architecture.mixer_linears(layer)]
     if architecture.has_gated_mlp(layer):
         linears += [f"{names.mlp}.{x}" for x in names.linears]
     for path in linears:
@@ -74,7 +85,7 @@ def why_changed(layer: Any) -> str | None:
     for path, module in layer.named_modules():
         if path and hooks_of(module):
             return f"{path} has forward hooks, which a fused layer would not call"
-        if path and "forward" in vars(module):
+        if path and "forward" in vars(module) and not is_packed(module):
             return f"{path} has a forward of its own"
     used = [layer.get_submodule(path) for path in linears]
     weights = [p for module in used for p in module.parameters(recurse=False)]
@@ -98,34 +109,32 @@ def why_changed(layer: Any) -> str | None:
 def why_not(layer: Any, name: str) -> str | None:
     """Why pass ``name`` does not apply to a known ``layer``."""
     architecture = ARCHITECTURES[type(layer).__name__]
-    attn, mlp = layer.self_attn, architecture.mlp_of(layer)
+    mixer, mlp = getattr(layer, architecture.mixer_of(layer)[0]), architecture.mlp_of(layer)
     if name == "qkv":
-        names = first_projections(attn) if architecture.rotation else ("q_proj", "k_proj", "v_proj")
-        if len({getattr(attn, each).bias is None for each in names}) > 1:
+        names = architecture.projections(layer)
+        if len({getattr(mixer, each).bias is None for each in names}) > 1:
             return f"only some of {', '.join(names)} have a bias"
     if name == "gate_up":
         if not architecture.has_gated_mlp(layer):
             return "its MLP is a mixture of experts, which is left alone"
-        if activation_of(mlp.act_fn) is None:
+        if activation_of(layer) is None:
             return f"its activation {type(mlp.act_fn).__name__} is none of silu, gelu_tanh, gelu"
         gate, up, _ = (getattr(mlp, each) for each in architecture.names.linears)
         if (gate.bias is None) != (up.bias is None):
             return "only one of gate and up has a bias"
     if name == "rope" and architecture.qk_norm:
-        q_norm, k_norm = (getattr(attn, each) for each in architecture.names.head_norms)
+        q_norm, k_norm = (getattr(mixer, each) for each in architecture.names.head_norms)
         if q_norm.weight.dtype != k_norm.weight.dtype:
             return "q_norm and k_norm differ in dtype"
     return None
 
 
-def first_projections(attn: Any) -> tuple[str, str]:
-    """Of latent attention: those that take the layer's input."""
-    return "q_proj" if attn.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
-
-
 def rotary_dim(attn: Any) -> int:
     """Numbers of a head that are rotated."""
-    return int(attn.qk_rope_head_dim if hasattr(attn, "qk_rope_head_dim") else attn.head_dim)
+    if hasattr(attn, "qk_rope_head_dim"):
+        return int(attn.qk_rope_head_dim)
+    parameters = getattr(attn.config, "rope_parameters", None) or {}
+    return int(attn.head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
 def why_no_table(rotary: Any, layer_type: str | None) -> str | None:

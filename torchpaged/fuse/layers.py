@@ -3,7 +3,7 @@ by hand.
 
 A step over a paged cache runs on the ops; anything else (no cache, another one, dense mode, training) runs
 the layer's own forward. What a step needs is looked up once, in a `LayerPlan`: weights, norms, flags. What
-mixes the tokens is a subclass's: attention_layers.py, latent_layers.py.
+mixes the tokens is a subclass's: attention_layers.py, latent_layers.py, state_layers.py.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torchpaged.fuse.rope_table import RopeTable, computed
 from torchpaged.fuse.stacked import Stacked
 from torchpaged.hf.cache_argument import CACHE, take_cache
 from torchpaged.hf.layer import LayerCache, PagedLayer
+from torchpaged.hf.owner import PagedOwner
 
 #: Marks, among a plan's rotations, a layer without any (NoPE).
 NO_ROTATION = "none"
@@ -39,6 +40,13 @@ def paged_layer(cache: Any, index: int) -> PagedLayer | None:
     return layer if isinstance(layer, PagedLayer) and not layer.owner.dense else None
 
 
+def paged_owner(cache: Any) -> PagedOwner | None:
+    """``cache`` itself if steps over it are paged, else None."""
+    layers = getattr(cache, "layers", None) or ()
+    owner = next((layer.owner for layer in layers if isinstance(layer, PagedLayer)), None)
+    return None if owner is None or owner.dense else owner
+
+
 class LayerPlan:
     """What the fused forward of one layer uses.
 
@@ -52,11 +60,11 @@ class LayerPlan:
         self.architecture = architecture = ARCHITECTURES[type(layer).__name__]
         self.passes, self.rope = tuple(passes), rope
         self.layer: Any = layer
-        self.mixer: Any = layer.self_attn
+        self.mixer: Any = getattr(layer, architecture.mixer_of(layer)[0])
         self.mlp: Any = architecture.mlp_of(layer)
         self.layer_idx: int = self.mixer.layer_idx
         names = architecture.names
-        self.output: Any = getattr(self.mixer, names.output)
+        self.output: Any = getattr(self.mixer, architecture.mixer_linears(layer)[-1])
         self.inputs: Stacked | None
         self._plan_mixer()
         self.gate: Any
@@ -65,7 +73,7 @@ class LayerPlan:
         self.gate, self.up, self.down = (getattr(self.mlp, name, None) for name in names.linears)
         self.gate_up = Stacked([self.gate, self.up]) if "gate_up" in passes else None
         self._stacks = [stacked for stacked in (self.inputs, self.gate_up) if stacked is not None]
-        self.activation = activation_of(self.mlp.act_fn) if self.gate_up is not None else None
+        self.activation = activation_of(layer) if self.gate_up is not None else None
         self.fuses_norms = "norm" in passes
         self.norms: list[Any] = [getattr(layer, name) for name in names.norms]
         self.post_norms: list[Any] = [getattr(layer, name) for name in names.post_norms]

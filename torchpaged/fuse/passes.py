@@ -26,20 +26,16 @@ from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, Unsupp
 from torchpaged.fuse.architectures import ARCHITECTURES
 from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.ends import Ends, end_forwards
-from torchpaged.fuse.fusible import (
-    PASSES,
-    rotary_dim,
-    why_changed,
-    why_no_table,
-    why_not,
-    why_unknown,
-)
+from torchpaged.fuse.fusible import PASSES, why_changed, why_not, why_unknown
 from torchpaged.fuse.latent_layers import LatentPlan
 from torchpaged.fuse.launch_count import count_launches
-from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward, paged_layer
+from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward, paged_owner
 from torchpaged.fuse.report import FusionReport
-from torchpaged.fuse.rope_table import RopeTable, lazy_forward
+from torchpaged.fuse.rope_table import lazy_forward
+from torchpaged.fuse.rotations import Rotations
+from torchpaged.fuse.state_layers import STATE_PLANS
 from torchpaged.hf.cache_argument import cache_of
+from torchpaged.hf.packed_mixers import pack_mixer, unpack_mixer
 from torchpaged.hf.wrapped import unwrapped
 from torchpaged.model_state import ModelState
 
@@ -47,10 +43,10 @@ from torchpaged.model_state import ModelState
 class _Fusion:
     """What was done to a model, so that it can be undone."""
 
-    def __init__(self, base: nn.Module, report: FusionReport) -> None:
-        self.base, self.report = base, report
+    def __init__(self, base: nn.Module, report: FusionReport, rotations: Rotations) -> None:
+        self.base, self.report, self.rotations = base, report, rotations
         self.plans: list[LayerPlan] = []
-        self.tables: dict[str | None, RopeTable] = {}
+        self.packed: list[nn.Module] = []  # mixers
         self.changed: list[tuple[nn.Module, str, Any]] = []
         self.ends: Ends
         self.state: ModelState
@@ -106,8 +102,7 @@ class _Fusion:
             return
         for plan in self.plans:
             plan.refresh()
-        for table in self.tables.values():
-            table.ensure(table.cos_sin.shape[0], next(table.rotary.buffers()).device)
+        self.rotations.refresh()
         self.state.renew()
 
 
@@ -126,51 +121,35 @@ def _refresh_after_load(module: Any, _keys: Any) -> None:
 def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a forward of the decoder by itself: `end_forwards` looks before one of the whole model."""
     cache = args[3] if len(args) > 3 else cache_of(kwargs)
-    if base._torchpaged_fusion.ends.owner is None and paged_layer(cache, 0) is not None:
+    if base._torchpaged_fusion.ends.owner is None and paged_owner(cache) is not None:
         base._torchpaged_fusion.ends.require_unchanged()
 
 
-def _rope_of(fusion: _Fusion, layer: Any, config: Any) -> tuple[RopeTable | str | None, str | None]:
-    """A layer's table, and why it has none."""
-    if not getattr(layer.self_attn, "use_rope", True):
-        return NO_ROTATION, None
-    rotary, rows = getattr(fusion.base, "rotary_emb", None), getattr(config, "max_position_embeddings", None)
-    if rotary is None or rows is None:
-        return None, "the model has no rotary_emb or its config no max_position_embeddings"
-    layer_type = layer.self_attn.layer_type if isinstance(rotary.rope_type, dict) else None
-    reason = why_no_table(rotary, layer_type)
-    if reason is not None:
-        return None, reason
-    if layer_type not in fusion.tables:
-        half = ARCHITECTURES[type(layer).__name__].half_table
-        try:
-            width = rotary_dim(layer.self_attn)
-            fusion.tables[layer_type] = RopeTable(rotary, layer_type, width, half, rows)
-        except UnsupportedModelError as error:
-            return None, str(error)
-    return fusion.tables[layer_type], None
-
-
-def _fuse_layer(
-    fusion: _Fusion, layer: nn.Module, name: str, config: Any, passes: Sequence[str], report: FusionReport
-) -> None:
-    reason = why_unknown(layer)
-    taken, rope = [], None
+def _fuse_layer(fusion: _Fusion, layer: Any, name: str, passes: Sequence[str], report: FusionReport) -> None:
+    reason, rope = why_unknown(layer), None
+    architecture = None if reason else ARCHITECTURES[type(layer).__name__]
+    state = None if architecture is None else architecture.state_of(layer)
+    left_out, taken = ["lm_head", "embedding", *(["rope"] if state is not None else [])], []
     for each in passes:
-        if each in ("lm_head", "embedding"):
+        if each in left_out:
             continue
         why = reason or why_not(layer, each)
         if why is None and each == "rope":
-            rope, why = _rope_of(fusion, layer, config)
+            rope, why = fusion.rotations.of(layer)
         report.note(each, name, why)
         if why is None:
             taken.append(each)
-    if taken:
-        latent = ARCHITECTURES[type(layer).__name__].rotation
-        plan = (LatentPlan if latent else AttentionPlan)(layer, taken, rope)
-        fusion.plans.append(plan)
-        fusion.give(layer, "_torchpaged_plan", plan)
-        fusion.give(layer, "forward", fused_forward)
+    if not taken or architecture is None:
+        return
+    kind: type[LayerPlan] = LatentPlan if architecture.rotation else AttentionPlan
+    if state is not None:
+        kind, mixer, rope = STATE_PLANS[state.kind], getattr(layer, state.name), NO_ROTATION
+        if pack_mixer(mixer):  # now, or the engine's doing so would be a change that steps refuse
+            fusion.packed.append(mixer)
+    plan = kind(layer, taken, rope)
+    fusion.plans.append(plan)
+    fusion.give(layer, "_torchpaged_plan", plan)
+    fusion.give(layer, "forward", fused_forward)
 
 
 def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: bool = True) -> FusionReport:
@@ -210,15 +189,16 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     config = model.config.get_text_config(decoder=True)
     report = FusionReport(type(model).__name__, len(base.layers), tuple(x for x in PASSES if x in chosen))
     report.before = count_launches(model) if count else None
-    fusion = _Fusion(base, report)
+    fusion = _Fusion(base, report, Rotations(base, config, sees_images=model.config is not config))
     for index, layer in enumerate(base.layers):
-        _fuse_layer(fusion, layer, f"layers.{index}", config, report.passes, report)
+        _fuse_layer(fusion, layer, f"layers.{index}", report.passes, report)
     if (
         len(fusion.plans) == len(base.layers)
         and all(plan.rope is not None for plan in fusion.plans)
-        and fusion.tables
+        and fusion.rotations.tables
     ):
-        fusion.give(base.rotary_emb, "forward", lazy_forward)  # its result is no longer used
+        rotary = next(iter(fusion.rotations.tables.values())).rotary
+        fusion.give(rotary, "forward", lazy_forward)  # its result is no longer used
     fusion.ends, forwards = end_forwards(model, base, chosen, report)
     for module, forward in forwards:
         fusion.give(module, "_torchpaged_ends", fusion.ends)
@@ -251,6 +231,8 @@ def unfuse(model: PreTrainedModel) -> None:
         )
     for module, name, _ in fusion.changed:
         delattr(module, name)
+    for mixer in fusion.packed:
+        unpack_mixer(mixer)
     for handle in fusion.handles:
         handle.remove()
     with torch.no_grad():

@@ -89,6 +89,8 @@ class RopeTable:
     def _compute(self, rows: int, device: torch.device) -> Tensor:
         ones = torch.ones(1, dtype=torch.float32, device=device)
         positions = torch.arange(rows, device=device)[None]
+        if hasattr(self.rotary, "mrope_section"):  # rotated by three places at once, which are one in texts
+            positions = positions.expand(3, 1, rows)
         arguments = () if self.layer_type is None else (self.layer_type,)
         angles = type(self.rotary).forward(self.rotary, ones, positions, *arguments)
         if isinstance(angles, Tensor) and angles.is_complex():  # DeepSeek-V2's

@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.state.check import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
-from torchpaged.hf.attached import was_given_functions
+from torchpaged.hf.attached import MARK, forget_before, was_given_functions
 from torchpaged.hf.families import PACKED, Function
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
@@ -39,9 +39,28 @@ def mixers_of(model: Any) -> list[Any]:
     return [module for _, module in named]
 
 
-def is_packed(mixer: Any) -> bool:
-    """Whether a mixer has that forward now."""
-    return getattr(vars(mixer).get("forward"), "__func__", None) is PACKED[type(mixer).__name__]
+def is_packed(module: Any) -> bool:
+    """Whether a module is a mixer and has that forward now."""
+    packed = PACKED.get(type(module).__name__)
+    return packed is not None and getattr(vars(module).get("forward"), "__func__", None) is packed
+
+
+def pack_mixer(mixer: Any) -> bool:
+    """Give one mixer that forward; whether it had another. One that has it keeps the same object, which
+    graphs were made with."""
+    packs = not is_packed(mixer)
+    if packs:
+        mixer.forward = types.MethodType(PACKED[type(mixer).__name__], mixer)
+    return packs
+
+
+def unpack_mixer(mixer: Any) -> None:
+    """Take it from a mixer that `pack_mixer` gave it; one of a model that was attached since keeps it until
+    `detach`."""
+    if hasattr(mixer, MARK):
+        forget_before(mixer, "forward")
+    elif is_packed(mixer):
+        del mixer.forward
 
 
 def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
@@ -62,23 +81,21 @@ def pack_mixers(model: Any, states: Sequence[PackedState]) -> None:
         if layer.index not in known:
             raise layer.unknown()
     for mixer in mixers:
-        if not _is_served(mixer):
+        if not is_served(mixer):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: a {type(mixer).__name__} has a convolution of another width than "
                 f"{MIN_WIDTH} to {MAX_WIDTH}, or another activation than {' or '.join(ACTIVATIONS)}, which "
                 "packed batches do not take; use generate() with torchpaged.hf.PagedCache"
             )
-        if is_packed(mixer):  # what graphs were made with stays the same object
-            continue
-        if "forward" in vars(mixer):
+        if "forward" in vars(mixer) and not is_packed(mixer):
             raise UnsupportedModelError(
                 f"{type(model).__name__}: a {type(mixer).__name__} has a forward that another one replaced, "
                 "and packed batches need one of theirs; take the hook out"
             )
-        mixer.forward = types.MethodType(PACKED[type(mixer).__name__], mixer)
+        pack_mixer(mixer)
 
 
-def _is_served(mixer: Any) -> bool:
+def is_served(mixer: Any) -> bool:
     """Whether the op takes its convolution, if it has one."""
     names = ("conv1d", "conv", "conv_1d")
     conv = next((getattr(mixer, name) for name in names if hasattr(mixer, name)), None)
@@ -93,7 +110,7 @@ def packed_functions(model: Any) -> dict[Any, Function]:
     forward or a hook that another one put there, or a convolution that the op does not take: its caches keep
     states as transformers does."""
     mixers = mixers_of(model)
-    if not all(map(_is_served, mixers)):
+    if not all(map(is_served, mixers)):
         return {}
     hooked = any(hasattr(part, "_hf_hook") for mixer in mixers for part in mixer.modules())
     if hooked or any("forward" in vars(mixer) and not is_packed(mixer) for mixer in mixers):

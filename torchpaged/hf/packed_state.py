@@ -108,22 +108,31 @@ class PackedState(StateLayer):
         """The step of tokens ``x [batch, query_len, *]``, of a mixer without a convolution or of `convolve`.
         First of what a mixer calls: the first layer of a forward moves the rows on."""
         refuse_grad(x=x)
-        if not self.is_initialized or not self.cache.ready:
-            self._prepare(x, width, channels)
+        self.prepared(x, width, channels)
         step = self.cache.advance(self, x.shape[0], x.shape[1])
         self._past = []  # in compiled forwards, too, or what an eager one before them left is taken back
         return step
 
-    def convolve(self, x: Tensor, conv: Any, activation: str = "none") -> Tensor:
-        """``[batch, query_len, channels]`` through ``conv``, a depthwise ``nn.Conv1d``; a new tensor."""
+    def prepared(self, x: Tensor, width: int, channels: int) -> BackendOps:
+        """`begin` without the step: pools and a backend are there, and these are its ops."""
+        if not self.is_initialized or not self.cache.ready:
+            self._prepare(x, width, channels)
+        return self._ops
+
+    def convolve(
+        self, x: Tensor, conv: Any, activation: str = "none", gates: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        """``[batch, query_len, channels]`` through ``conv``, a depthwise ``nn.Conv1d``; a new tensor.
+        ``gates``: none, or factors of the inputs and of what comes out, like ``x``."""
         weight, bias = conv.weight[:, 0].to(x.dtype), conv.bias
         slots, step = self._slots_of(self.begin(x, weight.shape[1], x.shape[2]))
-        tokens, options = x.flatten(0, 1), (weight, None if bias is None else bias.to(x.dtype), activation)
+        tokens = tuple(each.flatten(0, 1) for each in (x, *gates))
+        options = (weight, None if bias is None else bias.to(x.dtype), activation)
         if not torch.compiler.is_compiling() and self.records_past:
             run = partial(self._convolve, options=options)
-            self._past.append(StatePast(self.pools.conv_state, run, (tokens,), *x.shape[:2]))
+            self._past.append(StatePast(self.pools.conv_state, run, tokens, *x.shape[:2]))
         return self._convolve(
-            tokens,
+            *tokens,
             options=options,
             slots=slots,
             seq_lens=step.seq_lens,
@@ -134,7 +143,7 @@ class PackedState(StateLayer):
     def _convolve(
         self,
         tokens: Tensor,
-        *,
+        *gates: Tensor,
         options: tuple[Tensor, Tensor | None, str],
         slots: Tensor,
         seq_lens: Tensor,
@@ -144,6 +153,7 @@ class PackedState(StateLayer):
         weight, bias, activation = options
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         sizes: dict[str, Any] = {"max_query_len": max_query_len, "activation": activation}
+        sizes |= dict(zip(("in_gate", "out_gate"), gates, strict=False))
         rows = slots, seq_lens, starts
         self._ops.causal_conv(tokens, weight, self.pools.conv_state, *rows, out, bias, **sizes)
         return out

@@ -46,13 +46,16 @@ def row_of(req, batch):
 
 
 @triton.jit
-def load_inputs(at, channel, here, row, x, state_at, state_row, WIDTH: tl.constexpr):
-    """A row's inputs at places of its tokens, ``[places, channels]``: those before its first token are the
-    state's, if it is kept; zeros where there are none."""
-    new = (at >= row.first) & (at < row.count)
-    place = x.ptr + (row.begin + at).to(tl.int64)[:, None] * x.row + channel[None, :]
+def load_inputs(at, channel, here, row, x, gate, state_at, state_row, WIDTH: tl.constexpr):
+    """A row's inputs at places of its tokens, ``[places, channels]``, times their gate if there is one: those
+    before its first token are the state's, if it is kept; zeros where there are none."""
+    new = ((at >= row.first) & (at < row.count))[:, None] & here[None, :]
+    token = (row.begin + at).to(tl.int64)[:, None]
     before = state_at + (at + WIDTH - 1)[:, None] * state_row + channel[None, :]
-    seen = tl.load(place, mask=new[:, None] & here[None, :], other=0.0)
+    seen = tl.load(x.ptr + token * x.row + channel[None, :], mask=new, other=0.0)
+    if gate.ptr is not None:
+        factor = tl.load(gate.ptr + token * gate.row + channel[None, :], mask=new, other=0.0)
+        seen = (seen.to(tl.float32) * factor.to(tl.float32)).to(seen.dtype)
     kept = (at < 0) & (row.seq_len > row.count)
     return seen + tl.load(before, mask=kept[:, None] & here[None, :], other=0.0)
 
@@ -67,6 +70,8 @@ def causal_conv_kernel(
     batch,
     out,
     bias_ptr,
+    in_gate,
+    out_gate,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -74,7 +79,7 @@ def causal_conv_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
 ):
-    """``x``, ``weight``, ``out``: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (num_reqs, tiles
+    """``x``, ``weight``, ``out``, gates: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (num_reqs, tiles
     of channels, tiles of tokens); ROWS: a power of two of at least WIDTH - 1."""
     req, part = tl.program_id(0), tl.program_id(2)
     row = row_of(req, batch)
@@ -93,20 +98,25 @@ def causal_conv_kernel(
             acc = tl.zeros((TILE_TOKENS, TILE_CHANNELS), tl.float32)
             for w in tl.static_range(WIDTH):
                 at = token - (WIDTH - 1) + w
-                seen = load_inputs(at, channel, here, row, x, state_at, state.row, WIDTH)
+                seen = load_inputs(at, channel, here, row, x, in_gate, state_at, state.row, WIDTH)
                 factor = tl.load(weight.ptr + channel * weight.row + w, mask=here, other=0.0)
                 acc += seen.to(tl.float32) * factor.to(tl.float32)[None, :]
             if bias_ptr is not None:
                 acc += tl.load(bias_ptr + channel, mask=here, other=0.0).to(tl.float32)[None, :]
             if SILU:
                 acc = acc / (1 + tl.exp(-acc))
+            if out_gate.ptr is not None:
+                place = out_gate.ptr + (begin + token).to(tl.int64)[:, None] * out_gate.row + channel[None, :]
+                factors = tl.load(place, mask=live[:, None] & here[None, :], other=0.0)
+                acc *= factors.to(tl.float32)
             acc = tl.where(live[:, None], acc, 0.0)
             target = out.ptr + (begin + token).to(tl.int64)[:, None] * out.row + channel[None, :]
             tl.store(target, acc.to(out.ptr.dtype.element_ty), mask=(token < end)[:, None] & here[None, :])
     if (part == 0) & (row.slot > 0):
         n = tl.arange(0, ROWS)
         inside = (n < WIDTH - 1)[:, None] & here[None, :]
-        last = load_inputs(count - (WIDTH - 1) + n, channel, here, row, x, state_at, state.row, WIDTH)
+        at = count - (WIDTH - 1) + n
+        last = load_inputs(at, channel, here, row, x, in_gate, state_at, state.row, WIDTH)
         tl.debug_barrier()  # all of the old state is read, above too, before any of the new is written
         tl.store(state_at + n[:, None] * state.row + channel[None, :], last, mask=inside)
 
@@ -122,7 +132,10 @@ def causal_conv(call: ConvCall) -> None:
         call.out.zero_()
         return
     tile_tokens = min(next_power_of_2(call.max_query_len), _MAX_TILE_TOKENS)
-    tile_channels = min(next_power_of_2(channels), _TILE_CHANNELS)
+    gated = call.in_gate is not None or call.out_gate is not None
+    # whole tiles with gates do not fit into registers
+    widest = _TILE_CHANNELS // 2 if gated and tile_tokens > 8 else _TILE_CHANNELS
+    tile_channels = min(next_power_of_2(channels), widest)
     grid = (num_reqs, triton.cdiv(channels, tile_channels), triton.cdiv(call.max_query_len, tile_tokens))
     launch_kernel(
         causal_conv_kernel,
@@ -135,6 +148,8 @@ def causal_conv(call: ConvCall) -> None:
         Batch(call.state_slots, call.seq_lens, call.query_start_loc),
         Matrix.of(call.out),
         call.bias,
+        Matrix.of(call.in_gate),
+        Matrix.of(call.out_gate),
         CHANNELS=channels,
         WIDTH=width,
         ROWS=next_power_of_2(width - 1),

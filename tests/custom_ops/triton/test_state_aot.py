@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import aot
 import launched
 from op_inputs.state import STATE_BATCHES, Rows, make_conv_inputs, make_linear_inputs, with_odd_strides
+from op_inputs.state_gates import SIZES, make_gated_norm_inputs, make_gates_inputs
 
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -94,3 +95,20 @@ def test_kernels_of_chunks_are_given_even_strides() -> None:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_causal_conv_compiles(target: str, batch: str) -> None:
     check("causal_conv", make_conv_inputs(STATE_BATCHES[batch], channels=4096, dtype=BF16), target)
+
+
+@pytest.mark.slow_cases(but=("sm_90-decode",))
+@pytest.mark.parametrize("batch", ["decode", "chunks"])
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_gated_causal_conv_compiles(target: str, batch: str) -> None:
+    """As LFM2's."""
+    sizes = {"channels": 2048, "width": 3, "bias": False, "activation": "none", "gated": True}
+    check("causal_conv", make_conv_inputs(STATE_BATCHES[batch], **sizes, dtype=BF16), target)
+
+
+@pytest.mark.slow_cases(but=("sm_90-qwen3_next",))
+@pytest.mark.parametrize("size", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_gates_compile(target: str, size: str) -> None:
+    check("delta_gates", make_gates_inputs(**SIZES[size], dtype=BF16), target)
+    check("gated_rms_norm", make_gated_norm_inputs(**SIZES[size], dtype=BF16), target)

@@ -17,6 +17,7 @@ from op_inputs.state import (
     make_linear_inputs,
     with_odd_strides,
 )
+from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inputs, make_gates_inputs
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
@@ -48,6 +49,24 @@ def test_convolution_matches_the_oracle(batch: str, width: int) -> None:
 def test_convolution_of_many_channels_and_a_width_of_eight() -> None:
     inputs = make_conv_inputs(STATE_BATCHES["chunks"], width=8, channels=300, dtype=torch.float16)
     assert_state_close(TRITON, REFERENCE, "causal_conv", inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", STATE_BATCHES)
+def test_gated_convolution_matches_the_oracle(batch: str, dtype: torch.dtype) -> None:
+    inputs = make_conv_inputs(STATE_BATCHES[batch], width=3, channels=300, gated=True, dtype=dtype)
+    assert_state_close(TRITON, REFERENCE, "causal_conv", inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_gates_match_the_oracle(size: str, dtype: torch.dtype) -> None:
+    for weight_dtype in (None, torch.float32):
+        given = SIZES[size] | {"dtype": dtype, "weight_dtype": weight_dtype}
+        assert_gates_close(TRITON, REFERENCE, "delta_gates", make_gates_inputs(**given))
+        assert_gates_close(TRITON, REFERENCE, "gated_rms_norm", make_gated_norm_inputs(**given))
+    for op, make in (("delta_gates", make_gates_inputs), ("gated_rms_norm", make_gated_norm_inputs)):
+        getattr(TRITON, op)(**make(**SIZES[size], tokens=0, dtype=dtype))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,6 +9,7 @@ import torch
 from op_inputs.latent_writes import make_latent_writes
 from op_inputs.rope import ROPE_CASES, make_rope_inputs
 from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs
+from op_inputs.state_gates import make_gated_norm_inputs, make_gates_inputs
 from op_inputs.trees import TREE_SPECS, make_tree_batch
 from torchpaged import BlockSparse
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
@@ -62,12 +63,15 @@ def opcheck_cases(
     semaphore = torch.zeros(
         batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device
     )
-    conv, delta, ssd = (
+    conv, conv_gated, delta, ssd, gates, gated_norm = (
         {name: x.to(device).nan_to_num_() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         for given in (
             make_conv_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
+            make_conv_inputs(STATE_BATCHES["mixed_empty"], gated=True, dtype=dtype),
             make_linear_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
             make_linear_inputs(STATE_BATCHES["decode_padded"], delta=False, dtype=dtype),
+            make_gates_inputs(dtype=dtype),
+            make_gated_norm_inputs(dtype=dtype),
         )
     )
     latent_writes = make_latent_writes(normed=True, dtype=dtype, device=device)
@@ -118,7 +122,10 @@ def opcheck_cases(
         ),
         "rope_latent": ("rope_write_latent", (), latent_writes),
         "conv": ("causal_conv", (), conv),
+        "conv_gated": ("causal_conv", (), conv_gated),
         "delta": ("linear_attention", (), delta),
+        "delta_gates": ("delta_gates", (), gates),
+        "gated_norm": ("gated_rms_norm", (), gated_norm),
         "ssd": ("linear_attention", (), ssd),
         "write_index": ("write_index_keys", (kv[:, 0, :16].contiguous(), index_pool, slots), {}),
         "index_logits": (

@@ -79,11 +79,13 @@ def make_conv_inputs(
     width: int = 4,
     bias: bool = True,
     activation: str = "silu",
+    gated: bool = False,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     num_slots: int = 9,
 ) -> dict[str, Any]:
-    """Arguments of ``causal_conv``; ``out`` holds NaN."""
+    """Arguments of ``causal_conv``; ``out`` holds NaN. ``gated``: inputs and results have gates, slices of
+    one product."""
     torch.manual_seed(seed)
     given = batch_tensors(batch, num_slots)
     num_tokens = int(given["query_start_loc"][-1]) + batch.padded_tokens
@@ -97,6 +99,15 @@ def make_conv_inputs(
         "bias": torch.randn(channels, dtype=dtype) if bias else None,
         "max_query_len": given["max_query_len"],
         "activation": activation,
+        **_gates(num_tokens, channels, dtype, gated),
+    }
+
+
+def _gates(num_tokens: int, channels: int, dtype: torch.dtype, gated: bool) -> dict[str, Tensor | None]:
+    whole = torch.randn(num_tokens, 2 * channels + 8, dtype=dtype) if gated else None
+    return {
+        "in_gate": None if whole is None else whole[:, 8 : channels + 8],
+        "out_gate": None if whole is None else whole[:, channels + 8 :],
     }
 
 
@@ -165,6 +176,8 @@ def _tokens(inputs: dict[str, Any]) -> list[tuple[int, bool, range]]:
 def exact_conv(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The oracle: ``out`` and ``conv_state`` in float64, a request at a time."""
     x, weight, state = (inputs[name].double() for name in ("x", "weight", "conv_state"))
+    if inputs["in_gate"] is not None:  # rounded, as the state keeps it
+        x = (inputs["in_gate"].double() * x).to(inputs["x"].dtype).double()
     out, width = torch.zeros_like(x), weight.shape[1]
     for slot, begins, tokens in _tokens(inputs):
         if tokens:
@@ -172,7 +185,9 @@ def exact_conv(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
             line = torch.cat((past, x[tokens.start : tokens.stop]))
             y = (line.unfold(0, width, 1) * weight).sum(-1)
             y = y if inputs["bias"] is None else y + inputs["bias"]
-            out[tokens.start : tokens.stop] = y * y.sigmoid() if inputs["activation"] == "silu" else y
+            y = y * y.sigmoid() if inputs["activation"] == "silu" else y
+            part = slice(tokens.start, tokens.stop)
+            out[part] = y if inputs["out_gate"] is None else y * inputs["out_gate"][part]
             state[slot] = line[1 - width :]
     return out, state
 

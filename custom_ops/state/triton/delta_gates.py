@@ -1,0 +1,75 @@
+"""delta_gates: one program has the heads of one token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.state.call import GatesCall
+from torchpaged.custom_ops.state.check import check_delta_gates
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
+from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.records import Matrix, Tokens
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)). Of a small e = exp(x), 1 + e loses digits, which log(1 + e) e / ((1 + e) - 1) gives
+    back: a decay next to 1 is told from 1."""
+    e = tl.exp(tl.minimum(x, 20.0))
+    u = 1.0 + e
+    small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.where(x > 20.0, x, small)
+
+
+@triton.jit
+def delta_gates_kernel(
+    a,
+    b,
+    a_log_ptr,
+    dt_bias_ptr,
+    g,
+    beta,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """``a``, ``b``: `Tokens` of groups; ``g``, ``beta``: `Matrix`. Grid: (num_tokens,). GROUP: heads that
+    stand side by side."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS_PAD)
+    here = head < HEADS
+    group, place = head // GROUP, head % GROUP
+    x = tl.load(a.ptr + token * a.token + group * a.head + place, mask=here, other=0.0).to(tl.float32)
+    y = tl.load(b.ptr + token * b.token + group * b.head + place, mask=here, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias_ptr + head, mask=here, other=0.0).to(tl.float32)
+    a_log = tl.load(a_log_ptr + head, mask=here, other=0.0).to(tl.float32)
+    tl.store(g.ptr + token * g.row + head, -tl.exp(a_log) * softplus(x), mask=here)
+    tl.store(beta.ptr + token * beta.row + head, 1.0 / (1.0 + tl.exp(-y)), mask=here)
+
+
+def delta_gates(call: GatesCall) -> None:
+    """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16."""
+    require_launchable(call.a)
+    check_dtype("a", call.a, torch.bfloat16, torch.float16, torch.float32)
+    check_delta_gates(call)
+    num_tokens, num_groups, group = call.a.shape
+    num_heads = num_groups * group
+    if not num_tokens or not num_heads:
+        return
+    launch_kernel(
+        delta_gates_kernel,
+        (num_tokens,),
+        Tokens.of(call.a),
+        Tokens.of(call.b),
+        call.a_log,
+        call.dt_bias,
+        Matrix.of(call.g),
+        Matrix.of(call.beta),
+        HEADS=num_heads,
+        HEADS_PAD=next_power_of_2(num_heads),
+        GROUP=group,
+        num_warps=1,
+    )

@@ -1,0 +1,73 @@
+"""gated_rms_norm: one program has some heads of one token."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from torchpaged.custom_ops.checks import check_dtype
+from torchpaged.custom_ops.state.call import GatedNormCall
+from torchpaged.custom_ops.state.check import check_gated_rms_norm
+from torchpaged.custom_ops.triton.kernel_store import launch_kernel
+from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.records import Tokens
+
+_TILE = 1024  # numbers of a program
+
+
+@triton.jit
+def gated_rms_norm_kernel(
+    x,
+    gate,
+    weight_ptr,
+    out,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+):
+    """``x``, ``out``: `Tokens`; ``gate``: `Tokens` of groups. Grid: (num_tokens, tiles of heads). GROUP: heads whose gates stand side by side."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    d = tl.arange(0, WIDTH_PAD)
+    here = (head < HEADS)[:, None] & (d < WIDTH)[None, :]
+    at = x.ptr + token * x.token + head[:, None] * x.head + d[None, :]
+    y = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    group, place = head // GROUP, head % GROUP * WIDTH
+    at = gate.ptr + token * gate.token + (group * gate.head + place)[:, None] + d[None, :]
+    z = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y, axis=1) / WIDTH + eps)[:, None] * weight[None, :]
+    y *= z / (1.0 + tl.exp(-z))
+    at = out.ptr + token * out.token + head[:, None] * out.head + d[None, :]
+    tl.store(at, y.to(out.ptr.dtype.element_ty), mask=here)
+
+
+def gated_rms_norm(call: GatedNormCall) -> None:
+    """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16."""
+    require_launchable(call.x)
+    check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
+    check_gated_rms_norm(call)
+    num_tokens, num_heads, width = call.x.shape
+    if not call.x.numel():
+        return
+    padded = next_power_of_2(width)
+    tile = min(next_power_of_2(num_heads), max(_TILE // padded, 1))
+    launch_kernel(
+        gated_rms_norm_kernel,
+        (num_tokens, triton.cdiv(num_heads, tile)),
+        Tokens.of(call.x),
+        Tokens.of(call.gate),
+        call.weight,
+        Tokens.of(call.out),
+        call.eps,
+        HEADS=num_heads,
+        WIDTH=width,
+        WIDTH_PAD=padded,
+        GROUP=call.gate.shape[2] // width,
+        TILE_HEADS=tile,
+        num_warps=4,
+    )

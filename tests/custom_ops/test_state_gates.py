@@ -1,0 +1,76 @@
+"""What lies around the recurrence of a gated delta net, and the gates of a convolution, on a CPU: the oracle,
+what is refused, the trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.state import STATE_BATCHES, assert_state_close, clone, make_conv_inputs
+from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inputs, make_gates_inputs
+
+from torchpaged import ArgumentError
+from torchpaged.custom_ops import BACKEND_OPS
+
+REFERENCE = BACKEND_OPS["reference"]
+MAKE = {"delta_gates": make_gates_inputs, "gated_rms_norm": make_gated_norm_inputs}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("op", MAKE)
+@pytest.mark.parametrize("size", SIZES)
+def test_ops_match_the_oracle(size: str, op: str, dtype: torch.dtype) -> None:
+    weight_dtype = torch.float32 if dtype != torch.float64 and size == "qwen3_next" else None
+    inputs = MAKE[op](**SIZES[size], dtype=dtype, weight_dtype=weight_dtype)
+    assert_gates_close(BACKEND_OPS["default"], REFERENCE, op, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("batch", STATE_BATCHES)
+def test_gated_convolution_matches_the_oracle(batch: str, dtype: torch.dtype) -> None:
+    inputs = make_conv_inputs(STATE_BATCHES[batch], width=3, activation="none", gated=True, dtype=dtype)
+    assert_state_close(REFERENCE, REFERENCE, "causal_conv", inputs)
+
+
+BAD: dict[str, tuple[str, str, Any]] = {
+    "groups_of_other_sizes": ("delta_gates", "b", lambda a: {"b": a["b"].transpose(1, 2).contiguous()}),
+    "another_dtype": ("delta_gates", "b", lambda a: {"b": a["b"].half()}),
+    "a_log_of_fewer_heads": ("delta_gates", "a_log", lambda a: {"a_log": a["a_log"][:3]}),
+    "g_of_half": ("delta_gates", "g", lambda a: {"g": a["g"].half()}),
+    "g_on_beta": ("delta_gates", "beta", lambda a: {"g": a["beta"]}),
+    "heads_apart": ("delta_gates", "a", lambda a: {"a": a["a"].transpose(1, 2)}),
+    "gates_of_parts_of_heads": (
+        "gated_rms_norm",
+        "gate",
+        lambda a: {"gate": torch.zeros(5, 12, 10)},
+    ),
+    "a_gate_too_narrow": ("gated_rms_norm", "gate", lambda a: {"gate": torch.zeros(5, 3, 20)}),
+    "a_short_weight": ("gated_rms_norm", "weight", lambda a: {"weight": torch.zeros(19)}),
+    "no_eps": ("gated_rms_norm", "eps", lambda a: {"eps": 0.0}),
+    "out_on_x": ("gated_rms_norm", "x", lambda a: {"x": a["out"]}),
+    "a_gate_of_another_dtype": ("causal_conv", "in_gate", lambda a: {"in_gate": a["in_gate"].half()}),
+    "a_gate_of_fewer_channels": ("causal_conv", "out_gate", lambda a: {"out_gate": a["out_gate"][:, :8]}),
+    "out_on_a_gate": ("causal_conv", "in_gate", lambda a: {"out": a["in_gate"]}),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_refused(case: str) -> None:
+    op, name, change = BAD[case]
+    if op == "causal_conv":
+        given = make_conv_inputs(STATE_BATCHES["chunks"], gated=True)
+    else:
+        given = MAKE[op]()
+    given |= change(given)
+    before = clone(given)
+    with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+        getattr(REFERENCE, op)(**given)
+    for each, x in before.items():
+        if isinstance(x, torch.Tensor):
+            torch.testing.assert_close(given[each], x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", MAKE)
+def test_no_tokens(op: str) -> None:
+    getattr(BACKEND_OPS["default"], op)(**MAKE[op](tokens=0))

@@ -1,0 +1,102 @@
+"""Inputs and the oracle of ``delta_gates`` and ``gated_rms_norm``: slices of one product, heads in groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops import BackendOps
+from torchpaged.testing.oracle import assert_within_budget
+from torchpaged.testing.pools import on_host
+
+#: Heads, groups in which they stand together, and numbers per head: as in Qwen3.5, in Qwen3-Next, odd ones.
+SIZES: dict[str, dict[str, int]] = {
+    "qwen3_5": {"heads": 32, "groups": 1, "width": 128},
+    "qwen3_next": {"heads": 32, "groups": 16, "width": 128},
+    "odd": {"heads": 6, "groups": 3, "width": 20},
+    "wide": {"heads": 3, "groups": 3, "width": 1500},
+}
+NAN = float("nan")
+
+
+def _grouped(tokens: int, groups: int, size: int, dtype: torch.dtype) -> Tensor:
+    """``[tokens, groups, size]`` out of a wider product, groups apart."""
+    whole = torch.randn(tokens, groups * (size + 3) + 5, dtype=dtype)
+    return whole[:, : groups * (size + 3)].unflatten(-1, (groups, -1))[..., :size]
+
+
+def make_gates_inputs(
+    heads: int = 6,
+    groups: int = 3,
+    width: int = 0,
+    *,
+    tokens: int = 5,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """Arguments of ``delta_gates``; results hold NaN. Decays from next to 1 to next to 0."""
+    torch.manual_seed(tokens)
+    a, b = (_grouped(tokens, groups, heads // groups, dtype) for _ in range(2))
+    a.mul_(8)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    given = {
+        "a": a,
+        "b": b,
+        "a_log": torch.rand(heads, dtype=weight_dtype or dtype) * 2,
+        "dt_bias": torch.randn(heads, dtype=weight_dtype or dtype),
+        "g": torch.full((tokens, heads + 2), NAN, dtype=exact)[:, :heads],
+        "beta": torch.full((tokens, heads), NAN, dtype=exact),
+    }
+    return {name: x.to(device) for name, x in given.items()}
+
+
+def make_gated_norm_inputs(
+    heads: int = 6,
+    groups: int = 3,
+    width: int = 20,
+    *,
+    tokens: int = 5,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """Arguments of ``gated_rms_norm``; ``out`` holds NaN."""
+    torch.manual_seed(tokens)
+    given = {
+        "x": torch.randn(tokens, heads, width + 4, dtype=dtype)[..., :width],
+        "gate": _grouped(tokens, groups, heads * width // groups, dtype),
+        "weight": torch.randn(width, dtype=weight_dtype or dtype),
+        "out": torch.full((tokens, heads, width), NAN, dtype=dtype),
+    }
+    return {name: x.to(device) for name, x in given.items()} | {"eps": 1e-5}
+
+
+def exact_gates(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The oracle, in float64."""
+    a, b, a_log, dt_bias = (inputs[name].double() for name in ("a", "b", "a_log", "dt_bias"))
+    dt = torch.log1p((a.flatten(1) + dt_bias).exp())
+    return {"g": -(a_log.exp() * dt), "beta": 1 / (1 + (-b.flatten(1)).exp())}
+
+
+def exact_gated_norm(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The oracle, in float64."""
+    x, gate, weight = (inputs[name].double() for name in ("x", "gate", "weight"))
+    gate = gate.flatten(1).view(x.shape)
+    rms = (x.square().sum(-1, keepdim=True) / x.shape[2] + inputs["eps"]).sqrt()
+    return {"out": x / rms * weight * gate / (1 + (-gate).exp())}
+
+
+@on_host
+def assert_gates_close(ops: BackendOps, reference: BackendOps, op: str, inputs: dict[str, Any]) -> None:
+    """Run one backend's op against the oracle; a decay next to 1 to the digits of what it lacks of 1."""
+    exact = (exact_gates if op == "delta_gates" else exact_gated_norm)(inputs)
+    host = {name: x.cpu().clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    getattr(reference, op)(**host)
+    getattr(ops, op)(**inputs)
+    for name, want in exact.items():
+        assert_within_budget(f"{op} {name}", inputs[name], host[name], want, inputs[name].dtype, 4.0)
+    if "g" in exact:
+        torch.testing.assert_close(inputs["g"].double().cpu(), exact["g"].cpu(), rtol=1e-5, atol=0)

@@ -1,0 +1,58 @@
+"""Which rotation each layer of a model has: one `RopeTable` per type of layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.fuse.architectures import ARCHITECTURES
+from torchpaged.fuse.fusible import rotary_dim, why_no_table
+from torchpaged.fuse.layers import NO_ROTATION
+from torchpaged.fuse.rope_table import RopeTable
+
+
+class Rotations:
+    """Those of a model.
+
+    Args:
+        base: its decoder.
+        config: of its text.
+        sees_images: whether it is more than a model of texts, and its positions may be places in images.
+
+    Attributes:
+        tables: type of layer, None where all are alike -> its table, once a layer asked for it.
+    """
+
+    def __init__(self, base: nn.Module, config: Any, sees_images: bool) -> None:
+        self.base, self.config, self.sees_images = base, config, sees_images
+        self.tables: dict[str | None, RopeTable] = {}
+
+    def of(self, layer: Any) -> tuple[RopeTable | str | None, str | None]:
+        """The table of a layer with attention, or NO_ROTATION; or None, and why there is none."""
+        if not getattr(layer.self_attn, "use_rope", True):
+            return NO_ROTATION, None
+        architecture = ARCHITECTURES[type(layer).__name__]
+        name, rows = architecture.names.rotary, getattr(self.config, "max_position_embeddings", None)
+        rotary: Any = getattr(self.base, name, None)
+        if rotary is None or rows is None:
+            return None, f"the model has no {name} or its config no max_position_embeddings"
+        if hasattr(rotary, "mrope_section") and self.sees_images:
+            return None, "its positions may be places in images, so no table holds its rotation"
+        layer_type = layer.self_attn.layer_type if isinstance(rotary.rope_type, dict) else None
+        reason = why_no_table(rotary, layer_type)
+        if reason is not None:
+            return None, reason
+        if layer_type not in self.tables:
+            half, width = architecture.half_table, rotary_dim(layer.self_attn)
+            try:
+                self.tables[layer_type] = RopeTable(rotary, layer_type, width, half, rows)
+            except UnsupportedModelError as error:
+                return None, str(error)
+        return self.tables[layer_type], None
+
+    def refresh(self) -> None:
+        """After the model was moved."""
+        for table in self.tables.values():
+            table.ensure(table.cos_sin.shape[0], next(table.rotary.buffers()).device)

@@ -79,8 +79,8 @@ def causal_conv_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
 ):
-    """``x``, ``weight``, ``out``, gates: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (num_reqs, tiles
-    of channels, tiles of tokens); ROWS: a power of two of at least WIDTH - 1."""
+    """``x``, ``weight``, ``out``, gates: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (num_reqs,
+    tiles of channels, tiles of tokens); ROWS: a power of two of at least WIDTH - 1."""
     req, part = tl.program_id(0), tl.program_id(2)
     row = row_of(req, batch)
     begin, count, first = row.begin, row.count, row.first

@@ -29,7 +29,8 @@ def gated_rms_norm_kernel(
     GROUP: tl.constexpr,
     TILE_HEADS: tl.constexpr,
 ):
-    """``x``, ``out``: `Tokens`; ``gate``: `Tokens` of groups. Grid: (num_tokens, tiles of heads). GROUP: heads whose gates stand side by side."""
+    """``x``, ``out``: `Tokens`; ``gate``: `Tokens` of groups. Grid: (num_tokens, tiles of heads). GROUP:
+    heads whose gates stand side by side."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     d = tl.arange(0, WIDTH_PAD)

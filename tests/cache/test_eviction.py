@@ -98,6 +98,24 @@ def test_a_policy_that_gives_what_it_does_not_have(wrong: str) -> None:
     assert (known(cache, tokens), known(cache, other)) == (2, 2)
 
 
+@pytest.mark.parametrize("call", ["add", "hit"])
+def test_no_block_is_lost_by_a_policy_that_raises(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    cache = PrefixCache(BlockPool(8), 4, eviction=LRU())
+    pool, tokens = cache.pool, fill(cache, 10)
+    blocks = [] if call == "hit" else cache.text(tokens).take()
+
+    def raises(self: LRU, block: int) -> None:
+        raise KeyError(block)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LRU, call, raises)
+        with pytest.raises(KeyError):
+            cache.text(tokens).take() if call == "hit" else pool.free(blocks or [])
+    held = [block for block in range(1, 8) if pool.ref_count(block)]
+    assert sorted([*pool._free, *pool._idle, *held]) == list(range(1, 8))
+    assert pool.num_used == len(held)
+
+
 @pytest.mark.parametrize("eviction", ["lru", LRU, object()], ids=["str", "class", "object"])
 def test_what_is_no_policy(eviction: Any) -> None:
     pool = BlockPool(8)

@@ -151,7 +151,7 @@ class BlockPool:
             ArgumentError: a block is unknown, free and not idle, the null block, or there twice: no sequence
                 has a block twice. Nothing is shared then.
         """
-        counts, idle, were_idle = self._ref_counts, self._idle, 0
+        counts, idle = self._ref_counts, self._idle
         for block in blocks:
             if type(block) is not int or not NULL_BLOCK < block < self.num_blocks or not counts[block]:
                 self._check(block)
@@ -160,9 +160,9 @@ class BlockPool:
         for block in blocks:
             if not counts[block]:
                 idle.hit(block)
-                were_idle += 1
+                self._num_used += 1
             counts[block] += 1
-        self._hold(were_idle)
+        self._hold(0)
         return list(blocks)
 
     def free(self, blocks: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ import heapq
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
@@ -138,21 +138,24 @@ class IdleBlocks:
         """Whether ``block`` is idle and pinned."""
         return block in self._priorities
 
-    def add(self, blocks: Iterable[int]) -> None:
+    def add(self, blocks: Sequence[int]) -> None:
         """``blocks`` have lost their last holders, one after the other."""
-        order, policy, pins_of = self._order, self._policy, self._pins
+        order, pins_of = self._order, self._pins
         for block in blocks:
             if block in pins_of:
                 self._place(block, max(pin.priority for pin in pins_of[block]))
-                continue
-            order[block] = None
-            if policy is not None:
-                policy.add(block)
+            else:
+                order[block] = None
+        if self._policy is not None:  # behind all: one that raises loses none of them
+            for block in blocks:
+                if block not in pins_of:
+                    self._policy.add(block)
 
     def hit(self, block: int) -> None:
         """An idle block is held again."""
-        if self._take(block) and self._policy is not None:
+        if self._policy is not None and block in self._order:  # first: where it raises, the block stays
             self._policy.hit(block)
+        self._take(block)
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more, nor are its pins."""

@@ -11,8 +11,8 @@ A group begins again from the tokens that its requests were given, so that these
 It passes when each has a few more.
 
 - **Blamed** is who raises alone, and, after another one passed, alone `HEARINGS` times in a row without a
-  token: an error that comes for a while and goes, or comes at times, ends no request. Where nobody is left
-  who passed, it raises `ENOUGH` times.
+  token: an error that comes for a while and goes ends no request, and one that comes at times only if it
+  came in each of these. Where nobody is left who passed, it raises `ENOUGH` times.
 - **Of the engine** is an error where none passes. As many as `ENOUGH` that raise alone, one behind the other,
   are enough to say so.
 - **In company alone** raises a group whose halves pass: steps take at most half as many from then on.

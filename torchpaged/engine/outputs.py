@@ -13,8 +13,8 @@ from torchpaged.custom_ops.words import counted, one_line, repr_of_fields, shown
 from torchpaged.engine.latency import LatencyHistogram
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-#: Tokens that are decoded again and again for their neighbours' sake, about.
-_CONTEXT = 8
+#: Tokens that are decoded again and again for their neighbours' sake, about; and where these give no text.
+_CONTEXT, _CONTEXT_WITHOUT_TEXT = 8, 64
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,12 @@ class GeneratorStats:
 
 class TextStream:
     """The text of one request, from tokens as they come: multi-byte characters whole, stop strings never
-    shown in part.
+    shown in part. Spaces are those of the tokens: cleaning up (``clean_up_tokenization_spaces``) would take
+    back what was shown.
 
     Args:
-        tokenizer: anything with ``decode(ids, skip_special_tokens=True)``; None gives no text.
+        tokenizer: anything with ``decode(ids, skip_special_tokens=True)``, and
+            ``clean_up_tokenization_spaces`` if it has such an attribute that is true; None gives no text.
         stop: strings that end it.
         min_new_tokens: tokens at the beginning within which none of these ends.
 
@@ -161,6 +163,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), min_new_tokens: int = 0) -> None:
         self._tokenizer, self._stop, self._least = tokenizer, tuple(stop), min_new_tokens
+        self._options = {"skip_special_tokens": True}
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            self._options["clean_up_tokenization_spaces"] = False
         self._ids: list[int] = []
         # Tokens before `_known` are text already; decoding starts at `_shown`, for context, whose text, up to
         # `_known`, is `_before`.
@@ -193,15 +198,18 @@ class TextStream:
     def _decode(self, final: bool) -> str:
         # With the tokens in front, because a token's text depends on its neighbours (spaces, joined bytes).
         # What they give is known from the decode before, until there are so many that others take their
-        # place.
+        # place, which have text: behind none, a space that begins a token would be left out, as at the
+        # beginning of a text.
         decode = self._tokenizer.decode
-        after = decode(self._ids[self._shown :], skip_special_tokens=True)
+        after = decode(self._ids[self._shown :], **self._options)
         if not final and after.endswith(_INCOMPLETE):
             return ""
         text, self._before = str(after[len(self._before) :]), after
-        if len(self._ids) - self._shown > _CONTEXT:
-            self._shown = self._known
-            self._before = decode(self._ids[self._shown :], skip_special_tokens=True)
+        context = len(self._ids) - self._shown
+        if context > _CONTEXT:
+            alone = decode(self._ids[self._known :], **self._options)
+            if alone or context > _CONTEXT_WITHOUT_TEXT:
+                self._shown, self._before = self._known, alone
         self._known = len(self._ids)
         return text
 

@@ -268,6 +268,35 @@ def test_a_tokenizer_that_fails_ends_that_request_alone(model: Any, want: list[l
     assert_unharmed(generator, want)
 
 
+def test_a_tokenizer_that_fails_behind_an_interrupt_ends_that_request_alone(
+    model: Any, want: list[list[int]]
+) -> None:
+    generator, tokenizer = engine(model), Letters()
+    generator.tokenizer = tokenizer
+    ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS, EACH, strict=True)]
+    events = [event for _ in range(6) for event in generator.step()]
+    tokenizer.broken = next(t for t in want[0] if not any(t in other for other in want[1:]))
+    while not any(event.token_id == tokenizer.broken for event in events):
+        tokenizer.broken, broken = -1, tokenizer.broken
+        events += generator.step()
+        tokenizer.broken = broken
+
+    def fault(call: int) -> None:
+        model.fault = lambda call: None
+        raise KeyboardInterrupt
+
+    model.fault = fault
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(5):
+            events += generator.step()
+    while generator.has_unfinished:
+        events += generator.step()
+    ends = {event.request_id: event.finish_reason for event in events if event.finish_reason}
+    assert ends == dict(zip(ids, ["error", "length", "length", "length"], strict=True))
+    generator.tokenizer = None
+    assert_unharmed(generator, want)
+
+
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_a_step_that_breaks_off_can_be_taken_again(

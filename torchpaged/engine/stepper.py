@@ -238,6 +238,7 @@ class Stepper:
             if sequence.finish_reason is not None:
                 sequence.inbox.live.pop(sequence, None)
                 del self.requests[sequence.request_id]
+                self._lost = Lost.BLOCKS  # the scheduler may have it still
         # What the device says late of a step may concern what that step wrote.
         self._scheduler.blocks.forget_prefixes("a step broke off")
         # Steps whose tokens are lost have written over what the last known one saw in rings, and have moved

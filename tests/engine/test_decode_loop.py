@@ -168,7 +168,7 @@ def test_a_prefill_that_fails_loses_no_blocks(
     def every_second_fails(*batch: Any) -> Any:
         failures[0] += 1
         if failures[0] % 2:
-            raise MemoryError
+            raise KeyboardInterrupt  # an error would make all of them begin again
         return prefill(*batch)
 
     monkeypatch.setattr(packed, "prefill", every_second_fails)
@@ -178,7 +178,7 @@ def test_a_prefill_that_fails_loses_no_blocks(
         try:
             for event in loop.step():
                 seen[event.request_id] += [event.token_id]
-        except MemoryError:
+        except KeyboardInterrupt:
             continue
         assert all(len(s.blocks) == s.blocks_on_device for s in loop.scheduler.running if s.row is not None)
     assert failures[0] > 9

@@ -250,10 +250,8 @@ def _register() -> None:
         cuda = _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.cuda.{op}", op) if op in _CUDA_OPS else triton
         LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
         LIBRARY.impl(op, _of_this_gpu(op) if op in _CUDA_OPS else triton, "CUDA")
-    natively = {op: SCHEMAS[op] for op in NATIVE_OPS}
-    loaded = native.load(
-        natively
-    )  # registers the default and the .cpu overload of NATIVE_OPS for the CPU key
+    # Registers the default and the .cpu overload of these for the CPU key.
+    loaded = native.load({op: SCHEMAS[op] for op in NATIVE_OPS})
     for op in SCHEMAS:
         reference = _reference(op)
         if not loaded:

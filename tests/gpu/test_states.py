@@ -73,6 +73,15 @@ def test_gates_match_the_oracle(size: str, dtype: torch.dtype) -> None:
     assert_gates_close(TRITON, REFERENCE, "gated_rms_norm", on_gpu(make_gated_norm_inputs(**given)))
 
 
+def test_nan_stays_nan_in_gates() -> None:
+    """On a GPU alone: the interpreter's minimum of a NaN and a number is NaN."""
+    inputs = on_gpu(make_gates_inputs())
+    inputs["a"][1], inputs["b"][2] = float("nan"), float("nan")
+    TRITON.delta_gates(**inputs)
+    assert inputs["g"].isnan().all(1).tolist() == [row == 1 for row in range(5)]
+    assert inputs["beta"].isnan().all(1).tolist() == [row == 2 for row in range(5)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", [*STATE_BATCHES, *LONG_BATCHES])

@@ -17,8 +17,8 @@ from torchpaged.custom_ops.triton.records import Matrix, Tokens
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)). Of a small e = exp(x), 1 + e loses digits, which log(1 + e) e / ((1 + e) - 1) gives
-    back: a decay next to 1 is told from 1."""
-    e = tl.exp(tl.minimum(x, 20.0))
+    back: a decay next to 1 is told from 1. NaN stays NaN, of which `tl.minimum` would make 20."""
+    e = tl.exp(tl.where(x > 20.0, 20.0, x))
     u = 1.0 + e
     small = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.where(x > 20.0, x, small)

@@ -102,8 +102,8 @@ class DeltaNetPlan(StatePlan):
     def refresh(self) -> None:
         """See `LayerPlan`."""
         super().refresh()
-        if self.order is not None:
-            self.order = self.order.to(self.conv.weight.device)
+        if self.order is not None and self.order.device != self.conv.weight.device:
+            self.order = self._order()
 
     def split(self, whole: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of the product: queries, keys and values side by side ``[T, channels]``; the output's gate, what

@@ -13,6 +13,9 @@ import torch
 from torchpaged import ArgumentError
 from torchpaged.cache.host_blocks import HostBlocks
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.engine.outputs import TextStream
+from torchpaged.engine.sequence import Sequence
+from torchpaged.engine.stepper import Lost
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 DRAW = random.Random(3)
@@ -125,6 +128,27 @@ def test_tokens_are_the_same_whichever_way(
     assert not getattr(host.blocks, "pending", None)
     found = stats.prefix_cache
     assert found.queried_tokens == found.hit_tokens + sum(found.missed_tokens.values())
+
+
+def test_what_is_on_its_way_to_a_request_that_ends_in_a_reset_is_waited_for(model: Any, late: None) -> None:
+    class Broken:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            raise KeyError
+
+    generator = Generator(model, **SMALL, preemption="swap")
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        generator.submit(prompt, params)
+    arriving: list[Sequence] = []
+    while not arriving:
+        generator.step()
+        arriving = [s for s in generator.scheduler.running if s.arrival is not None and s.num_output]
+    arriving[0].stream = TextStream(Broken())
+    generator._stepper._lost = Lost.ROWS
+    generator._stepper.reset()
+    assert (arriving[0].finish_reason, arriving[0].arrival) == ("error", None)
+    while generator.has_unfinished:
+        generator.step()
+    assert generator.pool.num_free == generator.pool.num_usable
 
 
 def test_fewer_tokens_are_computed_again(model: Any) -> None:

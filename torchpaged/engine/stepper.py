@@ -31,6 +31,7 @@ from torchpaged.engine.isolation import Isolation
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.packed_steps import PackedSteps
+from torchpaged.engine.request_blocks import leave_arrival
 from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.start_report import LateCompiles
@@ -236,6 +237,7 @@ class Stepper:
             except Exception as error:
                 self._acceptor.lose(sequence, error)
             if sequence.finish_reason is not None:
+                leave_arrival(sequence)  # or else its blocks, which others get, would be written yet
                 sequence.inbox.live.pop(sequence, None)
                 del self.requests[sequence.request_id]
                 self._lost = Lost.BLOCKS  # the scheduler may have it still

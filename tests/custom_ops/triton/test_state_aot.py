@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -112,3 +113,12 @@ def test_gated_causal_conv_compiles(target: str, batch: str) -> None:
 def test_gates_compile(target: str, size: str) -> None:
     check("delta_gates", make_gates_inputs(**SIZES[size], dtype=BF16), target)
     check("gated_rms_norm", make_gated_norm_inputs(**SIZES[size], dtype=BF16), target)
+
+
+def test_gates_of_nan_are_nan() -> None:
+    """PTX's plain min and max give the other operand for NaN, which the interpreter does not do."""
+    with launched.recorded() as launches:
+        BACKEND_OPS["triton"].delta_gates(**make_gates_inputs(**SIZES["qwen3_5"], dtype=BF16))
+    ptx = launched.compile_launch(launches[0]).asm["ptx"]
+    assert "ex2.approx" in ptx
+    assert not re.findall(r"\b(?:min|max)[.\w]*f32", ptx)

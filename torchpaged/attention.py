@@ -14,87 +14,31 @@ backend keeps between calls is in the layer's session, or in one that several la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from types import NoneType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from torchpaged.backends import (
-    Capabilities,
-    Choice,
-    GraphSupport,
-    Limits,
-    Route,
-    Session,
-    attention_spec,
-    get_backend,
-    select_backend,
-)
-from torchpaged.backends.choose.route import route_of
+from torchpaged.backend_module import BackendModule
+from torchpaged.backends import Limits, Route, Session
 from torchpaged.backends.fit import check_out, check_rows, require_dtype, require_fit
-from torchpaged.backends.spec import OWN_FEATURES, MaskMod, ScoreMod, check_mods
+from torchpaged.backends.spec import MaskMod, ScoreMod, check_mods
 from torchpaged.cache import LayerKVCache
 from torchpaged.cache.kv import layer_pools
-from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_block_sparse, check_options, check_paged_attention
 from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import (
-    check_is_dtype,
-    check_sizes,
-    check_tensors,
-    device_here,
-    refuse_grad,
-    switch,
-)
+from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, check_tensors, refuse_grad, switch
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import FLOATS, FP8, check_scale_values
 from torchpaged.custom_ops.registry import check_native_dtype, checks_arguments
 from torchpaged.metadata import AttentionMetadata
-from torchpaged.prefixes.attention import attend_with_prefixes, can_read_once
-
-#: Attributes of a module that its backend is asked for, under the names of `attention_spec`.
-_ASKED = (
-    *("num_heads", "num_kv_heads", "head_dim", "head_dim_v", "block_size", "kv_dtype", "causal", "scale"),
-    *("window_size", "logits_soft_cap", "alibi_slopes", "sinks", "chunk_size", "tree_mask", "output_scale"),
-    *("block_sparse", "score_mod", "mask_mod", "batch_invariant"),
-)
-#: Buffers that stay float32 whatever the module's dtype is.
-_FLOAT32 = ("alibi_slopes", "output_scale")
-#: What shapes may be tried with on the meta device: everything.
-_META = Capabilities(
-    device_types=("meta",),
-    dtypes=FLOATS,
-    kv_dtypes=(*FLOATS, *FP8),
-    graph_support=GraphSupport.ALWAYS,
-    mods=True,
-    batch_invariant=True,
-    features=OWN_FEATURES,
-)
+from torchpaged.prefixes.attention import attend_with_prefixes
 
 
-def _numbers(values: Sequence[float] | Tensor | None) -> list[float] | None:
-    """On the host; None where there are none."""
-    if isinstance(values, Tensor):
-        return None if values.is_meta else [float(value) for value in values.flatten().tolist()]
-    return None if values is None else [float(value) for value in values]
-
-
-def _check_session(session: Any, limits: Any, backend: Any) -> None:
-    if not isinstance(session, (Session, NoneType)):
-        raise ArgumentError("session", "a Session, such as open_session gives", repr(session))
-    if not isinstance(limits, (Limits, NoneType)):
-        raise ArgumentError("limits", "Limits", repr(limits))
-    if session is not None and (limits is not None or backend != "auto"):
-        fix = "the session has a backend and limits"
-        raise ArgumentError("session", "a session, or a backend and limits", "both", fix)
-
-
-class PagedAttention(nn.Module):
+class PagedAttention(BackendModule):
     """Write this step's keys and values into the paged cache, then attend over it.
 
     >>> cache = PagedKVCache.uniform(1, 2, 64, num_blocks=8, dtype=torch.float32)
@@ -155,10 +99,11 @@ class PagedAttention(nn.Module):
         BackendUnavailableError: the named backend can't run this attention; the message has every reason.
     """
 
-    alibi_slopes: Tensor | None
-    sinks: Tensor | None
-    output_scale: Tensor | None
-    _home: Tensor
+    _asked = (
+        *("num_heads", "num_kv_heads", "head_dim", "head_dim_v", "block_size", "kv_dtype", "causal", "scale"),
+        *("window_size", "logits_soft_cap", "alibi_slopes", "sinks", "chunk_size", "tree_mask"),
+        *("output_scale", "block_sparse", "score_mod", "mask_mod", "batch_invariant"),
+    )
     _writes_query_tokens = True  # not in cross attention, where they are the encoder's
 
     def __init__(
@@ -211,137 +156,15 @@ class PagedAttention(nn.Module):
         self.block_sparse = block_sparse
         self.score_mod, self.mask_mod, self.batch_invariant = score_mod, mask_mod, batch_invariant
         self.causal, self.tree_mask, self.block_size, self.kv_dtype = causal, tree_mask, block_size, kv_dtype
-        self.requested_backend = backend
-        _check_session(session, limits, backend)
-        self._limits, self._given = Limits() if limits is None else limits, session
-        # an empty buffer that knows where the module lives, since there may be no parameter to ask
-        home = None if device is None else device_here(device)
-        self.register_buffer("_home", torch.empty(0, device=home, dtype=dtype), persistent=False)
-        self.register_buffer("sinks", self._per_head("sinks", sinks, self._home.dtype))
-        self.register_buffer("alibi_slopes", self._per_head("alibi_slopes", alibi_slopes, torch.float32))
         one = [output_scale] if isinstance(output_scale, (int, float)) else output_scale
-        self.register_buffer("output_scale", self._per_head("output_scale", one, torch.float32))
-        # numbers that a buffer on the meta device can't hold
-        buffers = {"sinks": sinks, "alibi_slopes": alibi_slopes, "output_scale": one}
-        buffers = buffers if self._home.is_meta else {}
-        self._numbers = {name: _numbers(values) for name, values in buffers.items()}
-        self._choose()
-
-    def _per_head(
-        self, name: str, values: Sequence[float] | Tensor | None, dtype: torch.dtype
-    ) -> Tensor | None:
-        if values is None:
-            return None
-        count, words = self.num_heads, "one number per head"
-        if name == "output_scale":
-            count, words = 1, "one positive number"
-        try:
-            held = values if isinstance(values, Tensor) else torch.tensor(values, device="cpu", dtype=dtype)
-        except (TypeError, ValueError, RuntimeError):
-            raise ArgumentError(name, words, repr(values)) from None
-        tensor = held.to(self._home.device, dtype)
-        if name == "output_scale" and tensor.dim() == 0:
-            tensor = tensor[None]
-        if tensor.shape != (count,):
-            raise ArgumentError(name, f"shape [{count}] ({words})", str(list(tensor.shape)))
-        if name == "output_scale":
-            check_scale_values(name, tensor)
-        return tensor
-
-    def _choose(self) -> None:
-        asked = {name: getattr(self, name) for name in _ASKED}
-        spec = self.spec = attention_spec(device=self._home.device, dtype=self._home.dtype, **asked)
-        self._on_meta = self._home.is_meta
-        if self._on_meta:
-            if self.requested_backend != "auto":
-                get_backend(self.requested_backend)
-            self.choice: Choice = Choice(
-                "meta", Route("meta", "meta"), "none yet: chosen when the module gets a real device"
-            )
-            self._use(Session("meta", _META, BACKEND_OPS["default"], [spec], self._limits, spec.device))
-        elif self._given is None:
-            self.choice = select_backend(spec, self.requested_backend)
-            self._use(self.choice.backend.open([spec], self._limits, self._home.device))
-        else:
-            self.choice = Choice(self._given.name, route_of(self._given), "session= was given")
-            self._use(self._given)
-
-    def _use(self, session: Session) -> None:
-        self._workspace = session.workspace(self.spec)
-        self.session, self._ops = session, session.ops
-        self._reads_once = can_read_once(self.spec, session)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: op handles can't be pickled, and a session is a place in this process's
-        memory. A copy opens its own."""
-        here = ("_ops", "_workspace", "session", "_given")
-        limits = self._limits if self._given is None else self._given.limits
-        return {name: value for name, value in self.__dict__.items() if name not in here} | {
-            "_chosen_on": self._home.device.type,
-            "_limits": limits,
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """The backend stays as it was chosen; loaded onto another kind of device, or where it can't run, it
-        is chosen again."""
-        chosen_on = state.pop("_chosen_on")
-        super().__setstate__(state)
-        self._given = None
-        if self._on_meta or self._home.device.type != chosen_on or self.choice.backend.unavailable():
-            self._choose()
-        else:
-            self._use(self.choice.backend.open([self.spec], self._limits, self._home.device))
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> PagedAttention:
-        home, was_meta = self._home, [name for name in self._numbers if self._is_meta(name)]
-        self._buffers["_home"] = None
-        given = {name: getattr(self, name) for name in _FLOAT32}
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            self._buffers["_home"] = home
-        try:
-            self._home = fn(home)
-        except NotImplementedError:  # there is nothing in it that could be lost with the meta device
-            self._home = fn(torch.empty(0, dtype=home.dtype, device="cpu"))
-        for name in _FLOAT32:  # when the module becomes bf16, too
-            held, before = getattr(self, name), given[name]
-            if held is not None and held.dtype != before.dtype:  # its numbers are rounded
-                setattr(self, name, held.float() if held.is_meta else before.to(held.device))
-        self._fill(was_meta)
-        self._choose()
-        return self
-
-    def _is_meta(self, name: str) -> bool:
-        buffer = getattr(self, name)
-        return buffer is not None and buffer.is_meta
-
-    def _fill(self, names: Sequence[str]) -> None:
-        """Numbers that were given, into buffers that left the meta device without them."""
-        for name in names:
-            if self._numbers[name] is not None and not self._home.is_meta:
-                dtype = torch.float32 if name in _FLOAT32 else self._home.dtype
-                setattr(self, name, self._per_head(name, self._numbers[name], dtype))
-
-    def _settle(self, query: Tensor) -> None:
-        """Choose where the module was not told that it left the meta device: loaders replace tensors one by
-        one, and do not know those that are in no state dict.
-
-        Raises:
-            ArgumentError: in a trace, which can't choose.
-        """
-        if torch.compiler.is_compiling():
-            raise ArgumentError(
-                "PagedAttention",
-                "a backend",
-                "a module that was built on the meta device and whose tensors were assigned",
-                "call model.to(device), or one forward, before compiling it",
-            )
-        with torch.inference_mode(False):  # an inference tensor could not be loaded into later
-            if self._home.is_meta:
-                self._home = torch.empty(0, device=query.device, dtype=query.dtype)
-            self._fill([name for name in self._numbers if self._is_meta(name)])
-        self._choose()
+        self._place(
+            {"sinks": sinks, "alibi_slopes": alibi_slopes, "output_scale": one},
+            backend,
+            limits,
+            session,
+            device,
+            dtype,
+        )
 
     def forward(
         self,

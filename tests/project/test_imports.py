@@ -15,7 +15,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 OPS = "torchpaged.custom_ops"
-LIBRARY = ("attention", "functional", "backends", "cache", "metadata", "custom_ops", "names", "version")
+LIBRARY = (
+    "attention",
+    "backend_module",
+    "functional",
+    "backends",
+    "cache",
+    "metadata",
+    "custom_ops",
+    "names",
+    "version",
+)
 ENGINE = (*LIBRARY, "compile", "engine", "fuse", "graphs", "hf", "layers", "profiling")
 
 #: Room -> the rooms that it may import besides itself. A room is a module or package of torchpaged; ""
@@ -28,7 +38,10 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "cache": ("custom_ops", "metadata"),
     "backends": ("custom_ops", "metadata"),
     "functional": ("backends", "custom_ops", "metadata"),
-    "attention": ("backends", "cache", "custom_ops", "functional", "metadata", "prefixes"),
+    "backend_module": ("backends", "custom_ops", "prefixes"),
+    "attention": (
+        *("backend_module", "backends", "cache", "custom_ops", "functional", "metadata", "prefixes"),
+    ),
     "layers": ("attention", "backends", "cache", "custom_ops", "metadata"),
     "prefixes": ("backends", "custom_ops", "functional", "metadata"),
     "compat": ("backends", "custom_ops", "functional"),

@@ -128,6 +128,21 @@ def test_other_requests_are_witnesses() -> None:
     assert blamed(isolation) == second
 
 
+def test_who_comes_while_a_witness_is_tried_is_one_too() -> None:
+    """That witness raises as well: the one that came would end with an error of others, untried."""
+    suspect, witness, late = everyone = requests(3)
+    waiting: Any = {one.request_id: one for one in (suspect, witness)}
+    isolation: Any = Isolation([suspect], waiting, 3, RuntimeError("first"))  # type: ignore[list-item]
+    while (group := isolation.group) is not None:
+        if group == [witness]:
+            waiting[late.request_id] = late
+        if group == [late]:
+            late.step()
+        isolation.stepped(None if group == [late] else RuntimeError("again"))
+    assert not isolation.is_of_engine
+    assert blamed(isolation) == {everyone[0].request_id}
+
+
 def test_an_error_of_the_engine_is_known_by_a_few_trials() -> None:
     for count in (1, 2, 5, 256):
         isolation, groups = isolate(requests(count), lambda *_: True, requests(count)[1:])

@@ -133,14 +133,18 @@ class Isolation:
                 groups += [group[half:], group[:half]]
         hearings = HEARINGS
         if accused and not is_known:
-            others = [s for s in self._requests.values() if s not in accused and s not in passed]
-            witnesses = _live([*passed, *others])[: ENOUGH if passed else ENOUGH - len(accused)]
-            for witness in witnesses:
+            heard, most = list[Sequence](), ENOUGH if passed else ENOUGH - len(accused)
+            while not is_known and len(heard) < most:
+                # Those that came meanwhile, too: an error of the engine would end them untried.
+                others = _live([*passed, *self._requests.values()])
+                witness = next((s for s in others if s not in accused and s not in heard), None)
+                if witness is None:
+                    break
+                heard.append(witness)
                 if (yield [witness]) is None and self._has_moved([witness]):
                     is_known = True
                     passed.append(witness)
-                    break
-            if not witnesses:  # who passed has ended
+            if not heard:  # who passed has ended
                 is_known, hearings = bool(passed), ENOUGH
         if not passed or (accused and not is_known):
             self.is_of_engine = bool(_live(self.suspects))

@@ -199,7 +199,7 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
         (folder | host, "^disk_cache_size: expected a folder with disk_cache_size, and bytes"),
         ({"disk_cache_size": 2**20, **host}, "^disk_cache_path: expected a folder with disk_cache_size"),
         (folder | host | {"disk_cache_size": 0}, "^disk_cache_size: expected at least 1"),
-        (folder | host | {"disk_cache_size": 100}, "^size: expected at least [0-9]* bytes"),
+        (folder | host | {"disk_cache_size": 100}, "^disk_cache_size: expected at least [0-9]* bytes"),
         (host | {"disk_cache_size": 2**20, "disk_cache_path": file}, "^disk_cache_path: expected None or a"),
         (host | {"disk_cache_size": 2**20, "disk_cache_path": 7}, "^disk_cache_path: expected None or a"),
     ):

@@ -233,7 +233,7 @@ def test_what_is_refused(model: Any) -> None:
         ({"preemption": "later"}, "^preemption: expected 'auto' or 'recompute' or 'swap', got 'later'"),
         ({"preemption": "swap"}, "^preemption: expected 'auto' or 'recompute' without host_cache_memory"),
         ({"host_cache_memory": 0}, "^host_cache_memory: expected at least 1"),
-        ({"host_cache_memory": 100}, "^memory_budget: expected at least [0-9]* bytes"),
+        ({"host_cache_memory": 100}, "^host_cache_memory: expected at least [0-9]* bytes"),
         ({"host_cache_memory": 2**20, "prefix_cache": False}, "^host_cache_memory: expected None here"),
     ):
         with pytest.raises(ArgumentError, match=match):

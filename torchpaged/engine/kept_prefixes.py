@@ -27,6 +27,8 @@ from torchpaged.model_state import ModelState, fingerprint
 
 #: Bytes of host memory at most that blocks pass through on their way to a disk and back, if nothing was said.
 _STAGING = 2**30
+#: Arguments of what keeps copies -> the options that they come from.
+_OPTIONS = {"memory_budget": "host_cache_memory", "folder": "disk_cache_path", "size": "disk_cache_size"}
 
 
 def make_prefix_cache(
@@ -48,7 +50,11 @@ def make_prefix_cache(
         return None
     block_size = cache.block_size
     if rings is None:
-        host = _host_tier(options, cache, max_seq_len)
+        try:
+            host = _host_tier(options, cache, max_seq_len)
+        except ArgumentError as error:
+            argument, *rest = error.args
+            raise ArgumentError(_OPTIONS.get(argument, argument), *rest) from error
         return PrefixCache(pool, block_size, keep=decided.keeps, eviction=options.eviction, host=host)
     every = options.checkpoint_every
     if every is None:

@@ -5,7 +5,8 @@
 // How many arguments each kernel takes, which custom_ops/native.py looks for in the file before it loads it:
 // a library built from other sources would fail at every call.
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_ops[] =
-    "torchpaged native ops: advance_step 7, copy_blocks 3, merge_attn_states 7, paged_attention 23, write_kv 8;";
+    "torchpaged native ops: advance_step 7, copy_blocks 3, merge_attn_states 7, paged_attention 23, "
+    "write_kv 8;";
 
 STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
   m.impl("write_kv", TORCH_BOX(&torchpaged::write_kv));

@@ -281,13 +281,15 @@ def test_two_threads(model: Any, alone: Any, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"steps_per_launch": 3}, {"graphs": False}], ids=str)
 def test_a_processor_that_raises_loses_nothing(model: Any, alone: Any, options: dict[str, Any]) -> None:
-    """Events come once, each with its log probabilities; a step that broke off is computed again."""
+    """Events come once, each with its log probabilities; a step that broke off is computed again. No request
+    is to blame for an error that comes at times."""
     calls, failures, armed = 0, 0, False
 
     def fails(logits: Tensor, rows: LogitsRows) -> Tensor:
-        nonlocal calls
+        nonlocal calls, failures
         calls += 1
         if armed and calls % (11 if options.get("steps_per_launch") else 5) == 0:
+            failures += 1
             raise MemoryError
         return no_step_beyond(logits, rows)
 
@@ -299,11 +301,8 @@ def test_a_processor_that_raises_loses_nothing(model: Any, alone: Any, options: 
     ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS, requests(), strict=True)]
     events: dict[int, list[Any]] = {number: [] for number in ids}
     while generator.has_unfinished:
-        try:
-            for event in generator.step():
-                events[event.request_id].append(event)
-        except MemoryError:
-            failures += 1
+        for event in generator.step():
+            events[event.request_id].append(event)
     assert failures > 2
     for (tokens, reason, logprobs), got in zip(alone, events.values(), strict=True):
         assert [event.token_id for event in got] == tokens

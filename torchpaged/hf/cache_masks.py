@@ -178,6 +178,8 @@ class CacheMasks:
         self._mask_seen = self._mask_seen or mask is not None
         padding = [] if mask is None else left_padding(mask, self._todo)
         holds = None
+        if not rows.ready:
+            self._forget_another_forward(asked)
         if query_length > 1 or not rows.ready:
             # A row may have more padding than a mask says that came behind another one.
             known = padding or rows.padding or self._padding or ()
@@ -217,6 +219,12 @@ class CacheMasks:
         it."""
         self._cut, self._prompts_are_whole = None, True
 
+    def _forget_another_forward(self, asked: MaskRequest) -> None:
+        """Forget the padding of a forward that broke off before it wrote, ahead of this one's first mask:
+        transformers asks for those of windows and chunks in any order."""
+        if self._shape != (asked.batch, asked.query_len) or asked.local_size in self._asked:
+            self._forget_padding()
+
     def _expect(self, padding: list[int], asked: MaskRequest) -> None:
         """A mask of a forward that has no rows yet, with padding of each row; all zeros or empty: it says
         nothing.
@@ -225,8 +233,8 @@ class CacheMasks:
             UnsupportedModelError: the forward's masks contradict each other.
         """
         found, shape = (padding if any(padding) else None), (asked.batch, asked.query_len)
-        if self._shape != shape or asked.local_size in self._asked:  # another forward's
-            self._padding, self._shape, self._asked = found, shape, set()
+        if self._shape is None:
+            self._padding, self._shape = found, shape
         elif found != self._padding:
             raise UnsupportedModelError(
                 f"{self._name} masks the padding of some layers and not, or not alike, that of others "

@@ -115,7 +115,8 @@ struct RowMask {
   int64_t query_block = 0, head = 0;
 
   RowMask() = default;
-  RowMask(const Problem& p, const WorkItem& w, int64_t row, int64_t start, int64_t query_len, int64_t seq_len) {
+  RowMask(const Problem& p, const WorkItem& w, int64_t row, int64_t start, int64_t query_len,
+          int64_t seq_len) {
     const int64_t token = w.token(row);
     query_range(p, start, token, query_len, seq_len, &low, &end);
     if (p.tree_mask && end > low) {
@@ -134,7 +135,8 @@ struct RowMask {
       if (!sees(key)) seen &= ~(uint64_t(1) << (key - tile));
     if (const int64_t size = pattern.block_size)
       for (int64_t block = tile / size; block * size < tile + 64 && seen; ++block)
-        if (!pattern.sees(query_block, block, head)) seen &= ~bits(block * size - tile, (block + 1) * size - tile);
+        if (!pattern.sees(query_block, block, head))
+          seen &= ~bits(block * size - tile, (block + 1) * size - tile);
     return seen;
   }
 

@@ -26,6 +26,7 @@ rolling.py       `RollingBlocks`: rings of blocks, for layers with a sliding win
 """
 
 from torchpaged.cache.block_pool import BlockPool
+from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.checkpoints import CheckpointedPrefixCache
 from torchpaged.cache.eviction import LRU, EvictionPolicy, Pin
 from torchpaged.cache.host_blocks import HostBlocks
@@ -36,12 +37,15 @@ from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.latent import LatentLayerSpec
 from torchpaged.cache.prefix_books import PrefixCacheStats
 from torchpaged.cache.prefix_cache import PrefixCache
+from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.rolling import RollingBlocks
 from torchpaged.cache.state import LayerStates, StateLayerSpec
 
 __all__ = [
     "LRU",
     "BlockPool",
+    "CacheRequests",
+    "CachedText",
     "CheckpointedPrefixCache",
     "EvictionPolicy",
     "HostBlocks",

@@ -43,7 +43,8 @@ class PagedKVCache:
             the page.)
         num_blocks: blocks per layer, the null block 0 included. Give this or ``memory_budget``.
         memory_budget: bytes that all pools together may take.
-        dtype: of the pools; an fp8 dtype makes the pools carry scales of 1.0 unless given.
+        dtype: of the pools; those of an fp8 dtype carry scales of 1.0; others are given to the layers with
+            the pools (docs/howto/fp8_cache.md).
         device: where the pools live.
         blocks_of: blocks of layers that have a number of their own, by layer; ids of their blocks are theirs
             alone (`RollingBlocks`).

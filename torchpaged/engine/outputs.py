@@ -42,7 +42,8 @@ class TokenEvent:
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are
-    those before it. ``logprobs``: as in `TokenEvent`, of each token; None where they were not asked for."""
+    those before it. ``token_ids`` ends with the token that ended the request, if one did. ``logprobs``: as in
+    `TokenEvent`, of each token; None where they were not asked for."""
 
     request_id: int
     prompt_token_ids: list[int]

@@ -44,8 +44,8 @@ class SamplingParams:
             prompt or output; 1 = off (arXiv:1909.05858).
         seed: of this request's draws, 64 bits; None = a fresh one.
         stop: strings that end the text; they are not part of it.
-        stop_token_ids: token ids that end it, besides the model's own end; within the model's vocabulary,
-            which is checked at submission.
+        stop_token_ids: token ids that end it, besides the model's own end, and stay in ``token_ids``; within
+            the model's vocabulary, which is checked at submission.
         ignore_eos: go on past the model's end token.
         cache_salt: with the prefix cache: keys and values are shared with requests of the same salt alone,
             of tenants that must not learn what others asked; None: with all that have none.

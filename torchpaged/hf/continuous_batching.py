@@ -405,7 +405,7 @@ def _switching(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _updating(theirs: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(theirs)
+    @functools.wraps(theirs, updated=())  # whose marks include that compiled code leaves it out
     def update(
         self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **given: Any
     ) -> Any:

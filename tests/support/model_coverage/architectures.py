@@ -245,6 +245,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "sarvam_mla": {"num_key_value_heads": 4},
     "dory": {**_FOUR, "n_input_layers": 1, "n_output_layers": 1},
+    "inkling2_text": {"unpadded_vocab_size": 128},
     "inkling2_loop_text": {
         **_FOUR,
         "unpadded_vocab_size": 128,

@@ -44,6 +44,7 @@ register_family(
         caches_others="keeps the keys of each pass through its loop in layers that it adds to its cache",
     )
 )
+register_family(Family(("xlstm",), caches_others="keeps a cache of its own kind"))
 # Other attention classes than theirs are no stand-in for one of ours.
 register_family(
     Family(

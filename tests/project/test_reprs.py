@@ -130,6 +130,7 @@ def of_pools() -> list[Any]:
     states = PagedKVCache([StateLayerSpec(4, 32, 2, 8, 8)], num_blocks=4, max_num_reqs=3, dtype=torch.float32)
     pin = PrefixCache(BlockPool(9), 16).pin([1, 2, 3])
     in_cache = [cache, rows, cache.pool, cache[0], cache.layers[0], host, host.blocks, checkpointed, pin]
+    in_cache += [PrefixCache(BlockPool(9), 16).text([1, 2, 3])]
     in_cache += [PrefixCache(BlockPool(9), 16, host=host), LRU(), states, states[0], states.layers[0]]
     in_cache += [LatentLayerSpec(512, 64), RollingBlocks(512, 512, 16, 1), layer_kinds()[0]]
     limits = Limits(

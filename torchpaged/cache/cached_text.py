@@ -12,6 +12,7 @@ from torchpaged.cache.host_blocks import Arrival
 from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.prefix_books import EVICTED, NEW, TAIL, TOKEN_BYTES, PrefixBooks, Resumed
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.words import counted, one_line
 
 
 class CachedText:
@@ -47,6 +48,11 @@ class CachedText:
 
     def __len__(self) -> int:
         return len(self._data) // TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        return one_line(
+            self, counted(len(self), "token"), f"{counted(self._done, 'block')} taken or computed"
+        )
 
     def extend(self, tokens: Sequence[int]) -> None:
         """More tokens follow, outputs for instance.

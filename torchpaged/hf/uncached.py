@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.compat.dense import packed_pools, rows_as_pools
+from torchpaged.custom_ops.checks import is_latent, pools_meet
 from torchpaged.functional import paged_attention
 from torchpaged.hf.call import LayerCall
 from torchpaged.hf.call_mask import CallMask, held_by
@@ -100,6 +101,8 @@ def attend(call: LayerCall, mask: Tensor | None, way: Way) -> Tensor:
     held = held_by(mask)
     q = call.query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     k, v, table = _pools(call.key.transpose(1, 2), call.value.transpose(1, 2), held)
+    if not torch.compiler.is_compiling() and pools_meet(k, v) and not is_latent(k, v):
+        v = v.clone(memory_format=torch.contiguous_format)  # values in the memory of the keys
     made = {} if held is None else held.made
     requests = made.get((way, k.shape[1]))
     if requests is None:

@@ -22,6 +22,7 @@ from attention_peers.libraries import PEERS
 from torchpaged.bench.attention.cases import AttentionCase
 from torchpaged.bench.attention.contender import Contender, Prepared, own_backends
 from torchpaged.bench.attention.inputs import Inputs
+from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -74,6 +75,8 @@ def _dense_layers(case: AttentionCase, inputs: Inputs) -> list[tuple[Tensor, Ten
 
 
 def _sdpa_why_not(case: AttentionCase, device: torch.device) -> str | None:
+    if case.block_sparse is not None:
+        return "hides blocks with a mask tensor alone, with which it has no fused kernel for grouped heads"
     if not case.is_decode and set(case.query_lens) != set(case.seq_lens):
         return (
             _not_dense(case)
@@ -105,16 +108,18 @@ def _flex_why_not(case: AttentionCase, device: torch.device) -> str | None:
 def _flex_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    query_len, length = case.query_lens[0], case.seq_lens[0]
+    query_len, length, sparse = case.query_lens[0], case.seq_lens[0], case.block_sparse
 
-    def causal(batch: Any, head: Any, q_index: Any, kv_index: Any) -> Any:
-        return kv_index <= q_index + (length - query_len)
+    def seen(batch: Any, head: Any, q_index: Any, kv_index: Any) -> Any:
+        return Mask(block_sparse=sparse).sees(q_index + (length - query_len), kv_index, head)
 
     torch.compiler.reset()  # one case's graphs must not count against the next one's recompile limit
     mask = (
         None
-        if case.is_decode
-        else create_block_mask(causal, None, None, query_len, length, device=inputs.q.device)
+        if case.is_decode and sparse is None
+        else create_block_mask(
+            seen, None, sparse and case.num_heads, query_len, length, device=inputs.q.device
+        )
     )
     compiled = torch.compile(flex_attention, dynamic=False)
 

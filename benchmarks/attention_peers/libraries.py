@@ -41,6 +41,8 @@ def _gpu_only(case: AttentionCase, device: torch.device) -> str | None:
         return f"runs on CUDA devices, not on {device.type}"
     if case.dtype == torch.float32:
         return "computes in bf16 and fp16, not in fp32"
+    if case.block_sparse is not None:
+        return "is measured without masks that hide blocks"
     return None
 
 

@@ -14,6 +14,7 @@ from torchpaged.bench.attention.cases import (
     make_case,
     short_length,
 )
+from torchpaged.custom_ops.attention.mask import BlockSparse
 
 _E4M3 = torch.float8_e4m3fn
 
@@ -42,6 +43,22 @@ def _prefill_fp8() -> list[AttentionCase]:
     ]
 
 
+def _block_sparse() -> list[AttentionCase]:
+    """Dense, Phi-3-small's mask (a shift per query head), and one shift per kv head, whose verticals are ever
+    fewer: each with decodes and a prompt."""
+    patterns = (
+        None,
+        BlockSparse(64, 16, 8, head_step=1),
+        *(BlockSparse(64, 16, stride, head_step=1, heads_per_step=4) for stride in (8, 64)),
+    )
+    return [
+        case
+        for shapes, whole in (([(8, 32 * K)], False), ([(1, 8 * K)], True), ([(1, 32 * K)], False))
+        for pattern in patterns
+        for case in equal_requests("block-sparse", LLAMA_8B, shapes, whole, block_sparse=pattern)
+    ]
+
+
 SUITES: dict[str, tuple[AttentionCase, ...]] = {
     "decode": cases.SUITES["decode"],
     "decode-fp8": tuple(
@@ -55,5 +72,6 @@ SUITES: dict[str, tuple[AttentionCase, ...]] = {
     "prefill-fp8": tuple(_prefill_fp8()),
     "mixed": cases.SUITES["mixed"],
     "block-size": tuple(_block_size()),
+    "block-sparse": tuple(_block_sparse()),
     "smoke": cases.SUITES["smoke"],
 }

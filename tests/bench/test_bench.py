@@ -33,12 +33,14 @@ from torchpaged.bench.attention.inputs import Inputs
 from torchpaged.bench.attention.run import exit_code
 from torchpaged.bench.options import Options
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.attention.mask import BlockSparse, Mask
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 CEILINGS = {"bytes_per_s": 1e10, "flop_per_s": 1e11}
 RAGGED = make_case("smoke", (4, 2, 64), "ragged", [40, 17, 90], [1, 5, 60], dtype=torch.float32)
+SPARSE = replace(RAGGED, block_sparse=BlockSparse(7, 2, 3, head_step=1))
 DECODE_IDEALS = [
     *(1.0, 7.7, 7.7, 61.7, 246.8, 246.8, 493.7, 123.4, 184.6, 147.8),
     *(61.7, 246.8, 11.6, 46.3, 30.9, 123.4, 30.9, 123.4),
@@ -84,6 +86,19 @@ def test_flops_count_the_visible_pairs() -> None:
     assert chunk.seq_lens == (33280,)
 
 
+def test_hidden_blocks_count_nowhere() -> None:
+    keys = pairs = 0
+    for seq, query in zip(SPARSE.seq_lens, SPARSE.query_lens, strict=True):
+        mask, key = Mask(block_sparse=SPARSE.block_sparse), torch.arange(seq)
+        seen = mask.sees(key[seq - query :, None], key, torch.arange(4)[:, None, None])
+        pairs += int(seen.sum())
+        keys += int(seen.any(1).view(2, 2, seq).any(1).sum())
+    assert SPARSE.flops() == 4 * 64 * pairs < RAGGED.flops()
+    assert SPARSE.useful_bytes() == 2 * 64 * 4 * keys < RAGGED.useful_bytes()
+    dense, by_head, by_kv_head, rare = (case.useful_bytes() for case in SUITES["block-sparse"][:4])
+    assert dense > 1.9 * by_head > 6 * by_kv_head > 18 * rare
+
+
 def test_fp8_halves_the_bytes() -> None:
     assert 2 * SUITES["decode-fp8"][0].useful_bytes() == SUITES["decode"][4].useful_bytes()
 
@@ -126,9 +141,12 @@ def test_blocks_are_shuffled_and_owned_once() -> None:
 
 
 @pytest.mark.parametrize("elements", [1 << 26, 1 << 8])
-def test_the_oracle_is_the_reference(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+@pytest.mark.parametrize("case", [RAGGED, SPARSE], ids=["dense", "sparse"])
+def test_the_oracle_is_the_reference(
+    monkeypatch: pytest.MonkeyPatch, case: AttentionCase, elements: int
+) -> None:
     monkeypatch.setattr(inputs, "_ORACLE_ELEMENTS", elements)
-    made = inputs.make_inputs(RAGGED, CPU)
+    made = inputs.make_inputs(case, CPU)
     q, k, v = (t.double() for t in (made.q, made.k_caches[1], made.v_caches[1]))
     out = torch.empty_like(q)
     BACKEND_OPS["reference"].paged_attention(
@@ -142,12 +160,15 @@ def test_the_oracle_is_the_reference(monkeypatch: pytest.MonkeyPatch, elements: 
         None,
         max_query_len=60,
         scale=made.scale,
+        block_sparse=case.block_sparse,
     )
-    exact = inputs.exact_outputs(RAGGED, made, 1)
+    exact = inputs.exact_outputs(case, made, 1)
     assert set(exact) == {0, 2}
     assert len(exact[2][0]) == 60
-    assert inputs.relative_error(RAGGED, out, exact) < 1e-6
-    assert inputs.relative_error(RAGGED, out, inputs.exact_outputs(RAGGED, made, 0)) > 0.1
+    assert inputs.relative_error(case, out, exact) < 1e-6
+    assert inputs.relative_error(case, out, inputs.exact_outputs(case, made, 0)) > 0.1
+    other = SPARSE if case is RAGGED else RAGGED
+    assert inputs.relative_error(case, out, inputs.exact_outputs(other, made, 1)) > 0.1
 
 
 def test_of_long_queries_the_ends_are_checked() -> None:

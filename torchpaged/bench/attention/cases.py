@@ -4,8 +4,8 @@
         print(case.name, case.useful_bytes(), case.flops())
 
 A case is data only; ``inputs.make_inputs`` turns it into tensors. A case's name says everything that sets it
-apart: ``heads/kv_heads/head_dim lengths block``, and the KV dtype where it differs. Attention is
-causal throughout.
+apart: ``heads/kv_heads/head_dim lengths block``, and the KV dtype where it differs, and the mask that hides
+blocks. Attention is causal throughout.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.errors import ArgumentError
 
 LLAMA_8B = (32, 8, 128)  # num_heads, num_kv_heads, head_dim
@@ -40,6 +42,7 @@ class AttentionCase:
         kv_dtype: of the caches.
         suite: the suite it belongs to.
         shuffled: whether a request's blocks lie in random order; else one behind the other.
+        block_sparse: the mask that hides blocks of keys, if there is one.
     """
 
     name: str
@@ -53,6 +56,7 @@ class AttentionCase:
     kv_dtype: torch.dtype
     suite: str
     shuffled: bool = True
+    block_sparse: BlockSparse | None = None
 
     def __post_init__(self) -> None:
         if len(self.seq_lens) != len(self.query_lens):
@@ -82,17 +86,33 @@ class AttentionCase:
         return max(self.query_lens) == 1
 
     def useful_bytes(self) -> int:
-        """Bytes of keys and values that one call must read once: the numerator of every TB/s figure."""
-        return 2 * sum(self.seq_lens) * self.num_kv_heads * self.head_dim * self.kv_dtype.itemsize
+        """Bytes of keys and values that one call must read once, those that some head of a kv head sees: the
+        numerator of every TB/s figure."""
+        return 2 * self._seen[0] * self.head_dim * self.kv_dtype.itemsize
 
     def flops(self) -> int:
-        """Multiply-adds times two of both products over the (query, key) pairs that the causal mask
-        leaves visible."""
-        pairs = sum(
-            query * (seq - query) + query * (query + 1) // 2
-            for query, seq in zip(self.query_lens, self.seq_lens, strict=True)
-        )
-        return 4 * self.num_heads * self.head_dim * pairs
+        """Multiply-adds times two of both products over the (query, key) pairs that the mask leaves
+        visible, of all query heads."""
+        return 4 * self._seen[1] * self.head_dim
+
+    @cached_property
+    def _seen(self) -> tuple[int, int]:
+        """Keys that are seen, of all kv heads, and pairs of a query and a key that it sees, of all query
+        heads."""
+        keys = pairs = 0
+        for count, seq in zip(self.query_lens, self.seq_lens, strict=True):
+            if self.block_sparse is None:
+                keys += seq * self.num_kv_heads
+                pairs += (count * (seq - count) + count * (count + 1) // 2) * self.num_heads
+                continue
+            size, query = self.block_sparse.block_size, torch.arange(seq - count, seq)[:, None]
+            first, head = torch.arange(0, seq, size), torch.arange(self.num_heads)[:, None, None]
+            visible = (query + 1 - first).clamp(0, size)  # of each block up to each query
+            seen = self.block_sparse.sees(query, first, head) & (visible > 0)
+            pairs += int((seen.sum(0) * visible).sum())
+            of_kv_heads = seen.any(1).view(self.num_kv_heads, -1, len(first)).any(1)
+            keys += int((of_kv_heads * (seq - first).clamp(max=size)).sum())
+        return keys, pairs
 
     def ideal_us(self, bandwidth: float, flop_rate: float) -> tuple[float, str]:
         """The roofline: microseconds at ``bandwidth`` bytes/s or ``flop_rate`` FLOP/s, the longer of the two,
@@ -116,6 +136,7 @@ def make_case(
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
     shuffled: bool = True,
+    block_sparse: BlockSparse | None = None,
 ) -> AttentionCase:
     """A case under its name; ``query_lens``: one number for all requests, or one each."""
     queries = (query_lens,) * len(seq_lens) if isinstance(query_lens, int) else tuple(query_lens)
@@ -123,9 +144,12 @@ def make_case(
     if kv_dtype is not None:
         name += f" {str(kv_dtype).removeprefix('torch.')}"
     name += "" if shuffled else " sequential"
-    return AttentionCase(
-        name, *heads, tuple(seq_lens), queries, block_size, dtype, kv_dtype or dtype, suite, shuffled
-    )
+    if block_sparse is not None:
+        size, local, stride, _, step, per_step = block_sparse
+        name += f" sparse {size}: {local} + 1/{stride}"
+        name += "" if step == 0 else " by head" if per_step == 1 else f" by {per_step} heads"
+    kinds = block_size, dtype, kv_dtype or dtype
+    return AttentionCase(name, *heads, tuple(seq_lens), queries, *kinds, suite, shuffled, block_sparse)
 
 
 def equal_requests(
@@ -224,6 +248,7 @@ def _smoke() -> list[AttentionCase]:
         make_case("smoke", small, "4x256 q4 speculative", [256] * 4, 4),
         make_case("smoke", small, "2x96 whole", [96] * 2, 96, dtype=float32),
         make_case("smoke", small, "3x100 decode + chunk 40 on 60", [100] * 4, [1, 1, 1, 40]),
+        make_case("smoke", small, "2x200 chunk 70", [200] * 2, 70, block_sparse=BlockSparse(16, 2, 5, 1, 1)),
     ]
 
 

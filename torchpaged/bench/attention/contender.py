@@ -25,6 +25,7 @@ from torchpaged.backends import (
     HostLengths,
     Limits,
     Session,
+    attention_spec,
     get_backend,
     list_backends,
 )
@@ -98,7 +99,7 @@ def own_backend(name: str, shown: str = "") -> Contender:
     in_session = name in _AROUND_LIBRARIES or is_route(name)
 
     def spec_of(case: AttentionCase, device: torch.device) -> AttentionSpec:
-        return AttentionSpec(
+        return attention_spec(
             device=device,
             dtype=case.dtype,
             head_dim=case.head_dim,
@@ -106,6 +107,7 @@ def own_backend(name: str, shown: str = "") -> Contender:
             num_kv_heads=case.num_kv_heads,
             block_size=case.block_size,
             kv_dtype=case.kv_dtype,
+            block_sparse=case.block_sparse,
         )
 
     def why_not(case: AttentionCase, device: torch.device) -> str | None:
@@ -138,6 +140,7 @@ def own_backend(name: str, shown: str = "") -> Contender:
                 scale=inputs.scale,
                 k_scale=inputs.k_scale,
                 v_scale=inputs.v_scale,
+                block_sparse=case.block_sparse,
                 **kept[layer],
             )
             return out

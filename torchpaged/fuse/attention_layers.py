@@ -14,26 +14,23 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.fuse.fusible import norm_of
-from torchpaged.fuse.layers import LayerPlan
+from torchpaged.fuse.layers import LayerPlan, Step
 from torchpaged.fuse.rope_table import RopeTable, computed
-from torchpaged.fuse.stacked import Stacked
 from torchpaged.hf.attention import paged_attention_forward
 from torchpaged.hf.cache import PagedCache
-from torchpaged.hf.layer import PagedLayer
+from torchpaged.metadata import AttentionMetadata
 
 
 class AttentionPlan(LayerPlan):
     """What the fused forward of a layer with attention uses; see `LayerPlan`."""
 
+    #: Whether queries come out of `rotate_and_write` as the keys of the pools have them.
+    absorbs = False
+
     def _plan_mixer(self) -> None:
-        attn = self.attn = self.mixer
+        attn = self.mixer
         self.head_dim: int = attn.head_dim
-        self.heads = tuple(getattr(attn, f"{x}_proj").out_features // self.head_dim for x in "qkv")
-        self.inputs = Stacked([attn.q_proj, attn.k_proj, attn.v_proj]) if "qkv" in self.passes else None
-        self.q_norm: Any
-        self.k_norm: Any
-        self.q_norm, self.k_norm = (getattr(attn, name, None) for name in self.architecture.names.head_norms)
-        self.rotate = getattr(sys.modules[type(attn).__module__], "apply_rotary_pos_emb")  # noqa: B009
+        self._rotate = self._of_module("apply_rotary_pos_emb")
         mistral = self.architecture.family == "Mistral"
         window = getattr(attn.config, "sliding_window", None) if mistral else None
         self.attention_arguments: dict[str, Any] = {
@@ -42,17 +39,18 @@ class AttentionPlan(LayerPlan):
             "softcap": attn.attn_logit_softcapping if self.architecture.soft_cap else None,
         }
 
+    def _of_module(self, name: str) -> Any:
+        """A function of the modelling file."""
+        return getattr(sys.modules[type(self.mixer).__module__], name)
+
     def _look_up_mixer(self) -> None:
-        offset = self.architecture.norm_offset
+        self.norms_of_heads: list[Any] = []
         self.head_norms: dict[str, Any] = {}
         if self.architecture.qk_norm:
-            weight, eps, _ = norm_of(self.q_norm, offset)
-            self.head_norms = {
-                "q_norm": weight,
-                "k_norm": self.k_norm.weight,
-                "norm_eps": eps,
-                "norm_offset": offset,
-            }
+            self.norms_of_heads = [getattr(self.mixer, name) for name in self.architecture.names.head_norms]
+            weights = dict(zip(("q_norm", "k_norm"), (x.weight for x in self.norms_of_heads), strict=True))
+            _, eps, offset = norm_of(self.norms_of_heads[0], self.architecture.norm_offset)
+            self.head_norms = {**weights, "norm_eps": eps, "norm_offset": offset}
 
     def begin(self, cached: Any, hidden_states: Tensor) -> BackendOps:
         """See `LayerPlan`."""
@@ -65,106 +63,72 @@ class AttentionPlan(LayerPlan):
         ops: BackendOps = cached.owner.backend.ops
         return ops
 
-    def empty_states(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of no token, as the layer's pools are made for."""
-        like = x.new_empty(batch, self.heads[1], 0, self.head_dim)
-        return like, like
-
-    def project(self, ops: BackendOps, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v ``[T, heads, head_dim]``, out of the layer's input."""
-        x, options = self.before(ops, x, 0, self.inputs)
-        if self.inputs is None:
-            parts = (self.attn.q_proj(x), self.attn.k_proj(x), self.attn.v_proj(x))
-            return tuple(
-                part.unflatten(-1, (heads, self.head_dim))
-                for part, heads in zip(parts, self.heads, strict=True)
-            )
-        whole = self.linear(
-            ops, x, self.inputs.weight, sum(self.heads) * self.head_dim, bias=self.inputs.bias, **options
-        )
-        return whole.unflatten(-1, (sum(self.heads), self.head_dim)).split(self.heads, dim=1)
-
-    def mix(
-        self,
-        ops: BackendOps,
-        x: Tensor,
-        cached: PagedLayer,
-        position_ids: Tensor,
-        rotary: Any,
-        shape: tuple[int, int],
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def mix(self, step: Step, x: Tensor) -> Tensor:
         """See `LayerPlan`: ``[T, num_heads * head_dim]``."""
-        q, k, v = self.project(ops, x)
-        gate = None
+        cached, options, gate = step.cached, dict(step.options), None
+        q, k, v = self.states(step, x)
         if self.architecture.output_gate:
             q, gate = q.unflatten(1, (-1, 2)).unbind(2)
-        if self.rope is None or not cached.takes_at_once(shape[1]):
-            q, keys, values = self._rotate_as_the_model(cached, q, k, v, rotary, shape)
+        if self.rope is None or not cached.takes_at_once(step.shape[1]):
+            q, k, v = (each.unflatten(0, step.shape).transpose(1, 2) for each in (q, k, v))
+            q, k, v = self.rotate_as_the_model(computed(step.rotary), q, k, v)
+            keys, values = cached.write(k, v)
         else:
-            q = self._rotate(ops, cached, q, k, v, position_ids, shape)
+            q = self._write(step, q, k, v).unflatten(0, step.shape).transpose(1, 2)
             keys, values = cached.keys, cached.values
+            if self.absorbs:
+                options["absorbed"] = True
         if self.architecture.sinks:
-            options = {**options, "s_aux": self.attn.sinks}
-        q = q.unflatten(0, shape).transpose(1, 2)
-        out, _ = paged_attention_forward(
-            self.attn, q, keys, values, mask, **self.attention_arguments, **options
-        )
-        out = out.flatten(0, 1)
+            options["s_aux"] = self.mixer.sinks
+        options |= self.attention_arguments
+        out = paged_attention_forward(self.mixer, q, keys, values, step.mask, **options)[0].flatten(0, 1)
         return (out if gate is None else out * gate.sigmoid()).flatten(1)
 
-    def _rotate(
-        self,
-        ops: BackendOps,
-        cached: PagedLayer,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        position_ids: Tensor,
-        shape: tuple[int, int],
-    ) -> Tensor:
-        step = cached.owner.advance(cached, *shape)
+    def _write(self, step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Keys and values, rotated where they are, to the pools; the queries to attend with."""
+        cached = step.cached
+        rows = cached.owner.advance(cached, *step.shape)
         if not isinstance(self.rope, RopeTable):
-            ops.write_kv(
-                k,
-                v,
-                cached.keys,
-                cached.values,
-                step.slot_mapping,
-                are_query_tokens=cached.writes_query_tokens(step),
-                **cached.scales,
-            )
+            written = {"are_query_tokens": cached.writes_query_tokens(rows), **cached.scales}
+            step.ops.write_kv(k, v, cached.keys, cached.values, rows.slot_mapping, **written)
             return q
         # the engine's positions end at max_position_embeddings, the table's first length
         if isinstance(cached.owner, PagedCache):
             self.rope.ensure(cached.owner.max_seq_len, q.device)
-        q_out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        positions = position_ids.expand(shape).reshape(-1)
-        ops.rope_write_kv(
-            q,
-            k,
-            v,
-            positions,
-            self.rope.cos_sin,
-            step.slot_mapping,
-            q_out,
-            cached.keys,
-            cached.values,
-            are_query_tokens=cached.writes_query_tokens(step),
-            **cached.scales,
-            **self.head_norms,
-        )
+        positions = step.position_ids.expand(step.shape).reshape(-1)
+        return self.rotate_and_write(step, rows, positions, self.rope.cos_sin, q, k, v)
+
+    # ----------------------------------------------------------------- what another kind of keys has instead
+    def empty_states(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of no token, as the layer's pools are made for."""
+        like = x.new_empty(batch, self.projections[1].out_features // self.head_dim, 0, self.head_dim)
+        return like, like
+
+    def states(self, step: Step, x: Tensor) -> list[Tensor]:
+        """q, k and v ``[T, heads, *]`` out of the layer's input, not rotated."""
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in self.project(step, x)]
+
+    def rotate_and_write(
+        self,
+        step: Step,
+        rows: AttentionMetadata,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> Tensor:
+        """By one op, with the norms of q and k; the rotated q."""
+        q_out, cached = torch.empty_like(q, memory_format=torch.contiguous_format), step.cached
+        pools = cached.keys, cached.values
+        options = {"are_query_tokens": cached.writes_query_tokens(rows), **cached.scales, **self.head_norms}
+        step.ops.rope_write_kv(q, k, v, positions, cos_sin, rows.slot_mapping, q_out, *pools, **options)
         return q_out
 
-    def _rotate_as_the_model(
-        self, cached: PagedLayer, q: Tensor, k: Tensor, v: Tensor, rotary: Any, shape: tuple[int, int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (q, k, v))
-        if self.architecture.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if getattr(self.attn, "use_rope", True):
-            cos, sin = computed(rotary)
-            q, k = self.rotate(q, k, cos, sin)
-        keys, values = cached.write(k, v)
-        return q.transpose(1, 2).flatten(0, 1), keys, values
+    def rotate_as_the_model(self, angles: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Normed and rotated ``[batch, heads, query_len, *]``, as attention and the cache have them."""
+        if self.norms_of_heads:
+            q, k = (norm(x) for norm, x in zip(self.norms_of_heads, (q, k), strict=True))
+        if getattr(self.mixer, "use_rope", True):
+            q, k = self._rotate(q, k, *angles)
+        return q, k, v

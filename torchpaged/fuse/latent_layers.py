@@ -2,25 +2,21 @@
 
 A step: linear (norm, down-projections of queries and keys), linear (norm, up-projection of the queries, where
 they have a rank of their own), rope_write_latent (norm, rotation, absorbed keys, write), mla_attention, the
-values' up-projection, linear (o, residual), and the MLP. What surrounds attention is `LayerPlan`'s.
+values' up-projection, linear (o, residual), and the MLP. Attention itself is `AttentionPlan`'s, over latents
+as keys and rotated keys as values.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from torch import Tensor, cat
 
-from torchpaged.custom_ops import BackendOps
 from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.fusible import norm_of
-from torchpaged.fuse.rope_table import RopeTable, computed
-from torchpaged.fuse.stacked import Stacked
-from torchpaged.hf.attention import paged_attention_forward
-from torchpaged.hf.cache import PagedCache
-from torchpaged.hf.layer import PagedLayer
+from torchpaged.fuse.layers import Step
 from torchpaged.hf.models.latent import up_projections
+from torchpaged.metadata import AttentionMetadata
 
 #: transformers' function for each rotation of ``rope_write_latent``.
 _ROTATE = {
@@ -33,110 +29,60 @@ _ROTATE = {
 class LatentPlan(AttentionPlan):
     """What the fused forward of a layer over latents uses; see `AttentionPlan`."""
 
+    absorbs = True
+
     def _plan_mixer(self) -> None:
-        attn = self.attn = self.mixer
-        self.rank, self.rope_dim = attn.kv_lora_rank, attn.qk_rope_head_dim
-        self.head_dim = attn.qk_nope_head_dim + self.rope_dim
-        self.first = attn.q_proj if attn.q_lora_rank is None else attn.q_a_proj
-        self.inputs = Stacked([self.first, attn.kv_a_proj_with_mqa]) if "qkv" in self.passes else None
-        rotation = self.architecture.rotation
-        if rotation == "pairs_to_halves" and not attn.config.rope_interleave:
-            rotation = "halves"
-        self.rotation = rotation
-        self.rotate = getattr(sys.modules[type(attn).__module__], _ROTATE[rotation])
+        attn = self.mixer
+        self.widths = attn.kv_lora_rank, attn.qk_rope_head_dim
+        self.head_dim = attn.qk_nope_head_dim + attn.qk_rope_head_dim
+        self.rotation = self.architecture.rotation
+        if self.rotation == "pairs_to_halves" and not attn.config.rope_interleave:
+            self.rotation = "halves"
+        self._rotate = self._of_module(_ROTATE[self.rotation])
         self.attention_arguments = {"scaling": attn.scaling}
 
     def _look_up_mixer(self) -> None:
-        weight, eps, _ = norm_of(self.attn.kv_a_layernorm, 0.0)
+        weight, eps, _ = norm_of(self.mixer.kv_a_layernorm, 0.0)
         self.kv_norm = {"kv_norm": weight, "norm_eps": eps}
         self.q_norm: dict[str, Any] = {}
-        if self.attn.q_lora_rank is not None:
-            weight, eps, _ = norm_of(self.attn.q_a_layernorm, 0.0)
+        if self.mixer.q_lora_rank is not None:
+            weight, eps, _ = norm_of(self.mixer.q_a_layernorm, 0.0)
             self.q_norm = {"norm_weight": weight, "norm_eps": eps}
 
     def empty_states(self, x: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """See `AttentionPlan`; latents and rotated keys."""
-        return x.new_empty(batch, 1, 0, self.rank), x.new_empty(batch, 1, 0, self.rope_dim)
+        latents, keys = (x.new_empty(batch, 1, 0, width) for width in self.widths)
+        return latents, keys
 
-    def project(self, ops: BackendOps, x: Tensor) -> tuple[Tensor, ...]:
-        """q ``[T, num_heads, nope + rope]``, latents ``[T, rank]`` and keys ``[T, rope]``, neither normed nor
-        rotated."""
-        x, options = self.before(ops, x, 0, self.inputs)
-        widths = [self.first.out_features, self.rank, self.rope_dim]
-        if self.inputs is None:
-            whole = cat((self.first(x), self.attn.kv_a_proj_with_mqa(x)), dim=-1)
-        else:
-            whole = self.linear(ops, x, self.inputs.weight, sum(widths), bias=self.inputs.bias, **options)
-        q, kv_c, k_pe = whole.split(widths, dim=-1)
-        if self.q_norm:
-            up = self.attn.q_b_proj
-            if self.fuses_norms:
-                q = self.linear(ops, q, up.weight, up.out_features, **self.q_norm)
-            else:
-                q = up(self.attn.q_a_layernorm(q))
-        return q.unflatten(-1, (-1, self.head_dim)), kv_c, k_pe
+    def states(self, step: Step, x: Tensor) -> list[Tensor]:
+        """q ``[T, num_heads, nope + rope]``, latents ``[T, 1, rank]`` and keys ``[T, 1, rope]``, neither
+        normed nor rotated."""
+        q, latents = self.project(step, x)
+        if self.q_norm and self.fuses_norms:
+            q = self.linear(step.ops, q, self.mixer.q_b_proj, **self.q_norm)
+        elif self.q_norm:
+            q = self.mixer.q_b_proj(self.mixer.q_a_layernorm(q))
+        return [q.unflatten(-1, (-1, self.head_dim)), *latents[:, None].split(self.widths, dim=-1)]
 
-    def mix(
+    def rotate_and_write(
         self,
-        ops: BackendOps,
-        x: Tensor,
-        cached: PagedLayer,
-        position_ids: Tensor,
-        rotary: Any,
-        shape: tuple[int, int],
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
-        """See `LayerPlan`."""
-        q, kv_c, k_pe = self.project(ops, x)
-        if isinstance(self.rope, RopeTable):
-            q = self._write(ops, cached, self.rope, q, kv_c, k_pe, position_ids, shape)
-            keys, values, options = cached.keys, cached.values, {**options, "absorbed": True}
-        else:
-            q, keys, values = self._write_as_the_model(cached, q, kv_c, k_pe, rotary, shape)
-        q = q.unflatten(0, shape).transpose(1, 2)
-        out, _ = paged_attention_forward(
-            self.attn, q, keys, values, mask, **self.attention_arguments, **options
-        )
-        return out.flatten(2).flatten(0, 1)
-
-    def _write(
-        self,
-        ops: BackendOps,
-        cached: PagedLayer,
-        table: RopeTable,
+        step: Step,
+        rows: AttentionMetadata,
+        positions: Tensor,
+        cos_sin: Tensor,
         q: Tensor,
-        kv_c: Tensor,
-        k_pe: Tensor,
-        position_ids: Tensor,
-        shape: tuple[int, int],
+        k: Tensor,
+        v: Tensor,
     ) -> Tensor:
-        step = cached.owner.advance(cached, *shape)
-        # the engine's positions end at max_position_embeddings, the table's first length
-        if isinstance(cached.owner, PagedCache):
-            table.ensure(cached.owner.max_seq_len, q.device)
-        q_out = q.new_empty(*q.shape[:2], self.rank + self.rope_dim)
-        ops.rope_write_latent(
-            q,
-            kv_c,
-            k_pe,
-            position_ids.expand(shape).reshape(-1),
-            table.cos_sin,
-            step.slot_mapping,
-            up_projections(self.attn, q)[0],
-            q_out,
-            cached.keys,
-            rotation=self.rotation,
-            **self.kv_norm,
-        )
+        """See `AttentionPlan`; with the norm of the latents, and the keys' half of kv_b taken into q."""
+        q_out = q.new_empty(*q.shape[:2], sum(self.widths))
+        absorbed, options = up_projections(self.mixer, q)[0], {"rotation": self.rotation, **self.kv_norm}
+        given = (positions, cos_sin, rows.slot_mapping, absorbed, q_out, step.cached.keys)
+        step.ops.rope_write_latent(q, k[:, 0], v[:, 0], *given, **options)
         return q_out
 
-    def _write_as_the_model(
-        self, cached: PagedLayer, q: Tensor, kv_c: Tensor, k_pe: Tensor, rotary: Any, shape: tuple[int, int]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        q, kv_c, k_pe = (x.unflatten(0, shape).transpose(1, 2) for x in (q, kv_c[:, None], k_pe[:, None]))
-        nope, rope = q.split([self.head_dim - self.rope_dim, self.rope_dim], dim=-1)
-        angles = computed(rotary)
-        rope, k_pe = self.rotate(rope, k_pe, *(angles if isinstance(angles, tuple) else (angles,)))
-        keys, values = cached.write(self.attn.kv_a_layernorm(kv_c), k_pe)
-        return cat((nope, rope), dim=-1).transpose(1, 2).flatten(0, 1), keys, values
+    def rotate_as_the_model(self, angles: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """See `AttentionPlan`."""
+        nope, rope = q.split([self.head_dim - self.widths[1], self.widths[1]], dim=-1)
+        rope, v = self._rotate(rope, v, *(angles if isinstance(angles, tuple) else (angles,)))
+        return cat((nope, rope), dim=-1), self.mixer.kv_a_layernorm(k), v

@@ -9,10 +9,10 @@ mixes the tokens is a subclass's: attention_layers.py, latent_layers.py, state_l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import refuse_grad
@@ -47,6 +47,23 @@ def paged_owner(cache: Any) -> PagedOwner | None:
     return None if owner is None or owner.dense else owner
 
 
+class Step(NamedTuple):
+    """One forward of a layer over its paged cache.
+
+    ``ops``: the backend's. ``cached``: the layer of the cache. ``shape``: ``(batch, query_len)``.
+    ``position_ids``, ``rotary``, ``mask``, ``options``: what the layer was given; ``rotary``: cosines and
+    sines, or who computes them.
+    """
+
+    ops: BackendOps
+    cached: Any
+    shape: tuple[int, int]
+    position_ids: Tensor
+    rotary: Any
+    mask: Tensor | None
+    options: dict[str, Any]
+
+
 class LayerPlan:
     """What the fused forward of one layer uses.
 
@@ -64,8 +81,9 @@ class LayerPlan:
         self.mlp: Any = architecture.mlp_of(layer)
         self.layer_idx: int = self.mixer.layer_idx
         names = architecture.names
+        self.projections: list[Any] = [getattr(self.mixer, name) for name in architecture.projections(layer)]
+        self.inputs = Stacked(self.projections) if "qkv" in passes else None
         self.output: Any = getattr(self.mixer, architecture.mixer_linears(layer)[-1])
-        self.inputs: Stacked | None
         self._plan_mixer()
         self.gate: Any
         self.up: Any
@@ -82,13 +100,10 @@ class LayerPlan:
 
     # ------------------------------------------------------------------------------- a subclass's: the mixer
     def _plan_mixer(self) -> None:
-        """The constants of what mixes the tokens; ``inputs`` among them: its first projections, if they are
-        one product."""
-        raise NotImplementedError
+        """The constants of what mixes the tokens."""
 
     def _look_up_mixer(self) -> None:
         """Weights of its norms."""
-        raise NotImplementedError
 
     def cached(self, cache: Any) -> Any:
         """The layer of ``cache`` that a fused step runs over, or None."""
@@ -99,17 +114,7 @@ class LayerPlan:
         made where there are none. The ops."""
         raise NotImplementedError
 
-    def mix(
-        self,
-        ops: BackendOps,
-        x: Tensor,
-        cached: Any,
-        position_ids: Tensor,
-        rotary: Any,
-        shape: tuple[int, int],
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> Tensor:
+    def mix(self, step: Step, x: Tensor) -> Tensor:
         """What the tokens ``x [T, hidden_size]`` are mixed to, ``[T, *]``, before ``output``; writes to the
         cache."""
         raise NotImplementedError
@@ -136,11 +141,21 @@ class LayerPlan:
             stacked.separate()
 
     # --------------------------------------------------------------------------------------- pieces of a step
-    def linear(self, ops: BackendOps, x: Tensor, weight: Tensor, width: int, **options: Any) -> Tensor:
-        """``[T, width]`` of the op ``linear``."""
-        out = x.new_empty(x.shape[0], width)
-        ops.linear(x, weight, out, **options)
+    def linear(
+        self, ops: BackendOps, x: Tensor, layer: Any, width: int | None = None, **options: Any
+    ) -> Tensor:
+        """``[T, width]`` of the op ``linear`` by weight and bias of ``layer``; default: all its rows."""
+        out = x.new_empty(x.shape[0], layer.weight.shape[0] if width is None else width)
+        ops.linear(x, layer.weight, out, bias=layer.bias, **options)
         return out
+
+    def project(self, step: Step, x: Tensor) -> Sequence[Tensor]:
+        """What the first projections of the mixer give of the layer's input, ``[T, *]`` each."""
+        x, options = self.before(step.ops, x, 0, self.inputs)
+        if self.inputs is None:
+            return [linear(x) for linear in self.projections]
+        whole = self.linear(step.ops, x, self.inputs, **options)
+        return whole.split([linear.out_features for linear in self.projections], dim=-1)
 
     def _normed(self, ops: BackendOps, x: Tensor, norm: Any, **options: Any) -> Tensor:
         weight, eps, offset = norm_of(norm, self.architecture.norm_offset)
@@ -158,47 +173,32 @@ class LayerPlan:
             return self._normed(ops, x, self.norms[number]), {}
         return x, self.norm_options[number]
 
-    def after(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: nn.Linear) -> Tensor:
+    def after(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: Any) -> Tensor:
         """``x +`` the block's last linear layer of ``y``, with the norm in between where the family
         has one."""
         if not self.fuses_norms:
-            y = last(y)
-            return self._add(x, self.post_norms[number](y) if self.post_norms else y)
-        if self.residual_scale is not None:
-            return self._add(x, self.linear(ops, y, last.weight, last.out_features, bias=last.bias))
-        if not self.post_norms:
-            return self.linear(ops, y, last.weight, last.out_features, bias=last.bias, residual=x)
-        y = self.linear(ops, y, last.weight, last.out_features, bias=last.bias)
-        return self._normed(ops, y, self.post_norms[number], post_residual=x)
+            return self._added(ops, x, last(y), number)
+        if self.residual_scale is None and not self.post_norms:
+            return self.linear(ops, y, last, residual=x)
+        return self._added(ops, x, self.linear(ops, y, last), number)
 
-    def _add(self, x: Tensor, y: Tensor) -> Tensor:
-        """A block's output on ``x``, scaled where the family does."""
+    def _added(self, ops: BackendOps, x: Tensor, y: Tensor, number: int) -> Tensor:
+        """``x +`` a block's output, normed or scaled where the family does."""
+        if self.post_norms:
+            norm = self.post_norms[number]
+            return self._normed(ops, y, norm, post_residual=x) if self.fuses_norms else x + norm(y)
         return x + y if self.residual_scale is None else torch.add(x, y, alpha=self.residual_scale)
 
     def feed(self, ops: BackendOps, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """``x +`` the MLP of ``x``."""
         h, options = self.before(ops, x, 1, self.gate_up)
         if self.gate_up is not None:
-            h = self.linear(
-                ops,
-                h,
-                self.gate_up.weight,
-                self.gate.out_features,
-                bias=self.gate_up.bias,
-                activation=self.activation,
-                **options,
-            )
+            width = self.gate.out_features
+            h = self.linear(ops, h, self.gate_up, width, activation=self.activation, **options)
             return self.after(ops, x, h, 1, self.down)
         y = self.mlp(h.unflatten(0, shape))
         # a mixture of experts also gives its router's scores
-        y = (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
-        if not self.post_norms:
-            return self._add(x, y)
-        return (
-            self._normed(ops, y, self.post_norms[1], post_residual=x)
-            if self.fuses_norms
-            else x + self.post_norms[1](y)
-        )
+        return self._added(ops, x, (y[0] if isinstance(y, tuple) else y).flatten(0, 1), 1)
 
 
 def fused_forward(
@@ -226,13 +226,20 @@ def fused_forward(
         )
         return result
     refuse_grad(hidden_states=hidden_states)
-    batch, query_len, width = hidden_states.shape
+    *shape, width = hidden_states.shape
     kwargs.pop("use_cache", None)
-    ops, x = plan.begin(cached, hidden_states), hidden_states.reshape(batch * query_len, width)
-    mixed = plan.mix(
-        ops, x, cached, position_ids, position_embeddings, (batch, query_len), attention_mask, kwargs
+    step = Step(
+        plan.begin(cached, hidden_states),
+        cached,
+        (shape[0], shape[1]),
+        position_ids,
+        position_embeddings,
+        attention_mask,
+        kwargs,
     )
+    x = hidden_states.reshape(-1, width)
+    mixed = plan.mix(step, x)
     if not isinstance(cache, LayerCache):
         cached.complete()
-    x = plan.after(ops, x, mixed, 0, plan.output)
-    return plan.feed(ops, x, (batch, query_len)).view(batch, query_len, width)
+    x = plan.after(step.ops, x, mixed, 0, plan.output)
+    return plan.feed(step.ops, x, step.shape).view(*shape, width)

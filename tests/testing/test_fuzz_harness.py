@@ -448,8 +448,10 @@ def test_every_feature_is_reached_and_so_are_their_pairs() -> None:
         "mixed": lambda c: c.kernel == "mixed",
         "cuda": lambda c: c.backend == "cuda",
         "varying tokens": lambda c: c.num_tokens is None,
+        "block sparse": lambda c: "block_sparse" in c.options,
     }
     apart = [("decode", "prefill"), ("decode", "mixed"), ("prefill", "mixed"), ("captured", "varying tokens")]
+    apart.append(("bidirectional", "block sparse"))
     assert not _pairs_missed(configurations, features, set(map(frozenset, apart)))
     assert {c.kv_dtype for c in configurations} == {*DTYPES, *KV_DTYPES} - {"same"}
 
@@ -490,6 +492,37 @@ def test_configurations_aimed_at_shared_prefixes(monkeypatch: pytest.MonkeyPatch
 
     planted = {"reference": REFERENCE._replace(cascade_attention=wrong)}
     assert run_case(case, lambda *args, **facts: None, planted)["failures"]
+
+
+def test_configurations_aimed_at_masks_of_blocks() -> None:
+    """On Triton's kernels with and without tiles left out, in blocks that tiles divide and in others; and a
+    kernel that passes the mask over is seen."""
+    configurations = [random_configuration(seed, aim="block-sparse") for seed in range(300)]
+    kernels = {(c.backend, c.kernel) for c in configurations}
+    assert kernels == {(b, k) for b in ("cuda", "triton") for k in ("decode", "prefill", "mixed")}
+    patterns = [(c.options["block_sparse"], c.num_heads // c.num_kv_heads) for c in configurations]
+    for holds in (
+        lambda pattern, group: pattern.verticals_of(group) == 0,
+        lambda pattern, group: pattern.verticals_of(group) == 1 and pattern.block_size % 64 == 0,
+        lambda pattern, group: pattern.verticals_of(group) > 1 and pattern.block_size % 64 == 0,
+        lambda pattern, group: pattern.block_size % 16 > 0,
+    ):
+        assert sum(holds(*pattern) for pattern in patterns) > 15
+    assert not any("causal" in c.options for c in configurations)
+    beat = lambda *_, **__: None  # noqa: E731
+    seeds = [
+        seed
+        for seed in range(120)
+        if "block_sparse" in random_configuration(seed, backends=("reference",), small=True).options
+    ]
+
+    def blind(*arguments: Any, block_sparse: Any = None, **options: Any) -> None:
+        REFERENCE.paged_attention(*arguments, **options)
+
+    missed = {"reference": REFERENCE._replace(paged_attention=blind)}
+    found = [bool(run_case({**CASE, "seed": seed}, beat, missed)["failures"]) for seed in seeds]
+    assert len(seeds) > 15
+    assert sum(found) >= 4
 
 
 def test_configurations_aimed_at_trees() -> None:

@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.testing.pools import PoolLayout
 
 if TYPE_CHECKING:
@@ -174,6 +175,28 @@ def for_trees(c: Configuration, r: random.Random) -> Configuration:
     )
 
 
+def for_block_sparse(c: Configuration, r: random.Random) -> Configuration:
+    """For masks that hide blocks, on Triton's kernels, half of them where the `cuda` backend leaves them the
+    call."""
+    return hide_blocks(dataclasses.replace(c, backend=r.choice(("cuda", "triton"))), r)
+
+
+def hide_blocks(c: Configuration, r: random.Random) -> Configuration:
+    """The same with a `BlockSparse`: blocks that tiles of keys divide and others, verticals at even distances
+    (where kernels leave tiles out) and at others."""
+    stride = r.choice((1, 2, 3, 4, 8, 8, 16, 40))
+    pattern = BlockSparse(
+        block_size=r.choice((1, 7, 16, 16, 32, 64, 64, 128)),
+        local_blocks=r.choice((1, 1, 1, 2, 3, 16)),
+        vertical_stride=stride,
+        offset=r.choice((0, 1, 1, r.randrange(50))),
+        head_step=r.choice((0, 1, 1, max(1, stride // c.num_heads), r.randint(1, stride))),
+        heads_per_step=r.choice((1, 1, c.num_heads // c.num_kv_heads, r.randint(1, c.num_heads))),
+    )
+    others = {name: value for name, value in c.options.items() if name != "causal"}
+    return dataclasses.replace(c, options=others | {"block_sparse": pattern})
+
+
 def for_cascade(c: Configuration, r: random.Random) -> Configuration:
     """For cascade_attention, in its own launches or in two calls: every pair of `CASCADE_WIDTHS`, one seed
     after the other, then over fp8, then the same captured, then all again; every fourth round on Triton's."""
@@ -228,5 +251,6 @@ AIMS: dict[str, Callable[[Configuration, random.Random], Configuration]] = {
     "cuda-prefill-fp8": for_cuda_prefill_fp8,
     "cuda-decode": for_cuda_decode,
     "tree": for_trees,
+    "block-sparse": for_block_sparse,
     "cascade": for_cascade,
 }

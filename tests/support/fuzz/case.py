@@ -295,7 +295,7 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
         from torchpaged.custom_ops.attention.cuda.paged_attention import route
 
         lengths = (batch.block_table, batch.seq_lens, batch.query_start_loc)
-        options = {"max_query_len": c.max_query_len, "scale": batch.scale, **batch.extras}
+        options = {"max_query_len": c.max_query_len, "scale": batch.scale, **batch.extras, **c.options}
         call = AttentionCall.of(batch.q, batch.k_cache, batch.v_cache, *lengths, out, **options)
         taken = route(call, Specialisation.of(call))
         if taken.kernel != "triton":

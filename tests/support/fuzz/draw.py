@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from op_inputs.trees import TREE_KINDS, random_parents
 
-from fuzz.aims import AIMS
+from fuzz.aims import AIMS, hide_blocks
 from fuzz.configuration import Configuration
 from fuzz.shared_prefixes import share_prefixes
 from torchpaged.metadata.tree import words_of
@@ -89,7 +89,7 @@ def random_configuration(
 
     Two of five are for the CUDA C++ decode kernel, if ``backends`` name it. Three of five others have
     addresses and strides that are multiples of 16 bytes and widths of 16 numbers, since vectorised kernels
-    decline others.
+    decline others. A fifth of these others hide blocks of keys.
 
     Args:
         seed: any integer.
@@ -106,7 +106,10 @@ def random_configuration(
     fitting = "cuda" in backends and not small and r.random() < 0.4
     while True:
         configuration = _draw(r, seed, ("cuda",) if fitting else backends, captures, small)
-        if not fitting or _fits_cuda_decode(configuration):
+        if not fitting:
+            of_blocks = random.Random(f"block_sparse/{seed}")  # all else of a seed is what it was without
+            return hide_blocks(configuration, of_blocks) if of_blocks.random() < 0.2 else configuration
+        if _fits_cuda_decode(configuration):
             return configuration
 
 

@@ -1,9 +1,11 @@
-"""Decode attention on a CPU: the native kernel against gather-then-SDPA, and the dispatch cost of every op.
+"""Decode attention on a CPU: the native kernels against what plain torch does with the same blocks, and the
+dispatch cost of every op.
 
-    python benchmarks/bench_cpu_decode.py [--threads 1] [--context 4096] [--json]
+    python benchmarks/bench_cpu_decode.py [--threads 1] [--context 4096] [--seconds 1] [--output FILE]
 
-A correctness gate runs before each timing. Figures are medians with p20 and p80; the last line is one
-JSON document.
+Keys and values are gathered, then SDPA; latents, at DeepSeek's sizes, are gathered, then SDPA with heads as
+rows, or two plain products with a softmax between. Each row is checked before it is timed; contenders take
+turns. Figures are medians with p20 and p80; the last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
 from op_inputs.opcheck import opcheck_cases
 
 from torchpaged.bench import conditions
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops.registry import NATIVE_OPS
 from torchpaged.testing import BatchSpec, assert_attention_close, make_batch, run_paged_attention
+from torchpaged.testing.batches import Batch
 
 CASES = [
     (heads, kv_heads, dim, reqs, dtype)
@@ -36,33 +40,72 @@ CASES = [
 ]
 
 
-def measure(function: Callable[[], Any], seconds: float = 1.0) -> dict[str, float]:
-    """Microseconds per call: median, p20, p80."""
-    function()
-    times: list[float] = []
-    stop = time.perf_counter() + seconds
-    while time.perf_counter() < stop or len(times) < 5:
-        start = time.perf_counter()
+#: Query heads and requests over latents.
+LATENT_CASES = [
+    (heads, reqs, dtype)
+    for heads in (16, 64, 128)
+    for reqs in (1, 4)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+
+def measure(functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, dict[str, float]]:
+    """Microseconds per call, called in turns: median, p20, p80."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
         function()
-        times.append((time.perf_counter() - start) * 1e6)
-    cuts = statistics.quantiles(times, n=5)
-    return {"median_us": statistics.median(times), "p20_us": cuts[0], "p80_us": cuts[3]}
+    stop = time.perf_counter() + seconds * len(functions)
+    while time.perf_counter() < stop or min(map(len, times.values())) < 5:
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append((time.perf_counter() - start) * 1e6)
+    cuts = {name: statistics.quantiles(each, n=5) for name, each in times.items()}
+    return {
+        name: {"median_us": statistics.median(each), "p20_us": cuts[name][0], "p80_us": cuts[name][3]}
+        for name, each in times.items()
+    }
 
 
-def gather_then_sdpa(batch: Any) -> torch.Tensor:
+def rows_of(pool: torch.Tensor, batch: Batch, request: int) -> torch.Tensor:
+    """A request's keys, values or latents, gathered: ``[num_kv_heads, seq_len, head_dim]``."""
+    length = int(batch.seq_lens[request])
+    blocks = batch.block_table[request, : -(-length // pool.shape[1])].long()
+    return pool[blocks].flatten(0, 1)[:length].transpose(0, 1)
+
+
+def gather_then_sdpa(batch: Batch) -> torch.Tensor:
     """What plain PyTorch does with a paged cache: gather each request's blocks, then SDPA."""
     outs = []
-    for row, length in enumerate(batch.seq_lens.tolist()):
-        blocks = batch.block_table[row, : -(-length // batch.k_cache.shape[1])].long()
-        k = batch.k_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)[None]
-        v = batch.v_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)[None]
+    for row in range(batch.q.shape[0]):
+        k, v = rows_of(batch.k_cache, batch, row)[None], rows_of(batch.v_cache, batch, row)[None]
         q = batch.q[row][None, :, None]
         outs.append(F.scaled_dot_product_attention(q, k, v, enable_gqa=True)[0, :, 0])
     return torch.stack(outs)
 
 
+def latent_sdpa(batch: Batch) -> torch.Tensor:
+    """The same over latents, which all heads share: heads are rows of one product."""
+    outs = []
+    for row in range(batch.q.shape[0]):
+        k = rows_of(batch.k_cache, batch, row)
+        v = k[..., : batch.v_cache.shape[-1]]
+        outs.append(F.scaled_dot_product_attention(batch.q[row][None], k, v, scale=batch.scale)[0])
+    return torch.stack(outs)
+
+
+def latent_products(batch: Batch) -> torch.Tensor:
+    """Two products and a softmax between, in the dtype of the pool."""
+    outs = []
+    for row in range(batch.q.shape[0]):
+        k = rows_of(batch.k_cache, batch, row)[0]
+        weights = torch.softmax(batch.q[row] @ k.T * batch.scale, dim=-1)
+        outs.append(weights @ k[:, : batch.v_cache.shape[-1]])
+    return torch.stack(outs)
+
+
 def decode_row(case: tuple[Any, ...], context: int, seconds: float) -> dict[str, Any]:
-    """One case, checked and timed."""
+    """One case over keys and values, checked and timed."""
     heads, kv_heads, dim, reqs, dtype = case
     spec = BatchSpec("bench", (context,) * reqs, (1,) * reqs)
     batch = make_batch(
@@ -70,19 +113,36 @@ def decode_row(case: tuple[Any, ...], context: int, seconds: float) -> dict[str,
     )
     out, lse = run_paged_attention(BACKEND_OPS["cpu"], batch)
     assert_attention_close(out, lse, batch)
-    torch.testing.assert_close(gather_then_sdpa(batch).float(), out.float(), rtol=2e-2, atol=2e-2)
-    native = measure(lambda: run_paged_attention(BACKEND_OPS["cpu"], batch), seconds)
-    sdpa = measure(lambda: gather_then_sdpa(batch), seconds)
-    return {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": dim,
-        "reqs": reqs,
-        "dtype": str(dtype),
-        "ratio": sdpa["median_us"] / native["median_us"],
-        "native": native,
-        "gather_sdpa": sdpa,
+    contenders = {
+        "native": lambda: run_paged_attention(BACKEND_OPS["cpu"], batch)[0],
+        "gather_sdpa": lambda: gather_then_sdpa(batch),
     }
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+    return {**sizes, "reqs": reqs, "dtype": str(dtype)[6:], **timed(contenders, out, seconds)}
+
+
+def latent_row(case: tuple[Any, ...], context: int, seconds: float) -> dict[str, Any]:
+    """One case over latents of 512 + 64 columns, checked and timed."""
+    heads, reqs, dtype = case
+    spec = BatchSpec("bench", (context,) * reqs, (1,) * reqs)
+    batch = make_latent_batch(spec, rank=512, rope=64, num_heads=heads, dtype=dtype, extra_columns=0)
+    out, lse = run_mla_attention(BACKEND_OPS["cpu"], batch)
+    assert_latent_close(out, lse, batch)
+    contenders = {
+        "native": lambda: run_mla_attention(BACKEND_OPS["cpu"], batch)[0],
+        "gather_sdpa": lambda: latent_sdpa(batch),
+        "products": lambda: latent_products(batch),
+    }
+    return {"heads": heads, "reqs": reqs, "dtype": str(dtype)[6:], **timed(contenders, out, seconds)}
+
+
+def timed(
+    contenders: dict[str, Callable[[], torch.Tensor]], out: torch.Tensor, seconds: float
+) -> dict[str, dict[str, float]]:
+    """Figures by contender, each of which computes ``out``."""
+    for contender in contenders.values():
+        torch.testing.assert_close(contender().float(), out.float(), rtol=2e-2, atol=2e-2)
+    return measure(contenders, seconds)
 
 
 @torch.inference_mode()
@@ -101,7 +161,7 @@ def dispatch(seconds: float) -> dict[str, dict[str, float]]:
             for _ in range(100):
                 handle(*inputs, **options)
 
-        found[op] = {name: value / 100 for name, value in measure(hundred, seconds).items()}
+        found[op] = {name: value / 100 for name, value in measure({op: hundred}, seconds)[op].items()}
     return found
 
 
@@ -109,35 +169,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--json", action="store_true", help="print the JSON document only")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each contender of a case")
+    parser.add_argument("--output", type=Path, help="the JSON document goes there, too")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     loaded, reason = native_status()
     if not loaded:
         raise SystemExit(f"the native kernels are needed: {reason}")
-    cpu = conditions.collect(torch.device("cpu"))["cpu"]
-    result: dict[str, Any] = {
-        "machine": cpu,
-        "torch": torch.__version__,
-        "threads": args.threads,
+    document: dict[str, Any] = {
+        "conditions": conditions.collect(torch.device("cpu")),
         "context": args.context,
         "decode": [],
+        "latents": [],
     }
-    say = (lambda *_: None) if args.json else print
-    say(f"{cpu}, torch {torch.__version__}, {args.threads} thread(s), context {args.context}, block 16")
-    say(f"{'heads/kv/dim':>14} {'reqs':>4} {'dtype':>9} {'native us':>10} {'sdpa us':>10} {'ratio':>6}")
-    for case in CASES:
-        row = decode_row(case, args.context, args.seconds)
-        result["decode"].append(row)
-        sizes = "/".join(map(str, case[:3]))
-        times = f"{row['native']['median_us']:>10.0f} {row['gather_sdpa']['median_us']:>10.0f}"
-        say(f"{sizes:>14} {row['reqs']:>4} {row['dtype'][6:]:>9} {times} {row['ratio']:>6.2f}")
-    say("dispatch of one op call with tiny inputs, native kernels:")
-    result["dispatch"] = dispatch(args.seconds)
-    for op, figures in result["dispatch"].items():
-        say(f"{op:>20} {figures['median_us']:>8.1f} us")
-    print(json.dumps(result))
+    for kind, cases, run in (("decode", CASES, decode_row), ("latents", LATENT_CASES, latent_row)):
+        for case in cases:
+            row = run(case, args.context, args.seconds)
+            document[kind].append(row)
+            sizes = " ".join(str(value) for value in row.values() if not isinstance(value, dict))
+            us = ", ".join(
+                f"{name} {of['median_us']:.0f}" for name, of in row.items() if isinstance(of, dict)
+            )
+            print(f"{kind} {sizes}: {us} us", file=sys.stderr)
+    document["dispatch"] = dispatch(args.seconds)
+    for op, figures in document["dispatch"].items():
+        print(f"{op:>20} {figures['median_us']:>8.1f} us", file=sys.stderr)
+    if args.output:
+        args.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":

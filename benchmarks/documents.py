@@ -33,7 +33,7 @@ def time_layers(calls: dict[str, list[Call]], layers: int, repeats: int) -> dict
 
 
 def write_results(rows: Sequence[dict[str, Any]], path: Path | None) -> None:
-    """``rows`` with the device and torch's version as JSON, if there is a ``path``."""
-    document = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "results": rows}
+    """``rows`` and the conditions on the GPU as JSON, if there is a ``path``."""
+    document = {"results": rows, "conditions": conditions.collect(torch.device("cuda"))}
     if path is not None:
         path.write_text(json.dumps(document, indent=1) + "\n")

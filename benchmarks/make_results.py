@@ -75,7 +75,8 @@ def runs() -> list[str]:
             or document.get("conditions_after")
             or next(iter(document.get("runs", [{}])), {}).get("conditions", {})
         )
-        command = conditions.get("command") or document.get("command") or "–"
+        command = conditions.get("command") or document.get("command")
+        said = f"`{command}`" if command else "no command kept"
         torch = (
             conditions.get("torch")
             or document.get("versions", {}).get("torch")
@@ -84,7 +85,7 @@ def runs() -> list[str]:
         note = document.get("note") or document.get("what") or ""
         text = (
             f"[{path.stem}](../benchmarks/results/{path.name}): torch "
-            f"{torch or document.get('torch', '?')}. `{command}`"
+            f"{torch or document.get('torch') or document.get('packages', {}).get('torch', '?')}. {said}"
         ) + (f" ({note})" if note else "")
         lines += wrapped(text)
     return lines

@@ -57,6 +57,7 @@ def test_blocks_come_back_beside_replays(case: tuple[list[Any], torch.dtype, int
 
 def captured(step: Any) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step()
     torch.cuda.current_stream().wait_stream(stream)

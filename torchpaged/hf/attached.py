@@ -60,7 +60,10 @@ def plain_of(module: Any, name: str) -> Callable[..., Any]:
         return of_class
 
     def plain(self: Any, *args: Any, **options: Any) -> Any:
-        return getattr(self, MARK)[name].before(*args, **options)
+        before = getattr(self, MARK)[name].before
+        return (
+            getattr(type(self), name)(self, *args, **options) if before is None else before(*args, **options)
+        )
 
     return plain
 
@@ -93,6 +96,17 @@ def give_functions(model: PreTrainedModel) -> None:
     put_in({**functions, **_other_modules(model)})
     if functions:
         _GIVEN[id(config)] = config
+
+
+def give_traceable(model: PreTrainedModel) -> dict[Any, str]:
+    """Give the modules whose code breaks a trace theirs, as the engine needs them, without attaching the
+    model; returns them with the name of what was replaced. One that has a function of its own keeps it."""
+    given = {}
+    for module, made in _other_modules(model).items():
+        if made is not None and made[0] not in vars(module):
+            setattr(module, made[0], types.MethodType(made[1], module))
+            given[module] = made[0]
+    return given
 
 
 def was_given_functions(config: Any) -> bool:

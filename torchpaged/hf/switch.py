@@ -21,7 +21,14 @@ import transformers
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.attached import MARK, forget_before, give_functions, replace_attention, take_out
+from torchpaged.hf.attached import (
+    MARK,
+    forget_before,
+    give_functions,
+    give_traceable,
+    replace_attention,
+    take_out,
+)
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.families import family_of
 from torchpaged.hf.packed_mixers import is_packed, mixers_of
@@ -52,8 +59,8 @@ def _set(implementations: Iterable[tuple[Any, str]]) -> None:
 
 
 class Settings:
-    """What paging a model sets: the attention implementations of all its parts, eval mode, and the forwards
-    of mixers that keep states.
+    """What paging a model sets: the attention implementations of all its parts, eval mode, the forwards of
+    mixers that keep states, and of modules whose own break a trace.
 
     Args:
         model: the model, as it is before.
@@ -64,6 +71,7 @@ class Settings:
         self._before = [(config, config._attn_implementation) for config in _configs(model)]
         self._training = [module for module in model.modules() if module.training]
         self._mixers = [module for module in mixers_of(model) if not is_packed(module)]
+        self._traceable = give_traceable(model)
 
     def give_back(self) -> None:
         """Set what was before; an implementation that someone else has chosen since stays. A model that was
@@ -74,12 +82,14 @@ class Settings:
             names = {id(config): name for config, name in self._before}
             before = getattr(self._model, _BEFORE)
             setattr(self._model, _BEFORE, [(config, names.get(id(config), name)) for config, name in before])
-            for mixer in self._mixers:
-                forget_before(mixer, "forward")
+            for module, name in {**dict.fromkeys(self._mixers, "forward"), **self._traceable}.items():
+                forget_before(module, name)
             return
         _set([pair for pair in self._before if pair[0]._attn_implementation == NAME])
         for mixer in filter(is_packed, self._mixers):
             del mixer.forward
+        for module, name in self._traceable.items():
+            vars(module).pop(name, None)
 
 
 def _reach_copies(model: PreTrainedModel) -> None:

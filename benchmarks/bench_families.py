@@ -1,0 +1,228 @@
+"""Decode steps of hybrids and latent models through the engine, next to the bytes that a step can't avoid.
+
+    PYTHONPATH=. python benchmarks/bench_families.py [--shapes lfm2-1b qwen3.5-1b deepseek-v2-lite]
+        [--batches 1 8 64] [--context 512] [--new 128] [--seconds 300] [--output FILE] [--trace FOLDER]
+
+Models have the sizes below and random weights, bf16 on a GPU; the engine runs with its defaults and `fuse`.
+``step_ms`` is what one more token of every request takes: the difference of two runs with ``--new`` and half
+as many new tokens, halved likewise. ``floor_ms`` is of the bytes alone, at ``--bandwidth`` (TB/s): every
+weight once, of routed experts as many as different tokens are expected to choose, a state read and written,
+keys or latents read. ``share`` is floor by step. ``--trace``: the kernels of a run, by name. The last line is
+one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_step.cases import SHAPES as DENSE
+from decode_step.cases import build_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from torchpaged.bench import conditions
+from torchpaged.engine import Generator, SamplingParams
+
+SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
+#: Model type and config, with sizes of LFM2-1.2B, Qwen3.5-0.8B (its vocabulary cut) and DeepSeek-V2-Lite.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2-1b": (
+        "lfm2",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 65536,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        },
+    ),
+    "qwen3.5-1b": (
+        "qwen3_5_text",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "moe_intermediate_size": 1408,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "first_k_dense_replace": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "vocab_size": 102400,
+        },
+    ),
+    "tiny": (
+        "lfm2",
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+            "full_attn_idxs": [1],
+        },
+    ),
+}
+
+
+def build(name: str, device: torch.device) -> Any:
+    """The model of a shape, its weights made on the device."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name in DENSE:
+        return build_model(DENSE[name], device, dtype)
+    family, sizes = FAMILIES[name]
+    width = 0.9 * sizes["hidden_size"] ** -0.5
+    config = AutoConfig.for_model(
+        family, **{**sizes, **SPECIAL, "initializer_range": width, "max_position_embeddings": 8192}
+    )
+    torch.manual_seed(0)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return model.requires_grad_(False)
+
+
+def weight_bytes(model: Any, batch: int) -> float:
+    """Of a step; embeddings count only where they are the lm_head, too."""
+    config = model.config
+    count, top_k = getattr(config, "n_routed_experts", 0), getattr(config, "num_experts_per_tok", 0)
+    met = 1 - (1 - top_k / count) ** batch if count else 1.0
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    total = 0.0
+    for name, weight in model.named_parameters():
+        if weight is embedding and head is not embedding:
+            continue
+        routed = ".experts." in name
+        total += weight.numel() * weight.element_size() * (met if routed else 1.0)
+    return total
+
+
+def cache_bytes(generator: Generator, batch: int, context: float) -> float:
+    """Read of keys, values and latents, read and written of states, in a step."""
+    cache = generator.model.kv_cache
+    states = sum(cache.layers[n].bytes_per_block(cache.block_size, cache.dtype) for n in cache.per_request)
+    return batch * (context * cache.bytes_per_token + 2 * states)
+
+
+def seconds_of(generator: Generator, batch: int, context: int, new: int, seed: int) -> float:
+    """Of a batch of requests, all at once, with prompts of their own."""
+    vocab = generator.model.vocab_size
+    draw = torch.Generator().manual_seed(seed)
+    prompts = torch.randint(3, vocab, (batch, context), generator=draw).tolist()
+    begun = time.perf_counter()
+    generator.generate(prompts, SamplingParams(max_new_tokens=new, ignore_eos=True))
+    return time.perf_counter() - begun
+
+
+def kernels_of(call: Any, folder: Path, name: str) -> None:
+    """Microseconds and launches of each kernel in a call, largest first, as JSON."""
+    with torch.profiler.profile() as profile:
+        call()
+    kernels = [
+        event for event in profile.key_averages() if event.device_type != torch.autograd.DeviceType.CPU
+    ]
+    rows = sorted(((e.self_device_time_total, e.count, e.key[:140]) for e in kernels), reverse=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(rows[:60], indent=0))
+
+
+def measure(name: str, args: argparse.Namespace, device: torch.device, end: float) -> list[dict[str, Any]]:
+    """Rows of one shape, a batch each."""
+    model, rows = build(name, device), []
+    begun = time.perf_counter()
+    sizes = {"max_batch_size": max(args.batches), "max_seq_len": args.context + args.new + 16}
+    with Generator(model, fuse=True, prefix_cache=False, buckets=sorted(args.batches), **sizes) as generator:
+        for batch in args.batches:
+            row: dict[str, Any] = {"shape": name, "batch": batch, "context": args.context}
+            rows.append(row)
+            if time.monotonic() > end:
+                row["failed"] = "no time was left"
+                continue
+            half, steps = args.new // 2, args.new - args.new // 2
+            seconds_of(generator, batch, args.context, half, 0)
+            taken = []
+            for turn in range(args.repeats):
+                short = seconds_of(generator, batch, args.context, half, 2 * turn + 1)
+                taken.append(
+                    (seconds_of(generator, batch, args.context, args.new, 2 * turn + 2) - short) / steps
+                )
+            read = weight_bytes(model, batch)
+            read += cache_bytes(generator, batch, args.context + args.new * 0.75)
+            row["step_ms"] = round(1e3 * statistics.median(taken), 4)
+            row["floor_ms"] = round(read / args.bandwidth / 1e9, 4)
+            row["share"] = round(row["floor_ms"] / row["step_ms"], 3)
+            row["backend"] = generator.choice.name
+            print(json.dumps(row), file=sys.stderr, flush=True)
+            if args.trace:
+                call = lambda n=batch: seconds_of(generator, n, args.context, args.new, 99)  # noqa: E731
+                kernels_of(call, args.trace, f"{name}_{batch}")
+        print(f"{name}: {time.perf_counter() - begun:.1f} s, {generator.start_report}", file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["lfm2-1b", "qwen3.5-1b", "deepseek-v2-lite"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=300, help="after which no row is begun")
+    parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s that copies reach")
+    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    end = time.monotonic() + args.seconds
+    document: dict[str, Any] = {"benchmark": "families", "conditions": conditions.collect(device), "rows": []}
+    for name in args.shapes:
+        try:
+            document["rows"] += measure(name, args, device, end)
+        except Exception as error:  # one shape's failure is a line of the document
+            document["rows"].append({"shape": name, "failed": f"{type(error).__name__}: {error}"[:400]})
+            print(document["rows"][-1], file=sys.stderr, flush=True)
+        gc.collect()
+        with contextlib.suppress(RuntimeError):
+            torch.cuda.empty_cache()
+        if args.output:
+            args.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

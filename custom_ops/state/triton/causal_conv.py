@@ -1,5 +1,5 @@
-"""causal_conv: a program per row, tile of channels and tile of tokens; the one with a row's first tokens
-reads and writes the row's state."""
+"""causal_conv: a program per tile of a row's tokens and of channels; the one with a row's first tokens reads
+and writes the row's state."""
 
 from __future__ import annotations
 
@@ -46,6 +46,21 @@ def row_of(req, batch):
 
 
 @triton.jit
+def find_row(part, starts_ptr, num_reqs, TOKENS: tl.constexpr):
+    """The row of a tile of ``TOKENS``, and the tile's number within it. Row ``r`` has those from ``starts[r]
+    // TOKENS + r`` on: as many as it needs at least, and some that hold nothing; the last one has what the
+    tokens behind it need, too."""
+    low = tl.zeros_like(part)
+    high = low + num_reqs
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = tl.load(starts_ptr + middle) // TOKENS + middle <= part
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low, part - tl.load(starts_ptr + low) // TOKENS - low
+
+
+@triton.jit
 def load_inputs(at, channel, here, row, x, gate, state_at, state_row, WIDTH: tl.constexpr):
     """A row's inputs at places of its tokens, ``[places, channels]``, times their gate if there is one: those
     before its first token are the state's, if it is kept; zeros where there are none."""
@@ -78,10 +93,14 @@ def causal_conv_kernel(
     SILU: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
-    """``x``, ``weight``, ``out``, gates: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (num_reqs,
-    tiles of channels, tiles of tokens); ROWS: a power of two of at least WIDTH - 1."""
-    req, part = tl.program_id(0), tl.program_id(2)
+    """``x``, ``weight``, ``out``, gates: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (tiles of
+    tokens, tiles of channels); SHORT: a tile has all of a row's tokens, and the last one goes on behind them;
+    ROWS: a power of two of at least WIDTH - 1."""
+    req, part = tl.program_id(0), 0
+    if not SHORT:
+        req, part = find_row(req, batch.starts, num_reqs, TILE_TOKENS)
     row = row_of(req, batch)
     begin, count, first = row.begin, row.count, row.first
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
@@ -90,8 +109,7 @@ def causal_conv_kernel(
     end = tl.where(req == num_reqs - 1, num_tokens - begin, count)
     state_at = state.ptr + row.slot * state.slot
     if part * TILE_TOKENS < end:
-        # the last program of the last row has all of the tokens behind it
-        stop = tl.where(part == tl.num_programs(2) - 1, end, tl.minimum(end, (part + 1) * TILE_TOKENS))
+        stop = end if SHORT else tl.minimum(end, (part + 1) * TILE_TOKENS)
         for base in range(part * TILE_TOKENS, stop, TILE_TOKENS):
             token = base + tl.arange(0, TILE_TOKENS)
             live = (token >= first) & (token < count)
@@ -136,10 +154,11 @@ def causal_conv(call: ConvCall) -> None:
     # whole tiles with gates do not fit into registers
     widest = _TILE_CHANNELS // 2 if gated and tile_tokens > 8 else _TILE_CHANNELS
     tile_channels = min(next_power_of_2(channels), widest)
-    grid = (num_reqs, triton.cdiv(channels, tile_channels), triton.cdiv(call.max_query_len, tile_tokens))
+    short = call.max_query_len <= tile_tokens
+    tiles = num_reqs if short else num_tokens // tile_tokens + num_reqs
     launch_kernel(
         causal_conv_kernel,
-        grid,
+        (tiles, triton.cdiv(channels, tile_channels)),
         num_reqs,
         num_tokens,
         Matrix.of(call.x),
@@ -156,5 +175,6 @@ def causal_conv(call: ConvCall) -> None:
         SILU=call.activation == "silu",
         TILE_TOKENS=tile_tokens,
         TILE_CHANNELS=tile_channels,
+        SHORT=short,
         num_warps=4,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.state.triton.causal_conv import row_of
+from torchpaged.custom_ops.state.triton.causal_conv import find_row, row_of
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 
 
@@ -57,20 +57,6 @@ def inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
         corner = tl.where((i >> half != j >> half) & (i >> half + 1 == j >> half + 1), lower, 0.0)
         result -= product(product(result, corner, PRECISION), result, PRECISION)
     return result
-
-
-@triton.jit
-def find_row(part, starts_ptr, num_reqs, CHUNK: tl.constexpr):
-    """The row of a chunk, and the chunk's number within it. Row ``r`` has those from ``starts[r] // CHUNK +
-    r`` on: as many as it needs at least, and some that hold nothing."""
-    low = tl.zeros_like(part)
-    high = low + num_reqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(starts_ptr + middle) // CHUNK + middle <= part
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low, part - tl.load(starts_ptr + low) // CHUNK - low
 
 
 @triton.jit

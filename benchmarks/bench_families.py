@@ -5,10 +5,10 @@
 
 Models have the sizes below and random weights, bf16 on a GPU; the engine runs with its defaults and `fuse`.
 ``step_ms`` is what one more token of every request takes: the difference of two runs with ``--new`` and half
-as many new tokens, halved likewise. ``floor_ms`` is of the bytes alone, at ``--bandwidth`` (TB/s): every
-weight once, of routed experts as many as different tokens are expected to choose, a state read and written,
-keys or latents read. ``share`` is floor by step. ``--trace``: the kernels of a run, by name. The last line is
-one JSON document.
+as many new tokens, halved likewise. ``prompts_ms``: all prompts and one token each. ``floor_ms`` is of the
+bytes alone, at ``--bandwidth`` (TB/s): every weight once, of routed experts as many as different tokens are
+expected to choose, a state read and written, keys or latents read. ``share`` is floor by step. ``--trace``:
+the kernels of a run, by name. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchpaged.bench import conditions
 from torchpaged.engine import Generator, SamplingParams
+from torchpaged.hf import attach
 
 SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
 #: Model type and config, with sizes of LFM2-1.2B, Qwen3.5-0.8B (its vocabulary cut) and DeepSeek-V2-Lite.
@@ -114,7 +115,8 @@ def build(name: str, device: torch.device) -> Any:
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    return model.requires_grad_(False)
+    model.requires_grad_(False)
+    return attach(model) if family == "deepseek_v2" else model  # latents need functions of the family
 
 
 def weight_bytes(model: Any, batch: int) -> float:
@@ -186,6 +188,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device, end: floa
             row["step_ms"] = round(1e3 * statistics.median(taken), 4)
             row["floor_ms"] = round(read / args.bandwidth / 1e9, 4)
             row["share"] = round(row["floor_ms"] / row["step_ms"], 3)
+            alone = [seconds_of(generator, batch, args.context, 1, 50 + turn) for turn in range(args.repeats)]
+            row["prompts_ms"] = round(1e3 * statistics.median(alone), 2)
             row["backend"] = generator.choice.name
             print(json.dumps(row), file=sys.stderr, flush=True)
             if args.trace:

@@ -234,11 +234,9 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "rope_write_latent": (
         Launch("rope_write_latent.py:rope_write_latent_kernel", True, ("q_out", CONTEXT), fence=True),
     ),
-    "causal_conv": (
-        Launch("causal_conv.py:causal_conv_kernel", False, ("conv_state", "out"), waits="launch"),
-    ),
-    "delta_gates": (Launch("delta_gates.py:delta_gates_kernel", False, ("g", "beta"), waits="launch"),),
-    "gated_rms_norm": (Launch("gated_rms_norm.py:gated_rms_norm_kernel", False, ("out",), waits="launch"),),
+    "causal_conv": (Launch("causal_conv.py:causal_conv_kernel", True, ("conv_state", "out"), "wait"),),
+    "delta_gates": (Launch("delta_gates.py:delta_gates_kernel", True, ("g", "beta"), "wait"),),
+    "gated_rms_norm": (Launch("gated_rms_norm.py:gated_rms_norm_kernel", True, ("out",), "wait"),),
     "linear_attention": (
         Launch("linear_decode.py:linear_decode_kernel", False, ("state", "out"), waits="launch"),
         Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),

@@ -14,7 +14,7 @@ from torchpaged.custom_ops.state.call import ConvCall
 from torchpaged.custom_ops.state.check import check_causal_conv
 from torchpaged.custom_ops.state.triton.records import Batch, Window
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix
 
 _TILE_CHANNELS = 256
@@ -94,10 +94,14 @@ def causal_conv_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
     SHORT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``x``, ``weight``, ``out``, gates: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (tiles of
     tokens, tiles of channels); SHORT: a tile has all of a row's tokens, and the last one goes on behind them;
-    ROWS: a power of two of at least WIDTH - 1."""
+    ROWS: a power of two of at least WIDTH - 1. PDL: launched early."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     req, part = tl.program_id(0), 0
     if not SHORT:
         req, part = find_row(req, batch.starts, num_reqs, TILE_TOKENS)
@@ -177,4 +181,5 @@ def causal_conv(call: ConvCall) -> None:
         TILE_CHANNELS=tile_channels,
         SHORT=short,
         num_warps=4,
+        **early_launch(call.x.device),
     )

@@ -10,7 +10,7 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import GatesCall
 from torchpaged.custom_ops.state.check import check_delta_gates
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
 
@@ -35,9 +35,13 @@ def delta_gates_kernel(
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``a``, ``b``: `Tokens` of groups; ``g``, ``beta``: `Matrix`. Grid: (num_tokens,). GROUP: heads that
-    stand side by side."""
+    stand side by side. PDL: launched early."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, HEADS_PAD)
     here = head < HEADS
@@ -72,4 +76,5 @@ def delta_gates(call: GatesCall) -> None:
         HEADS_PAD=next_power_of_2(num_heads),
         GROUP=group,
         num_warps=1,
+        **early_launch(call.a.device),
     )

@@ -10,7 +10,7 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import GatedNormCall
 from torchpaged.custom_ops.state.check import check_gated_rms_norm
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Tokens
 
 _TILE = 1024  # numbers of a program
@@ -28,9 +28,13 @@ def gated_rms_norm_kernel(
     WIDTH_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``x``, ``out``: `Tokens`; ``gate``: `Tokens` of groups. Grid: (num_tokens, tiles of heads). GROUP:
-    heads whose gates stand side by side."""
+    heads whose gates stand side by side. PDL: launched early."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
     d = tl.arange(0, WIDTH_PAD)
@@ -71,4 +75,5 @@ def gated_rms_norm(call: GatedNormCall) -> None:
         GROUP=call.gate.shape[2] // width,
         TILE_HEADS=tile,
         num_warps=4,
+        **early_launch(call.x.device),
     )

@@ -115,11 +115,12 @@ def test_the_cpu_kernel_splits_over_threads() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_what_a_head_does_not_see_does_not_matter(backend: str, native: None) -> None:
+def test_what_a_head_does_not_see_does_not_matter(backend: str, dtype: torch.dtype, native: None) -> None:
     """Also where another head of its kv head sees it."""
     pattern, ops = BlockSparse(8, 1, 4, offset=0, head_step=1), BACKEND_OPS[backend]
-    batch = make_batch(BatchSpec("one", (60,), (1,)), head_dim=16)
+    batch = make_batch(BatchSpec("one", (60,), (1,)), head_dim=16, dtype=dtype)
     want, _ = run_paged_attention(ops, batch, block_sparse=pattern)
     at = batch.block_table[0, 17 // 16], 17 % 16  # in block 2, which head 2 alone sees
     for value in (float("nan"), float("inf")):

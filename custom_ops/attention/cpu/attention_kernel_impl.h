@@ -118,11 +118,34 @@ void finish_row(const Problem& p, int64_t token, int64_t head, bool sees, const 
 // Whether any of `count` values holds NaN or inf.
 template <typename T>
 bool any_nonfinite(const T* const* values, int64_t count, int64_t head_dim_v) {
-  bool bad = false;
-  for (int64_t key = 0; key < count; ++key)
-    for (int64_t d = 0; d < head_dim_v; ++d)
-      bad |= (float_to_bits(to_float(values[key][d])) & 0x7f800000) == 0x7f800000;
-  return bad;
+  using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+  constexpr Bits exponent = std::is_same_v<T, fp16> ? 0x7c00 : Bits(0x7f800000 >> (32 - 8 * sizeof(T)));
+  for (int64_t key = 0; key < count; ++key) {
+    Bits most = 0;
+    for (int64_t d = 0; d < head_dim_v; ++d) {
+      Bits bits;
+      std::memcpy(&bits, values[key] + d, sizeof bits);
+      most = std::max<Bits>(most, bits & exponent);
+    }
+    if (most == exponent) return true;
+  }
+  return false;
+}
+
+// body(row, rows) for the rows that see any key of a tile: ROW_TILE at once, or one by one where that is less
+// work, since heads of one kv head may see different blocks.
+template <typename Body>
+void each_seeing(const uint64_t* seen, int64_t rows, Body body) {
+  for (int64_t r = 0; r < rows; r += ROW_TILE) {
+    const int64_t last = std::min<int64_t>(r + ROW_TILE, rows);
+    const int64_t seeing = std::count_if(seen + r, seen + last, [](uint64_t word) { return word != 0; });
+    if (2 * seeing > ROW_TILE) {
+      body(r, std::integral_constant<int, ROW_TILE>{});
+    } else {
+      for (int64_t i = r; i < last; ++i)
+        if (seen[i]) body(i, std::integral_constant<int, 1>{});
+    }
+  }
 }
 
 template <typename T>
@@ -161,10 +184,11 @@ void run_item(const Problem& p, const WorkItem& w) {
       values[i] = row_at<T>(p.v_cache, p, table, tile + i, kv_head, true);
     }
     for (int64_t i = count; i < count + 3; ++i) keys[i] = keys[count - 1];
-    for (int64_t r = 0; r < padded_rows; r += ROW_TILE)
+    each_seeing(seen, rows, [&](int64_t r, auto at_once) {
       for (int64_t i = 0; i < count; i += 4)
-        dot_tile<T, ROW_TILE>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim,
-                              s.scores.data() + r * TILE_KV + i);
+        dot_tile<T, at_once()>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim,
+                               s.scores.data() + r * TILE_KV + i);
+    });
     for (int64_t r = 0; r < padded_rows; ++r) {
       float* x = s.scores.data() + r * TILE_KV;
       if (r >= rows || !seen[r]) {  // nothing visible for this row in this tile
@@ -205,11 +229,10 @@ void run_item(const Problem& p, const WorkItem& w) {
           store(&s.acc[r * stride + d], load(&s.acc[r * stride + d]) * shrink);
       s.maximum[r] = top;
     }
-    for (int64_t r = 0; r < rows; r += ROW_TILE) {
-      const int64_t last = std::min<int64_t>(r + ROW_TILE, rows);
+    each_seeing(seen, rows, [&](int64_t r, auto at_once) {
+      const int64_t last = std::min<int64_t>(r + at_once(), rows);
       uint64_t any = 0, all = ~uint64_t(0);  // keys that any of these rows sees, and that all of them see
       for (int64_t i = r; i < last; ++i) { any |= seen[i]; all &= seen[i]; }
-      if (!any) continue;
       const int64_t first = first_bit(any), upto = behind_last_bit(any);
       auto weigh = [&](int64_t row, int64_t begin, int64_t end_at, auto rows_at_once) {
         weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * TILE_KV + begin, values + begin,
@@ -224,9 +247,9 @@ void run_item(const Problem& p, const WorkItem& w) {
             if (begin < stop) weigh(i, begin, stop, std::integral_constant<int, 1>{});
           }
       } else {
-        weigh(r, first, upto, std::integral_constant<int, ROW_TILE>{});
+        weigh(r, first, upto, at_once);
       }
-    }
+    });
   }
   for (int64_t r = 0; r < rows; ++r) {
     if (w.partial) {

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpaged.custom_ops import launches, native
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
 from torchpaged.custom_ops.attention.fake import FAKES as ATTENTION_FAKES
 from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
 from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
@@ -95,6 +95,7 @@ SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items
 _RECORDS: dict[str, Callable[..., Any]] = {
     "paged_attention": AttentionCall.of,
     "cascade_attention": CascadeCall.of,
+    "merge_attn_states": MergeCall,
     "mla_attention": LatentCall.of,
     "rope_write_latent": LatentWriteCall,
     "index_logits": IndexCall,

@@ -23,7 +23,7 @@ from torchpaged.backends import (
     select_backend,
 )
 from torchpaged.backends.choose.route import route_of
-from torchpaged.backends.spec import OWN_FEATURES
+from torchpaged.backends.features import OWN_FEATURES
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.checks import device_here
 from torchpaged.custom_ops.errors import ArgumentError

@@ -22,7 +22,6 @@ from attention_peers.libraries import PEERS
 from torchpaged.bench.attention.cases import AttentionCase
 from torchpaged.bench.attention.contender import Contender, Prepared, own_backends
 from torchpaged.bench.attention.inputs import Inputs
-from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -108,23 +107,20 @@ def _flex_why_not(case: AttentionCase, device: torch.device) -> str | None:
 def _flex_prepare(case: AttentionCase, inputs: Inputs) -> Prepared:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    query_len, length, sparse = case.query_lens[0], case.seq_lens[0], case.block_sparse
+    query_len, length, mask = case.query_lens[0], case.seq_lens[0], case.mask
+    heads = None if mask.block_sparse is None else case.num_heads  # which differ
 
     def seen(batch: Any, head: Any, q_index: Any, kv_index: Any) -> Any:
-        return Mask(block_sparse=sparse).sees(q_index + (length - query_len), kv_index, head)
+        return mask.sees(q_index + (length - query_len), kv_index, head)
 
     torch.compiler.reset()  # one case's graphs must not count against the next one's recompile limit
-    mask = (
-        None
-        if case.is_decode and sparse is None
-        else create_block_mask(
-            seen, None, sparse and case.num_heads, query_len, length, device=inputs.q.device
-        )
-    )
+    blocks = None
+    if heads or not case.is_decode:
+        blocks = create_block_mask(seen, None, heads, query_len, length, device=inputs.q.device)
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(q, k, v, block_mask=mask, scale=inputs.scale, enable_gqa=True)
+        out = compiled(q, k, v, block_mask=blocks, scale=inputs.scale, enable_gqa=True)
         assert isinstance(out, Tensor)
         return out.transpose(1, 2)
 

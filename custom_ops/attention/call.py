@@ -171,6 +171,27 @@ class AttentionCall(NamedTuple):
             self.lse.fill_(float("-inf"))
 
 
+class MergeCall(NamedTuple):
+    """The arguments of ``merge_attn_states``, with the schema's defaults."""
+
+    out_a: Tensor
+    lse_a: Tensor
+    out_b: Tensor
+    lse_b: Tensor
+    out: Tensor
+    lse: Tensor | None = None
+    output_scale: Tensor | None = None
+
+    @property
+    def states(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Both sides' ``(out, lse)``."""
+        return (self.out_a, self.lse_a), (self.out_b, self.lse_b)
+
+    def flat(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As `AttentionCall.flat`."""
+        return self[:-1], {} if self.output_scale is None else {"output_scale": self.output_scale}
+
+
 _POSITIONAL = AttentionCall._fields.index("lse") + 1
 _NAMES = tuple(AttentionCall._field_defaults)
 _DEFAULTS = tuple(AttentionCall._field_defaults.values())
@@ -291,6 +312,15 @@ class CascadeCall(NamedTuple):
     def per_token(self) -> dict[str, Tensor]:
         """As `AttentionCall.per_token`."""
         return {"order": self.order, "inverse": self.inverse}
+
+    def rest(self, out: Tensor, lse: Tensor) -> AttentionCall:
+        """Each request's call over what it has behind its group's blocks, to be merged with its prefix."""
+        return self.own._replace(out=out, lse=lse, output_scale=None)
+
+    def merge(self, shared: tuple[Tensor, Tensor], rest: tuple[Tensor, Tensor]) -> MergeCall:
+        """What puts the results of `prefixes`, in the groups' order, and of `rest` together."""
+        own, (out, lse) = self.own, (tensor[self.inverse] for tensor in shared)
+        return MergeCall(out, lse, *rest, own.out, own.lse, own.output_scale)
 
     def prefixes(self, q: Tensor, out: Tensor, lse: Tensor | None) -> AttentionCall:
         """The groups' call over their prefixes alone, with queries in the groups' order: all of a prefix lies

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
 from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.batch_values import check_batch, check_batch_values, check_results, check_starts
 from torchpaged.custom_ops.checks import (
@@ -210,16 +210,9 @@ def _check_tree_values(tree_mask: Tensor, seq_lens: Tensor, query_start_loc: Ten
         )
 
 
-def check_merge_attn_states(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    output_scale: Tensor | None = None,
-) -> None:
+def check_merge_attn_states(call: MergeCall) -> None:
     """Every argument of ``merge_attn_states``."""
+    out_a, lse_a, out_b, lse_b, out, lse, output_scale = call
     if out_a.dim() != 3:
         raise ArgumentError("out_a", "shape [num_tokens, num_heads, head_dim]", shape_of(out_a))
     if min(out_a.shape[1:]) < 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
 from torchpaged.custom_ops.attention.check import (
     check_cascade_attention,
     check_merge_attn_states,
@@ -117,30 +117,22 @@ def paged_attention(call: AttentionCall) -> None:
             lse[start:end] = torch.where(sees, denominator.T, float("-inf")).float()
 
 
-def merge_attn_states(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    output_scale: Tensor | None = None,
-) -> None:
+def merge_attn_states(call: MergeCall) -> None:
     """Combine attention over two disjoint key sets into attention over both (arXiv:2501.01005,
     section 2.2)."""
-    check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse, output_scale)
-    dtype = torch.float64 if out_a.dtype == torch.float64 else torch.float32
-    total = torch.logaddexp(lse_a.to(dtype), lse_b.to(dtype))
+    check_merge_attn_states(call)
+    dtype = torch.float64 if call.out_a.dtype == torch.float64 else torch.float32
+    total = torch.logaddexp(call.lse_a.to(dtype), call.lse_b.to(dtype))
     total = total.masked_fill(total == float("inf"), float("nan"))  # inf / inf, as softmax has it
     terms = []
-    for state, state_lse in ((out_a, lse_a), (out_b, lse_b)):
+    for state, state_lse in call.states:
         weight = torch.exp(state_lse.to(dtype) - total)[..., None]
         terms.append((weight * state.to(dtype)).masked_fill((state_lse == float("-inf"))[..., None], 0.0))
     result = terms[0] + terms[1]
     result = result.masked_fill(total.isnan()[..., None], float("nan"))
-    out.copy_(stored(result, out.dtype, output_scale))
-    if lse is not None:
-        lse.copy_(total)
+    call.out.copy_(stored(result, call.out.dtype, call.output_scale))
+    if call.lse is not None:
+        call.lse.copy_(total)
 
 
 def cascade_attention(call: CascadeCall) -> None:

@@ -37,8 +37,13 @@ class Results(NamedTuple):
     scale: Any = None
 
     @classmethod
-    def of(cls, out: Tensor, lse: Tensor | None, scale: Tensor | None = None) -> Results:
-        """Those of a call."""
+    def of(cls, call: Any) -> Results:
+        """Those of a call, the record of an op with ``out``, ``lse`` and ``output_scale``."""
+        return cls.of_tensors(call.out, call.lse, call.output_scale)
+
+    @classmethod
+    def of_tensors(cls, out: Tensor, lse: Tensor | None, scale: Tensor | None = None) -> Results:
+        """Those tensors."""
         l_token, l_head = (0, 0) if lse is None else lse.stride()
         return cls(out, lse, out.stride(0), out.stride(1), l_token, l_head, scale)
 

@@ -33,7 +33,7 @@ from torchpaged.bench.attention.inputs import Inputs
 from torchpaged.bench.attention.run import exit_code
 from torchpaged.bench.options import Options
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.attention.mask import BlockSparse, Mask
+from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 ROOT = Path(__file__).parents[2]
@@ -89,8 +89,8 @@ def test_flops_count_the_visible_pairs() -> None:
 def test_hidden_blocks_count_nowhere() -> None:
     keys = pairs = 0
     for seq, query in zip(SPARSE.seq_lens, SPARSE.query_lens, strict=True):
-        mask, key = Mask(block_sparse=SPARSE.block_sparse), torch.arange(seq)
-        seen = mask.sees(key[seq - query :, None], key, torch.arange(4)[:, None, None])
+        key = torch.arange(seq)
+        seen = SPARSE.mask.sees(key[seq - query :, None], key, torch.arange(4)[:, None, None])
         pairs += int(seen.sum())
         keys += int(seen.any(1).view(2, 2, seq).any(1).sum())
     assert SPARSE.flops() == 4 * 64 * pairs < RAGGED.flops()

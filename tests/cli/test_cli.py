@@ -331,7 +331,7 @@ def test_backends_asks_for_every_feature(monkeypatch: pytest.MonkeyPatch) -> Non
 
     from torchpaged.backends import Backend, get_backend, register_backend
     from torchpaged.backends.choose import names as names_module
-    from torchpaged.backends.spec import FEATURES
+    from torchpaged.backends.features import FEATURES
     from torchpaged.cli.app import app
     from torchpaged.custom_ops import BACKEND_OPS
 

@@ -26,7 +26,7 @@ from torchpaged import (
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops import pools as validation
-from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.call import AttentionCall, MergeCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
@@ -132,7 +132,7 @@ def test_what_is_written_has_memory_of_its_own_for_each_element(ops: Any) -> Non
         (state.clone(), lse[:1].clone().expand(3, -1), "lse"),
     ):
         with pytest.raises(ArgumentError, match=f"{name}: expected memory of its own"):
-            check_merge_attn_states(state, lse, state.clone(), lse.clone(), out, merged)
+            check_merge_attn_states(MergeCall(state, lse, state.clone(), lse.clone(), out, merged))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torchpaged
 from torchpaged import ArgumentError, BackendUnavailableError, PagedAttention, use_backend
 from torchpaged.backends import Backend, Planning, get_backend, register_backend
 from torchpaged.backends.choose import names as names_module
-from torchpaged.backends.spec import FEATURES
+from torchpaged.backends.features import FEATURES
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 
 

@@ -17,7 +17,7 @@ import torchpaged
 from torchpaged import AttentionMetadata, BackendUnavailableError, PagedAttention
 from torchpaged.backends import Backend, get_backend, register_backend
 from torchpaged.backends.choose import names as names_module
-from torchpaged.backends.spec import FEATURES
+from torchpaged.backends.features import FEATURES
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.engine import Generator
 from torchpaged.hf import PagedCache, PagedModel

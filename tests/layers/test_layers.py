@@ -314,8 +314,8 @@ def test_a_backend_that_can_not_is_refused_at_construction(
     from dataclasses import replace
 
     from torchpaged.backends import Backend
+    from torchpaged.backends.features import FEATURES
     from torchpaged.backends.reference import BACKEND
-    from torchpaged.backends.spec import FEATURES
 
     able = replace(BACKEND.capabilities, features=frozenset(FEATURES) - {"bidirectional", "chunked"})
     poor = Backend("poor", able, BACKEND.ops, lambda: None)

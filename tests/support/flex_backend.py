@@ -24,8 +24,8 @@ from torchpaged.backends import (
     Session,
     assert_planned,
 )
+from torchpaged.backends.features import COMMON_FEATURES
 from torchpaged.backends.session import PlannedBatch
-from torchpaged.backends.spec import COMMON_FEATURES
 
 TILE_Q = 128
 

@@ -8,13 +8,8 @@ from enum import IntEnum
 
 import torch
 
-from torchpaged.backends.spec import (
-    COMMON_FEATURES,
-    FEATURES,
-    AttentionSpec,
-    GraphSupport,
-    require_known,
-)
+from torchpaged.backends.features import COMMON_FEATURES, FEATURES, LATENT_FEATURES
+from torchpaged.backends.spec import AttentionSpec, GraphSupport, require_known
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.custom_ops.words import repr_of_fields
 
@@ -48,9 +43,8 @@ class Capabilities:
         max_head_dim: the largest of them; None = any.
         block_sizes: tokens per block that it takes; None = any.
         different_head_dim_v: whether values may be narrower or wider than keys; default True.
-        features: those of `FEATURES` that it has ("bidirectional", "window", "logits_soft_cap", "alibi",
-            "sinks", "chunked", "lse", which are the default, "tree_mask", "block_sparse", "latent",
-            "fp8_queries", "output_scale"). Its op is never given others.
+        features: those of `torchpaged.backends.features.FEATURES` that it has; default
+            ``COMMON_FEATURES`` there. Its op is never given others.
         max_latent: the largest widths of latents and of rotated keys that its ``mla_attention`` takes; None
             = any.
         fp8_latents: whether rows of latents may be of fp8; default False.
@@ -146,9 +140,7 @@ class Capabilities:
         kv_dtype = spec.kv_dtype or spec.dtype
         if kv_dtype != spec.dtype and not self._takes_rows(kv_dtype, ["latent"]):
             reasons.append(f"a latent cache of {_short(kv_dtype)} is not supported")
-        used = [
-            name for name in spec.features if name not in ("bidirectional", "lse", "latent", "output_scale")
-        ]
+        used = [name for name in spec.features if name not in LATENT_FEATURES]
         asked = (("score_mod or mask_mod", spec.mods), ("batch_invariant", spec.batch_invariant))
         used += [name for name, is_asked in asked if is_asked]
         return reasons + [f"{name} is not supported over latents" for name in used]

@@ -6,7 +6,8 @@ import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.spec import OWN_FEATURES, GraphSupport
+from torchpaged.backends.features import OWN_FEATURES
+from torchpaged.backends.spec import GraphSupport
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -15,8 +15,9 @@ import torch
 
 from torchpaged.backends import triton_kernels
 from torchpaged.backends.base import Backend
+from torchpaged.backends.features import COMMON_FEATURES, OWN_FEATURES
 from torchpaged.backends.semaphore import SemaphoreSession
-from torchpaged.backends.spec import COMMON_FEATURES, OWN_FEATURES, AttentionSpec
+from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS, variables
 
 

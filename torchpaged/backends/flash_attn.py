@@ -25,11 +25,12 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning, further_reasons
+from torchpaged.backends.features import COMMON_FEATURES
 from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.package import Package, parameters_lacking
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, not_planned
 from torchpaged.backends.session import PlannedBatch, Session
-from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import PlanError
 from torchpaged.metadata import HostLengths

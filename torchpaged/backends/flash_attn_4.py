@@ -19,10 +19,11 @@ import torch
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, further_reasons
+from torchpaged.backends.features import COMMON_FEATURES
 from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.package import Package, parameters_lacking
 from torchpaged.backends.planned_batch import blocks_in_use, finish, hidden_queries
-from torchpaged.backends.spec import COMMON_FEATURES, AttentionSpec, GraphSupport
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 
 MODULE = "flash_attn.cute"

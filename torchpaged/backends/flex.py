@@ -20,17 +20,11 @@ from torch import Tensor
 
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, further_reasons
+from torchpaged.backends.features import COMMON_FEATURES
 from torchpaged.backends.flex_call import MODS, PLAIN, Mods, attend, shared_mods
 from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.session import Session
-from torchpaged.backends.spec import (
-    COMMON_FEATURES,
-    AttentionSpec,
-    GraphSupport,
-    MaskMod,
-    ScoreMod,
-    check_mods,
-)
+from torchpaged.backends.spec import AttentionSpec, GraphSupport, MaskMod, ScoreMod, check_mods
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import ArgumentError

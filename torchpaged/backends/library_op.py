@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends.capabilities import Capabilities, unable
-from torchpaged.backends.spec import COMMON_FEATURES, GraphSupport, features_of
+from torchpaged.backends.features import COMMON_FEATURES
+from torchpaged.backends.spec import GraphSupport, features_of
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.schema import SCHEMAS

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.backends.features import FEATURES, GIVEN
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
@@ -27,47 +28,6 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 #: ``mask_mod(request, head, query_position, key_position)``: whether the query sees the key.
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-#: What an attention may use and a backend may lack, by the names that messages have for it: keys after the
-#: query, a window, a cap, and so on; ``latent``: it is ``mla_attention``; ``fp8_queries``: queries of
-#: float8_e4m3fn; ``output_scale``: results of it.
-FEATURES = (
-    "bidirectional",
-    "window",
-    "logits_soft_cap",
-    "alibi",
-    "sinks",
-    "chunked",
-    "lse",
-    "tree_mask",
-    "block_sparse",
-    "latent",
-    "fp8_queries",
-    "output_scale",
-)
-#: Those that a backend has unless its `Capabilities` say otherwise.
-COMMON_FEATURES = frozenset(
-    {"bidirectional", "window", "logits_soft_cap", "alibi", "sinks", "chunked", "lse"}
-)
-#: Those of this project's own kernels, on every kind of device.
-OWN_FEATURES = COMMON_FEATURES | {"tree_mask", "block_sparse", "latent", "output_scale"}
-#: Those that a batch brings with it, and not every batch of a layer that asks for them.
-BATCH_FEATURES = frozenset({"tree_mask"})
-#: Options of a layer that bear on where in their sequence a query and a key stand.
-BY_POSITION = (
-    *("window_size", "alibi_slopes", "chunk_size", "causal", "tree_mask", "block_sparse"),
-    *("score_mod", "mask_mod"),
-)
-#: Features that an argument of an attention is by being given, by the argument's name.
-GIVEN = {
-    "alibi_slopes": "alibi",
-    "sinks": "sinks",
-    "lse": "lse",
-    "tree_mask": "tree_mask",
-    "block_sparse": "block_sparse",
-    "latent": "latent",
-    "fp8_queries": "fp8_queries",
-    "output_scale": "output_scale",
-}
 _OF_CALLS = tuple(name for name in GIVEN if name in AttentionCall._fields)
 
 

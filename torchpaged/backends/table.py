@@ -9,7 +9,7 @@ import torch
 
 from torchpaged.backends.capabilities import Capabilities
 from torchpaged.backends.choose.names import ALIASES, get_backend, list_backends
-from torchpaged.backends.spec import FEATURES
+from torchpaged.backends.features import FEATURES, SHORT
 
 _SHORT = {
     torch.float64: "fp64",
@@ -18,18 +18,6 @@ _SHORT = {
     torch.float16: "fp16",
     torch.float8_e4m3fn: "e4m3",
     torch.float8_e5m2: "e5m2",
-}
-_HEADS = {
-    "bidirectional": "full",
-    "window": "win",
-    "chunked": "chunk",
-    "logits_soft_cap": "cap",
-    "alibi": "ALiBi",
-    "lse": "LSE",
-    "block_sparse": "vs",
-    "latent": "MLA",
-    "fp8_queries": "q8",
-    "output_scale": "o8",
 }
 
 
@@ -64,7 +52,7 @@ def capability_tables(names: Sequence[str] | None = None) -> str:
     names = list_backends() if names is None else list(names)
     where = [("backend", "device", "dtype", "cached", "head_dim", "CUDA graphs", "plan")]
     own = ("mods", "inv", "dim_v")
-    what = [("backend", *(_HEADS.get(feature, feature.removesuffix("_mask")) for feature in FEATURES), *own)]
+    what = [("backend", *SHORT.values(), *own)]
     for name in names:
         can = get_backend(name).capabilities
         dtypes, cached = (" ".join(_SHORT[dtype] for dtype in of) for of in (can.dtypes, can.kv_dtypes))

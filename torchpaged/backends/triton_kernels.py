@@ -9,7 +9,8 @@ import os
 import torch
 
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.spec import OWN_FEATURES, AttentionSpec, GraphSupport
+from torchpaged.backends.features import OWN_FEATURES
+from torchpaged.backends.spec import AttentionSpec, GraphSupport
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"

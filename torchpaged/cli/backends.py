@@ -20,6 +20,7 @@ from torchpaged.backends import (
 )
 from torchpaged.backends.choose.names import requested
 from torchpaged.backends.choose.order import order_of, platform_of, platform_table
+from torchpaged.backends.features import GIVEN
 from torchpaged.backends.table import capability_tables, declared
 from torchpaged.cli.lines import show
 from torchpaged.cli.settings import dtype_named
@@ -97,9 +98,8 @@ _FEATURES: dict[str, tuple[str, Any]] = {
     "chunked": ("chunk_size", 128),
     "bidirectional": ("causal", False),
     "tree": ("tree_mask", True),
-    "block_sparse": ("block_sparse", True),
-    **{name: (name, True) for name in ("sinks", "lse", "latent", "batch_invariant", "fp8_queries")},
-    "output_scale": ("output_scale", True),
+    "batch_invariant": ("batch_invariant", True),
+    **{name: (name, True) for name in GIVEN if name in Asked.__dataclass_fields__},
 }
 
 

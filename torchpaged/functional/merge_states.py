@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchpaged.backends.choose.for_call import device_ops
 from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.attention.call import MergeCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.checks import check_tensors, given, refuse_grad
 from torchpaged.functional.arguments import run_op
@@ -45,19 +46,17 @@ def merge_attn_states(
         ArgumentError: shapes, dtypes or devices don't fit.
         BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
-    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-    check_tensors(**states)
-    scale = given(output_scale=output_scale)
-    check_tensors(**scale)
-    out = torch.empty_like(out_a, dtype=torch.float8_e4m3fn if scale else out_a.dtype)
-    lse = torch.empty_like(lse_a)
-    refuse_grad(**states, **scale)
-    args = (out_a, lse_a, out_b, lse_b, out, lse)
+    read = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    read |= given(output_scale=output_scale)
+    check_tensors(**read)
+    dtype = out_a.dtype if output_scale is None else torch.float8_e4m3fn
+    out, lse = torch.empty_like(out_a, dtype=dtype), torch.empty_like(lse_a)
+    refuse_grad(**read)
+    call = MergeCall(out_a, lse_a, out_b, lse_b, out, lse, output_scale)
     run_op(
         "merge_attn_states",
-        partial(check_merge_attn_states, *args, **scale),
-        args,
-        scale,
+        partial(check_merge_attn_states, call),
+        *call.flat(),
         lambda: device_ops(out_a.device) if ops is None else ops,
         native="out_a",
     )

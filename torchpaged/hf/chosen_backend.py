@@ -28,8 +28,9 @@ from torchpaged.backends import (
 )
 from torchpaged.backends.choose.kind import Kind
 from torchpaged.backends.choose.names import check_backend
+from torchpaged.backends.features import GIVEN
 from torchpaged.backends.session import PlannedBatch
-from torchpaged.backends.spec import GIVEN, features_used
+from torchpaged.backends.spec import features_used
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import BackendUnavailableError

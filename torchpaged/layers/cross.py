@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from torchpaged.attention import PagedAttention
-from torchpaged.backends.spec import BY_POSITION
+from torchpaged.backends.features import BY_POSITION
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.layers.attention_type import AttentionType

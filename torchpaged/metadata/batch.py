@@ -96,7 +96,7 @@ class AttentionMetadata:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What the batch itself asks of a backend: names in `torchpaged.backends.FEATURES`."""
+        """What the batch itself asks of a backend: names in `torchpaged.backends.features.FEATURES`."""
         return () if self.tree_mask is None else ("tree_mask",)
 
     def tensors(self) -> dict[str, Tensor]:

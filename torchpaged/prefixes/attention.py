@@ -12,10 +12,10 @@ from torch import Tensor
 from torchpaged.backends import AttentionSpec, Session
 from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.backends.choose.kind import Kind
-from torchpaged.backends.spec import BATCH_FEATURES
+from torchpaged.backends.features import BATCH_FEATURES, POSITIONAL_FEATURES
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
-from torchpaged.custom_ops.checks import check_dims, check_tensors, given, reads_values, refuse_grad
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
+from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import check_pools
 from torchpaged.functional import merge_attn_states, paged_attention
@@ -30,9 +30,7 @@ def can_read_once(spec: AttentionSpec, session: Session) -> bool:
     """Whether layers of ``spec`` may read a prefix once for its group: it looks alike to all queries of the
     group, their bits may depend on the batch, and the session's backend can do both passes, without a plan
     and without functions of its own for this spec. If not, requests are read one by one."""
-    alike = {"bidirectional", "window", "chunked", "alibi", "latent", "block_sparse"}.isdisjoint(
-        spec.features
-    )
+    alike = (POSITIONAL_FEATURES | {"latent"}).isdisjoint(spec.features)
     if not alike or spec.batch_invariant or spec.mods or session.plans:
         return False
     if "mods" in session.workspace(spec):
@@ -130,8 +128,9 @@ def attend_with_prefixes(ops: BackendOps, call: AttentionCall, step: StepPrefixe
     if _has_op(ops, call.q.device):
         _one_call(ops, call, step)
     else:
-        scale = given(output_scale=call.output_scale)
-        ops.merge_attn_states(*_two_passes(call.q, call, step, ops), call.out, **scale)
+        states = _two_passes(call.q, call, step, ops)
+        tensors, options = MergeCall(*states, call.out, output_scale=call.output_scale).flat()
+        ops.merge_attn_states(*tensors, **options)
 
 
 def _ops_of_one_call(call: AttentionCall, ops: BackendOps | None) -> BackendOps | None:

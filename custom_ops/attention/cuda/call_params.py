@@ -53,6 +53,13 @@ def call_constants(spec: Specialisation) -> dict[str, int]:
     }
 
 
+def refuse_sinks(call: AttentionCall, spec: Specialisation) -> str | None:
+    """Why neither kernel takes a call's sinks, or None."""
+    if call.sinks is None or call.sinks.dtype == spec.dtype:
+        return None
+    return f"sinks of {call.sinks.dtype} with queries of {spec.dtype}"
+
+
 def call_params(call: AttentionCall) -> dict[str, Any]:
     """The fields that ``struct Params`` of decode and of prefill have in common: addresses, strides in
     numbers, and what the call says; without those of tensors that it has not, which stay 0."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
-from torchpaged.custom_ops.attention.cuda.call_params import call_params
+from torchpaged.custom_ops.attention.cuda.call_params import call_params, refuse_sinks
 from torchpaged.custom_ops.attention.cuda.prefill_shape import (
     NO_DEBUG,
     Debug,
@@ -78,9 +78,8 @@ Behind = Callable[[], tuple[Callable[[], None], int]]
 
 def why_not(call: AttentionCall, spec: Specialisation) -> str | None:
     """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
-    sinks_dtype = None if call.sinks is None else call.sinks.dtype
     compute = gpu.capability(call.q.device.index or 0)
-    return refuse(spec, compute, scale=call.scale, sinks_dtype=sinks_dtype) or refuse_layout(call)
+    return refuse(spec, compute, scale=call.scale) or refuse_sinks(call, spec) or refuse_layout(call)
 
 
 def prefill(

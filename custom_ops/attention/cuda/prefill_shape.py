@@ -107,13 +107,7 @@ def shape_for(spec: Specialisation) -> PrefillShape:
     return prefill_shape(spec.dim, spec.dim_v, wide=spec.plain)
 
 
-def refuse(
-    spec: Specialisation,
-    compute: tuple[int, int],
-    *,
-    scale: float = 1.0,
-    sinks_dtype: torch.dtype | None = None,
-) -> str | None:
+def refuse(spec: Specialisation, compute: tuple[int, int], *, scale: float = 1.0) -> str | None:
     """Why the kernel can't take these numbers, or None. ``compute``: the device's compute capability."""
     dtype, kv_dtype, fp8_queries = spec.dtype, spec.kv_dtype, spec.fp8_queries
     widths, block_size = (spec.dim, spec.dim_v), spec.block_size
@@ -137,8 +131,6 @@ def refuse(
         return f"{spec.group} query heads per kv head"
     if not scale > 0:
         return f"scale {scale}: a row's largest score is sought before it is scaled"
-    if sinks_dtype not in (None, dtype):
-        return f"sinks of {sinks_dtype} with queries of {dtype}"
     return None
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
-from torchpaged.custom_ops.attention.cuda.call_params import call_constants
+from torchpaged.custom_ops.attention.cuda.call_params import call_constants, refuse_sinks
 from torchpaged.custom_ops.attention.cuda.decode_constants import DECODE
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
@@ -227,11 +227,9 @@ def unsupported(call: AttentionCall, spec: Specialisation, max_query_len: int, n
     addresses only. ``max_query_len``: of the requests that it is to take."""
     if call.q.device.type != "cuda":
         return f"device {call.q.device.type}"
-    reason = _refused(spec, max_query_len, num_reqs, call.q.device.index or 0)
+    reason = _refused(spec, max_query_len, num_reqs, call.q.device.index or 0) or refuse_sinks(call, spec)
     if reason is not None:
         return reason
-    if call.sinks is not None and call.sinks.dtype != spec.dtype:
-        return f"sinks in {call.sinks.dtype}"
     aligned = not (call.k_cache.data_ptr() % 16 or call.v_cache.data_ptr() % 16)
     for rows in (call.q, call.out):  # four numbers at once
         aligned = aligned and not any(x % 4 for x in (*rows.stride()[:2], rows.data_ptr() // rows.itemsize))

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
 from torchpaged.custom_ops.attention.check import check_cascade_attention
-from torchpaged.custom_ops.checks import given
 
 
 def cascade_attention(call: CascadeCall) -> None:
@@ -22,25 +21,18 @@ def cascade_attention(call: CascadeCall) -> None:
 
 def compose(attend: Any, merge: Any, call: CascadeCall) -> None:
     """The whole of a checked call by ``attend`` and ``merge``, handles of one backend's ops."""
-    own, order, inverse = call.own, call.order, call.inverse
+    own = call.own
 
     def state() -> tuple[Tensor, Tensor]:
         shape = own.out.shape
         return own.out.new_empty(shape, dtype=own.dtype), own.out.new_empty(shape[:2], dtype=torch.float32)
 
     shared, rest = state(), state()
-    _launch(attend, call.prefixes(own.q[order], *shared))
-    _launch(attend, own._replace(out=rest[0], lse=rest[1], output_scale=None))
-    merge(
-        shared[0][inverse],
-        shared[1][inverse],
-        *rest,
-        own.out,
-        own.lse,
-        **given(output_scale=own.output_scale),
-    )
+    _launch(attend, call.prefixes(own.q[call.order], *shared))
+    _launch(attend, call.rest(*rest))
+    _launch(merge, call.merge(shared, rest))
 
 
-def _launch(attend: Any, call: AttentionCall) -> None:
+def _launch(op: Any, call: AttentionCall | MergeCall) -> None:
     tensors, options = call.flat()
-    attend(*tensors, **options)
+    op(*tensors, **options)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from torchpaged.custom_ops.attention.call import MergeCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_fp8, require_launchable
@@ -38,28 +38,19 @@ def merge_attn_states_kernel(a, b, results, DIM: tl.constexpr, DIM_PAD: tl.const
         tl.store(results.lse + token * results.l_token + head * results.l_head, lse)
 
 
-def merge_attn_states(
-    out_a: Tensor,
-    lse_a: Tensor,
-    out_b: Tensor,
-    lse_b: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    output_scale: Tensor | None = None,
-) -> None:
+def merge_attn_states(call: MergeCall) -> None:
     """Launch; arguments as in ``custom_ops/attention/schema.py``."""
-    require_launchable(out_a)
-    require_fp8(out, "output")
-    check_merge_attn_states(out_a, lse_a, out_b, lse_b, out, lse, output_scale)
-    num_tokens, num_heads, dim = out.shape
+    require_launchable(call.out_a)
+    require_fp8(call.out, "output")
+    check_merge_attn_states(call)
+    num_tokens, num_heads, dim = call.out.shape
     if not num_tokens:
         return
     launch_kernel(
         merge_attn_states_kernel,
         (num_tokens, num_heads),
-        Results.of(out_a, lse_a),
-        Results.of(out_b, lse_b),
-        Results.of(out, lse, output_scale),
+        *(Results.of_tensors(*state) for state in call.states),
+        Results.of(call),
         DIM=dim,
         DIM_PAD=next_power_of_2(dim),
         num_warps=1,

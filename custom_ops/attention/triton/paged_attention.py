@@ -207,7 +207,7 @@ def _prefill(call: AttentionCall, spec: Specialisation, skip: int) -> Launch:
         num_kv_heads=spec.num_kv_heads,
         batch=Batch(*call[3:6], table_row=call.block_table.stride(0)),
         inputs=Inputs.of(call)._replace(k_head=k_head, v_head=v_head),
-        results=Results.of(call.out, call.lse, call.output_scale),
+        results=Results.of(call),
     )
     tiling = PrefillTiling(
         tile_m=tiles.rows,
@@ -259,7 +259,7 @@ def _decode(call: AttentionCall, spec: Specialisation, max_query_len: int, longe
         table_row=call.block_table.stride(0),
         batch=Batch(*call[3:6]),
         inputs=Inputs.of(call),
-        results=Results.of(call.out, call.lse, call.output_scale),
+        results=Results.of(call),
         parts=Parts(
             acc=torch.empty(programs * 2 * rows * tiling.dim_v_pad, dtype=torch.float32, device=device),
             state=torch.empty(programs * 4 * rows, dtype=torch.float32, device=device),

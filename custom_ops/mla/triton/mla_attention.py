@@ -180,7 +180,7 @@ def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
     programs, capacity = num_tiles * head_tiles, call.block_table.shape[1] * block_size
     num_parts = config.num_parts(programs, capacity, device, chosen)
     parts = Parts.of(call, num_parts)
-    results = Results.of(call.out, call.lse, call.output_scale)
+    results = Results.of(call)
     arguments = AttendArguments(
         num_reqs=num_reqs,
         num_tokens=num_tokens,
@@ -225,7 +225,7 @@ def _launch_selected(call: LatentCall, indices: torch.Tensor, rank: int, rope: i
     chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device), fp8)
     programs = num_tokens * -(-num_heads // chosen.rows)
     num_parts = config.num_parts(programs, indices.shape[1], device, chosen)
-    parts, results = Parts.of(call, num_parts), Results.of(call.out, call.lse, call.output_scale)
+    parts, results = Parts.of(call, num_parts), Results.of(call)
     arguments = SelectedArguments(
         num_reqs=num_reqs,
         num_parts=num_parts,

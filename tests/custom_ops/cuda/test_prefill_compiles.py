@@ -20,6 +20,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
+from torchpaged.custom_ops.attention.cuda.call_params import refuse_sinks
 from torchpaged.custom_ops.attention.cuda.prefill import PrefillParams
 from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug, Mode
 from torchpaged.custom_ops.attention.cuda.tensor_maps import pool_box, refuse_layout
@@ -355,8 +356,8 @@ def test_a_cut_fits_shared_memory_with_what_is_read_and_what_is_filled(dim: int,
 
 
 def test_what_it_leaves_to_triton() -> None:
-    def refused(compute: tuple[int, int] = (9, 0), scale: float = 1.0, sinks: Any = None, **spec: Any) -> str:
-        return str(prefill.refuse(specialisation(**spec), compute, scale=scale, sinks_dtype=sinks))
+    def refused(compute: tuple[int, int] = (9, 0), scale: float = 1.0, **spec: Any) -> str:
+        return str(prefill.refuse(specialisation(**spec), compute, scale=scale))
 
     assert refused() == "None"
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -378,10 +379,17 @@ def test_what_it_leaves_to_triton() -> None:
         ({"dim": 256, "block_size": 128}, "block_size 128"),
         ({"group": 129}, "129 query heads"),
         ({"scale": 0.0}, "scale 0.0"),
-        ({"sinks": torch.float32}, "sinks"),
     )
     for changed, reason in changes:
         assert reason in refused(**changed), changed
+
+
+def test_sinks_of_another_dtype_are_left_to_triton() -> None:
+    x: Any = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16)
+    call = AttentionCall(x[0], x, x, x, x, x, x[0], None, 1, 1.0, sinks=torch.zeros(8))
+    assert "sinks of torch.float32" in str(refuse_sinks(call, specialisation()))
+    assert refuse_sinks(call._replace(sinks=call.sinks.bfloat16()), specialisation()) is None
+    assert refuse_sinks(call._replace(sinks=None), specialisation()) is None
 
 
 def test_which_layouts_it_leaves_to_triton() -> None:

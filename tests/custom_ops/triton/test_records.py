@@ -60,7 +60,7 @@ def test_tensors_and_their_strides() -> None:
     in_blocks = strides(cache, "block", "slot", "head")
     assert is_record(Pool.of(cache, scales), ptr=cache, **in_blocks, scale=scales, scale_head=11)
     results = {**strides(q, "o_token", "o_head"), **strides(lse, "l_token", "l_head")}
-    assert is_record(Results.of(q, lse, scales), out=q, lse=lse, **results, scale=scales)
+    assert is_record(Results.of_tensors(q, lse, scales), out=q, lse=lse, **results, scale=scales)
     scaled = {"scale": of_keys, **strides(of_keys, "scale_block", "scale_slot")}
     assert is_record(KeyPool.of(keys, of_keys), ptr=keys, **strides(keys, "block", "slot"), **scaled)
     assert is_record(State.of(cache), ptr=cache, **strides(cache, "slot", "head", "row"))

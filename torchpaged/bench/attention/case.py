@@ -98,7 +98,6 @@ def _facts(case: AttentionCase) -> dict[str, Any]:
         "block_size": case.block_size,
         "dtype": str(case.dtype).removeprefix("torch."),
         "kv_dtype": str(case.kv_dtype).removeprefix("torch."),
-        "block_sparse": case.block_sparse and case.block_sparse._asdict(),
         "useful_bytes": case.useful_bytes(),
         "flops": case.flops(),
     }

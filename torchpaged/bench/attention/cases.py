@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops.attention.mask import BlockSparse
+from torchpaged.custom_ops.attention.mask import BlockSparse, Mask
 from torchpaged.custom_ops.errors import ArgumentError
 
 LLAMA_8B = (32, 8, 128)  # num_heads, num_kv_heads, head_dim
@@ -79,6 +79,11 @@ class AttentionCase:
     def num_blocks(self) -> int:
         """Blocks that the requests own, the null block not counted."""
         return sum(-(-length // self.block_size) for length in self.seq_lens)
+
+    @property
+    def mask(self) -> Mask:
+        """What hides keys."""
+        return Mask(block_sparse=self.block_sparse)
 
     @property
     def is_decode(self) -> bool:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from torchpaged.bench.attention.cases import AttentionCase
-from torchpaged.custom_ops.attention.mask import Mask
 from torchpaged.metadata import AttentionMetadata
 
 L2_BYTES = 60e6  # of an H200; smaller ones are covered too
@@ -176,7 +175,6 @@ def _oracle(case: AttentionCase, inputs: Inputs, layer: int, request: int, rows:
     v_scale = 1.0 if inputs.v_scale is None else float(inputs.v_scale)
     out = torch.empty(len(rows), case.num_heads, case.head_dim, dtype=torch.float32, device=rows.device)
     position = torch.arange(length, device=rows.device)
-    mask = Mask(block_sparse=case.block_sparse)
     step = max(1, _ORACLE_ELEMENTS // (length * group))
     for head in range(case.num_kv_heads):
         keys, values = k[:, head].float() * k_scale, v[:, head].float() * v_scale
@@ -185,7 +183,7 @@ def _oracle(case: AttentionCase, inputs: Inputs, layer: int, request: int, rows:
             part = rows[at : at + step]
             q = inputs.q[start + part, head * group : (head + 1) * group].float()
             scores = torch.einsum("qgd,nd->qgn", q, keys) * inputs.scale
-            seen = mask.sees((length - query_len + part)[:, None, None], position, heads)
+            seen = case.mask.sees((length - query_len + part)[:, None, None], position, heads)
             scores.masked_fill_(~seen, float("-inf"))
             out[at : at + step, head * group : (head + 1) * group] = torch.einsum(
                 "qgn,nd->qgd", scores.softmax(-1), values

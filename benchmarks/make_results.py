@@ -147,6 +147,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         suites.suite_mixed,
         suites.suite_fp8_decode,
         suites.suite_fp8_prefill,
+        suites.block_sparse,
         suites.h100_decode,
         suites.h100_prefill,
         suites.h100_mixed,

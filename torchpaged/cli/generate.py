@@ -101,7 +101,7 @@ def _answer(
     for index, prompt_ids in prompts.items():
         with _refusing(refused, index):
             ids[generator.submit(prompt_ids, sampling)] = index
-    with _profiled(settings, model):
+    with _profiled(settings, model), profiling.range("generation"):
         if names:
             named = {request: (names[index], settings.prompts[index]) for request, index in ids.items()}
             outputs = write_outputs(generator, named, settings.output, ERRORS, quiet=settings.as_json)

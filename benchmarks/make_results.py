@@ -166,6 +166,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         tables.cascade,
         tables.block_size,
         tables.write_kv,
+        tables.cpu_decode,
+        tables.cpu_engine,
         steps.step,
         steps.step_variants,
         steps.idle,

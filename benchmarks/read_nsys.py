@@ -1,11 +1,12 @@
-"""What a report of Nsight Systems over examples/profile_nsys.py says, as a document for benchmarks/results.
+"""What a report of Nsight Systems says of one range, as a document for benchmarks/results.
 
     nsys export --type sqlite decode.nsys-rep
-    python benchmarks/read_nsys.py decode.sqlite --report kernels.json --conditions about.json \\
-        --output h200_nsys.json
+    python benchmarks/read_nsys.py decode.sqlite --range generation --report kernels.json \\
+        --conditions about.json --output h200_nsys.json
 
-``--report`` is `KernelReport.to_dict()` of the same step, from a process without nsys; its kernels are
-compared with those that nsys has of each replay in the range "measured".
+The range: "measured" of examples/profile_nsys.py, "generation" of ``torchpaged generate``. ``--report`` is
+`KernelReport.to_dict()` of the same step, from a process without nsys; its kernels stand beside those that
+nsys has of each replay in the range.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def joined(kernels: list[tuple[int, int]], gap: int = 1000) -> list[list[int]]:
     return found
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Ranges, replays and a timeline of some steps."""
+def read(path: Path, within: str = "measured") -> dict[str, Any]:
+    """Ranges, replays and a timeline of some steps in the range of that name."""
     data = sqlite3.connect(path)
     ranges = data.execute(RANGES).fetchall()
-    first, last = next((start, end) for name, start, end in ranges if name == "measured")
+    first, last = next((start, end) for name, start, end in ranges if name == within)
     kernels = defaultdict(list)
     for correlation, start, end, name, node in data.execute(KERNELS):
         kernels[correlation].append((start, end, name, node))
@@ -92,6 +93,7 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("sqlite", type=Path)
+    parser.add_argument("--range", default="measured")
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--conditions", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -100,8 +102,11 @@ def main() -> None:
     document = {
         "benchmark": "nsys",
         "conditions": json.loads(given.conditions.read_text()),
-        **read(given.sqlite),
-        "kernel_report": {"count": report["count"], "total_us": round(report["total_us"], 1)},
+        **read(given.sqlite, given.range),
+        "kernel_report": {
+            "count": report["count"] / report.get("steps", 1),
+            "total_us": round(report["total_us"] / report.get("steps", 1), 1),
+        },
     }
     given.output.write_text(json.dumps(document, indent=1) + "\n")
 

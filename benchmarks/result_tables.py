@@ -262,3 +262,26 @@ def write_kv() -> list[str]:
         ],
         lines,
     )
+
+
+def cpu_decode() -> list[str]:
+    """Milliseconds, the lower quintile of each, since other work ran on the machine."""
+    document, lines = load("cpu_decode"), []
+    for kind, rows in (("keys and values", document["decode"]), ("latents", document["latents"])):
+        for row in rows:
+            sizes = "/".join(str(row[name]) for name in ("heads", "kv_heads", "head_dim") if name in row)
+            ms = {name: of["p20_us"] / 1000 for name, of in row.items() if isinstance(of, dict)}
+            peer = min(of for name, of in ms.items() if name != "native")
+            case = f"{kind} {sizes}, {row['reqs']} x {document['context']}, {row['dtype']}"
+            shown = [figure(ms.get(name), 2) for name in ("native", "gather_sdpa", "products")]
+            lines.append([case, *shown, ratio(peer / ms["native"])])
+    return table(["case", "native", "gathered, SDPA", "gathered, products", "×"], lines)
+
+
+def cpu_engine() -> list[str]:
+    """Tokens a second."""
+    of = load("cpu_engine")
+    one, eight, other = (of[f"{name}_tok_s"] for name in ("engine_batch1", "engine_batch8", "hf_generate"))
+    lines = [["1 prompt", figure(one), figure(other), ratio(one / other)]]
+    lines.append(["8 prompts at once, against one by one", figure(eight), figure(one), ratio(eight / one)])
+    return table(["SmolLM2 135M, fp32, tokens/s", "engine", "against", "×"], lines)

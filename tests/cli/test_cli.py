@@ -198,6 +198,7 @@ def test_profile_writes_a_trace_and_counts_kernels(folder: str, tmp_path: Path) 
         if event.get("cat") == "user_annotation"
     ]
     assert {
+        "generation",
         "step",
         "prefill batch=2 tokens=20",
         "attention layer=1",

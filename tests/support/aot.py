@@ -45,11 +45,11 @@ def resources(compiled: Any) -> dict[str, int]:
     return found
 
 
-def check_spills(compiled: Any) -> None:
-    """None at all with the Tritons that the kernels were tuned on. With others none in a loop, where each
-    costs its time every round."""
+def check_spills(compiled: Any, once: int = 0) -> None:
+    """None at all with the Tritons that the kernels were tuned on, but ``once`` bytes outside of loops. With
+    others, too, none in a loop, where each costs its time every round."""
     spilled = resources(compiled)["spilled"]
     if TUNED or "cubin" not in compiled.asm:
-        assert spilled == 0, f"{spilled} bytes or registers under Triton {triton.__version__}"
-    elif spilled:
+        assert spilled <= once, f"{spilled} bytes or registers under Triton {triton.__version__}"
+    if spilled:
         assert sass.loop_spills(sass.machine_code(compiled)) == []

@@ -40,15 +40,14 @@ LINEAR: dict[str, dict[str, Any]] = {
 }
 
 
-def check(op: str, inputs: dict[str, Any], target: str, spills: int = 0) -> None:
+def check(op: str, inputs: dict[str, Any], target: str, once: int = 0) -> None:
     with launched.recorded(target) as launches:
         getattr(BACKEND_OPS["triton"], op)(**inputs)
     assert launches
     for launch in launches:
         compiled = launched.compile_launch(launch, target)
         assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT[target], launch.name
-        if not spills or aot.resources(compiled)["spilled"] != spills:
-            aot.check_spills(compiled)
+        aot.check_spills(compiled, once)
 
 
 @pytest.mark.slow_cases(but=("sm_90-*-decode",))
@@ -56,13 +55,11 @@ def check(op: str, inputs: dict[str, Any], target: str, spills: int = 0) -> None
 @pytest.mark.parametrize("case", LINEAR)
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_linear_attention_compiles(target: str, case: str, batch: str) -> None:
-    # a decay per key as two numbers: 8 bytes too many for the registers of a GPU that has never run it
-    spills = 8 if (target, case, batch) == ("sm_100", "kimi", "chunks") else 0
+    # the place of a thread's columns, stored ahead of the loop over tokens, loaded behind it; in other orders
+    # of the kernel's statements sm_90 spills it, or takes more registers
+    once = 8 if (target, case, batch) == ("sm_100", "kimi", "chunks") else 0
     check(
-        "linear_attention",
-        make_linear_inputs(STATE_BATCHES[batch], dtype=BF16, **LINEAR[case]),
-        target,
-        spills,
+        "linear_attention", make_linear_inputs(STATE_BATCHES[batch], dtype=BF16, **LINEAR[case]), target, once
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from op_inputs.state import (
+    FAMILIES,
     STATE_BATCHES,
     Rows,
     assert_state_close,
@@ -24,14 +25,6 @@ from torchpaged.custom_ops import BACKEND_OPS
 
 REFERENCE = BACKEND_OPS["reference"]
 BACKENDS = ("cpu", "reference", "default")
-#: Gated delta net, Mamba 2, and linear attention with a decay alone.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "delta": {},
-    "ssd": {"delta": False, "key_heads": 1},
-    "decay": {"delta": False, "beta": False, "key_heads": 4},
-    "kda": {"by_key": True, "key_heads": 4},
-    "by_key": {"by_key": True, "delta": False},
-}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -323,6 +323,24 @@ def test_a_request_for_each_query(num_keys: int) -> None:
     torch.testing.assert_close(out, (scores.softmax(-1) @ v).transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
+def test_keys_that_are_the_values() -> None:
+    """As where a model attends to its own layers' states (Inkling 2): no kernel takes one memory twice, in a
+    trace neither."""
+    from torchpaged.hf.attention import paged_attention_forward
+
+    def attend(q: Tensor, x: Tensor) -> Tensor:
+        states = x * 1  # made in the trace
+        return paged_attention_forward(module, q, states, states, None, scaling=0.5, is_causal=False)[0]
+
+    module, q, x = Module(), torch.randn(3, 4, 1, 8), torch.randn(3, 1, 5, 8)
+    want = ((q @ x.transpose(2, 3) * 0.5).softmax(-1) @ x).transpose(1, 2)
+    with Attended() as counts:
+        torch.testing.assert_close(attend(q, x), want, rtol=1e-4, atol=1e-5)
+    assert (counts.ours, counts.sdpa) == (1, 0)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, x), want, rtol=1e-4, atol=1e-5)
+
+
 def test_masks_that_are_not_described() -> None:
     config = copy.deepcopy(CONFIGS["bert"])
     config._attn_implementation = "torchpaged"

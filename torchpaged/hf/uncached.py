@@ -101,8 +101,10 @@ def attend(call: LayerCall, mask: Tensor | None, way: Way) -> Tensor:
     held = held_by(mask)
     q = call.query.transpose(1, 2).reshape(batch * query_len, num_heads, head_dim)
     k, v, table = _pools(call.key.transpose(1, 2), call.value.transpose(1, 2), held)
-    if not torch.compiler.is_compiling() and pools_meet(k, v) and not is_latent(k, v):
-        v = v.clone(memory_format=torch.contiguous_format)  # values in the memory of the keys
+    # values in the memory of the keys, of which a trace knows only whether they are the keys
+    meet = not torch.compiler.is_compiling() and pools_meet(k, v) and not is_latent(k, v)
+    if call.value is call.key or meet:
+        v = v.clone(memory_format=torch.contiguous_format)
     made = {} if held is None else held.made
     requests = made.get((way, k.shape[1]))
     if requests is None:

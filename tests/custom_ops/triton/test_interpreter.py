@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from as_oracle import assert_as_oracle
 from op_inputs.opcheck import assert_as_reference, opcheck_cases
 from op_inputs.rope import ROPE_CASES, assert_rope_close, make_rope_inputs
 from op_inputs.trees import TREE_SPECS, make_tree_batch
@@ -52,8 +53,7 @@ CASES = [
 @pytest.mark.parametrize(("spec", "variant"), CASES)
 def test_attention_matches_the_oracle(spec: str, variant: str) -> None:
     batch = make_batch(BATCH_SPECS[spec], head_dim=32, sinks=variant == "window", alibi=variant == "soft_cap")
-    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
-    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+    assert_as_oracle(TRITON, batch, **ATTENTION_VARIANTS[variant])
 
 
 @pytest.mark.slow_cases("tree_full-window-torch.float32", "tree_uneven-chunked_local-torch.float32")
@@ -72,8 +72,7 @@ def test_trees_match_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> 
     """By the decode kernel, in slices and not, by the prefill kernel, and by both."""
     alibi = variant in ("window", "soft_cap")
     batch = make_tree_batch(TREE_SPECS[spec], head_dim=16, sinks=alibi, alibi=alibi, dtype=dtype)
-    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
-    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+    assert_as_oracle(TRITON, batch, **ATTENTION_VARIANTS[variant])
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -109,8 +108,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("spec", ["decode_edges", "mixed_padded"])
 def test_attention_shapes_and_dtypes(spec: str, shape: str, dtype: torch.dtype) -> None:
     batch = make_batch(BATCH_SPECS[spec], dtype=dtype, **{"head_dim": 32, **SHAPES[shape]})
-    out, lse = run_paged_attention(TRITON, batch)
-    assert_attention_close(out, lse, batch)
+    assert_as_oracle(TRITON, batch)
 
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"logits_soft_cap": 3.0}], ids=str)
@@ -144,8 +142,7 @@ def test_prefill_in_small_tiles(spec: str, variant: str, monkeypatch: pytest.Mon
     batch = make_batch(
         BATCH_SPECS[spec], head_dim=24, block_size=32 if spec == "chunked" else 8, sinks=variant == "causal"
     )
-    out, lse = run_paged_attention(TRITON, batch, **ATTENTION_VARIANTS[variant])
-    assert_attention_close(out, lse, batch, **ATTENTION_VARIANTS[variant])
+    assert_as_oracle(TRITON, batch, **ATTENTION_VARIANTS[variant])
 
 
 @pytest.mark.parametrize("skip", [1, 4])
@@ -239,8 +236,7 @@ def test_many_short_queries_share_programs() -> None:
         BatchSpec("many_short", tuple(n + 5 for n in lens), lens), head_dim=16, num_heads=4, num_kv_heads=1
     )
     for options in ({}, {"window_left": 8}, {"window_left": 8, "logits_soft_cap": 3.0}):
-        out, lse = run_paged_attention(TRITON, batch, **options)
-        assert_attention_close(out, lse, batch, **options)
+        assert_as_oracle(TRITON, batch, **options)
 
 
 @pytest.mark.slow_cases(but=("300-0-5.0-16", "-1-256-5.0-1"))
@@ -263,8 +259,7 @@ def test_prefill_jumps_over_the_keys_that_every_row_sees(
         sinks=True,
     )
     options = {"window_left": window_left, "chunk_size": chunk_size, "logits_soft_cap": soft_cap}
-    out, lse = run_paged_attention(TRITON, batch, **options)
-    assert_attention_close(out, lse, batch, **options)
+    assert_as_oracle(TRITON, batch, **options)
 
 
 @pytest.mark.parametrize(

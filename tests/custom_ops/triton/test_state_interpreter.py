@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from op_inputs.state import (
+    FAMILIES,
     LONG_BATCHES,
     STATE_BATCHES,
     Rows,
@@ -29,13 +30,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from torchpaged.custom_ops.state.triton import chunks, linear_attention
 
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
-FAMILIES: dict[str, dict[str, Any]] = {
-    "delta": {},
-    "ssd": {"delta": False, "key_heads": 1},
-    "decay": {"delta": False, "beta": False, "key_heads": 4},
-    "kda": {"by_key": True, "key_heads": 4},
-    "by_key": {"by_key": True, "delta": False},
-}
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

@@ -41,7 +41,7 @@ from torchpaged.hf.support import lacks_causal_mask
 
 TOLERANCE = 1e-4
 NEW_TOKENS = 8
-MODES = ("paged", "latent", "states", "dense", "no cache", "refused", "wrong", "broken")
+MODES = ("paged", "latent", "states", "dense", "no cache", "refused", "wrong", "broken", "unexamined")
 RUNS = ("paged", "latent", "states", "dense")  # the modes in which torchpaged runs layers
 _MAX_SEQ_LEN = 32
 
@@ -58,7 +58,8 @@ class Row:
         kind: what its layers are made of, in words.
         mode: "paged", "latent", "states" or "dense" (every check but the compiled one is right), "no cache"
             (it keeps no keys and values, and runs as without torchpaged), "refused", "wrong" (numbers differ,
-            and nothing said so), "broken" (an error that is not a refusal).
+            and nothing said so), "broken" (an error that is not a refusal), "unexamined" (transformers'
+            own eager attention fails, so that there is nothing to compare with).
         checks: name -> "right", or what happened.
         graphs: of the compiled decode; None if it did not run.
         reason: why it is not paged, or not compiled; empty if it is both.
@@ -228,7 +229,7 @@ def kind_of(model: PreTrainedModel) -> str:
 
 def eager_failed(row: Row, error: Exception) -> Row:
     """The row of a model that transformers' own attention can't run."""
-    row.mode = "broken"
+    row.mode = "unexamined"
     row.reason = f"transformers' own eager attention: {type(error).__name__}: {sentence(error)}"
     return row
 

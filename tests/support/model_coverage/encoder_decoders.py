@@ -40,7 +40,7 @@ from model_coverage.checks import (
 )
 from torchpaged.hf import PagedEncoderDecoderCache, attach
 
-MODES = ("paged", "dense", "no cache", "refused", "wrong", "broken")
+MODES = ("paged", "dense", "no cache", "refused", "wrong", "broken", "unexamined")
 NEW_TOKENS = 6
 _LENS = (16, 11, 4)
 

@@ -35,7 +35,7 @@ from model_coverage.checks import (
 
 #: "varlen": every attention ran on our kernels; "dense": some on SDPA; "own attention": the modules attend by
 #: themselves, as without torchpaged.
-MODES = ("varlen", "dense", "own attention", "refused", "wrong", "broken")
+MODES = ("varlen", "dense", "own attention", "refused", "wrong", "broken", "unexamined")
 
 _PIXELS: dict[str, Any] = {"image_size": 32, "patch_size": 8}
 _WAVES: dict[str, Any] = {

@@ -23,7 +23,7 @@ check does.
   first, and SDPA attends.
 - **no cache**: the model keeps no keys and values; it runs as without torchpaged.
 - **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
-  **broken**: another error.
+  **broken**: another error. **unexamined**: transformers' own attention fails.
 - **graphs**: that a compiled decode takes, under `fullgraph=True`; a dash where it is not compiled, for the
   reason given.
 """
@@ -38,7 +38,7 @@ in batches without padding, with padding on the right and on the left.
 - **varlen**: every attention ran on the paged kernels, padding left out. **dense**: some ran on SDPA.
 - **own attention**: the modules don't call the attention interface; they run as without torchpaged.
 - **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
-  **broken**: another error.
+  **broken**: another error. **unexamined**: transformers' own attention fails.
 - **graphs**: that a compiled forward takes for batches of different lengths, under `fullgraph=True`.
 """
 _ENCODER_DECODERS = """# Encoder-decoder models
@@ -52,7 +52,7 @@ further arguments, sources padded, against transformers' own eager attention in 
 - **paged**: self- and cross attention read block pools. **dense**: cross attention does; the decoder's own
   keys and values are gathered first, and SDPA attends.
 - **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
-  **broken**: another error.
+  **broken**: another error. **unexamined**: transformers' own attention fails.
 - **graphs**: that a compiled decode takes, under `fullgraph=True`; a dash where it is not compiled, for the
   reason given.
 """
@@ -69,8 +69,9 @@ scale, and the same greedy tokens. Batches have rows with one picture, two and n
 - **layers**: of the text model; behind the semicolon what the tower's attention runs on: **varlen**, the
   paged kernels, or **SDPA**.
 - **refused**: an `UnsupportedModelError` names the reason. **wrong**: numbers differ and nothing said so.
-  **broken**: another error. A reason that begins with **turns** or **uncached** does not concern the mode: it
-  refuses a second call on the same cache with pictures of its own, or a forward without a cache.
+  **broken**: another error. **unexamined**: transformers' own attention fails. A reason that begins with
+  **turns** or **uncached** does not concern the mode: it refuses a second call on the same cache with
+  pictures of its own, or a forward without a cache.
 - **graphs**: that a compiled decode takes, under `fullgraph=True`.
 """
 

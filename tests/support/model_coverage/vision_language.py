@@ -49,7 +49,7 @@ from torchpaged.hf import PagedCache, attach
 
 __all__ = ["MODES", "examine", "model_types"]
 
-MODES = ("paged", "latent", "dense", "refused", "wrong", "broken")
+MODES = ("paged", "latent", "dense", "refused", "wrong", "broken", "unexamined")
 NEW_TOKENS = 8
 _ROWS, _EVEN, _AGAIN = ("tit", "titit", "ttt"), ("itt", "itt"), ("it", "t", "tit")
 

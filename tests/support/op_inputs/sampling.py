@@ -200,16 +200,20 @@ def make_finish_inputs(
     return {"logits": logits, **inputs}
 
 
-def finished_apart(ops: BackendOps, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What ``finish_step`` must leave of a copy of ``inputs``: `sample_tokens` and `accept_tokens`, one after
-    the other."""
-    inputs = {
+def assert_finish_is_both(ops: BackendOps, inputs: dict[str, Any]) -> None:
+    """``finish_step`` leaves to the bit what `sample_tokens` and `accept_tokens` leave, one after the other.
+    With many rows some end."""
+    want = {
         name: x.clone() if isinstance(x, Tensor) and name != "logits" else x for name, x in inputs.items()
     }
     sampling = ("logits", *_OFF, "seen", "seeds", "counters")
-    sampled = torch.empty_like(inputs["counters"])
-    ops.sample_tokens(*(inputs[name] for name in sampling), sampled)
+    sampled = torch.empty_like(want["counters"])
+    ops.sample_tokens(*(want[name] for name in sampling), sampled)
     ops.accept_tokens(
-        sampled, **{name: x for name, x in inputs.items() if name not in ("logits", "seeds", *_OFF)}
+        sampled, **{name: x for name, x in want.items() if name not in ("logits", "seeds", *_OFF)}
     )
-    return inputs
+    ended = int((want["seq_lens"] == 0).sum() - (inputs["seq_lens"] == 0).sum())
+    assert len(sampled) < 19 or 2 < ended < 14
+    ops.finish_step(**inputs)
+    for name, x in inputs.items():
+        assert not isinstance(x, Tensor) or name == "logits" or torch.equal(x, want[name]), name

@@ -13,6 +13,15 @@ from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
 NAN = float("nan")
+#: Options of `make_linear_inputs`: gated delta net, Mamba 2, a decay alone, a decay per key with and without
+#: the delta rule.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "delta": {},
+    "ssd": {"delta": False, "key_heads": 1},
+    "decay": {"delta": False, "beta": False, "key_heads": 4},
+    "kda": {"by_key": True, "key_heads": 4},
+    "by_key": {"by_key": True, "delta": False},
+}
 
 
 class Rows(NamedTuple):

@@ -187,7 +187,7 @@ def test_backends_without_it_say_so() -> None:
 
 def test_flex_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHPAGED_FLEX_COMPILER", "eager")
-    variants = {name: {"block_sparse": pattern} for name, pattern in PATTERNS.items()}
+    variants = {name: {"block_sparse": PATTERNS[name]} for name in ("kv heads", "query heads")}
     report = check_conformance(
         get_backend("flex"),
         device="cpu",
@@ -196,7 +196,7 @@ def test_flex_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
         variants=variants,
         head_dim=16,
     )
-    assert len(report.right) == 4 * 2 * 3 * 2
+    assert len(report.right) == 2 * 2 * 3 * 2
 
 
 def test_the_module_eagerly_compiled_and_moved() -> None:

@@ -20,16 +20,16 @@ needs_gxx = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 def compiled(
     folder: Path, file: str, config: Config, kind: str = "cubin", capability: tuple[int, int] = (9, 0)
 ) -> tuple[str, str]:
-    """``(PTX or "", ptxas report)`` of one of `jit.files`; warnings are errors. A cubin is left as
-    ``out.cubin``."""
+    """``(PTX, ptxas report)`` of one of `jit.files`, the report of a cubin; warnings are errors. A cubin is
+    left as ``out.cubin``."""
     target, source = folder / f"out.{kind}", jit.write_sources(folder, file, config)
     command = [
-        *("nvcc", f"-{kind}", "-Xptxas", "-v", "-Werror", "all-warnings"),
+        *("nvcc", f"-{kind}", "-Xptxas", "-v", "-Werror", "all-warnings", "-keep", "-keep-dir", str(folder)),
         *("-o", str(target), *jit.options(config, capability), str(source)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return target.read_text() if kind == "ptx" else "", done.stderr
+    return (target if kind == "ptx" else folder / f"{source.stem}.ptx").read_text(), done.stderr
 
 
 def registers(report: str) -> int:

@@ -69,8 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
         if "slow" in item.keywords and "slow" not in chosen:
             item.add_marker(pytest.mark.skip(reason="slow; run with -m slow"))
-    # a process of its own, minutes long: begun last it would be waited for
-    items.sort(key=lambda item: "in_the_interpreter" not in item.name)
+    # processes of their own, minutes long: begun last they would be waited for
+    long = ("in_the_interpreter", "under_another_triton")
+    items.sort(key=lambda item: not any(words in item.name for words in long))
 
 
 @pytest.fixture(autouse=True)

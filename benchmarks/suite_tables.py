@@ -124,16 +124,17 @@ def suite_fp8_prefill() -> list[str]:
 
 def block_sparse() -> list[str]:
     """Masks that hide blocks, beside the dense case of the same lengths."""
-    rows = latest("h200_block_sparse")["rows"]
-    names = [name for name in ("cuda", "triton") if any(name in row["contenders"] for row in rows)]
-    header, lines = ["case", "mask", "ideal", *(COLUMNS[name] for name in names), "× dense"], []
+    rows = [row for row in load("h200_block_sparse")["rows"] if row["num_tokens"] <= row["num_reqs"]]
+    rows += load("h200_block_sparse_prefill")["rows"]
+    names, lines = ("cuda", "triton"), []
+    header = ["case", "mask", "ideal", *(COLUMNS[name] for name in names), "× dense"]
     dense: dict[str, float] = {}
     for row in rows:
         what, _, mask = row["case"].partition(" sparse ")
         us = fastest(row)
         best = min(us[name] for name in names if name in us)
         dense.setdefault(what, best)  # which comes first
-        cells = best_bold([us.get(name) for name in names]) if len(names) > 1 else [figure(best)]
+        cells = [figure(us.get(name)) for name in names]
         lines.append(
             [short(what), mask or "dense", figure(row["ideal_us"]), *cells, ratio(dense[what] / best)]
         )

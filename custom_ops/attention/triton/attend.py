@@ -146,15 +146,19 @@ def branch_sees(rows, key, LOW: tl.constexpr):
 
 
 @triton.jit
-def seen_by(key, rows, LOW: tl.constexpr, SPEC: tl.constexpr):
-    """Whether rows, which lie `beside` the keys, see them. LOW: as in `branch_sees`."""
+def seen_by(key, rows, LOW: tl.constexpr, SPEC: tl.constexpr, tile=None):
+    """Whether rows, which lie `beside` the keys, see them. LOW: as in `branch_sees`; ``tile``: where all keys
+    are of one block of a mask that hides blocks, one of them: asked once a row, not once a key."""
     seen = key < rows.end
     if LOW:
         seen = seen & (key >= rows.low)
     if SPEC.tree:
         seen = seen & branch_sees(rows, key, LOW)
     if SPEC.block_sparse is not None:
-        seen = seen & sees_block(rows, key, SPEC)
+        if tile is None:
+            seen = seen & sees_block(rows, key, SPEC)
+        else:
+            seen = seen & sees_block(rows, tile, SPEC)
     return seen
 
 

@@ -18,7 +18,7 @@ class Path(NamedTuple):
 
     Attributes:
         slash: first block of the slash of the first query.
-        verticals: of blocks before it, the most that a kv head sees.
+        verticals: of blocks before it, those that the kv head sees, or the most that any does.
         first: of a stride's blocks the first that this kv head sees.
         end_key: behind the last key.
     """
@@ -57,11 +57,10 @@ def slash_of(position, SPEC: tl.constexpr, TILING: tl.constexpr):
 
 
 @triton.jit
-def ordinals(low_key, end_key, position, SPEC: tl.constexpr, TILING: tl.constexpr):
+def ordinals(low_key, end_key, slash, verticals, SPEC: tl.constexpr, TILING: tl.constexpr):
     """``(first, end)``: between these ordinals are all tiles of keys in ``[low_key, end_key)`` that are seen
-    by queries from ``position`` on; ``end`` is 0 where ``end_key`` is."""
+    by queries of a `Path`'s ``slash`` and ``verticals``; ``end`` is 0 where ``end_key`` is."""
     BLOCK: tl.constexpr = SPEC.block_sparse.block_size
-    slash, verticals = slash_of(position, SPEC, TILING)
     hidden = slash - verticals
     block = low_key // BLOCK
     # of the verticals before low_key only whole strides: how many are in the last one depends on the kv head
@@ -71,14 +70,21 @@ def ordinals(low_key, end_key, position, SPEC: tl.constexpr, TILING: tl.constexp
 
 
 @triton.jit
-def path_of(position, kv_head, end_key, SPEC: tl.constexpr, TILING: tl.constexpr):
-    """The `Path` of queries from ``position`` on; without ``TILING.verticals`` ordinals are keys."""
+def path_of(position, kv_head, end_key, SPEC: tl.constexpr, TILING: tl.constexpr, OWN: tl.constexpr = False):
+    """The `Path` of queries from ``position`` on; without ``TILING.verticals`` ordinals are keys. OWN: with
+    the verticals of the kv head itself, so that there is a key for each ordinal."""
     if TILING.verticals > 0:
         STRIDE: tl.constexpr = SPEC.block_sparse.vertical_stride
+        STEP: tl.constexpr = SPEC.block_sparse.head_step % STRIDE
+        COUNT: tl.constexpr = TILING.verticals
         slash, verticals = slash_of(position, SPEC, TILING)
         # shifts rise from head to head, so that the last head's vertical comes first
-        shift = shifts_of(kv_head * SPEC.group + SPEC.group - 1, SPEC)
-        path = Path(slash, verticals, (STRIDE - shift) % STRIDE, end_key)
+        first = (STRIDE - shifts_of(kv_head * SPEC.group + SPEC.group - 1, SPEC)) % STRIDE
+        if OWN:
+            verticals = slash // STRIDE * COUNT
+            for index in tl.static_range(COUNT):
+                verticals += ((first + index * STEP) % STRIDE < slash % STRIDE).to(tl.int32)
+        path = Path(slash, verticals, first, end_key)
     else:
         path = Path(0, 0, 0, end_key)
     return path

@@ -30,7 +30,7 @@ from torchpaged.custom_ops.attention.triton.attend import (
     slice_blocks,
     visible_range,
 )
-from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place
+from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place, slash_of
 from torchpaged.custom_ops.triton.cache_writes import fence
 from torchpaged.custom_ops.triton.records import Batch
 from torchpaged.custom_ops.triton.results import store_rows
@@ -103,7 +103,8 @@ def key_range(seq_len, query_len, SPEC: tl.constexpr, TILING: tl.constexpr):
     end = tl.where((query_len > 0) & (last >= 0), tl.minimum(end, seq_len), 0)
     low, end = tl.where(end > low, low, 0), tl.where(end > low, end, 0)
     if TILING.verticals > 0:
-        low, end = ordinals(low, end, first, SPEC, TILING)
+        slash, verticals = slash_of(first, SPEC, TILING)
+        low, end = ordinals(low, end, slash, verticals, SPEC, TILING)
     return low // TILE_KV, end
 
 

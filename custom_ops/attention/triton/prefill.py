@@ -34,7 +34,7 @@ from torchpaged.custom_ops.attention.triton.attend import (
     sloped,
     slot_offset,
 )
-from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place
+from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place, sees_block
 from torchpaged.custom_ops.attention.triton.decode import store_padding
 from torchpaged.custom_ops.triton.interpreter import INTERPRET, as_numbers
 from torchpaged.custom_ops.triton.records import Batch
@@ -225,7 +225,8 @@ def mainloop(
 
     state: maximum, total [M], acc [M, DV], the running softmax; blocks: `load_blocks` of the next tile,
     loaded one tile ahead, so that the loads of keys and values are pipelined like loads from plain addresses.
-    Unless MASKED, every row must see every key, and with a tree all lie before ``context`` (`branch_sees`).
+    Unless MASKED, every row must see every key, or of a mask that hides blocks all of a tile or nothing, and
+    with a tree all lie before ``context`` (`branch_sees`).
     """
     FOLD: tl.constexpr = not (SPEC.soft_cap or SPEC.alibi)  # as in attend_query_tile
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
@@ -259,7 +260,7 @@ def mainloop(
         if HOLES:
             seen = seen & (tl.max(seen_by(n, column, LOW, SPEC).to(tl.int32), 0) > 0)
         v = load_tile(v_at, seen, SPEC.dim_v, TILING.dim_v_pad, MASKED)  # [N, DV]
-        if MASKED or TILE_KV % BLOCK_SIZE != 0 or BLOCK_SIZE == TILE_KV:
+        if MASKED or TILE_KV % BLOCK_SIZE != 0 or BLOCK_SIZE == TILE_KV or SPEC.block_sparse is not None:
             blocks = load_blocks(keys.table, following, tile.end_key, TILE_KV, BLOCK_SIZE)
         else:  # the last of these tiles again at the end: the next one may not be whole
             blocks = load_whole_blocks(keys.table, min(start + TILE_KV, last - TILE_KV), TILE_KV, BLOCK_SIZE)
@@ -273,7 +274,10 @@ def mainloop(
         s = capped(s, tile.soft_cap, SPEC)
         s = sloped(s, n, slope, column, SPEC.tree and MASKED, SPEC)
         if MASKED:
-            s = tl.where(seen_by(n, column, LOW, SPEC), s, float("-inf"))
+            visible = seen_by(n, column, LOW, SPEC, start if TILING.verticals > 0 else None)
+            s = tl.where(visible, s, float("-inf"))
+        elif SPEC.block_sparse is not None:
+            s = tl.where(sees_block(column, start, SPEC), s, float("-inf"))
         top = tl.maximum(maximum, tl.max(s, 1))
         p = tl.exp2(s * to_base_2 - (top * to_base_2)[:, None])
         shrink = tl.exp2((maximum - top) * to_base_2)
@@ -364,25 +368,34 @@ def attend_keys(
 @triton.jit
 def attend_blocks(
     tile,
-    position,
+    whole_end,
     sees,
     SPEC: tl.constexpr,
     TILING: tl.constexpr,
     TILE_KV: tl.constexpr,
     ALL_MASKED: tl.constexpr,
 ):
-    """`attend_keys` of a mask that hides blocks, from the row at ``position`` on: one masked loop over the
-    tiles that are seen."""
+    """`attend_keys` of a mask that hides blocks, over the tiles that are seen. Where no other mask hides the
+    first keys, a row sees all of a tile or nothing up to ``whole_end``: masks by key are for those behind."""
+    LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
     BLOCK_SIZE: tl.constexpr = SPEC.block_size
     TILE_M: tl.constexpr = TILING.tile_m
     DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
+    path = tile.path
     first, last = tile.low_key // TILE_KV * TILE_KV, tile.end_key
     if TILING.verticals > 0:
-        first, last = ordinals(tile.low_key, tile.end_key, position, SPEC, TILING)
+        first, last = ordinals(tile.low_key, tile.end_key, path.slash, path.verticals, SPEC, TILING)
     maximum = tl.where(sees, -1.0e30, float("-inf"))  # as in attend_keys
     state = maximum, tl.zeros([TILE_M], tl.float32), tl.zeros([TILE_M, DIM_V_PAD], tl.float32)
-    at = place(first, tile.path, SPEC, TILING)
+    at = place(first, path, SPEC, TILING)
     blocks = load_blocks(tile.keys.table, at, tile.end_key, TILE_KV, BLOCK_SIZE)
+    if TILING.verticals > 0 and not LOW and not ALL_MASKED:
+        hidden = (path.slash - path.verticals) * SPEC.block_sparse.block_size
+        whole_end = tl.maximum(whole_end - hidden, first) // TILE_KV * TILE_KV
+        state, blocks = mainloop(
+            state, blocks, tile, first, whole_end, 0, 0, SPEC, TILING, TILE_KV, MASKED=False
+        )
+        first = whole_end
     STAGES: tl.constexpr = 1 if ALL_MASKED else None
     state, blocks = mainloop(
         state, blocks, tile, first, last, 0, 0, SPEC, TILING, TILE_KV, MASKED=True, STAGES=STAGES
@@ -435,11 +448,11 @@ def attend_query_tile(
     if SPEC.scales:
         score_scale = inputs.scale * tl.load(inputs.k_scale + kv_head * inputs.ks_head)
     first_position = seq_len - query_len + first_query
-    path = path_of(first_position, kv_head, end_key, SPEC, TILING)
+    path = path_of(first_position, kv_head, end_key, SPEC, TILING, OWN=True)
     keys = keys_of(inputs, batch, request, kv_head, inputs.k_head, inputs.v_head)
     tile = QueryTile(as_numbers(q), rows, slope, keys, score_scale, inputs.soft_cap, low_key, end_key, path)
     if SPEC.block_sparse is not None:
-        maximum, total, acc = attend_blocks(tile, first_position, sees, SPEC, TILING, TILE_KV, ALL_MASKED)
+        maximum, total, acc = attend_blocks(tile, ranges.whole_end, sees, SPEC, TILING, TILE_KV, ALL_MASKED)
     else:
         maximum, total, acc = attend_keys(tile, ranges, sees, SPEC, TILING, TILE_KV, ALL_MASKED)
     # What only the end needs is read again, not kept: across the loops it cost spills, or the copies their

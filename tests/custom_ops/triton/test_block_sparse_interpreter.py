@@ -140,13 +140,15 @@ def _tiles_kernel(
     SPEC: tl.constexpr,
     TILING: tl.constexpr,
     TILE: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    first, end = ordinals(low_key, end_key, position, SPEC, TILING)
-    path = path_of(position, kv_head, end_key, SPEC, TILING)
+    path = path_of(position, kv_head, end_key, SPEC, TILING, OWN)
+    first, end = ordinals(low_key, end_key, path.slash, path.verticals, SPEC, TILING)
     for at in range(first, end, TILE):
         tl.store(tiles_ptr + (at - first) // TILE, place(at, path, SPEC, TILING))
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["most", "own"])
 @pytest.mark.parametrize(
     ("pattern", "group"),
     [
@@ -158,7 +160,7 @@ def _tiles_kernel(
     ],
     ids=str,
 )
-def test_tiles_are_those_that_some_row_sees(pattern: BlockSparse, group: int) -> None:
+def test_tiles_are_those_that_some_row_sees(pattern: BlockSparse, group: int, own: bool) -> None:
     """Each once and in order; besides them at most one stride's verticals, before a window, and the end."""
     tiling = Tiling(pattern.verticals_of(group))
     assert tiling.verticals
@@ -166,7 +168,7 @@ def test_tiles_are_those_that_some_row_sees(pattern: BlockSparse, group: int) ->
     for kv_head, position, low in itertools.product(range(3), (0, 40, 333, 480), (0, 200)):
         low, end = min(low, position), position + 1
         found = torch.full((64,), -1, dtype=torch.int32)
-        _tiles_kernel[(1,)](found, low, end, position, kv_head, Spec(pattern, group), tiling, 16)
+        _tiles_kernel[(1,)](found, low, end, position, kv_head, Spec(pattern, group), tiling, 16, own)
         heads = torch.arange(group) + kv_head * group
         seen = mask.sees(torch.tensor(position), torch.arange(end), heads[:, None]).any(0)
         wanted = sorted({int(key) // 16 * 16 for key in seen.nonzero()[:, 0] if key >= low})
@@ -175,7 +177,7 @@ def test_tiles_are_those_that_some_row_sees(pattern: BlockSparse, group: int) ->
         assert [tile for tile in tiles if tile >= low // 16 * 16] == wanted
         before = [tile for tile in tiles if tile < low // size * size]
         assert len(before) <= tiling.verticals * size // 16
-        assert len(found[found >= end]) <= tiling.verticals * size // 16
+        assert len(found[found >= end]) <= (0 if own else tiling.verticals * size // 16)
 
 
 def test_which_patterns_leave_tiles_out() -> None:

@@ -48,14 +48,17 @@ class LinearAttentionCall(NamedTuple):
 
 
 class GatesCall(NamedTuple):
-    """The arguments of ``delta_gates``."""
+    """The arguments of ``delta_gates``, with the schema's defaults."""
 
     a: Tensor
-    b: Tensor
+    b: Tensor | None
     a_log: Tensor
     dt_bias: Tensor
     g: Tensor
     beta: Tensor
+    beta_scale: float = 1.0
+    min_step: float = 0.0
+    max_step: float | None = None
 
 
 class GatedNormCall(NamedTuple):
@@ -66,6 +69,9 @@ class GatedNormCall(NamedTuple):
     weight: Tensor
     out: Tensor
     eps: float = 1e-6
+    gate_first: bool = False
+    skip: Tensor | None = None
+    skip_weight: Tensor | None = None
 
 
 class Rows(NamedTuple):

@@ -149,14 +149,19 @@ def _check_groups(name: str, x: Tensor, num_tokens: int, width: int) -> None:
 
 def check_delta_gates(call: GatesCall) -> None:
     """Every argument of ``delta_gates``; raises `ArgumentError` before anything is written."""
-    a, b, a_log, dt_bias, g, beta = call
+    a, b, a_log, dt_bias, g, beta = call[:6]
     check_dims("a", a, None, None, None)
     check_dtype("a", a, *FLOATS, torch.float64)
     num_tokens, num_heads = a.shape[0], a.shape[1] * a.shape[2]
     _check_groups("a", a, num_tokens, num_heads)
-    _check_groups("b", b, num_tokens, num_heads)
-    check_dims("b", b, *a.shape)
-    check_dtype("b", b, a.dtype)
+    if b is not None:
+        _check_groups("b", b, num_tokens, num_heads)
+        check_dims("b", b, *a.shape)
+        check_dtype("b", b, a.dtype)
+    if not call.min_step >= 0:
+        raise ArgumentError("min_step", "a number of at least 0", str(call.min_step))
+    if call.max_step is not None and not call.max_step >= call.min_step:
+        raise ArgumentError("max_step", f"None or at least min_step, {call.min_step}", str(call.max_step))
     for name, tensor in (("a_log", a_log), ("dt_bias", dt_bias)):
         check_dims(name, tensor, num_heads)
         check_dtype(name, tensor, a.dtype, torch.float32)
@@ -166,26 +171,36 @@ def check_delta_gates(call: GatesCall) -> None:
         check_dtype(name, tensor, torch.float64 if a.dtype == torch.float64 else torch.float32)
         check_last_dim(**{name: tensor})
     check_device(a.device, b=b, a_log=a_log, dt_bias=dt_bias, g=g, beta=beta)
-    read = {"a": a, "b": b, "a_log": a_log, "dt_bias": dt_bias}
+    read = given(a=a, b=b, a_log=a_log, dt_bias=dt_bias)
     check_apart({"g": g}, read | {"beta": beta}, "allocate it with torch.empty")
     check_apart({"beta": beta}, read, "allocate it with torch.empty")
 
 
 def check_gated_rms_norm(call: GatedNormCall) -> None:
     """Every argument of ``gated_rms_norm``; raises `ArgumentError` before anything is written."""
-    x, gate, weight, out, eps = call
+    x, gate, weight, out, eps = call[:5]
     check_dims("x", x, None, None, None)
     check_dtype("x", x, *FLOATS, torch.float64)
     _check_groups("gate", gate, x.shape[0], x.shape[1] * x.shape[2])
     if x.shape[2] and gate.shape[2] % x.shape[2]:
         raise ArgumentError("gate", f"whole heads of {x.shape[2]} in each group", shape_of(gate))
     check_dtype("gate", gate, x.dtype)
-    check_dims("weight", weight, x.shape[2])
+    check_dims("weight", weight, *(x.shape[1:2] if weight.dim() == 2 else ()), x.shape[2])
     check_dtype("weight", weight, x.dtype, torch.float32)
+    skip, skip_weight = call.skip, call.skip_weight
+    if (skip is None) != (skip_weight is None):
+        raise ArgumentError("skip_weight", "a tensor with skip, and None without", type(skip_weight).__name__)
+    if skip is not None and skip_weight is not None:
+        _check_groups("skip", skip, x.shape[0], x.shape[1] * x.shape[2])
+        check_dtype("skip", skip, x.dtype)
+        check_dims("skip_weight", skip_weight, skip.shape[1])
+        check_dtype("skip_weight", skip_weight, x.dtype, torch.float32)
+        check_last_dim(skip_weight=skip_weight)
     check_dims("out", out, *x.shape)
     check_dtype("out", out, x.dtype)
     if not eps > 0:
         raise ArgumentError("eps", "a positive number", str(eps))
     check_last_dim(x=x, weight=weight, out=out)
-    check_device(x.device, gate=gate, weight=weight, out=out)
-    check_apart({"out": out}, {"x": x, "gate": gate, "weight": weight}, "allocate it with torch.empty")
+    read = given(x=x, gate=gate, weight=weight, skip=skip, skip_weight=skip_weight)
+    check_device(x.device, out=out, **read)
+    check_apart({"out": out}, read, "allocate it with torch.empty")

@@ -70,9 +70,9 @@ def _linear_attention(call: LinearAttentionCall) -> None:
 
 
 def _delta_gates(call: GatesCall) -> None:
-    _expect_dims(3, a=call.a, b=call.b)
+    _expect_dims(3, a=call.a)
     sizes = (call.a.shape[0], call.a.shape[1] * call.a.shape[2])
-    torch._check(call.b.shape == call.a.shape, lambda: "b: expected a's shape")
+    torch._check(call.b is None or call.b.shape == call.a.shape, lambda: "b: expected a's shape")
     for name, x in (("a_log", call.a_log), ("dt_bias", call.dt_bias)):
         torch._check(x.shape == sizes[1:], lambda name=name: f"{name}: expected a number per head")
     for name, x in (("g", call.g), ("beta", call.beta)):
@@ -83,11 +83,19 @@ def _gated_rms_norm(call: GatedNormCall) -> None:
     _expect_dims(3, x=call.x, gate=call.gate)
     num_tokens, num_heads, width = call.x.shape
     torch._check(call.out.shape == call.x.shape, lambda: "out: expected x's shape")
-    torch._check(call.weight.shape == (width,), lambda: f"weight: expected {width} numbers")
+    of_heads = (num_heads,) if call.weight.dim() == 2 else ()
+    torch._check(call.weight.shape == (*of_heads, width), lambda: f"weight: expected {width} numbers")
     torch._check(
         call.gate.shape[0] == num_tokens and call.gate.shape[1] * call.gate.shape[2] == num_heads * width,
         lambda: "gate: expected x's numbers of each token, in groups",
     )
+    if call.skip is not None and call.skip_weight is not None:
+        _expect_dims(3, skip=call.skip)
+        torch._check(
+            call.skip.shape[1] * call.skip.shape[2] == num_heads * width
+            and call.skip_weight.shape == call.skip.shape[1:2],
+            lambda: "skip, skip_weight: expected x's numbers of each token, and a weight per head of skip",
+        )
 
 
 FAKES: dict[str, Callable[..., None]] = {

@@ -103,14 +103,20 @@ def delta_gates(call: GatesCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_delta_gates(call)
     exact = _exact(call.a)
-    a, b = (x.flatten(1).to(exact) for x in (call.a, call.b))
-    call.g.copy_(-call.a_log.to(exact).exp() * torch.nn.functional.softplus(a + call.dt_bias.to(exact)))
-    call.beta.copy_(b.sigmoid())
+    step = torch.nn.functional.softplus(call.a.flatten(1).to(exact) + call.dt_bias.to(exact))
+    step = step.clamp(call.min_step, call.max_step)
+    call.g.copy_(-call.a_log.to(exact).exp() * step)
+    call.beta.copy_(step if call.b is None else call.beta_scale * call.b.flatten(1).to(exact).sigmoid())
 
 
 def gated_rms_norm(call: GatedNormCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_gated_rms_norm(call)
     x, gate = call.x.to(_exact(call.x)), call.gate.reshape(call.x.shape).to(_exact(call.x))
+    factors = torch.nn.functional.silu(gate)
+    if call.skip is not None and call.skip_weight is not None:
+        x = x + (call.skip.to(x.dtype) * call.skip_weight.to(x.dtype)[:, None]).reshape(x.shape)
+    if call.gate_first:
+        x = x * factors
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps) * call.weight.to(x.dtype)
-    call.out.copy_(normed * torch.nn.functional.silu(gate))
+    call.out.copy_(normed if call.gate_first else normed * factors)

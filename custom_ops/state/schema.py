@@ -31,13 +31,17 @@ SCHEMAS = {
     "linear_attention": f"""(Tensor q, Tensor k, Tensor v, Tensor g, Tensor(a!) state, {_BATCH},
         Tensor(b!) out, Tensor? beta=None, *, SymInt max_query_len, float scale, bool delta_rule=False,
         bool normalize=False) -> ()""",
-    # The decay and beta of a gated delta net: g = -exp(a_log) softplus(a + dt_bias), beta = sigmoid(b).
+    # The decay and beta of a gated delta net: g = -exp(a_log) step, beta = beta_scale sigmoid(b), with step =
+    # softplus(a + dt_bias), at least min_step and at most max_step. Without b as Mamba 2's: beta = step.
     # a, b [T, groups, num_heads / groups], the heads of a group side by side; a_log, dt_bias [num_heads] in
     # a's dtype or float32; g, beta [T, num_heads] float32, float64 over float64.
-    "delta_gates": """(Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor(a!) g,
-        Tensor(b!) beta) -> ()""",
-    # RMSNorm of each head, then its gate: out = x / rms(x) weight silu(gate). x, out [T, num_heads, width];
-    # gate [T, groups, num_heads * width / groups], the heads of a group side by side; weight [width] in x's
-    # dtype or float32.
-    "gated_rms_norm": """(Tensor x, Tensor gate, Tensor weight, Tensor(a!) out, *, float eps=1e-6) -> ()""",
+    "delta_gates": """(Tensor a, Tensor? b, Tensor a_log, Tensor dt_bias, Tensor(a!) g, Tensor(b!) beta, *,
+        float beta_scale=1., float min_step=0., float? max_step=None) -> ()""",
+    # RMSNorm of each head, then its gate: out = x / rms(x) weight silu(gate). With gate_first as Mamba 2's:
+    # y = x silu(gate), out = y / rms(y) weight. x, out [T, num_heads, width]; gate [T, groups, num_heads *
+    # width / groups], the heads of a group side by side; weight [width], or [num_heads, width] with one of
+    # each head, in x's dtype or float32. skip, skip_weight: what is added to x before anything else, skip
+    # [T, skip_heads, num_heads * width / skip_heads] times skip_weight [skip_heads], in x's dtype or float32.
+    "gated_rms_norm": """(Tensor x, Tensor gate, Tensor weight, Tensor(a!) out, *, float eps=1e-6,
+        bool gate_first=False, Tensor? skip=None, Tensor? skip_weight=None) -> ()""",
 }

@@ -62,16 +62,17 @@ class Matrix(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """A pointer to heads of tokens, ``[num_tokens, num_heads, width]``, and its strides."""
+    """A pointer to heads of tokens, ``[num_tokens, num_heads, width]``, and its strides; None and 0 where
+    there are none."""
 
     ptr: Any
     token: Any
     head: Any
 
     @classmethod
-    def of(cls, x: Tensor) -> Tokens:
+    def of(cls, x: Tensor | None) -> Tokens:
         """Those of a tensor."""
-        return cls(x, *x.stride()[:2])
+        return cls(None, 0, 0) if x is None else cls(x, *x.stride()[:2])
 
 
 class Pool(NamedTuple):

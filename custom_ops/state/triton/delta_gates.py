@@ -32,13 +32,16 @@ def delta_gates_kernel(
     dt_bias_ptr,
     g,
     beta,
+    beta_scale,
+    min_step,
+    max_step,
     HEADS: tl.constexpr,
     HEADS_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``a``, ``b``: `Tokens` of groups; ``g``, ``beta``: `Matrix`. Grid: (num_tokens,). GROUP: heads that
-    stand side by side. PDL: launched early."""
+    """``a``, ``b``: `Tokens` of groups; ``g``, ``beta``: `Matrix`; ``max_step``: a number or None. Grid:
+    (num_tokens,). GROUP: heads that stand side by side. PDL: launched early."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -47,11 +50,17 @@ def delta_gates_kernel(
     here = head < HEADS
     group, place = head // GROUP, head % GROUP
     x = tl.load(a.ptr + token * a.token + group * a.head + place, mask=here, other=0.0).to(tl.float32)
-    y = tl.load(b.ptr + token * b.token + group * b.head + place, mask=here, other=0.0).to(tl.float32)
     x += tl.load(dt_bias_ptr + head, mask=here, other=0.0).to(tl.float32)
     a_log = tl.load(a_log_ptr + head, mask=here, other=0.0).to(tl.float32)
-    tl.store(g.ptr + token * g.row + head, -tl.exp(a_log) * softplus(x), mask=here)
-    tl.store(beta.ptr + token * beta.row + head, 1.0 / (1.0 + tl.exp(-y)), mask=here)
+    step = softplus(x)
+    step = tl.where(step < min_step, min_step, step)  # comparisons: NaN stays NaN
+    if max_step is not None:
+        step = tl.where(step > max_step, max_step, step)
+    tl.store(g.ptr + token * g.row + head, -tl.exp(a_log) * step, mask=here)
+    if b.ptr is not None:
+        y = tl.load(b.ptr + token * b.token + group * b.head + place, mask=here, other=0.0).to(tl.float32)
+        step = beta_scale / (1.0 + tl.exp(-y))
+    tl.store(beta.ptr + token * beta.row + head, step, mask=here)
 
 
 def delta_gates(call: GatesCall) -> None:
@@ -72,6 +81,9 @@ def delta_gates(call: GatesCall) -> None:
         call.dt_bias,
         Matrix.of(call.g),
         Matrix.of(call.beta),
+        call.beta_scale,
+        call.min_step,
+        call.max_step,
         HEADS=num_heads,
         HEADS_PAD=next_power_of_2(num_heads),
         GROUP=group,

@@ -22,16 +22,22 @@ def gated_rms_norm_kernel(
     gate,
     weight_ptr,
     out,
+    skip,
+    skip_weight_ptr,
     eps,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     GROUP: tl.constexpr,
     TILE_HEADS: tl.constexpr,
+    WEIGHT_HEAD: tl.constexpr,
+    SKIP_WIDTH: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``x``, ``out``: `Tokens`; ``gate``: `Tokens` of groups. Grid: (num_tokens, tiles of heads). GROUP:
-    heads whose gates stand side by side. PDL: launched early."""
+    """``x``, ``out``: `Tokens`; ``gate``: `Tokens` of groups; ``skip``: `Tokens` of heads of SKIP_WIDTH, or
+    none. Grid: (num_tokens, tiles of heads). GROUP: heads whose gates stand side by side; WEIGHT_HEAD: from
+    the weight of one head to the next one's. PDL: launched early."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -44,9 +50,20 @@ def gated_rms_norm_kernel(
     group, place = head // GROUP, head % GROUP * WIDTH
     at = gate.ptr + token * gate.token + (group * gate.head + place)[:, None] + d[None, :]
     z = tl.load(at, mask=here, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + d, mask=d < WIDTH, other=0.0).to(tl.float32)
-    y = y * tl.rsqrt(tl.sum(y * y, axis=1) / WIDTH + eps)[:, None] * weight[None, :]
-    y *= z / (1.0 + tl.exp(-z))
+    z = z / (1.0 + tl.exp(-z))
+    at = weight_ptr + head[:, None] * WEIGHT_HEAD + d[None, :]
+    weight = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    if skip.ptr is not None:
+        column = head[:, None] * WIDTH + d[None, :]
+        of, place = column // SKIP_WIDTH, column % SKIP_WIDTH
+        at = skip.ptr + token * skip.token + of * skip.head + place
+        factor = tl.load(skip_weight_ptr + of, mask=here, other=0.0).to(tl.float32)
+        y += factor * tl.load(at, mask=here, other=0.0).to(tl.float32)
+    if GATE_FIRST:
+        y *= z
+    y = y * tl.rsqrt(tl.sum(y * y, axis=1) / WIDTH + eps)[:, None] * weight
+    if not GATE_FIRST:
+        y *= z
     at = out.ptr + token * out.token + head[:, None] * out.head + d[None, :]
     tl.store(at, y.to(out.ptr.dtype.element_ty), mask=here)
 
@@ -68,12 +85,17 @@ def gated_rms_norm(call: GatedNormCall) -> None:
         Tokens.of(call.gate),
         call.weight,
         Tokens.of(call.out),
+        Tokens.of(call.skip),
+        call.skip_weight,
         call.eps,
         HEADS=num_heads,
         WIDTH=width,
         WIDTH_PAD=padded,
         GROUP=call.gate.shape[2] // width,
         TILE_HEADS=tile,
-        num_warps=4,
+        WEIGHT_HEAD=width if call.weight.dim() == 2 else 0,
+        SKIP_WIDTH=1 if call.skip is None else call.skip.shape[2],
+        GATE_FIRST=call.gate_first,
+        num_warps=8 if padded > 2048 else 4,
         **early_launch(call.x.device),
     )

@@ -113,7 +113,7 @@ def test_gated_causal_conv_compiles(target: str, batch: str) -> None:
 
 
 @pytest.mark.slow_cases(but=("sm_90-qwen3_next",))
-@pytest.mark.parametrize("size", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("size", ["qwen3_5", "qwen3_next", "granite"])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_gates_compile(target: str, size: str) -> None:
     check("delta_gates", make_gates_inputs(**SIZES[size], dtype=BF16), target)
@@ -123,7 +123,9 @@ def test_gates_compile(target: str, size: str) -> None:
 def test_gates_of_nan_are_nan() -> None:
     """PTX's plain min and max give the other operand for NaN, which the interpreter does not do."""
     with launched.recorded() as launches:
-        BACKEND_OPS["triton"].delta_gates(**make_gates_inputs(**SIZES["qwen3_5"], dtype=BF16))
-    ptx = launched.compile_launch(launches[0]).asm["ptx"]
-    assert "ex2.approx" in ptx
-    assert not re.findall(r"\b(?:min|max)[.\w]*f32", ptx)
+        for size in ("qwen3_5", "mamba2"):
+            BACKEND_OPS["triton"].delta_gates(**make_gates_inputs(**SIZES[size], dtype=BF16))
+    for launch in launches:
+        ptx = launched.compile_launch(launch).asm["ptx"]
+        assert "ex2.approx" in ptx
+        assert not re.findall(r"\b(?:min|max)[.\w]*f32", ptx)

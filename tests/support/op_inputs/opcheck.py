@@ -63,7 +63,7 @@ def opcheck_cases(
     semaphore = torch.zeros(
         batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device
     )
-    conv, conv_gated, delta, ssd, gates, gated_norm = (
+    conv, conv_gated, delta, ssd, gates, gated_norm, ssd_gates, ssd_norm = (
         {name: x.to(device).nan_to_num_() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         for given in (
             make_conv_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
@@ -72,6 +72,8 @@ def opcheck_cases(
             make_linear_inputs(STATE_BATCHES["decode_padded"], delta=False, dtype=dtype),
             make_gates_inputs(dtype=dtype),
             make_gated_norm_inputs(dtype=dtype),
+            make_gates_inputs(ssd=True, dtype=dtype),
+            make_gated_norm_inputs(ssd=True, dtype=dtype),
         )
     )
     latent_writes = make_latent_writes(normed=True, dtype=dtype, device=device)
@@ -127,6 +129,8 @@ def opcheck_cases(
         "delta_gates": ("delta_gates", (), gates),
         "gated_norm": ("gated_rms_norm", (), gated_norm),
         "ssd": ("linear_attention", (), ssd),
+        "ssd_gates": ("delta_gates", (), ssd_gates),
+        "ssd_norm": ("gated_rms_norm", (), ssd_norm),
         "write_index": ("write_index_keys", (kv[:, 0, :16].contiguous(), index_pool, slots), {}),
         "index_logits": (
             "index_logits",

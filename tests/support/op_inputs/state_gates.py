@@ -12,11 +12,14 @@ from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
 #: Heads, groups in which they stand together, and numbers per head: as in Qwen3.5, in Qwen3-Next, odd ones.
-SIZES: dict[str, dict[str, int]] = {
+#: ``ssd``: as Mamba 2's, whose norm has groups of heads.
+SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"heads": 32, "groups": 1, "width": 128},
     "qwen3_next": {"heads": 32, "groups": 16, "width": 128},
     "odd": {"heads": 6, "groups": 3, "width": 20},
     "wide": {"heads": 3, "groups": 3, "width": 1500},
+    "mamba2": {"heads": 6, "groups": 1, "width": 40, "ssd": True},
+    "granite": {"heads": 1, "groups": 1, "width": 3072, "ssd": True},
 }
 NAN = float("nan")
 
@@ -31,6 +34,7 @@ def make_gates_inputs(
     heads: int = 6,
     groups: int = 3,
     width: int = 0,
+    ssd: bool = False,
     *,
     tokens: int = 5,
     dtype: torch.dtype = torch.float32,
@@ -50,13 +54,17 @@ def make_gates_inputs(
         "g": torch.full((tokens, heads + 2), NAN, dtype=exact)[:, :heads],
         "beta": torch.full((tokens, heads), NAN, dtype=exact),
     }
-    return {name: x.to(device) for name, x in given.items()}
+    given = {name: x.to(device) for name, x in given.items()}
+    if ssd:
+        return given | {"b": None, "min_step": 0.01, "max_step": 4.0}
+    return given | {"beta_scale": 2.0 if groups == 3 else 1.0}
 
 
 def make_gated_norm_inputs(
     heads: int = 6,
     groups: int = 3,
     width: int = 20,
+    ssd: bool = False,
     *,
     tokens: int = 5,
     dtype: torch.dtype = torch.float32,
@@ -71,22 +79,35 @@ def make_gated_norm_inputs(
         "weight": torch.randn(width, dtype=weight_dtype or dtype),
         "out": torch.full((tokens, heads, width), NAN, dtype=dtype),
     }
-    return {name: x.to(device) for name, x in given.items()} | {"eps": 1e-5}
+    if ssd:
+        given["weight"] = torch.randn(heads, width, dtype=weight_dtype or dtype)
+        given["skip"] = torch.randn(tokens, 2 * heads, width // 2 + 3, dtype=dtype)[..., : width // 2]
+        given["skip_weight"] = torch.randn(2 * heads, dtype=weight_dtype or dtype)
+    return {name: x.to(device) for name, x in given.items()} | {"eps": 1e-5, "gate_first": ssd}
 
 
 def exact_gates(inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The oracle, in float64."""
-    a, b, a_log, dt_bias = (inputs[name].double() for name in ("a", "b", "a_log", "dt_bias"))
+    a, a_log, dt_bias = (inputs[name].double() for name in ("a", "a_log", "dt_bias"))
     dt = torch.log1p((a.flatten(1) + dt_bias).exp())
-    return {"g": -(a_log.exp() * dt), "beta": 1 / (1 + (-b.flatten(1)).exp())}
+    if inputs["b"] is None:
+        dt = dt.clamp(inputs["min_step"], inputs["max_step"])
+        return {"g": -(a_log.exp() * dt), "beta": dt}
+    b = inputs["b"].double().flatten(1)
+    return {"g": -(a_log.exp() * dt), "beta": inputs["beta_scale"] / (1 + (-b).exp())}
 
 
 def exact_gated_norm(inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The oracle, in float64."""
     x, gate, weight = (inputs[name].double() for name in ("x", "gate", "weight"))
     gate = gate.flatten(1).view(x.shape)
+    gate = gate / (1 + (-gate).exp())
+    if "skip" in inputs:
+        x = x + (inputs["skip_weight"].double()[:, None] * inputs["skip"].double()).view(x.shape)
+    if inputs["gate_first"]:
+        x, gate = x * gate, torch.ones_like(gate)
     rms = (x.square().sum(-1, keepdim=True) / x.shape[2] + inputs["eps"]).sqrt()
-    return {"out": x / rms * weight * gate / (1 + (-gate).exp())}
+    return {"out": x / rms * weight * gate}
 
 
 @on_host

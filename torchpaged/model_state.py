@@ -22,8 +22,8 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 #: What decides of a layer of the peft library which adapters run.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-#: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse.py notices if that changes)
-#: and the ranges of a profile.
+#: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse_steps.py notices if that
+#: changes) and the ranges of a profile.
 _WATCHERS = ("transformers.utils.output_capturing", "torchpaged.profiling.kernel_report.trace")
 #: Of a config: what says nothing about a model's numbers that its tensors don't.
 _NO_NUMBERS = ("_name_or_path", "architectures", "dtype", "transformers_version")

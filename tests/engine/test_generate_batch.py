@@ -21,7 +21,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.engine.generate_batch import EngineBatches, batch_options
-from torchpaged.hf import attach
+from torchpaged.hf import attach, fuse
 from torchpaged.hf.families import family_of
 from torchpaged.hf.packed_mixers import is_packed, mixers_of
 
@@ -85,6 +85,13 @@ def test_tokens_are_those_of_generate(name: str) -> None:
     assert model.config._attn_implementation == "torchpaged"
     if not family_of(name).caches_latents:  # attached ones stay as they were
         assert not any(map(is_packed, mixers_of(model)))  # and generate() runs as before
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "bamba"])
+def test_tokens_of_fused_hybrids(name: str) -> None:
+    model = make(name)
+    assert fuse(model, count=False).replaced["norm"]
+    assert tokens(model.generate_batch(PROMPTS, generation_config=greedy())) == eager(name)
 
 
 def test_generate_in_between() -> None:

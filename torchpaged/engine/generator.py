@@ -88,7 +88,8 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             take. Chunks follow the clock then, so that logits' last bits may differ from run to run. None:
             not bounded.
         fuse: call `torchpaged.hf.fuse` on the model first (docs/fusion.md); for transformers models. One that
-            is fused already is taken as it is; the model stays fused until `close`, unless it is refused.
+            is fused already is taken as it is; the model stays fused until the last of those that share it
+            is closed, unless it is refused.
         compile: run the decode step through torch.compile, with graphs; "auto": on a GPU, unless the model is
             fully fused.
         graphs: decode through the graph runner (CUDA graphs on a GPU, the same code run eagerly on a CPU);

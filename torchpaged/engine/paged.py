@@ -65,9 +65,8 @@ def paged_model(
         _refuse_shaping(type(model).__name__, options, bool(getattr(model, "batch_invariant", False)))
         _require_room(model, options, max_seq_len)
         return model, lambda: None
-    from torchpaged.fuse import fuse as fuse_model
-    from torchpaged.fuse import unfuse
-    from torchpaged.hf import PagedModel, fusion_of
+    from torchpaged.fuse.held import fused_while_held
+    from torchpaged.hf import PagedModel
     from torchpaged.hf.support import require_causal_lm, require_supported
     from torchpaged.hf.wrapped import unwrapped
 
@@ -79,9 +78,7 @@ def paged_model(
     if num_blocks is None and options.kv_cache_memory is None:
         num_blocks = rows * columns + 1
     with ExitStack() as undo:
-        if options.fuse and fusion_of(model) is None:
-            fuse_model(model)
-            undo.callback(lambda: unfuse(model) if fusion_of(model) is not None else None)
+        undo.callback(fused_while_held(model, options.fuse))
         paged = PagedModel(
             model,
             num_blocks=num_blocks,

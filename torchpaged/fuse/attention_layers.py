@@ -129,6 +129,6 @@ class AttentionPlan(LayerPlan):
         """Normed and rotated ``[batch, heads, query_len, *]``, as attention and the cache have them."""
         if self.norms_of_heads:
             q, k = (norm(x) for norm, x in zip(self.norms_of_heads, (q, k), strict=True))
-        if getattr(self.mixer, "use_rope", True):
+        if angles is not None and getattr(self.mixer, "use_rope", True):
             q, k = self._rotate(q, k, *angles)
         return q, k, v

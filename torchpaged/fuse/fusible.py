@@ -36,7 +36,7 @@ def activation_of(layer: Any) -> str | None:
     architecture = ARCHITECTURES[type(layer).__name__]
     if architecture.activation:
         return architecture.activation
-    act = architecture.mlp_of(layer).act_fn
+    act = getattr(architecture.mlp_of(layer), architecture.names.activation)
     # "gelu_python": the same formula, but not torch's function
     if getattr(getattr(act, "act", None), "__self__", None) is act:
         return None
@@ -52,23 +52,30 @@ def why_unknown(layer: Any) -> str | None:
     family, names = architecture.family, architecture.names
     norms = dict.fromkeys((*names.norms, *names.post_norms), f"{family}RMSNorm")
     mixer, mixer_class = architecture.mixer_of(layer)
-    parts = {mixer: mixer_class, names.mlp: f"{family}MLP"} | norms
-    if architecture.experts and type(getattr(layer, names.mlp, None)).__name__ == architecture.experts:
-        parts[names.mlp] = architecture.experts
+    parts = norms | ({mixer: mixer_class} if architecture.mixes(layer) else {})
+    if architecture.mixes_and_feeds or not architecture.mixes(layer):
+        mixture = type(architecture.mlp_of(layer)).__name__ == architecture.experts
+        parts[names.mlp] = architecture.experts if mixture else f"{family}MLP"
+    if architecture.beside_of(layer) is not None:
+        parts[architecture.beside[0]] = family + architecture.beside[1]
     if set(dict(layer.named_children())) != set(parts):
         return f"its parts are {sorted(dict(layer.named_children()))}, expected {sorted(parts)}"
     for part, class_name in parts.items():
         if type(getattr(layer, part)).__name__ != class_name:
             return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
+    if "forward" in vars(layer):
+        return "the layer has a forward of its own"
+    if not architecture.mixes(layer):
+        return why_changed(layer)
     inner, expected = dict(getattr(layer, mixer).named_children()), architecture.mixer_parts(layer)
     if set(inner) != set(expected):
         return f"{mixer} has {sorted(inner)}, expected {sorted(expected)}"
     for part, class_name in expected.items():
-        if class_name and type(inner[part]).__name__ != class_name:
+        if class_name and type(inner[part]).__name__ not in class_name.split("|"):
             return f"{mixer}.{part} is a {type(inner[part]).__name__}, expected {class_name}"
     if architecture.state_of(layer) is not None and not is_served(getattr(layer, mixer)):
         return f"{mixer}'s convolution has a width or an activation that the op does not take"
-    return "the layer has a forward of its own" if "forward" in vars(layer) else why_changed(layer)
+    return why_changed(layer)
 
 
 def why_changed(layer: Any) -> str | None:
@@ -88,6 +95,7 @@ def why_changed(layer: Any) -> str | None:
         if path and "forward" in vars(module) and not is_packed(module):
             return f"{path} has a forward of its own"
     used = [layer.get_submodule(path) for path in linears]
+    used = used or [getattr(layer, name) for name in names.norms]
     weights = [p for module in used for p in module.parameters(recurse=False)]
     if any(type(p.data) is not Tensor for p in weights):
         return "its weights are of a tensor subclass (quantised or sharded)"
@@ -115,12 +123,14 @@ def why_not(layer: Any, name: str) -> str | None:
         if len({getattr(mixer, each).bias is None for each in names}) > 1:
             return f"only some of {', '.join(names)} have a bias"
     if name == "gate_up":
-        if not architecture.has_gated_mlp(layer):
+        if architecture.has_experts(layer):
             return "its MLP is a mixture of experts, which is left alone"
+        if not architecture.gated_mlp:
+            return "its MLP has no gate"
         if activation_of(layer) is None:
-            return f"its activation {type(mlp.act_fn).__name__} is none of silu, gelu_tanh, gelu"
-        gate, up, _ = (getattr(mlp, each) for each in architecture.names.linears)
-        if (gate.bias is None) != (up.bias is None):
+            kind = type(getattr(mlp, architecture.names.activation)).__name__
+            return f"its activation {kind} is none of silu, gelu_tanh, gelu"
+        if len({getattr(mlp, each).bias is None for each in architecture.names.linears[:-1]}) > 1:
             return "only one of gate and up has a bias"
     if name == "rope" and architecture.qk_norm:
         q_norm, k_norm = (getattr(mixer, each) for each in architecture.names.head_norms)

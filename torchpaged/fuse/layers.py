@@ -51,14 +51,14 @@ class Step(NamedTuple):
     """One forward of a layer over its paged cache.
 
     ``ops``: the backend's. ``cached``: the layer of the cache. ``shape``: ``(batch, query_len)``.
-    ``position_ids``, ``rotary``, ``mask``, ``options``: what the layer was given; ``rotary``: cosines and
-    sines, or who computes them.
+    ``position_ids``, ``rotary``, ``mask``, ``options``: what the layer was given, positions where it rotates;
+    ``rotary``: cosines and sines, or who computes them, or None.
     """
 
     ops: BackendOps
     cached: Any
     shape: tuple[int, int]
-    position_ids: Tensor
+    position_ids: Any
     rotary: Any
     mask: Tensor | None
     options: dict[str, Any]
@@ -73,29 +73,35 @@ class LayerPlan:
         rope: the layer's table, NO_ROTATION, or None = rotate as the model does.
     """
 
+    mixes = True
+
     def __init__(self, layer: Any, passes: Sequence[str], rope: RopeTable | str | None) -> None:
         self.architecture = architecture = ARCHITECTURES[type(layer).__name__]
         self.passes, self.rope = tuple(passes), rope
         self.layer: Any = layer
-        self.mixer: Any = getattr(layer, architecture.mixer_of(layer)[0])
         self.mlp: Any = architecture.mlp_of(layer)
-        self.layer_idx: int = self.mixer.layer_idx
         names = architecture.names
-        self.projections: list[Any] = [getattr(self.mixer, name) for name in architecture.projections(layer)]
-        self.inputs = Stacked(self.projections) if "qkv" in passes else None
-        self.output: Any = getattr(self.mixer, architecture.mixer_linears(layer)[-1])
-        self._plan_mixer()
-        self.gate: Any
-        self.up: Any
-        self.down: Any
-        self.gate, self.up, self.down = (getattr(self.mlp, name, None) for name in names.linears)
-        self.gate_up = Stacked([self.gate, self.up]) if "gate_up" in passes else None
+        self.inputs: Stacked | None = None
+        if architecture.mixes(layer):
+            self.mixer: Any = getattr(layer, architecture.mixer_of(layer)[0])
+            self.layer_idx: int = self.mixer.layer_idx
+            first, last = architecture.projections(layer), architecture.mixer_linears(layer)[-1]
+            self.projections: list[Any] = [getattr(self.mixer, name) for name in first]
+            self.inputs = Stacked(self.projections) if "qkv" in passes else None
+            self.output: Any = getattr(self.mixer, last)
+            self._plan_mixer()
+        self.beside: Any = architecture.beside_of(layer)
+        gates: list[Any] = [getattr(self.mlp, name, None) for name in names.linears]
+        self.down: Any = gates.pop()
+        self.gate_up = Stacked(gates) if "gate_up" in passes else None
         self._stacks = [stacked for stacked in (self.inputs, self.gate_up) if stacked is not None]
         self.activation = activation_of(layer) if self.gate_up is not None else None
         self.fuses_norms = "norm" in passes
         self.norms: list[Any] = [getattr(layer, name) for name in names.norms]
         self.post_norms: list[Any] = [getattr(layer, name) for name in names.post_norms]
-        self.residual_scale = layer.residual_scale if architecture.scales_residuals else None
+        self.residual_scale = (
+            getattr(layer, architecture.residual_scale) if architecture.residual_scale else None
+        )
         self._look_up()
 
     # ------------------------------------------------------------------------------- a subclass's: the mixer
@@ -191,14 +197,32 @@ class LayerPlan:
 
     def feed(self, ops: BackendOps, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """``x +`` the MLP of ``x``."""
-        h, options = self.before(ops, x, 1, self.gate_up)
+        h, options = self.before(ops, x, -1, self.gate_up)
         if self.gate_up is not None:
-            width = self.gate.out_features
+            width = self.down.in_features
             h = self.linear(ops, h, self.gate_up, width, activation=self.activation, **options)
-            return self.after(ops, x, h, 1, self.down)
-        y = self.mlp(h.unflatten(0, shape))
-        # a mixture of experts also gives its router's scores
-        return self._added(ops, x, (y[0] if isinstance(y, tuple) else y).flatten(0, 1), 1)
+            return self.after(ops, x, h, -1, self.down)
+        h = h.unflatten(0, shape)
+        y = self.mlp(h)
+        y = y[0] if isinstance(y, tuple) else y  # a mixture of experts also gives its router's scores
+        if self.beside is not None:
+            y = self.beside(h) + y
+        return self._added(ops, x, y.flatten(0, 1), -1)
+
+
+class FeedPlan(LayerPlan):
+    """Of a layer that mixes no tokens: an MLP, or a mixture of experts."""
+
+    mixes = False
+
+    def cached(self, cache: Any) -> PagedOwner | None:
+        """The cache itself, once a layer before this one has chosen its backend."""
+        owner = paged_owner(cache)
+        return owner if owner is not None and owner.ready else None
+
+    def begin(self, cached: PagedOwner, hidden_states: Tensor) -> BackendOps:
+        """See `LayerPlan`."""
+        return cached.backend.ops
 
 
 def fused_forward(
@@ -209,13 +233,14 @@ def fused_forward(
     position_ids: Tensor | None = None,
     position_embeddings: Any = None,
     **kwargs: Any,
-) -> Tensor:
+) -> Any:
     """A decoder layer's forward: the step above if its cache is paged, else what the layer did before."""
     plan: LayerPlan = self._torchpaged_plan
     cache = take_cache(kwargs)
     cached = plan.cached(cache)
-    if cached is None or position_ids is None or self.training:
-        result: Tensor = type(self).forward(
+    lacks_positions = position_ids is None and isinstance(plan.rope, RopeTable)
+    if cached is None or lacks_positions or self.training:
+        return type(self).forward(
             self,
             hidden_states,
             attention_mask=attention_mask,
@@ -224,7 +249,6 @@ def fused_forward(
             **{CACHE: cache},
             **kwargs,
         )
-        return result
     refuse_grad(hidden_states=hidden_states)
     *shape, width = hidden_states.shape
     kwargs.pop("use_cache", None)
@@ -238,8 +262,12 @@ def fused_forward(
         kwargs,
     )
     x = hidden_states.reshape(-1, width)
-    mixed = plan.mix(step, x)
-    if not isinstance(cache, LayerCache):
-        cached.complete()
-    x = plan.after(step.ops, x, mixed, 0, plan.output)
-    return plan.feed(step.ops, x, step.shape).view(*shape, width)
+    if plan.mixes:
+        mixed = plan.mix(step, x)
+        if not isinstance(cache, LayerCache):
+            cached.complete()
+        x = plan.after(step.ops, x, mixed, 0, plan.output)
+    if plan.mlp is not None:
+        x = plan.feed(step.ops, x, step.shape)
+    x = x.view(*shape, width)
+    return (x, None) if plan.architecture.gives_weights else x

@@ -29,13 +29,14 @@ from torchpaged.fuse.ends import Ends, end_forwards
 from torchpaged.fuse.fusible import PASSES, why_changed, why_not, why_unknown
 from torchpaged.fuse.latent_layers import LatentPlan
 from torchpaged.fuse.launch_count import count_launches
-from torchpaged.fuse.layers import NO_ROTATION, LayerPlan, fused_forward, paged_owner
+from torchpaged.fuse.layers import NO_ROTATION, FeedPlan, LayerPlan, fused_forward, paged_owner
 from torchpaged.fuse.report import FusionReport
 from torchpaged.fuse.rope_table import lazy_forward
 from torchpaged.fuse.rotations import Rotations
 from torchpaged.fuse.state_layers import STATE_PLANS
 from torchpaged.hf.cache_argument import cache_of
-from torchpaged.hf.packed_mixers import pack_mixer, unpack_mixer
+from torchpaged.hf.packed_mixers import pack_mixer
+from torchpaged.hf.switch import unpack_mixers
 from torchpaged.hf.wrapped import unwrapped
 from torchpaged.model_state import ModelState
 
@@ -48,6 +49,7 @@ class _Fusion:
         self.plans: list[LayerPlan] = []
         self.packed: list[nn.Module] = []  # mixers
         self.changed: list[tuple[nn.Module, str, Any]] = []
+        self.holders: int | None = None  # of one that ends with them, see `held.fused_while_held`
         self.ends: Ends
         self.state: ModelState
         self.handles: list[Any] = []
@@ -107,8 +109,8 @@ class _Fusion:
 
 
 def _apply_and_refresh(self: Any, fn: Any, recurse: bool = True) -> nn.Module:
-    """``nn.Module._apply``: what ``to()``, ``cuda()`` and ``half()`` call; private, and tests/hf/test_fuse.py
-    notices its change."""
+    """``nn.Module._apply``: what ``to()``, ``cuda()`` and ``half()`` call; private, and
+    tests/hf/test_fuse_changes.py notices its change."""
     result: nn.Module = type(self)._apply(self, fn, recurse)
     self._torchpaged_fusion.refresh()
     return result
@@ -130,6 +132,8 @@ def _fuse_layer(fusion: _Fusion, layer: Any, name: str, passes: Sequence[str], r
     architecture = None if reason else ARCHITECTURES[type(layer).__name__]
     state = None if architecture is None else architecture.state_of(layer)
     left_out, taken = ["lm_head", "embedding", *(["rope"] if state is not None else [])], []
+    if architecture is not None and not architecture.mixes_and_feeds:
+        left_out += ["gate_up"] if architecture.mixes(layer) else ["qkv", "rope"]
     for each in passes:
         if each in left_out:
             continue
@@ -142,7 +146,9 @@ def _fuse_layer(fusion: _Fusion, layer: Any, name: str, passes: Sequence[str], r
     if not taken or architecture is None:
         return
     kind: type[LayerPlan] = LatentPlan if architecture.rotation else AttentionPlan
-    if state is not None:
+    if not architecture.mixes(layer):
+        kind, rope = FeedPlan, NO_ROTATION
+    elif state is not None:
         kind, mixer, rope = STATE_PLANS[state.kind], getattr(layer, state.name), NO_ROTATION
         if pack_mixer(mixer):  # now, or the engine's doing so would be a change that steps refuse
             fusion.packed.append(mixer)
@@ -231,8 +237,7 @@ def unfuse(model: PreTrainedModel) -> None:
         )
     for module, name, _ in fusion.changed:
         delattr(module, name)
-    for mixer in fusion.packed:
-        unpack_mixer(mixer)
+    unpack_mixers(unwrapped(model), fusion.packed)
     for handle in fusion.handles:
         handle.remove()
     with torch.no_grad():

@@ -31,21 +31,28 @@ class Rotations:
 
     def of(self, layer: Any) -> tuple[RopeTable | str | None, str | None]:
         """The table of a layer with attention, or NO_ROTATION; or None, and why there is none."""
-        if not getattr(layer.self_attn, "use_rope", True):
-            return NO_ROTATION, None
         architecture = ARCHITECTURES[type(layer).__name__]
         name, rows = architecture.names.rotary, getattr(self.config, "max_position_embeddings", None)
+        attention = getattr(layer, architecture.names.attention)
         rotary: Any = getattr(self.base, name, None)
+        if (
+            not getattr(attention, "use_rope", True)
+            or not name
+            or (rotary is None and hasattr(self.base, name))
+        ):
+            return NO_ROTATION, None
         if rotary is None or rows is None:
             return None, f"the model has no {name} or its config no max_position_embeddings"
+        if not architecture.has_positions:
+            return None, "its layers are not told the positions of their tokens, so no table serves them"
         if hasattr(rotary, "mrope_section") and self.sees_images:
             return None, "its positions may be places in images, so no table holds its rotation"
-        layer_type = layer.self_attn.layer_type if isinstance(rotary.rope_type, dict) else None
+        layer_type = attention.layer_type if isinstance(rotary.rope_type, dict) else None
         reason = why_no_table(rotary, layer_type)
         if reason is not None:
             return None, reason
         if layer_type not in self.tables:
-            half, width = architecture.half_table, rotary_dim(layer.self_attn)
+            half, width = architecture.half_table, rotary_dim(attention)
             try:
                 self.tables[layer_type] = RopeTable(rotary, layer_type, width, half, rows)
             except UnsupportedModelError as error:

@@ -11,6 +11,7 @@ functions replaced, too.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -31,12 +32,14 @@ from torchpaged.hf.attached import (
 )
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.families import family_of
-from torchpaged.hf.packed_mixers import is_packed, mixers_of
+from torchpaged.hf.packed_mixers import is_packed, mixers_of, unpack_mixer
 from torchpaged.hf.support import lacks_causal_mask, require_supported, uses_attention_interface
 from torchpaged.hf.wrapped import unwrapped
 
 _BEFORE = "_torchpaged_before"
 _ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[Settings] = weakref.WeakSet()
+_NUMBERS = itertools.count()
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -60,22 +63,33 @@ def _set(implementations: Iterable[tuple[Any, str]]) -> None:
 
 class Settings:
     """What paging a model sets: the attention implementations of all its parts, eval mode, the forwards of
-    mixers that keep states, and of modules whose own break a trace.
+    mixers that keep states, and of modules whose own break a trace. Of several of one model the last gives
+    back what was before the first.
 
     Args:
         model: the model, as it is before.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+        self._model, self._number = model, next(_NUMBERS)
+        _LIVE.add(self)
         self._before = [(config, config._attn_implementation) for config in _configs(model)]
         self._training = [module for module in model.modules() if module.training]
         self._mixers = [module for module in mixers_of(model) if not is_packed(module)]
         self._traceable = give_traceable(model)
 
     def give_back(self) -> None:
-        """Set what was before; an implementation that someone else has chosen since stays. A model that was
-        attached meanwhile stays so, and `detach` sets what was before this."""
+        """Set what was before, or leave that to whoever has paged the model since; an implementation that
+        someone else has chosen since stays. A model that was attached meanwhile stays so, and `detach` sets
+        what was before this."""
+        _LIVE.discard(self)
+        since = [each for each in _settings_of(self._model) if each._number > self._number]
+        if since:
+            since[0]._before = self._before
+            since[0]._training += self._training
+            since[0]._mixers += self._mixers
+            since[0]._traceable |= self._traceable
+            return
         for module in self._training:
             module.training = True
         if hasattr(self._model, _BEFORE):
@@ -90,6 +104,22 @@ class Settings:
             del mixer.forward
         for module, name in self._traceable.items():
             vars(module).pop(name, None)
+
+
+def _settings_of(model: Any) -> list[Settings]:
+    """Of those who page ``model`` now, in the order in which they began."""
+    return sorted((each for each in _LIVE if each._model is model), key=lambda each: each._number)
+
+
+def unpack_mixers(model: Any, mixers: list[Any]) -> None:
+    """Take from mixers of ``model`` the forward that `pack_mixer` gave them; whoever pages the model needs it
+    until it gives back."""
+    paging = _settings_of(model)
+    if paging:
+        paging[0]._mixers += mixers
+        return
+    for mixer in mixers:
+        unpack_mixer(mixer)
 
 
 def _reach_copies(model: PreTrainedModel) -> None:

@@ -1,0 +1,83 @@
+"""Ops of fused layers on a GPU, against the reference or float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.latent_writes import LATENT_WRITES, assert_latent_write_close, latents_of, make_latent_writes
+from op_inputs.layers import (
+    LINEAR_CASES,
+    NORM_CASES,
+    assert_layer_close,
+    make_embedding_inputs,
+    make_gate_inputs,
+    make_linear_inputs,
+    make_norm_inputs,
+)
+
+from torchpaged.custom_ops import BACKEND_OPS
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
+SIZES: dict[str, dict[str, Any]] = {
+    **LATENT_WRITES,
+    "v2_lite": {"num_heads": 16, "nope": 128, "rank": 512, "rope": 64, "rotation": "pairs", "normed": True},
+    "v3": {"num_heads": 128, "nope": 128, "rank": 512, "rope": 64, "normed": True, "num_tokens": 33},
+    "glm_flash": {"num_heads": 20, "nope": 192, "rank": 512, "rope": 64, "rotation": "pairs_to_halves"},
+}
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("width", [40, 960, 16384])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_embedding(dtype: torch.dtype, width: int, scaled: bool) -> None:
+    """Bit for bit; an id outside the table gives NaN, and no other row does."""
+    inputs = make_embedding_inputs(tokens=7, width=width, scaled=scaled, dtype=dtype, device="cuda")
+    want = torch.nn.functional.embedding(inputs["input_ids"], inputs["weight"])
+    TRITON.embedding(**inputs)
+    assert torch.equal(inputs["out"], want * inputs["scale"].to(dtype) if scaled else want)
+    inputs["input_ids"][[2, 5]] = torch.tensor([-1, 30], device="cuda")
+    TRITON.embedding(**inputs)
+    assert inputs["out"].isnan().all(1).tolist() == [False, False, True, False, False, True, False]
+    assert int(inputs["out"].isnan().sum()) == 2 * width
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LINEAR_CASES)
+def test_triton_linear(case: str, dtype: torch.dtype) -> None:
+    assert_layer_close(TRITON, "linear", make_linear_inputs(**LINEAR_CASES[case], dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", NORM_CASES)
+def test_triton_rms_norm(case: str, dtype: torch.dtype) -> None:
+    assert_layer_close(TRITON, "rms_norm", make_norm_inputs(**NORM_CASES[case], dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("width", [40, 1500, 14336])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
+def test_triton_act_and_mul(activation: str, dtype: torch.dtype, width: int) -> None:
+    inputs = make_gate_inputs(activation=activation, dtype=dtype, width=width, device="cuda")
+    assert_layer_close(TRITON, "act_and_mul", inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", SIZES)
+def test_rope_write_latent(case: str, dtype: torch.dtype) -> None:
+    assert_latent_write_close(TRITON, make_latent_writes(**SIZES[case], dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("case", ["v2_lite", "minicpm3"])
+def test_rows_of_fp8(case: str) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs compute capability 8.9")
+    inputs = make_latent_writes(**SIZES[case], fp8=True, device="cuda")
+    want = {name: x.cpu().clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+    TRITON.rope_write_latent(**inputs)
+    REFERENCE.rope_write_latent(**want)
+    got, expected = latents_of(inputs).cpu(), latents_of(want)
+    torch.testing.assert_close(got, expected, rtol=0.13, atol=0.02, equal_nan=True)

@@ -18,7 +18,7 @@ from torchpaged.backends import Limits
 from torchpaged.cache import StateLayerSpec
 from torchpaged.cache.checkpoints import CheckpointedPrefixCache
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.hf import PagedModel, accelerate, attach, detach, unaccelerate
+from torchpaged.hf import PagedCache, PagedModel, accelerate, attach, detach, unaccelerate
 from torchpaged.hf.families import family_of
 from torchpaged.hf.packed_mixers import is_packed, mixers_of
 from torchpaged.hf.packed_state import PackedState
@@ -215,7 +215,6 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
         "^checkpoint_every: .*multiple of the block size, 4",
         {"checkpoint_every": 6},
     ),
-    "fp8 keys": (UnsupportedModelError, "layer 0 keeps a state", {"kv_dtype": "fp8_e4m3"}),
 }
 
 
@@ -226,6 +225,31 @@ def test_what_is_refused(case: str) -> None:
     with pytest.raises(error, match=words):
         Generator(model, **SIZES, **options)
     assert not any(is_packed(mixer) for mixer in mixers_of(model))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", ["lfm2", "bamba"])
+def test_keys_of_fp8(name: str, fuse: bool) -> None:
+    """And states as they were: the tokens of generate() over such pools, with its scales."""
+    model, prompt = attach(make(name)), torch.tensor([PROMPTS[1]])
+    cache = PagedCache(model.config, 1, 64, block_size=4, kv_dtype="fp8_e4m3")
+    options = {"max_new_tokens": SAMPLING.max_new_tokens, "do_sample": False, "pad_token_id": 0}
+    want = model.generate(prompt, past_key_values=cache, disable_compile=True, **options)[0]
+    kept = {"kv_dtype": "fp8_e4m3", "kv_scales": cache.kv_scales}
+    generator = Generator(model, **SIZES, **kept, fuse=fuse)
+    got = generator.generate([PROMPTS[1]], SAMPLING)[0]
+    assert got.token_ids == want[prompt.shape[1] :].tolist()
+    dtypes = {pool.dtype for pools in generator.model.kv_cache for pool in pools if pool is not None}
+    assert dtypes == {torch.float8_e4m3fn, torch.float32}
+    generator.close()
+    found = Generator(model, **SIZES, kv_dtype="fp8_e4m3", fuse=fuse)
+    assert len(found.generate([PROMPTS[1]], SAMPLING)[0].token_ids) == SAMPLING.max_new_tokens
+    found.close()
+
+
+def test_fp8_of_states_alone_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no layer keeps keys and values"):
+        Generator(make("mamba"), **SIZES, kv_dtype="fp8_e4m3")
 
 
 def test_a_paged_model_must_know_for_how_many_requests() -> None:

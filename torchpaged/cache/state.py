@@ -39,8 +39,8 @@ class StateLayerSpec(LayerSpec):
     Attributes:
         width, channels: of its convolution; 2 and 0 where it has none.
         num_heads, key_dim, value_dim: of its linear attention; all 0 where it has none.
-        state_dtype: of the matrices, which are read and written whole at each step. A convolution's inputs
-            are kept in the cache's dtype.
+        state_dtype: of the matrices, which are read and written whole at each step.
+        input_dtype: of a convolution's inputs; None: the cache's.
 
     Raises:
         ArgumentError: a convolution of no width, neither channels nor heads, or some of a matrix's sizes
@@ -53,6 +53,7 @@ class StateLayerSpec(LayerSpec):
     key_dim: int = 0
     value_dim: int = 0
     state_dtype: torch.dtype = torch.float32
+    input_dtype: torch.dtype | None = None
 
     per_request: ClassVar[bool] = True
 
@@ -63,6 +64,8 @@ class StateLayerSpec(LayerSpec):
         check_sizes(2, width=self.width)
         check_sizes(0 if self.num_heads else 1, channels=self.channels)
         check_is_dtype(state_dtype=self.state_dtype)
+        if self.input_dtype is not None:
+            check_is_dtype(input_dtype=self.input_dtype)
         sizes = self._matrix
         check_sizes(0, num_heads=sizes[0], key_dim=sizes[1], value_dim=sizes[2])
         if any(sizes) and not all(sizes):
@@ -74,14 +77,15 @@ class StateLayerSpec(LayerSpec):
 
     def bytes_per_block(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one request, whatever ``block_size`` is."""
-        inputs = (self.width - 1) * self.channels * dtype.itemsize
+        inputs = (self.width - 1) * self.channels * (self.input_dtype or dtype).itemsize
         return inputs + math.prod(self._matrix) * self.state_dtype.itemsize
 
     def make_pools(
         self, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerStates:
         """See `LayerSpec`; ``num_blocks``: slots."""
-        inputs = torch.zeros(num_blocks, self.width - 1, self.channels, dtype=dtype, device=device)
+        sizes = (num_blocks, self.width - 1, self.channels)
+        inputs = torch.zeros(sizes, dtype=self.input_dtype or dtype, device=device)
         if not self.num_heads:
             return LayerStates(inputs, None)
         return LayerStates(

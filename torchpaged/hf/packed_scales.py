@@ -127,6 +127,7 @@ def run_once(
         [len(ids)], [len(ids)], [list(range(1, blocks + 1))], block_size=block_size, device=model.device
     )
     tokens = torch.tensor(ids, dtype=torch.int64, device=model.device)
+    cache.state_slots = torch.ones(1, dtype=torch.int32, device=model.device)
     with torch.no_grad():
         cache.run(model, tokens, metadata)
     return cache, len(ids)

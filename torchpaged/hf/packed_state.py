@@ -59,9 +59,9 @@ class PackedState(StateLayer):
         inputs, state = self.pools
         sizes = (inputs.shape[1] + 1, inputs.shape[2])
         if state is None:
-            return StateLayerSpec(*sizes)
+            return StateLayerSpec(*sizes, input_dtype=inputs.dtype)
         num_heads, key_dim, value_dim = state.shape[1:]
-        return StateLayerSpec(*sizes, num_heads, key_dim, value_dim, state.dtype)
+        return StateLayerSpec(*sizes, num_heads, key_dim, value_dim, state.dtype, inputs.dtype)
 
     @property
     def num_bytes(self) -> int:

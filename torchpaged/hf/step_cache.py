@@ -97,8 +97,7 @@ class StepCache(PagedOwner):
         require_kept_layers(config, self.keeping)
         if kv_dtype is not None:
             others = latents_not_of(self.paged, kv_dtype)
-            others |= {f"layer {layer.index} keeps a state" for layer in self.states}
-            require_paged(self.name, others)
+            require_paged(self.name, others if self.paged else {"no layer keeps keys and values"})
         self._config = config
         self.num_blocks, self.block_size = limits.need("num_blocks", "block_size")
         self.backend = ChosenBackend(backend, limits, self.paged, batch_invariant)

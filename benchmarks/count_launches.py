@@ -2,8 +2,8 @@
 
     python benchmarks/count_launches.py [lfm2 qwen3_next qwen3_5_text youtu deepseek_v2 ...]
 
-Tiny models with random weights, counted on any machine; Qwen3-Next without its mixtures of experts. The last
-line is one JSON document.
+Tiny models with random weights, counted on any machine; Qwen3-Next and Granite 4 without their mixtures of
+experts. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from torchpaged.fuse.launch_count import Launches
 from torchpaged.hf import attach, fuse
 
+FAMILIES = ["llama", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid"]
+FAMILIES += ["nemotron_h", "youtu", "deepseek_v2"]
+WITHOUT_EXPERTS = {"qwen3_next": {"num_experts": 0}, "granitemoehybrid": {"num_local_experts": 0}}
+
 
 def by_kind(launches: Launches | None, kinds: list[str]) -> dict[str, list[int]]:
     """Of each kind of layer the numbers that occur, and of what is outside of the layers."""
@@ -33,10 +37,9 @@ def by_kind(launches: Launches | None, kinds: list[str]) -> dict[str, list[int]]
 
 def main() -> None:
     document = {}
-    for family in sys.argv[1:] or ["llama", "lfm2", "qwen3_next", "qwen3_5_text", "youtu", "deepseek_v2"]:
+    for family in sys.argv[1:] or FAMILIES:
         config = config_of(family)
-        if family == "qwen3_next":
-            config.num_experts = 0
+        config.update(WITHOUT_EXPERTS.get(family, {}))
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         report = fuse(
             attach(with_random_weights(kind._from_config(config, attn_implementation="eager")).eval())

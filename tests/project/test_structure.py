@@ -97,5 +97,6 @@ def test_a_new_place_would_be_seen(source: str) -> None:
 def test_few_files_name_an_option(option: str) -> None:
     """Declared, checked, meant, computed; the batch that has it as data, its export and its words; and those
     that say who takes it."""
-    naming = [str(path.relative_to(ROOT)) for path in _python_files() if option in path.read_text()]
+    texts = {path: path.read_text().replace("block_sparse_moe", "") for path in _python_files()}  # Granite's
+    naming = [str(path.relative_to(ROOT)) for path, text in texts.items() if option in text]
     assert len(naming) <= MOST_FILES[option], sorted(naming)

@@ -30,7 +30,6 @@ from torchpaged.metadata.fields import (
 from torchpaged.metadata.slots import slot_of
 
 _ALIGN = 64  # bytes that every field starts at a multiple of
-_CODES = {torch.int64: "q", torch.int32: "i"}  # how `array` calls numbers of these dtypes
 
 
 class DecodeBatch(NamedTuple):
@@ -137,8 +136,7 @@ class StepBuffers:
                 packed += table
             else:
                 field = FIELDS[name]
-                padded = field.pad(numbers[name], num_bytes // field.dtype.itemsize)
-                packed += array(_CODES[field.dtype], padded)
+                packed += field.pad(numbers[name], num_bytes // field.dtype.itemsize)
         staged = torch.frombuffer(packed, dtype=torch.uint8)
         return staged.pin_memory() if self.device.type == "cuda" else staged
 

@@ -12,6 +12,7 @@ are 0, and the reader of the logits drops them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.buffers import StepBuffers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.checks import integers
-from torchpaged.metadata.fields import FIELDS, TREE_FIELDS, BatchSizes
+from torchpaged.metadata.fields import CODES, FIELDS, TREE_FIELDS, BatchSizes
 from torchpaged.metadata.host import host_numbers
 from torchpaged.metadata.tree import MAX_TREE_TOKENS, known_trees
 
@@ -147,10 +148,10 @@ class PackedBuffers(StepBuffers):
         """`load` of a batch that was checked."""
         trees = (batch.tree_parents or [None] * len(batch.query_lens)) if self.trees else None
         numbers = host_numbers(batch.query_lens, batch.seq_lens, batch.block_tables, self.block_size, trees)
-        numbers["input_ids"] = list(batch.input_ids)
+        numbers["input_ids"] = batch.input_ids
         if batch.filled:
             numbers = _behind(batch.filled, numbers)
-        numbers["logits_indices"] = list(batch.logits_indices)
+        numbers["logits_indices"] = batch.logits_indices
         staged = self._staged(numbers, batch.block_tables, padded_to, batch.filled)
         self._bytes[: len(staged)].copy_(staged, non_blocking=True)
 
@@ -208,8 +209,10 @@ class PackedBuffers(StepBuffers):
             )
 
 
-def _behind(filled: int, numbers: dict[str, list[int]]) -> dict[str, list[int]]:
+def _behind(filled: int, numbers: dict[str, Sequence[int]]) -> dict[str, Sequence[int]]:
     """A batch's numbers behind those of ``filled`` requests of one token each, which are padding so far."""
-    made = {name: [FIELDS[name].padding or 0] * filled + found for name, found in numbers.items()}
+    made: dict[str, Sequence[int]] = {}
+    for name, found in numbers.items():
+        made[name] = FIELDS[name].pad((), filled) + array(CODES[FIELDS[name].dtype], found)
     made["query_start_loc"] = [*range(filled), *(filled + start for start in numbers["query_start_loc"])]
     return made

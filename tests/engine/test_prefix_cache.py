@@ -378,7 +378,7 @@ def test_requests_run_in_the_order_in_which_they_came() -> None:
     scheduler.add(early)
     assert scheduler.schedule().chunks == [(early, 16)]
     early.num_computed, early.row = 19, 0
-    early.tokens += [5] * 3
+    early.tokens.extend([5] * 3)
     assert len(early.blocks) == 5
     # 1 token in flight: the next step may need one more block
     early.step_count.started = early.step_count.most = 1

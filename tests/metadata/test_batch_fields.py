@@ -63,8 +63,8 @@ def test_padding_is_what_the_table_says() -> None:
         view = FIELDS[name].view(tensor, part)
         assert torch.equal(view, FIELDS[name].view(fresh[name], part)), name
         assert int((tensor == 9).sum()) == tensor.numel() - view.numel(), name
-    assert FIELDS["query_start_loc"].pad([0, 2, 5], 5) == [0, 2, 5, 5, 5]
-    assert FIELDS["slot_mapping"].pad([7], 3) == [7, -1, -1]
+    assert FIELDS["query_start_loc"].pad([0, 2, 5], 5).tolist() == [0, 2, 5, 5, 5]
+    assert FIELDS["slot_mapping"].pad([7], 3).tolist() == [7, -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_padding_is_what_the_table_says() -> None:
 def test_slots_are_the_same_on_the_host_and_on_the_device(start: int, end: int) -> None:
     blocks = [6, 2, 9]
     want = [blocks[p // BLOCK] * BLOCK + p % BLOCK if p >= 0 else -1 for p in range(start, end)]
-    assert slots_between(start, end, blocks, BLOCK) == want
+    assert slots_between(start, end, blocks, BLOCK).tolist() == want
     assert [slot_of(p, blocks, BLOCK) for p in range(max(start, 0), end)] == want[max(-start, 0) :]
     table, positions = torch.tensor([blocks, blocks], dtype=torch.int32), torch.arange(start, end)
     assert slots_at(positions.expand(2, -1), table, BLOCK).tolist() == [want, want]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
@@ -44,7 +47,7 @@ def list_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     return [SamplingParams() if params is None else params for params in each]
 
 
-def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bool = False) -> list[int]:
+def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bool = False) -> array[int]:
     """As `token_ids`, of text too, by ``tokenizer``.
 
     Raises:
@@ -60,8 +63,8 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bo
     return token_ids(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, vocab_size)
 
 
-def token_ids(prompt: Any, vocab_size: int) -> list[int]:
-    """A prompt's ids as plain integers within the vocabulary; at least one.
+def token_ids(prompt: Any, vocab_size: int) -> array[int]:
+    """A prompt's ids as integers of 64 bits within the vocabulary; at least one.
 
     Raises:
         ArgumentError: what came instead.
@@ -69,14 +72,13 @@ def token_ids(prompt: Any, vocab_size: int) -> list[int]:
     values = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
         raise ArgumentError("prompt", "a string or token ids", shown(prompt))
-    # Most prompts are lists of plain integers: looked at one by one, 256 of 560 took 0.1 s of the host.
-    if (
-        type(values) is list
-        and set(map(type, values)) == {int}
-        and 0 <= min(values) <= max(values) < vocab_size
-    ):
-        return values.copy()
-    ids = []
+    if type(values) is list and set(map(type, values)) == {int}:  # most prompts, looked at as a whole
+        with contextlib.suppress(OverflowError):
+            ids = array("q", values)
+            least, most = torch.aminmax(torch.frombuffer(ids, dtype=torch.int64))
+            if 0 <= least and most < vocab_size:
+                return ids
+    ids = array("q")
     for value in values:
         token = as_integer(value)
         if token is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -106,7 +107,7 @@ class Sequence:
     Attributes:
         inbox: of the call that owns the request.
         submitted: when, by `time.perf_counter`.
-        tokens: prompt and output.
+        prompt, tokens: ids as integers of 64 bits; the latter with the output.
         log, taken, taker: its events, how many of them the owner has taken, and the mark of the `HandOut`
             that took last.
         max_len: tokens at which it ends, prompt included.
@@ -124,7 +125,7 @@ class Sequence:
     """
 
     request_id: int
-    prompt: list[int]
+    prompt: array[int]
     sampling: SamplingParams
     seed: int
     stream: TextStream
@@ -133,7 +134,7 @@ class Sequence:
     inbox: Inbox = field(default_factory=Inbox)
     submitted: float = 0.0
     logits_words: tuple[int, ...] = ()
-    tokens: list[int] = field(init=False)
+    tokens: array[int] = field(init=False)
     log: EventLog = field(init=False)
     taken: int = 0
     taker: object = None
@@ -152,12 +153,13 @@ class Sequence:
     error: RequestError | None = None
 
     def __post_init__(self) -> None:
-        self.tokens, self.log = list(self.prompt), EventLog(self.request_id)
+        self.prompt, self.log = array("q", self.prompt), EventLog(self.request_id)
+        self.tokens = self.prompt[:]
 
     @property
     def output(self) -> list[int]:
         """The tokens behind the prompt."""
-        return self.tokens[len(self.prompt) :]
+        return self.tokens[len(self.prompt) :].tolist()
 
     @property
     def num_output(self) -> int:
@@ -188,7 +190,7 @@ class Sequence:
         """After a step that broke off: without a row, and output, text and end agree with ``log``."""
         self.row = None
         known = [event.token_id for event in self.log if event.token_id is not None]
-        self.tokens = self.prompt + known
+        self.tokens = self.prompt + array("q", known)
         self.text = "".join(event.text for event in self.log)
         last = self.log[len(self.log) - 1] if len(self.log) else None
         self.finish_reason, self.error = (None, None) if last is None else (last.finish_reason, last.error)
@@ -200,7 +202,7 @@ class Sequence:
         """What the caller gets."""
         return RequestOutput(
             self.request_id,
-            list(self.prompt),
+            self.prompt.tolist(),
             self.output,
             self.text,
             self.finish_reason or "cancelled",

@@ -14,10 +14,12 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
 
 
-def integers(name: str, values: Iterable[int], bits: int = 64, given: object = None) -> list[int]:
+def integers(name: str, values: Iterable[int], bits: int = 64, given: object = None) -> Sequence[int]:
     """The numbers of a list, an array or a tensor as Python's own; raises `ArgumentError` of what is no
     integer of so many bits, 64 or 32, 2.0 included: a tensor of integers would be made of it without a
     word. ``given``: what the message shows in place of ``values``."""
+    if isinstance(values, array) and values.typecode == "q" and bits == 64:
+        return values
     try:
         return array("q" if bits == 64 else "i", iter(values)).tolist()
     except (TypeError, OverflowError) as error:
@@ -107,6 +109,14 @@ def check_batch(
 def _check_one_writer(
     query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int
 ) -> None:
+    written = [
+        block
+        for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True)
+        if query_len
+        for block in blocks[(seq_len - query_len) // block_size : -(-seq_len // block_size)]
+    ]
+    if len(set(written)) == len(written):
+        return
     # Block -> (first slot, end, row) of what each request writes into it.
     writers: dict[int, list[tuple[int, int, int]]] = {}
     for row, (query_len, seq_len, blocks) in enumerate(zip(query_lens, seq_lens, block_tables, strict=True)):

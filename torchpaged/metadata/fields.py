@@ -8,11 +8,15 @@ FIELDS["slot_mapping"].padding                                   # -1: nothing i
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+#: Of arrays, by the dtype of a tensor of their numbers.
+CODES = {torch.int32: "i", torch.int64: "q"}
 
 
 class BatchSizes(NamedTuple):
@@ -54,11 +58,12 @@ class BatchField(NamedTuple):
         """The part of a larger ``tensor`` that a batch of ``sizes`` has; a slice, no copy."""
         return tensor[tuple(slice(size) for size in self.shape(sizes))]
 
-    def pad(self, numbers: Sequence[int], size: int) -> list[int]:
+    def pad(self, numbers: Sequence[int], size: int) -> array[int]:
         """``numbers`` with padding up to ``size`` of them."""
-        padded, missing = list(numbers), size - len(numbers)
-        if missing:
-            padded += [self.padding if self.padding is not None else numbers[-1] if numbers else 0] * missing
+        padded, last = array(CODES[self.dtype], numbers), self.padding
+        if last is None:
+            last = padded[-1] if padded else 0
+        padded.extend([last] * (size - len(padded)))
         return padded
 
 

@@ -9,21 +9,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchpaged.metadata.fields import FIELDS
-from torchpaged.metadata.slots import slots_between
+from torchpaged.metadata.fields import CODES, FIELDS
+from torchpaged.metadata.slots import positions_between, slot_of, slots_between
 from torchpaged.metadata.tree import tree_numbers
-
 
 def to_device(
     numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:
     """Host numbers as a tensor ``[len(numbers)]`` on ``device``; the copy to a GPU is from pinned memory, so
-    that nothing waits."""
+    that nothing waits. Of an array of the same width the memory itself is taken on the CPU."""
     if not isinstance(device, torch.device):  # a step on the host calls this often
         device = torch.device(device)
-    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda", device="cpu").to(
-        device, non_blocking=True
-    )
+    pin, code = device.type == "cuda", CODES.get(dtype)
+    if code is None or not len(numbers):
+        return torch.tensor(numbers, dtype=dtype, pin_memory=pin, device="cpu").to(device, non_blocking=True)
+    packed = numbers if isinstance(numbers, array) and numbers.typecode == code else array(code, numbers)
+    tensor = torch.frombuffer(packed, dtype=dtype)  # a quarter of the time of `torch.tensor`
+    return (tensor.pin_memory() if pin else tensor).to(device, non_blocking=True)
 
 
 def host_numbers(
@@ -32,21 +34,24 @@ def host_numbers(
     block_tables: Sequence[Sequence[int]],
     block_size: int,
     tree_parents: Sequence[Sequence[int] | None] | None = None,
-) -> dict[str, list[int]]:
-    """What the tensors of a batch hold but for the block table, by their names in `FIELDS`; arguments as of
-    `torchpaged.AttentionMetadata.from_lists`.
+) -> dict[str, Sequence[int]]:
+    """What the tensors of a batch hold but for the block table, by their names in `FIELDS`, of each token as
+    an array; arguments as of `torchpaged.AttentionMetadata.from_lists`.
 
     Raises:
         ArgumentError: what is given as trees is none; lengths and blocks are checked before.
     """
     contexts = [seq_len - query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
-    slots: list[int] = []
-    positions: list[int] = []
+    slots, positions = array("q"), array("q")
     for context, seq_len, blocks in zip(contexts, seq_lens, block_tables, strict=True):
-        slots += slots_between(context, seq_len, blocks, block_size)
-        positions += range(context, seq_len)
+        if context == seq_len - 1:  # a decode, as most rows of a batch are
+            slots.append(int(slot_of(context, blocks, block_size)))
+            positions.append(context)
+        else:
+            slots += slots_between(context, seq_len, blocks, block_size)
+            positions += positions_between(context, seq_len)
     starts = [0, *itertools.accumulate(query_lens)]
-    numbers = {"seq_lens": list(seq_lens), "query_start_loc": starts, "slot_mapping": slots}
+    numbers = {"seq_lens": seq_lens, "query_start_loc": starts, "slot_mapping": slots}
     if tree_parents is None:
         return numbers | {"positions": positions}
     return numbers | tree_numbers(tree_parents, query_lens, seq_lens)

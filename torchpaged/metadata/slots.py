@@ -2,17 +2,21 @@
 on the host and on the device.
 
     slot_of(17, blocks=[4, 7], block_size=16)              # 7 * 16 + 1
-    slots_between(14, 18, blocks=[4, 7], block_size=16)    # [78, 79, 112, 113]
+    slots_between(14, 18, blocks=[4, 7], block_size=16)    # array of 78, 79, 112, 113
 
 The ops that move a batch on by themselves (``advance_step``, ``finish_step``) have it in their kernels.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+#: So few numbers Python counts faster than torch.
+_FEW = 64
 
 
 def slot_of(position: int, blocks: Sequence[int], block_size: int) -> int:
@@ -20,16 +24,27 @@ def slot_of(position: int, blocks: Sequence[int], block_size: int) -> int:
     return blocks[position // block_size] * block_size + position % block_size
 
 
-def slots_between(start: int, end: int, blocks: Sequence[int], block_size: int) -> list[int]:
-    """`slot_of` each position from ``start`` up to ``end``; -1 of those below 0."""
-    if 0 <= start == end - 1:  # a decode, as most rows of a batch are
-        return [int(blocks[start // block_size]) * block_size + start % block_size]
-    slots = [-1] * min(-start, end - start)
-    for column in range(max(start, 0) // block_size, -(-end // block_size)):
-        first = column * block_size
-        shift = int(blocks[column]) * block_size - first
-        slots += range(shift + max(start, first), shift + min(end, first + block_size))
-    return slots
+def slots_between(start: int, end: int, blocks: Sequence[int], block_size: int) -> array[int]:
+    """`slot_of` each position from ``start`` up to ``end``, as signed integers of 64 bits; -1 of those below
+    0."""
+    below = array("q", [-1]) * min(-start, end - start)
+    first, start = max(start, 0) // block_size, max(start, 0)
+    firsts = array("q", blocks[first : -(-end // block_size)])
+    slots = array("q", bytes(8 * len(firsts) * block_size))
+    if slots:
+        starts = torch.frombuffer(firsts, dtype=torch.int64).mul_(block_size)[:, None]
+        offsets = torch.arange(block_size, device="cpu")
+        torch.add(starts, offsets, out=torch.frombuffer(slots, dtype=torch.int64).view(-1, block_size))
+    return below + slots[start - first * block_size : end - first * block_size]
+
+
+def positions_between(start: int, end: int) -> array[int]:
+    """The positions themselves."""
+    if end - start < _FEW:
+        return array("q", range(start, end))
+    positions = array("q", bytes(8 * (end - start)))
+    torch.arange(start, end, out=torch.frombuffer(positions, dtype=torch.int64))
+    return positions
 
 
 def slots_at(positions: Tensor, block_table: Tensor, block_size: int) -> Tensor:

@@ -12,6 +12,7 @@ Numbers that do not fit their fields are refused where they are taken from a use
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import repr_of_fields
+from torchpaged.metadata.host import to_device
 from torchpaged.metadata.slots import slot_of
 
 #: Token ids that can end a row on the device; the caller looks after further ones.
@@ -119,7 +121,7 @@ class RowState:
 def token_bits(tokens: Sequence[int], num_words: int) -> Tensor:
     """``[num_words]`` int32 with bit ``t % 32`` of word ``t // 32`` set for every token ``t``."""
     flags = torch.zeros(num_words * 32, dtype=torch.int64, device="cpu")
-    flags[torch.tensor(tokens, dtype=torch.int64, device="cpu")] = 1
+    flags[to_device(tokens, torch.int64, "cpu")] = 1
     return (flags.view(-1, 32) << torch.arange(32, device="cpu")).sum(-1).to(torch.int32)
 
 
@@ -140,16 +142,14 @@ def packed_rows(
     begin = 2 + HEAD_WORDS
     behind = begin + max_blocks_per_req
     seen = behind + num_logits_words
-    lines = torch.zeros(
-        len(states), seen + num_seen_words, dtype=torch.int32, pin_memory=pin_memory, device="cpu"
-    )
-    for line, (row, state) in zip(lines, states.items(), strict=True):
-        line[0] = row
-        line[2:begin] = torch.frombuffer(bytearray(state.packed(block_size)), dtype=torch.int32)
-        line[begin : begin + len(state.blocks)] = torch.tensor(state.blocks, dtype=torch.int32, device="cpu")
-        line[behind : behind + len(state.logits_words)] = torch.tensor(
-            state.logits_words, dtype=torch.int32, device="cpu"
-        )
+    words = array("i", bytes(4 * len(states) * (seen + num_seen_words)))
+    lines = torch.frombuffer(words, dtype=torch.int32).view(len(states), -1)
+    for line, (row, state) in enumerate(states.items()):
+        first = line * lines.shape[1]
+        words[first] = row
+        words[first + 2 : first + begin] = array("i", state.packed(block_size))
+        words[first + begin : first + begin + len(state.blocks)] = array("i", state.blocks)
+        words[first + behind : first + behind + len(state.logits_words)] = array("i", state.logits_words)
         if state.seen is not None:
-            line[seen:] = token_bits(state.seen, num_seen_words)
-    return lines
+            lines[line, seen:] = token_bits(state.seen, num_seen_words)
+    return lines.pin_memory() if pin_memory else lines

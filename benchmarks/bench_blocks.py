@@ -4,9 +4,10 @@ log-normal load.
 
     PYTHONPATH=. python benchmarks/bench_blocks.py [--rows 256] [--output FILE]
 
-No model runs: tokens are drawn at random, and a step is what `Scheduler.schedule` and `PrefixCache` do on the
-host. Times are those of the thread (`time.thread_time`), and what is compared runs in turns of a request or
-of 25 steps, so that other processes count little and alike. The last line is one JSON document.
+No model runs: tokens are drawn at random, in arrays as the engine has them, and a step is what
+`Scheduler.schedule` and `PrefixCache` do on the host. Times are those of the thread (`time.thread_time`), and
+what is compared runs in turns of a request or of 25 steps, so that other processes count little and alike.
+The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import statistics
 import sys
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def prefix_cache_us(num_requests: int = 200, prompt: int = 550, output: int = 55
     bare, pool = BlockPool(4 * total), BlockPool(4 * total)
     cache = PrefixCache(pool, BLOCK_SIZE)
     for _ in range(num_requests):
-        tokens = [rng.randrange(1, 100_000) for _ in range(prompt + output)]
+        tokens = array("q", [rng.randrange(1, 100_000) for _ in range(prompt + output)])
         began = time.thread_time()
         blocks = bare.allocate(total)
         bare.free(blocks)
@@ -76,7 +78,7 @@ def prefix_cache_us(num_requests: int = 200, prompt: int = 550, output: int = 55
 def hit_us(num_tokens: int = 8192) -> float:
     """A hit of so many tokens, from the ids to the blocks."""
     cache = PrefixCache(BlockPool(num_tokens // BLOCK_SIZE + 3), BLOCK_SIZE)
-    tokens = list(range(num_tokens + 1))
+    tokens = array("q", range(num_tokens + 1))
     text = cache.text(tokens)
     blocks = (text.take() or []) + cache.pool.allocate(num_tokens // BLOCK_SIZE + 1)
     text.computed(num_tokens, blocks)

@@ -151,19 +151,29 @@ class BlockPool:
             ArgumentError: a block is unknown, free and not idle, the null block, or there twice: no sequence
                 has a block twice. Nothing is shared then.
         """
-        counts, idle = self._ref_counts, self._idle
-        for block in blocks:
-            if type(block) is not int or not NULL_BLOCK < block < self.num_blocks or not counts[block]:
+        counts, known = self._ref_counts, self._are_different(blocks)
+        idle = [block for block in blocks if not counts[block]] if known else []
+        if not known or not self._idle.has_all(idle):
+            for block in blocks:
                 self._check(block)
-        if len(set(blocks)) < len(blocks):
-            raise ArgumentError("blocks", "every block once", str(list(blocks)))
+            if len(set(blocks)) < len(blocks):
+                raise ArgumentError("blocks", "every block once", str(list(blocks)))
+            idle = [block for block in blocks if not counts[block]]
+        self._idle.hit(idle)
         for block in blocks:
-            if not counts[block]:
-                idle.hit(block)
-                self._num_used += 1
             counts[block] += 1
-        self._hold(0)
+        self._hold(len(idle))
         return list(blocks)
+
+    def _are_different(self, blocks: Sequence[int]) -> bool:
+        """Whether ``blocks`` are plain ids of the pool, each once; looked at as a whole, which is quicker
+        than `_check` of each."""
+        return not blocks or (
+            set(map(type, blocks)) == {int}
+            and min(blocks) > NULL_BLOCK
+            and max(blocks) < self.num_blocks
+            and len(set(blocks)) == len(blocks)
+        )
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give up one hold on each of ``blocks``; a block without holders becomes free, the last of them
@@ -173,22 +183,25 @@ class BlockPool:
             ArgumentError: a block is unknown, the null block, or freed more often than held; nothing is
                 freed then.
         """
-        counts, kept, free, idle = self._ref_counts, self._kept, self._free, list[int]()
         if not isinstance(blocks, Sequence):
             raise ArgumentError("blocks", "a list of block ids", repr(blocks))
-        for block in blocks:
-            if type(block) is not int or not NULL_BLOCK < block < self.num_blocks or not counts[block]:
-                self._require_held(blocks)
-        if len(set(blocks)) < len(blocks):
+        counts, kept, different = self._ref_counts, self._kept, self._are_different(blocks)
+        if not different or not all(map(counts.__getitem__, blocks)):
             self._require_held(blocks)
-        for block in reversed(blocks):
+        for block in blocks:
             counts[block] -= 1
-            if not counts[block]:
-                self._num_used -= 1
-                (idle if block in kept else free).append(block)
+        left = [block for block in reversed(blocks) if not counts[block]]
+        left = left if different else list(dict.fromkeys(left))
+        self._num_used -= len(left)
+        if kept.isdisjoint(left):
+            self._free += left
+            return
+        idle = [block for block in left if block in kept]
+        if len(idle) < len(left):
+            self._free += [block for block in left if block not in kept]
         if self._keeps_idle:
             self._idle.add(idle)
-        elif idle:
+        else:
             self._give_up(idle)
 
     def _require_held(self, blocks: Sequence[int]) -> None:
@@ -251,9 +264,8 @@ class BlockPool:
 
     def keep(self, blocks: Sequence[int]) -> None:
         """What ``blocks``, which have holders, hold may outlive these."""
-        counts = self._ref_counts
-        for block in blocks:
-            if block <= NULL_BLOCK or not counts[block]:
+        if min(blocks, default=1) <= NULL_BLOCK or not all(map(self._ref_counts.__getitem__, blocks)):
+            for block in blocks:
                 self._check(block)
         self._kept.update(blocks)
 

@@ -29,7 +29,7 @@ class CachedText:
 
     def __init__(self, cache: PrefixBooks, tokens: Sequence[int], extra: Hashable) -> None:
         self._cache, self._extra, self._step = cache, extra, cache.block_size * TOKEN_BYTES
-        self._data = b""
+        self._data, self._num_tokens = b"", 0
         self.extend(tokens)
         self._epoch, self._drops = cache._epoch, cache._drops
         self._blocks: list[int] = []  # of its first tokens, found so far
@@ -47,7 +47,7 @@ class CachedText:
         self.num_arriving = 0
 
     def __len__(self) -> int:
-        return len(self._data) // TOKEN_BYTES
+        return self._num_tokens
 
     def __repr__(self) -> str:
         return one_line(
@@ -64,6 +64,9 @@ class CachedText:
             self._data += array("q", tokens).tobytes()
         except (TypeError, OverflowError) as error:
             raise ArgumentError("tokens", "ids, signed 64-bit integers", str(error)) from error
+        self._num_tokens = len(self._data) // TOKEN_BYTES
+        # Blocks that it may take. Its last token is in none: that one is always computed.
+        self._most = (self._num_tokens - 1) // self._cache.block_size
 
     def _key(self, place: int, name: bytes) -> Hashable:
         """Of its block ``place``, behind one of this name."""
@@ -72,11 +75,6 @@ class CachedText:
             return name + tokens
         return tokens if self._extra is None else (self._extra, tokens)
 
-    @property
-    def _most(self) -> int:
-        """Blocks that it may take. Its last token is in none: that one is always computed."""
-        return (len(self) - 1) // self._cache.block_size
-
     def _find(self) -> bool:
         """Go on to the last block whose keys and values are there; whether another text has promised the one
         behind it."""
@@ -84,28 +82,27 @@ class CachedText:
         if self._drops != cache._drops:
             self._blocks, self._name = [], b""
             self._drops, self._epoch = cache._drops, cache._epoch
-        blocks, table = self._blocks, cache._table
-        for place in range(len(blocks), self._most):
-            self._next = self._key(place, self._name)
-            block = table.get(self._next)
+        found, self._name, self._next = self._known(len(self._blocks), self._most, self._name)
+        self._blocks += found
+        return self._next is not None and self._next in cache._promised
+
+    def _known(self, place: int, end: int, name: bytes) -> tuple[list[int], bytes, Hashable]:
+        """The blocks with the tokens of its blocks from ``place`` on, at most to ``end``, behind one of this
+        name; the name of the last of them, and the key that is not known, None if all are."""
+        table, names, data, step, blocks = self._cache._table, self._cache._names, self._data, self._step, []
+        for at in range(place * step, end * step, step):
+            key = name + data[at : at + step] if at else self._key(0, name)
+            block = table.get(key)
             if block is None:
-                return self._next in cache._promised
+                return blocks, name, key
             blocks.append(block)
-            self._name = cache._names[block]
-        self._next = None
-        return False
+            name = names[block]
+        return blocks, name, None
 
     def known(self) -> list[int]:
         """The blocks that hold its first tokens, full ones, that of its last token among them; not held
         for the caller."""
-        blocks, name = list[int](), b""
-        for place in range(len(self) // self._cache.block_size):
-            block = self._cache._table.get(self._key(place, name))
-            if block is None:
-                break
-            blocks.append(block)
-            name = self._cache._names[block]
-        return blocks
+        return self._known(0, len(self) // self._cache.block_size, b"")[0]
 
     def num_shared(self) -> int:
         """How many of its first blocks other texts hold, or are computing, or are pinned: they cost none of
@@ -113,7 +110,7 @@ class CachedText:
         if self.has_begun or self._counted == self._cache._version:
             return 0 if self.has_begun else self._count
         waits, promised = self._find(), self._cache._promised
-        self._count = sum(map(self._costs_nothing, self._blocks))
+        self._count = self._num_costing_nothing(self._blocks)
         place, key = len(self._blocks), self._next
         while waits and key in promised:
             self._count, place = self._count + 1, place + 1
@@ -123,10 +120,9 @@ class CachedText:
         self._counted = self._cache._version
         return self._count
 
-    def _costs_nothing(self, block: int) -> bool:
-        """Whether ``block`` is none of those that are free and not pinned."""
-        pool = self._cache.pool
-        return pool._ref_counts[block] > 0 or pool._idle.is_pinned(block)
+    def _num_costing_nothing(self, blocks: Sequence[int]) -> int:
+        """How many of ``blocks`` are none of those that are free and not pinned."""
+        return len(blocks) - self._cache.pool._idle.num_unpinned(blocks)
 
     def take(self, *, counts: bool = True) -> list[int] | None:
         """The blocks that hold its first tokens, as many as are known, one holder more each; never that of
@@ -187,7 +183,7 @@ class CachedText:
     def _begin(self, count: int, counts: bool, why_fewer: str = "") -> list[int]:
         """Take ``count`` of the blocks that were found; ``why_fewer``: why no more."""
         cache = self._cache
-        blocks = cache.pool.fork(self._blocks[:count])
+        blocks = cache.pool.fork(self._blocks[:count]) if count else []
         self._name = cache._names[blocks[-1]] if blocks else b""
         self._done, self.has_begun = count, True
         cache._version += 1
@@ -208,7 +204,7 @@ class CachedText:
 
     def _why(self) -> str:
         """Why the block behind those that were found is not known."""
-        why = NEW if self._next is None else self._cache._lost.get(self._next, NEW)
+        why = NEW if self._next is None else self._cache._remembered(self._next) or NEW
         return EVICTED if isinstance(why, bytes) else why
 
     def promise(self) -> None:
@@ -261,7 +257,7 @@ class CachedText:
         end = min(num_tokens, len(self)) // cache.block_size
         while (place := self._done) < end:
             keys, names = self._promises(place, end)
-            noted = keys
+            promised = keys
             if not keys:
                 key = self._key(place, self._name)
                 block = cache._table.get(key)
@@ -270,9 +266,9 @@ class CachedText:
                     continue
                 name = cache._promised.get(key)
                 keys, names = self._unknown(place, end, key) if name is None else ([key], [name])
-                noted = [key]
+                promised = [key]
             own = blocks[place : place + len(keys)]
-            cache._fill(keys, names, own, noted)
+            cache._fill(keys, names, own, promised)
             self._last, self._name, self._done = own[-1], names[-1], place + len(keys)
 
     def _promises(self, place: int, end: int) -> tuple[list[Hashable], list[bytes]]:
@@ -283,11 +279,9 @@ class CachedText:
         first = keys[0] if keys else b""
         if place and not (isinstance(first, bytes) and first.startswith(self._name)):
             return [], []  # the one in front had another name by then
-        names = [name for name in map(self._pending.get, keys) if name is not None]
-        now = list(map(self._cache._promised.get, keys))
-        if names != now:
-            mine = map(self._pending.get, keys)
-            pairs = enumerate(zip(mine, now, strict=True))
+        names, now = list(map(self._pending.get, keys)), list(map(self._cache._promised.get, keys))
+        if names != now or None in names:
+            pairs = enumerate(zip(names, now, strict=True))
             count = next(i for i, (name, one) in pairs if name is None or name != one)
             keys, names = keys[:count], names[:count]
         return keys, names
@@ -312,7 +306,7 @@ class CachedText:
             if cache.host is not None:
                 cache.host.drop(key)
             if block is None:  # another text's, given up: who computes it again would find what is behind
-                again = cache._promised.get(key) or cache._lost.get(key)
+                again = cache._promised.get(key) or cache._remembered(key)
                 if not isinstance(again, bytes):
                     break
                 name = again
@@ -327,8 +321,9 @@ class CachedText:
         """It computes nothing more: who waits for what it promised does so itself. Before its blocks are
         freed."""
         promised = self._cache._promised
-        for key, name in self._pending.items():
-            if promised.get(key) == name:
-                del promised[key]
+        if self._done < self._first + len(self._ahead):  # or else all of it was computed
+            for key, name in self._pending.items():
+                if promised.get(key) == name:
+                    del promised[key]
         self._epoch, self.has_begun, self._pending = -1, True, {}
         self._cache._version += 1

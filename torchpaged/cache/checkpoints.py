@@ -143,7 +143,7 @@ class CheckpointedText(CachedText):
         count = self._cache._resumable(self._blocks) if shared else 0
         if not shared or count is None or self._next in self._cache._promised:
             return max(shared - 1, 0)
-        return sum(map(self._costs_nothing, self._blocks[1:count]))
+        return self._num_costing_nothing(self._blocks[1:count])
 
     def take(self, *, counts: bool = True) -> list[int] | None:
         """See `CachedText`. The first block is its own, and `resumes` says what is to be copied at once, in
@@ -155,7 +155,7 @@ class CheckpointedText(CachedText):
         count = cache._resumable(self._blocks)
         if count is None:
             return None
-        taken = count - sum(map(self._costs_nothing, self._blocks[:count]))
+        taken = count - self._num_costing_nothing(self._blocks[:count])
         if count and pool.num_free - pool.num_pinned <= taken:  # none is left for the copy
             count, why_fewer = 0, EVICTED
         else:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Protocol, runtime_checkable
@@ -30,6 +30,9 @@ from typing import Protocol, runtime_checkable
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted, one_line
+
+#: Places in the order of idle blocks, of such that are held again, before they are cleared away.
+_MOST_STALE = 1024
 
 
 @runtime_checkable
@@ -110,7 +113,11 @@ class IdleBlocks:
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self._policy = policy
-        self._order: OrderedDict[int, None] = OrderedDict()  # those without a pin, longest left first
+        self._unpinned = set[int]()
+        # These, that left longest ago first. A block that was taken out stays there, and is passed over as
+        # often as `_stale` says: so blocks come and go many at a time.
+        self._order = deque[int]()
+        self._stale: dict[int, int] = {}
         self._priorities: dict[int, int] = {}  # of pinned ones
         self._pinned: dict[int, OrderedDict[int, None]] = {}  # these by priority, longest left first
         self._pins: dict[int, dict[Pin, None]] = {}  # by block, idle or held
@@ -119,13 +126,21 @@ class IdleBlocks:
         self._prune_at = 16
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._priorities)
+        return len(self._unpinned) + len(self._priorities)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._order or block in self._priorities
+        return block in self._unpinned or block in self._priorities
 
     def __iter__(self) -> Iterator[int]:
-        return chain(self._order, self._priorities)
+        return chain(self._in_order(), self._priorities)
+
+    def _in_order(self) -> Iterator[int]:
+        stale = dict(self._stale)
+        for block in self._order:
+            if stale.get(block):
+                stale[block] -= 1
+            else:
+                yield block
 
     @property
     def num_pinned(self) -> int:
@@ -134,28 +149,36 @@ class IdleBlocks:
             self._expire()
         return len(self._priorities)
 
-    def is_pinned(self, block: int) -> bool:
-        """Whether ``block`` is idle and pinned."""
-        return block in self._priorities
+    def has_all(self, blocks: Sequence[int]) -> bool:
+        """Whether all of ``blocks`` are idle."""
+        return self._unpinned.issuperset(blocks) or all(block in self for block in blocks)
+
+    def num_unpinned(self, blocks: Sequence[int]) -> int:
+        """How many of ``blocks`` are idle without a pin."""
+        return sum(map(self._unpinned.__contains__, blocks))
 
     def add(self, blocks: Sequence[int]) -> None:
         """``blocks`` have lost their last holders, one after the other."""
-        order, pins_of = self._order, self._pins
-        for block in blocks:
-            if block in pins_of:
-                self._place(block, max(pin.priority for pin in pins_of[block]))
-            else:
-                order[block] = None
-        if self._policy is not None:  # behind all: one that raises loses none of them
+        pins_of, unpinned = self._pins, blocks
+        if pins_of:
+            unpinned = [block for block in blocks if block not in pins_of]
             for block in blocks:
-                if block not in pins_of:
-                    self._policy.add(block)
+                if block in pins_of:
+                    self._place(block, max(pin.priority for pin in pins_of[block]))
+        self._unpinned.update(unpinned)
+        self._order.extend(unpinned)
+        if self._policy is not None:  # behind all: one that raises loses none of them
+            for block in unpinned:
+                self._policy.add(block)
 
-    def hit(self, block: int) -> None:
-        """An idle block is held again."""
-        if self._policy is not None and block in self._order:  # first: where it raises, the block stays
-            self._policy.hit(block)
-        self._take(block)
+    def hit(self, blocks: Sequence[int]) -> None:
+        """Idle blocks are held again."""
+        if self._policy is not None:  # first: where it raises, they stay
+            for block in blocks:
+                if block in self._unpinned:
+                    self._policy.hit(block)
+        for block in blocks:
+            self._take(block)
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more, nor are its pins."""
@@ -180,22 +203,39 @@ class IdleBlocks:
         """
         if self._ends and self._priorities:
             self._expire()
-        order = self._order
-        if not order:
+        if not self._unpinned:
             block = next(iter(self._pinned[min(self._pinned)]))
             self.drop(block)
             return [block]
         if self._policy is None:
-            return [order.popitem(last=False)[0] for _ in range(min(most, len(order)))]
+            evicted = self._oldest(min(most, len(self._unpinned)))
+            self._unpinned.difference_update(evicted)
+            return evicted
         block = self._policy.evict()
-        if block not in order:
+        if block not in self._unpinned:
             raise ArgumentError(
                 "eviction",
                 "a policy whose evict() gives a block that it was given by add() and that is still idle",
                 f"block {block!r} of {type(self._policy).__name__}",
             )
-        del order[block]
+        self._take(block)
         return [block]
+
+    def _oldest(self, count: int) -> list[int]:
+        """The first ``count`` of `_order`, taken out of it."""
+        first, stale, oldest = self._order.popleft, self._stale, list[int]()
+        while stale and len(oldest) < count:
+            block = first()
+            if block in stale:
+                self._passed_over(block)
+            else:
+                oldest.append(block)
+        return oldest + [first() for _ in range(count - len(oldest))]
+
+    def _passed_over(self, block: int) -> None:
+        self._stale[block] -= 1
+        if not self._stale[block]:
+            del self._stale[block]
 
     # ------------------------------------------------------------------------------------------------- pins
     def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
@@ -255,7 +295,10 @@ class IdleBlocks:
         """Take an idle block out; whether the policy has it."""
         priority = self._priorities.pop(block, None)
         if priority is None:
-            del self._order[block]
+            self._unpinned.remove(block)
+            self._stale[block] = self._stale.get(block, 0) + 1
+            if len(self._order) > 2 * len(self._unpinned) + _MOST_STALE:
+                self._order, self._stale = deque(self._in_order()), {}
             return True
         of_priority = self._pinned[priority]
         del of_priority[block]
@@ -266,5 +309,5 @@ class IdleBlocks:
     def _place_again(self, block: int) -> None:
         """The pins of a block have changed."""
         if block in self:
-            self.hit(block)
+            self.hit([block])
             self.add([block])

@@ -7,7 +7,6 @@ only.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count, repeat
@@ -106,12 +105,13 @@ class PrefixBooks(NotCopied):
         self.pool, self.block_size, self.keeps = pool, block_size, keep
         self.stats = PrefixCacheStats()
         self._table: dict[Hashable, int] = {}  # blocks by key
-        self._keys: list[Hashable] = [None] * pool.num_blocks  # of what is in `_table`, by block
+        self._keys: list[Hashable] = [None] * pool.num_blocks  # of what is in `_table`, or was, by block
         self._names = [b""] * pool.num_blocks  # with which the keys behind a block begin
         self._promised: dict[Hashable, bytes] = {}  # names of what texts compute, by key
-        # By key: the names of blocks that were given up for others, or why others are not known any more. No
-        # pairs of both: so many objects would bring the garbage collector.
-        self._lost: OrderedDict[Hashable, bytes | str] = OrderedDict()
+        # By key: the names of blocks that were given up for others, or why others are not known any more, the
+        # latest and those before them. No pairs of both: so many objects would bring the garbage collector.
+        self._lost: dict[Hashable, bytes | str] = {}
+        self._lost_before: dict[Hashable, bytes | str] = {}
         self._new_names = map(Struct("<q").pack, count(1))  # that no key had
         self._version = 0  # another one when what is known or held may have changed
         self._drops = 0  # blocks that are not known any more
@@ -191,39 +191,41 @@ class PrefixBooks(NotCopied):
     def _known_name(self, key: Hashable) -> bytes | None:
         """The name that this key had before, as long as that is remembered, so that what is behind it is
         found again. None: it gets a new one, and nothing is known behind it."""
-        if isinstance(name := self._lost.get(key), bytes):
+        if isinstance(name := self._remembered(key), bytes):
             return name
         return None if self.host is None else self.host.name(key)
 
     def _note(self, keys: Iterable[Hashable], what: Iterable[bytes | str]) -> None:
         """Remember the names of what is not known any more, or why it is not, and was until now, of as many
-        blocks as the pool has."""
-        lost = self._lost
-        for key, one in zip(keys, what, strict=False):
-            lost[key] = one
-        for _ in range(len(lost) - self.pool.num_blocks):
-            lost.popitem(last=False)
+        blocks as the pool has or more, at most twice."""
+        self._lost.update(zip(keys, what, strict=False))
+        if len(self._lost) >= self.pool.num_blocks:
+            self._lost_before, self._lost = self._lost, {}
+
+    def _remembered(self, key: Hashable) -> bytes | str | None:
+        """What `_note` was told last of a key that is not known; None: nothing, or it is forgotten."""
+        return self._lost.get(key) or self._lost_before.get(key)
 
     def _fill(
         self,
         keys: Sequence[Hashable],
         names: Sequence[bytes],
         blocks: Sequence[int],
-        noted: Sequence[Hashable],
+        promised: Sequence[Hashable],
     ) -> None:
         """Keys and values of ``keys``, which are not known, are in ``blocks``; they have these names.
 
-        ``noted``: those of ``keys`` that may have been promised, or known before."""
+        ``promised``: those of ``keys`` that may have been promised."""
         if not self.pool._kept.isdisjoint(blocks):
             block = next(block for block in blocks if block in self.pool._kept)
             raise ArgumentError("blocks", "blocks of these tokens alone", f"block {block} of other tokens")
         self.pool.keep(blocks)
-        table, keys_of, names_of = self._table, self._keys, self._names
+        keys_of, names_of = self._keys, self._names
+        self._table.update(zip(keys, blocks, strict=True))
         for key, name, block in zip(keys, names, blocks, strict=True):
-            table[key], keys_of[block], names_of[block] = block, key, name
-        for key in noted:
+            keys_of[block], names_of[block] = key, name
+        for key in promised:
             self._promised.pop(key, None)
-            self._lost.pop(key, None)
         self._version += 1
 
     def _given_up(self, blocks: Sequence[int]) -> None:
@@ -240,10 +242,8 @@ class PrefixBooks(NotCopied):
 
     def _forgotten(self, blocks: Sequence[int]) -> list[Hashable]:
         """What ``blocks`` hold is not known any more; their keys."""
-        table, keys_of = self._table, self._keys
-        keys = [keys_of[block] for block in blocks]
-        for block, key in zip(blocks, keys, strict=True):
-            del table[key]
-            keys_of[block] = None
+        keys = [self._keys[block] for block in blocks]
+        for key in keys:
+            del self._table[key]
         self._version, self._drops = self._version + 1, self._drops + 1
         return keys

@@ -76,7 +76,7 @@ def token_ids(prompt: Any, vocab_size: int) -> array[int]:
         with contextlib.suppress(OverflowError):
             ids = array("q", values)
             least, most = torch.aminmax(torch.frombuffer(ids, dtype=torch.int64))
-            if 0 <= least and most < vocab_size:
+            if least >= 0 and most < vocab_size:
                 return ids
     ids = array("q")
     for value in values:

@@ -13,6 +13,7 @@ from torchpaged.metadata.fields import CODES, FIELDS
 from torchpaged.metadata.slots import positions_between, slot_of, slots_between
 from torchpaged.metadata.tree import tree_numbers
 
+
 def to_device(
     numbers: Sequence[int] | Sequence[float], dtype: torch.dtype, device: torch.device | str
 ) -> Tensor:

@@ -117,10 +117,11 @@ def unreadable(engine: TieredEngine) -> str:
 
 @pytest.mark.parametrize("fault", [flip, truncate, lost_write, unreadable])
 def test_a_block_that_does_not_come_back_is_computed(
-    fault: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    fault: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = on_disk(tmp_path)
-    reason = fault(engine)
+    engine, noted = on_disk(tmp_path), list[int]()
+    before, reason = tier(engine).read_blocks, fault(engine)
+    monkeypatch.setattr(tier(engine).disk, "note_read", lambda num_rows, _: noted.append(num_rows))
     with caplog.at_level(logging.WARNING):
         for text in TEXTS:
             engine.run(text)  # checks what it reads
@@ -128,6 +129,7 @@ def test_a_block_that_does_not_come_back_is_computed(
     disk, missed = tier(engine), engine.prefixes.stats.missed_tokens
     assert disk.errors[reason] > 1
     assert missed[f"disk: {reason}"] > 0
+    assert sum(noted) == disk.read_blocks - before, "the rate is that of blocks that came back"
     assert len(caplog.records) == len(disk.errors), "each said once"
     # What is written behind the end of a file that was cut off leaves a hole.
     assert disk.errors.keys() <= {reason, "wrong checksum"}

@@ -51,6 +51,8 @@ def made(model: Any, folder: Path, **options: Any) -> tuple[Generator, DiskTier]
     assert generator.prefix_cache is not None
     tier = generator.prefix_cache.host
     assert isinstance(tier, DiskTier)
+    if options.get("preemption") != "auto":
+        tier.recompute_seconds = None  # the disk is always faster
     return generator, tier
 
 
@@ -104,6 +106,20 @@ def test_tokens_are_the_same(
         assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="closed file"):
         tier.disk._file.fileno()
+
+
+def test_a_slow_disk_is_not_read_for_requests_that_were_put_back(
+    model: Any, alone: list[list[int]], tmp_path: Path
+) -> None:
+    generator, tier = made(model, tmp_path)
+    with generator:
+        tier.recompute_seconds = lambda: 0.0
+        for seed in range(3):
+            run(generator, alone, seed)
+            tier._settle_writes()
+        assert generator.stats.swapped > 0
+        assert tier.num_on_disk > 0
+        assert tier.loaded_blocks > 0 == tier.read_blocks
 
 
 def every_byte(disk: Any) -> None:
@@ -217,6 +233,7 @@ def test_without_memory_on_the_host_it_has_some_for_what_comes_and_goes(
         assert generator.prefix_cache is not None
         tier = generator.prefix_cache.host
         assert isinstance(tier, DiskTier)
+        tier.recompute_seconds = None
         assert tier.blocks.num_slots == 4 * SIZES["max_seq_len"] // SIZES["block_size"]
         for seed in range(4):
             run(generator, alone, seed)

@@ -151,6 +151,22 @@ def test_what_is_on_its_way_to_a_request_that_ends_in_a_reset_is_waited_for(mode
     assert generator.pool.num_free == generator.pool.num_usable
 
 
+def test_swap_is_for_requests_that_were_put_back_alone(model: Any, alone: list[list[int]]) -> None:
+    """Where nothing is faster than to compute, their blocks come back all the same; others compute."""
+    generator = Generator(model, **SMALL, preemption="swap")
+    assert generator.prefix_cache is not None
+    host = generator.prefix_cache.host
+    assert host is not None
+    host.recompute_seconds = lambda: 0.0
+    assert tokens_of(generator.generate(PROMPTS, PARAMS)) == alone
+    loaded, swapped = host.loaded_blocks, generator.stats.swapped
+    assert swapped > 0
+    assert loaded > 0
+    for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+        generator.generate([prompt], params)
+    assert (host.loaded_blocks, generator.stats.swapped) == (loaded, swapped)
+
+
 def test_fewer_tokens_are_computed_again(model: Any) -> None:
     computed = {}
     for policy in ("swap", "recompute"):

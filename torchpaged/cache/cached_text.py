@@ -124,13 +124,14 @@ class CachedText:
         """How many of ``blocks`` are none of those that are free and not pinned."""
         return len(blocks) - self._cache.pool._idle.num_unpinned(blocks)
 
-    def take(self, *, counts: bool = True) -> list[int] | None:
+    def take(self, *, counts: bool = True, swapped: bool = False) -> list[int] | None:
         """The blocks that hold its first tokens, as many as are known, one holder more each; never that of
         its last token. None: another text has promised the one that would be next; ask again. Blocks that the
         host has are allocated, and on their way (`arrival`).
 
         Args:
             counts: whether the statistics hear of it; False: of a request that they have heard of.
+            swapped: what the host has comes back, even where its tokens would be computed sooner.
         """
         cache = self._cache
         if (self._next is not None and self._next in cache._promised) or self._find():
@@ -138,13 +139,13 @@ class CachedText:
         blocks = self._begin(len(self._blocks), counts and cache.host is None)
         if cache.host is not None:
             cache._not_saved.difference_update(blocks)
-            blocks += self._bring(cache.host)
+            blocks += self._bring(cache.host, swapped)
             self._is_counted = counts
             if counts:
                 self._count_tokens(len(self._blocks), "")
         return blocks
 
-    def _bring(self, host: HostTier) -> list[int]:
+    def _bring(self, host: HostTier, always: bool) -> list[int]:
         """Blocks for the copies that the host has of what is behind those that were found; they are on their
         way."""
         cache, pool, key, keys = self._cache, self._cache.pool, self._next, list[Hashable]()
@@ -158,7 +159,7 @@ class CachedText:
             place = len(self._blocks) + len(keys)
             key = self._key(place, name) if place < self._most else None
         room = max(pool.num_free - pool.num_pinned, 0)
-        count = host.worth_loading(keys[:room], cache.block_size) if keys and room else 0
+        count = host.worth_loading(keys[:room], cache.block_size, always) if keys and room else 0
         if not count:
             return []
         own = pool.allocate(count)

@@ -145,7 +145,7 @@ class CheckpointedText(CachedText):
             return max(shared - 1, 0)
         return self._num_costing_nothing(self._blocks[1:count])
 
-    def take(self, *, counts: bool = True) -> list[int] | None:
+    def take(self, *, counts: bool = True, swapped: bool = False) -> list[int] | None:
         """See `CachedText`. The first block is its own, and `resumes` says what is to be copied at once, in
         the order of the stream. None, too: another text is about to make a checkpoint that it could take."""
         cache, pool = self._cache, self._cache.pool

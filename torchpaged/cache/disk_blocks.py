@@ -74,8 +74,8 @@ class DiskBlocks(NotCopied):
 
     Attributes:
         num_slots: blocks that fit.
-        in_rate: bytes per second back from the file: of a sample at first, then of the reads so far, later
-            ones counting more.
+        in_rate: bytes per second back from the file, as they were written: of a sample at first, then of the
+            reads so far, later ones counting more.
 
     Raises:
         ArgumentError: ``size`` is less than a block, or ``folder`` is none that can be written to.
@@ -141,7 +141,7 @@ class DiskBlocks(NotCopied):
         )
 
     def note_read(self, num_rows: int, seconds: float) -> None:
-        """So many rows came back in so long."""
+        """So many rows came back in so long, those left out that did not come back as they were written."""
         if seconds > 0:
             self.in_rate = (self.in_rate + num_rows * self.row_bytes / seconds) / 2
 

@@ -192,7 +192,7 @@ class DiskTier(HostTier):
     def _is_cold(self, key: Hashable) -> bool:
         return not (key in self._entries or key in self._clean or key in self._writing)
 
-    def worth_loading(self, keys: Sequence[Hashable], block_size: int) -> int:
+    def worth_loading(self, keys: Sequence[Hashable], block_size: int, always: bool = False) -> int:
         """See `HostTier`; as many as there is room on the host for without a loss, and none behind one that
         is on its way."""
         room, cold = len(self._free) + len(self._clean), list[int]()
@@ -213,7 +213,7 @@ class DiskTier(HostTier):
             if seconds >= len(keys) * block_size * self.recompute_seconds():
                 keys = keys[: cold[0]]
                 self.disk.note_unread()
-        return super().worth_loading(keys, block_size)
+        return super().worth_loading(keys, block_size, always)
 
     def load(
         self, keys: Sequence[Hashable], blocks: Sequence[int], told: Told = lambda cold, lost, why: None
@@ -262,8 +262,9 @@ class DiskTier(HostTier):
                 end, reason = min(end, place), reason or f"disk: {fault}"
             elif place < end:
                 good.append((slot, one.blocks[place]))
-        self.read_blocks += sum(not fault for fault in faults)
-        self.disk.note_read(len(faults), one.job.seconds)
+        num_read = sum(not fault for fault in faults)
+        self.read_blocks += num_read
+        self.disk.note_read(num_read, one.job.seconds)
         one.told(len(good), len(one.keys) - end, reason)
         one.is_over = True
         if not one.is_left:

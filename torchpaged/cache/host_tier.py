@@ -67,9 +67,10 @@ class HostTier:
         seconds = count / host.in_rate + (count / host.out_rate if out else 0.0)
         return seconds < num_blocks * block_size * self.recompute_seconds()
 
-    def worth_loading(self, keys: Sequence[Hashable], block_size: int) -> int:
-        """How many of the first of these copies, which follow each other in a text, `load` is to bring."""
-        return len(keys) if self.is_cheaper(len(keys), block_size) else 0
+    def worth_loading(self, keys: Sequence[Hashable], block_size: int, always: bool = False) -> int:
+        """How many of the first of these copies, which follow each other in a text, `load` is to bring;
+        ``always``: those that the host has, however long that takes."""
+        return len(keys) if always or self.is_cheaper(len(keys), block_size) else 0
 
     def save(self, key: Hashable, name: bytes, block: int) -> None:
         """The pool gives ``block`` up: the next `flush` copies it, unless there is a copy."""

@@ -133,8 +133,8 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             memory of every token; none where requests do not share. 0: they share nothing there.
         host_cache_memory: bytes of host memory, pinned on a GPU, for copies of the blocks that the pool gives
             up: a request that finds them there waits for their way back instead of computing them, where that
-            is faster by the rates measured so far, with ``preemption="swap"`` always. Not where layers keep
-            states or rings. None: what the pool gives up is lost.
+            is faster by the rates measured so far. Not where layers keep states or rings. None: what the pool
+            gives up is lost.
         disk_cache_path, disk_cache_size: a folder, and bytes in it at most, for those of these copies that
             were used longest ago: they go to a file and come back through ``host_cache_memory``, where that
             is faster by the rates measured so far; without it through host memory for four of the longest
@@ -142,9 +142,10 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             block that does not come back as it was written is computed again, and counted (`metrics`).
         preemption: what happens to keys and values of a request that is put back, since blocks are short.
             They are there until the pool needs the blocks; then "swap" copies these to the host
-            (``host_cache_memory``), and "recompute" gives them up. "auto": to the host, if there and back is
-            faster than to compute them by the rates measured so far; ``stats.swapped`` counts such requests.
-            Tokens are the same.
+            (``host_cache_memory``), from where they always come back, and "recompute" gives them up. "auto":
+            to the host, if there and back is faster than to compute them by the rates measured so far;
+            ``stats.swapped`` counts such requests. What went on to a disk comes back where that is faster,
+            whatever is said here. Tokens are the same.
         checkpoint_every: tokens of a prompt between two of them, about; a multiple of ``block_size``. Fewer
             than the default, ``prefill_chunk_size`` or ``max_seq_len`` if that is less, cut chunks short.
         cascade: decode steps read blocks that several requests share once, where that pays

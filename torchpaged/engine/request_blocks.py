@@ -99,7 +99,8 @@ class RequestBlocks:
         text = self._text(self.prefixes, sequence)
         if text.has_begun:
             return self.arrived(sequence)
-        found = text.take(counts=not sequence.has_begun)
+        again = sequence.has_begun
+        found = text.take(counts=not again, swapped=again and self.preemption == "swap")
         if found is None:
             return False
         sequence.has_begun = True

@@ -90,7 +90,7 @@ class Stepper:
         self.stats = GeneratorStats(scheduler.pool.num_usable)
         if scheduler.prefixes is not None:
             self.stats.prefix_cache = scheduler.prefixes.stats
-            if scheduler.prefixes.host is not None and scheduler.blocks.preemption != "swap":
+            if scheduler.prefixes.host is not None:
                 scheduler.prefixes.host.recompute_seconds = self.stats.prefill_seconds_per_token
         waits_later = self._launches_return_at_once and loop is not None
         self._times = StepTimes(self.stats, scheduler.budget, waits_later)

@@ -416,7 +416,7 @@ def test_it_is_the_request_of_another_call(
         switch.is_on = True
         switch.before(patch, generator._stepper._acceptor, "accept", is_culprit)
         gone = generator.submit(PROMPTS[1], EACH[1])
-        while generator._stepper._isolation is None:
+        while generator._stepper._bisection is None:
             generator.step()
         late = generator.submit(PROMPTS[1], EACH[1])
         generator.cancel(gone)

@@ -138,7 +138,7 @@ class Faults:
 
     def __enter__(self) -> None:
         kind = self.rng.random()
-        searches = self.engine is not None and self.engine._stepper._isolation is not None
+        searches = self.engine is not None and self.engine._stepper._bisection is not None
         self.layers = self.rng.randint(1, 6) if kind < 0.15 and not searches else 0
         self.lines = self.rng.randint(1, 3000) if kind > 0.75 else 0
         self.signals = 2 if kind > 0.92 else 1

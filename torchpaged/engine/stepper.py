@@ -9,8 +9,8 @@ wait, one pass over a token of each of these and a chunk of the prompts; then it
 before. Without, it decodes and prefills in one pass, samples and reads. Tokens are the same.
 
 A step that breaks off has lost its rows: `reset` takes every request back to the events in its log, and the
-next step computes the rest again. After an error the next steps find out which requests it is about
-(`Isolation`): these end with it, and the others go on. `Calls` lets Ctrl-C wait until the step is over.
+next step computes the rest again. After an error the next steps find the requests that are faulty
+(`FaultBisection`): these end with it, and the others go on. `Calls` lets Ctrl-C wait until the step is over.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchpaged.engine.acceptor import Acceptor
 from torchpaged.engine.cache_owner import CacheOwner
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
-from torchpaged.engine.isolation import Isolation
+from torchpaged.engine.fault_bisection import FaultBisection
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.packed_steps import PackedSteps
@@ -84,8 +84,8 @@ class Stepper:
         self._launches_return_at_once = torch.device(model.device).type == "cuda"
         self.requests: dict[int, Sequence] = {}
         self._plan: Schedule | None = None  # of the last step; None: it did not come so far
-        self._isolation: Isolation | None = None  # after a step that raised
-        self._crowd: list[Sequence] = []  # while one of them lives, steps take fewer requests
+        self._bisection: FaultBisection | None = None  # after a step that raised
+        self._limited_for: list[Sequence] = []  # while one of them lives, steps take fewer requests
         self._owner = CacheOwner(model.kv_cache, self.requests)
         self.stats = GeneratorStats(scheduler.pool.num_usable)
         if scheduler.prefixes is not None:
@@ -112,7 +112,7 @@ class Stepper:
         with self._at_work():
             self.requests[sequence.request_id] = sequence
             sequence.inbox.live[sequence] = None
-            if self._isolation is None:  # it waits until that is over
+            if self._bisection is None:  # it waits until that is over
                 self._scheduler.add(sequence)
             self.stats.prompt_tokens += len(sequence.prompt)
 
@@ -144,8 +144,8 @@ class Stepper:
         """
         if self.requests:
             self.require_cache()
-        if self._crowd and not any(sequence.finish_reason is None for sequence in self._crowd):
-            self._crowd, self._scheduler.max_running = [], self._scheduler.max_batch_size
+        if self._limited_for and not any(sequence.finish_reason is None for sequence in self._limited_for):
+            self._limited_for, self._scheduler.max_running = [], self._scheduler.max_batch_size
         named, error = profile_range("step", self.stats.steps), None
         try:
             with self.late.counted(), self._at_work(), named, torch.inference_mode():
@@ -154,39 +154,39 @@ class Stepper:
             if self._lost is not Lost.NOTHING:  # it could not be taken back
                 raise
             error = raised
-        if error is not None or self._isolation is not None:
-            self._isolate(error)
+        if error is not None or self._bisection is not None:
+            self._bisect(error)
 
-    def _isolate(self, error: Exception | None) -> None:
-        """Go on behind a step that raised ``error``, or went well while it is looked for whom one was about.
+    def _bisect(self, error: Exception | None) -> None:
+        """Go on behind a step that raised ``error``, or went well while faulty requests are looked for.
 
         Raises:
             Exception: the error is the engine's.
         """
         with self._at_work():
-            isolation = self._isolation
-            if isolation is None:
+            bisection = self._bisection
+            if bisection is None:
                 assert error is not None
                 more = 2 if self._loop is None else 1 + 2 * self._loop.steps_per_launch
-                isolation = Isolation(self._in_step(), self.requests, more, error)
-                self._isolation = isolation
-            elif not isolation.stepped(error):
+                bisection = FaultBisection(self._in_step(), self.requests, more, error)
+                self._bisection = bisection
+            elif not bisection.stepped(error):
                 return
-            if isolation.group is None:
-                self._isolation = None
+            if bisection.group is None:
+                self._bisection = None
             self.reset()  # whoever is computed now begins again
-        if self._isolation is not None:
+        if self._bisection is not None:
             return
-        for sequence, again in isolation.blamed:
+        for sequence, again in bisection.faulty:
             if sequence.finish_reason is None:
                 said = f"a step with this request alone raised {type(again).__name__}: {again}"
                 with self._at_work():
                     self._acceptor.fail(sequence, said, again)
-        if isolation.limit is not None:
-            self._crowd += isolation.suspects
-            self._scheduler.max_running = min(self._scheduler.max_running, isolation.limit)
-        if isolation.is_of_engine:
-            raise isolation.error
+        if bisection.limit is not None:
+            self._limited_for += bisection.candidates
+            self._scheduler.max_running = min(self._scheduler.max_running, bisection.limit)
+        if bisection.is_of_engine:
+            raise bisection.error
 
     def _in_step(self) -> list[Sequence]:
         """The requests that the last step was to move; those that could have run, where it chose none."""
@@ -247,8 +247,8 @@ class Stepper:
         # states on.
         if self._lost is Lost.BLOCKS or self._scheduler.blocks.has_rings:
             self._scheduler.reset(self.requests.values())
-            if self._isolation is not None:
-                group = self._isolation.group or ()
+            if self._bisection is not None:
+                group = self._bisection.group or ()
                 self._scheduler.reset([one for one in group if one.request_id in self.requests])
         self._lost = Lost.NOTHING
 

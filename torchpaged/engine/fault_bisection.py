@@ -1,26 +1,26 @@
-"""Which requests a step that raised is about: its requests are computed again, in halves where that raises
-again, until one raises alone.
+"""Which requests make a step raise: its requests are retried, in halves where that raises again, until one
+raises alone.
 
-    isolation = Isolation(suspects, requests, more_tokens=3)
-    while isolation.group is not None:
-        error = step(isolation.group)       # without the others; what it raised, or None
-        isolation.stepped(error)
-    isolation.blamed, isolation.is_of_engine, isolation.limit
+    bisection = FaultBisection(candidates, requests, more_tokens=3, error=error)
+    while bisection.group is not None:
+        error = step(bisection.group)       # without the others; what it raised, or None
+        bisection.stepped(error)
+    bisection.faulty, bisection.is_of_engine, bisection.limit
 
 A group begins again from the tokens that its requests were given, so that these are as they would have been.
 It passes when each has a few more.
 
-- **Blamed** is who raises alone, and, after another one passed, alone `HEARINGS` times in a row without a
-  token: an error that comes for a while and goes ends no request, and one that comes at times only if it
-  came in each of these. Where nobody is left who passed, it raises `ENOUGH` times.
-- **Of the engine** is an error where none passes. As many as `ENOUGH` that raise alone, one behind the other,
+- **Faulty** is a request that raises alone and, after another one passed, alone `RETRIES` times in a row
+  without a token: an error that comes for a while and goes ends no request, and one that comes at times only
+  if it came in each of these. Where nobody is left who passed, it raises `PROBES` times.
+- **Of the engine** is an error where none passes. As many as `PROBES` that raise alone, one behind the other,
   are enough to say so.
-- **In company alone** raises a group whose halves pass: steps take at most half as many from then on.
+- **Too large** is a group that raises and whose halves pass: steps take at most half as many from then on.
 
-A group that raises is split, and one of a single request is not tried again until all are through: of ``n``
-suspects there are at most ``2 n - 1`` such groups, then `ENOUGH` witnesses, then the hearings, which begin
-anew with a token only. An isolation whose error is not the engine's has a trial that passed, which gave a
-request a token: there are at most as many of them as tokens to come.
+A group that raises is split, and one of a single request is not retried until all are through: of ``n``
+candidates there are at most ``2 n - 1`` such groups, then `PROBES` probes of other requests, then the
+retries, which begin anew with a token only. A bisection whose error is not the engine's has a group that
+passed, which gave a request a token: there are at most as many of them as tokens to come.
 """
 
 from __future__ import annotations
@@ -34,53 +34,53 @@ from typing import TypeAlias
 from torchpaged.custom_ops.words import counted
 from torchpaged.engine.sequence import Sequence
 
-#: So many requests that raise alone, and none that passes, are no matter of a request.
-ENOUGH = 8
-#: So often in a row raises a request alone, and gets no token, that the error is about it.
-HEARINGS = 3
+#: So many requests that raise alone, and none that passes, show an error of the engine.
+PROBES = 8
+#: So often in a row a faulty request raises alone, and gets no token.
+RETRIES = 3
 _LOG = logging.getLogger("torchpaged.engine")
-#: Gives groups to be computed, takes what they raised: None if they passed.
-_Trials: TypeAlias = "Generator[list[Sequence], Exception | None, None]"
+#: Gives groups to be retried, takes what they raised: None if they passed.
+_Groups: TypeAlias = "Generator[list[Sequence], Exception | None, None]"
 
 
-class Isolation:
-    """Trials after a step that raised.
+class FaultBisection:
+    """Retries after a step that raised.
 
     Args:
-        suspects: the requests of that step.
+        candidates: the requests of that step.
         requests: all that wait or run, by id, now and later.
-        more_tokens: how many a request is given in a trial at most: as many as a step may be ahead of what
+        more_tokens: how many a request is given in a retry at most: as many as a step may be ahead of what
             was read, so that it comes to where the first one was.
         error: of that step.
 
     Attributes:
         group: whom the next steps compute, without the others; None: it is over. Some may have ended.
         error: as given.
-        suspects: those with a trial.
-        blamed: those the error is about, and what each raised.
+        candidates: as given.
+        faulty: requests that make steps raise, and what each raised.
         is_of_engine: nobody passed.
         limit: requests of a step at most from now on; None: as many as before.
     """
 
     def __init__(
         self,
-        suspects: Seq[Sequence],
+        candidates: Seq[Sequence],
         requests: Mapping[int, Sequence],
         more_tokens: int,
         error: Exception,
     ) -> None:
         self._requests, self._more, self.error = requests, more_tokens, error
-        self.suspects, self.blamed = list(suspects), list[tuple[Sequence, Exception]]()
+        self.candidates, self.faulty = list(candidates), list[tuple[Sequence, Exception]]()
         self.is_of_engine = False
         self.limit: int | None = None
         self.group: list[Sequence] | None = None
         self._goals: dict[Sequence, int] = {}  # events that each of the group is to have
         self._had, self._steps_left = 0, 0
         said = f"{type(error).__name__}: {error}"
-        what = counted(len(suspects), "request")
+        what = counted(len(candidates), "request")
         _LOG.warning("a step raised %s; its %s are computed again", said, what, exc_info=error)
         free_locals(error)
-        self._trials = self._all_trials()
+        self._groups = self._all_groups()
         self._next(None)
 
     def stepped(self, error: Exception | None) -> bool:
@@ -96,7 +96,7 @@ class Isolation:
 
     def _next(self, error: Exception | None) -> None:
         try:
-            self.group = self._trials.send(error)
+            self.group = self._groups.send(error)
         except StopIteration:  # at its end, or broken off there
             self.group = None
             return
@@ -105,62 +105,62 @@ class Isolation:
         # A step computes a token at least, and reads those of the step before it.
         self._steps_left = sum(2 + self._more + len(sequence.tokens) for sequence in self.group)
 
-    # --------------------------------------------------------------------------------------------- the trials
-    def _all_trials(self) -> _Trials:
-        accused, crowds, passed = list[Sequence](), list[list[Sequence]](), list[Sequence]()
-        is_known = False  # somebody passed after the last of `accused` raised
-        groups = [self.suspects]
+    # -------------------------------------------------------------------------------------------- the retries
+    def _all_groups(self) -> _Groups:
+        passed, failed, too_large = list[Sequence](), list[Sequence](), list[list[Sequence]]()
+        engine_works = False  # somebody passed after the last of `failed` raised
+        groups = [self.candidates]
         while groups:
             group = _live(groups.pop())
             if not group:
                 continue
             error = yield group
             if error is None:
-                is_known = is_known or self._has_moved(group)
+                engine_works = engine_works or self._has_moved(group)
                 passed += group if self._has_moved(group) else []
                 continue
             left = _live(group)
             if len(group) == 1:
-                accused += left
-                is_known = is_known and not left
-                if not passed and len(accused) == ENOUGH:
+                failed += left
+                engine_works = engine_works and not left
+                if not passed and len(failed) == PROBES:
                     break
             elif len(left) < len(group):
                 groups.append(left)
             else:
                 half = (len(group) + 1) // 2
-                crowds.append(group)
+                too_large.append(group)
                 groups += [group[half:], group[:half]]
-        hearings = HEARINGS
-        if accused and not is_known:
-            heard, most = list[Sequence](), ENOUGH if passed else ENOUGH - len(accused)
-            while not is_known and len(heard) < most:
+        retries = RETRIES
+        if failed and not engine_works:
+            probed, most = list[Sequence](), PROBES if passed else PROBES - len(failed)
+            while not engine_works and len(probed) < most:
                 # Those that came meanwhile, too: an error of the engine would end them untried.
                 others = _live([*passed, *self._requests.values()])
-                witness = next((s for s in others if s not in accused and s not in heard), None)
-                if witness is None:
+                probe = next((s for s in others if s not in failed and s not in probed), None)
+                if probe is None:
                     break
-                heard.append(witness)
-                if (yield [witness]) is None and self._has_moved([witness]):
-                    is_known = True
-                    passed.append(witness)
-            if not heard:  # who passed has ended
-                is_known, hearings = bool(passed), ENOUGH
-        if not passed or (accused and not is_known):
-            self.is_of_engine = bool(_live(self.suspects))
+                probed.append(probe)
+                if (yield [probe]) is None and self._has_moved([probe]):
+                    engine_works = True
+                    passed.append(probe)
+            if not probed:  # who passed has ended
+                engine_works, retries = bool(passed), PROBES
+        if not passed or (failed and not engine_works):
+            self.is_of_engine = bool(_live(self.candidates))
             return
-        for sequence in accused:
+        for sequence in failed:
             again, count = None, 0
-            while count < hearings and sequence.finish_reason is None:
+            while count < retries and sequence.finish_reason is None:
                 again = yield [sequence]
                 if again is None:
                     break
                 count = 0 if self._has_moved([sequence]) else count + 1
             if again is not None and sequence.finish_reason is None:
-                self.blamed.append((sequence, again))
-        ended = {sequence for sequence, _ in self.blamed}
-        of_many = [len(crowd) for crowd in crowds if ended.isdisjoint(crowd)]
-        self.limit = (min(of_many) + 1) // 2 if of_many else None
+                self.faulty.append((sequence, again))
+        ended = {sequence for sequence, _ in self.faulty}
+        sizes = [len(group) for group in too_large if ended.isdisjoint(group)]
+        self.limit = (min(sizes) + 1) // 2 if sizes else None
 
     def _has_moved(self, group: Iterable[Sequence]) -> bool:
         return sum(len(sequence.tokens) for sequence in group) > self._had

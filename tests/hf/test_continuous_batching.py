@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, PagedAttentionCache
 
 from torchpaged import ArgumentError, UnsupportedModelError
-from torchpaged.hf import continuous_batching
+from torchpaged.hf import continuous_batching, continuous_cache
 from torchpaged.hf.attention import paged_attention_forward
 from torchpaged.hf.cache_argument import CACHE
 
@@ -113,7 +113,7 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
     model = make_model("Llama")
     want = expected(model, "Llama")
     made: list[torch.Tensor] = []
-    make = continuous_batching._once_per_step
+    make = continuous_cache._once_per_step
 
     tables = 0
 
@@ -138,8 +138,8 @@ def test_mixed_batches_read_the_block_table(monkeypatch: pytest.MonkeyPatch) -> 
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(model.model.layers[0].self_attn, "forward", step)
-    monkeypatch.setattr(continuous_batching, "_once_per_step", count)
-    monkeypatch.setattr(continuous_batching, "_gathered", gathers)
+    monkeypatch.setattr(continuous_cache, "_once_per_step", count)
+    monkeypatch.setattr(continuous_batching, "gathered", gathers)
     assert generate(model, "torchpaged") == want
     assert len(made) == calls > 5
     assert tables == sum(bool((lens == 1).all()) for lens in made) > 0  # the host lists no tokens for decodes
@@ -154,7 +154,7 @@ def test_decodes_read_the_ring(window: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(MODELS, "Mistral", ({"sliding_window": window}, "sdpa"))
     model = make_model("Mistral")
     want = expected(model, "Mistral")
-    gather, ring = continuous_batching._gathered, continuous_batching._ring_step
+    gather, ring = continuous_cache.gathered, continuous_cache._ring_step
     longest: list[int] = []
     rings: list[list[int]] = []
 
@@ -167,8 +167,8 @@ def test_decodes_read_the_ring(window: int, monkeypatch: pytest.MonkeyPatch) -> 
         rings.append(step.seq_lens.tolist())
         return step
 
-    monkeypatch.setattr(continuous_batching, "_gathered", gathers)
-    monkeypatch.setattr(continuous_batching, "_ring_step", rings_of)
+    monkeypatch.setattr(continuous_batching, "gathered", gathers)
+    monkeypatch.setattr(continuous_cache, "_ring_step", rings_of)
     assert generate(model, "torchpaged") == want
     if window == 9:
         assert 1 in longest
@@ -212,7 +212,7 @@ def test_outside_of_a_batch() -> None:
 
 def test_refusals_in_a_batch() -> None:
     """What would be dropped: a mask, a bias, a window that the cache does not keep, a sparse choice."""
-    layer = continuous_batching._Layer(0, "full_attention", torch.zeros(1), torch.zeros(1), 8, None)
+    layer = continuous_cache.BatchLayer(0, "full_attention", torch.zeros(1), torch.zeros(1), 8, None)
     module, refuse = torch.nn.Linear(1, 1).eval(), continuous_batching._refuse
     refuse(module, layer, None, None, 0.1, None, {})
     with pytest.raises(ArgumentError, match="attention_mask"):

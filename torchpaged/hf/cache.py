@@ -21,14 +21,12 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from torchpaged.backends import Limits, Route
 from torchpaged.custom_ops.checks import check_sizes
-from torchpaged.custom_ops.errors import (
-    ArgumentError,
-    UnsupportedModelError,
-)
-from torchpaged.custom_ops.words import counted, of_bytes, one_line
+from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.words import counted
 from torchpaged.hf.cache_masks import CacheMasks
 from torchpaged.hf.cache_options import check_options, keeps_kv, not_of_fp8, require_use_cache, why_dense
 from torchpaged.hf.cache_rows import CacheRows
+from torchpaged.hf.cache_words import described, in_one_line
 from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
@@ -40,7 +38,7 @@ from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.row_changes import crop, reindex
-from torchpaged.hf.row_states import describe_states, keys_like, slots_of_rows
+from torchpaged.hf.row_states import keys_like, slots_of_rows
 from torchpaged.hf.support import (
     NAME,
     require_implementation,
@@ -81,15 +79,13 @@ class PagedCache(PagedOwner):
         kv_scales: of fp8 pools: "head" or "tensor", found in the first forward's keys and values, one per kv
             head or one per layer, and kept until the cache is gone; or for each paged layer
             ``(k_scale, v_scale)``, numbers or float32 ``[1]`` or ``[num_kv_heads]``, as the attribute of this
-            name holds them. Latents are stored as "fp8_e4m3"
-            alone, in rows with scales of their own.
+            name holds them. Latents are stored as "fp8_e4m3" alone, in rows with scales of their own.
         cascade: decode steps read blocks that several rows share once, where that pays
             (`torchpaged.prefixes`): rows share them after beams were reordered or rows repeated. True: by the
             device's own costs; `torchpaged.prefixes.CascadeCosts`: by these; False: never. Not in decoders
             with cross attention.
-        batch_invariant: attention gives a row the same bits in every batch: by a backend
-            that declares it, else the cache is refused. Of the model's own linear layers torch promises
-            nothing of the kind.
+        batch_invariant: attention gives a row the same bits in every batch: by a backend that declares it,
+            else the cache is refused. Of the model's own linear layers torch promises nothing of the kind.
         sliding_step: in layers with a sliding window or attention chunks, a row's blocks are used over and
             over: they hold the window and this many tokens more, however long the row is. Longer
             forwards are attended in steps of so many tokens, and so many can be taken back at least
@@ -143,9 +139,8 @@ class PagedCache(PagedOwner):
         super().__init__(self._text_config, max_seq_len, paged_layers, dense)
         require_kept_layers(self._text_config, self.keeping)
         if not self.paged and num_blocks is not None:
-            raise ArgumentError(
-                "num_blocks", f"None for {self.name}, which keeps states and no blocks", str(num_blocks)
-            )
+            expected = f"None for {self.name}, which keeps states and no blocks"
+            raise ArgumentError("num_blocks", expected, str(num_blocks))
         # An encoder's keys, in a cache for cross attention, are context of the first query and must be
         # complete before attention begins.
         flags = ("is_encoder_decoder", "add_cross_attention")
@@ -158,8 +153,8 @@ class PagedCache(PagedOwner):
         self.kv = KVScales(kv_dtype, kv_scales, len(scaled(self.paged)))
         if self.kv.dtype is not None:
             require_paged(self.name, not_of_fp8(self.paged, self.kv.dtype, self.dense, self.dense_reason))
-        tokens = max_batch_size * max_seq_len
-        limits = Limits(max_batch_size, tokens, blocks_per_row, self.num_blocks, block_size)
+        most = max_batch_size, max_batch_size * max_seq_len
+        limits = Limits(*most, blocks_per_row, self.num_blocks, block_size)
         self.rows = CacheRows(limits, max_seq_len)
         self.pool = self.rows.pool
         # A model of several parts: tokens may stand for images, and see each other.
@@ -169,7 +164,7 @@ class PagedCache(PagedOwner):
         self.order = ForwardOrder(self.name, self.keeping, crosses)
         self.prefixes = RowPrefixes(self.rows, self.paged, cascade if self.keys_of_queries else False)
         self._rolling_chosen = False
-        # By default generate() runs the models of some configs without a cache, even if it is given one.
+        # generate() runs the models of some configs without a cache, even if it is given one
         self._caches = getattr(type(self._text_config), "use_cache", True) is not False
 
     @classmethod
@@ -203,7 +198,6 @@ class PagedCache(PagedOwner):
         """Whether the current batch has its blocks: from its first keys on, until `reset`."""
         return self.rows.ready
 
-    # ------------------------------------------------------------------------------------------------ set-up
     @torch.compiler.disable(reason=SET_UP)
     def prepare(self, layer: Writer, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose the backend, give each row its blocks, fill the rows' tensors; once per batch, never
@@ -216,12 +210,9 @@ class PagedCache(PagedOwner):
         batch = key_states.shape[0]
         padding = self.masks.take_padding(batch, key_states.shape[2])  # a refusal below forgets it
         if batch > self.rows.max_rows:
-            raise ArgumentError(
-                "max_batch_size",
-                f"at least the batch ({counted(batch, 'row')}, beams included)",
-                str(self.rows.max_rows),
-                "build a larger PagedCache",
-            )
+            expected = f"at least the batch ({counted(batch, 'row')}, beams included)"
+            got = str(self.rows.max_rows)
+            raise ArgumentError("max_batch_size", expected, got, "build a larger PagedCache")
         self._require_implementation()
         if not self._caches:
             require_use_cache(self._text_config)
@@ -256,11 +247,11 @@ class PagedCache(PagedOwner):
         rolling = self.rows.rolling
         return rolling.blocks.num_blocks if rolling is not None and layer.rolls else self.num_blocks
 
-    # ------------------------------------------------------------------------------------------- one forward
     def _require_implementation(self) -> None:
         if not self.dense and self._text_config._attn_implementation != NAME:
             require_implementation(self._text_config, "with a PagedCache")
 
+    # ------------------------------------------------------------------------------------------- one forward
     def advance(self, layer: Writer, batch: int, query_len: int) -> AttentionMetadata:
         """See `PagedOwner`; lengths move on in place, in the graph."""
         if self.dense:
@@ -335,8 +326,7 @@ class PagedCache(PagedOwner):
         """What decoders ask an EncoderDecoderCache for.
 
         Raises:
-            UnsupportedModelError: always; this cache holds the keys of self-attention or of cross-attention,
-                not both.
+            UnsupportedModelError: always: its keys are those of one kind of attention.
         """
         raise UnsupportedModelError(
             f"{self.name} is an encoder-decoder model and asks its cache for `is_updated`; {TWO_CACHES}"
@@ -347,9 +337,8 @@ class PagedCache(PagedOwner):
         """Whether generate() may make the masks outside the forward, and compile a decode step.
 
         Not in dense mode where a layer has both a recurrent state and a window: there transformers makes a
-        mask without the window. Not with chunked attention: transformers 5.17 cannot make that mask outside
-        the forward, and never compiles those models. Not where such masks are wrong, see
-        `Family.loses_masks_made_ahead`.
+        mask without the window. Not with chunked attention, whose mask transformers 5.17 cannot make there.
+        Not where such masks are wrong, see `Family.loses_masks_made_ahead`.
         """
         # Cache's own rule first, written out: torch 2.11 cannot trace a property through super(), and the
         # decode step that generate() compiles asks for it; tests/hf compares the two
@@ -387,8 +376,7 @@ class PagedCache(PagedOwner):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` continues row ``beam_idx[i]``: full blocks are shared, only the last partial one is
-        copied, where two rows continue the same. Raises as `torchpaged.hf.row_changes.reindex` does, before
-        anything is changed."""
+        copied, where two rows continue the same. Raises as `torchpaged.hf.row_changes.reindex`."""
         reindex(self, self.prefixes, beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -405,43 +393,8 @@ class PagedCache(PagedOwner):
         self.masks.expect_candidates()
 
     def __repr__(self) -> str:
-        choice = getattr(self.backend, "choice", None)  # made with the first keys
-        num_bytes = sum(layer.num_bytes for layer in self.paged)
-        parts = [
-            f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} "
-            f"in {counted(len(self.paged), 'paged layer')}",
-            of_bytes(num_bytes) if num_bytes else "made with the first keys",
-        ]
-        if not self.paged:
-            parts = [self._rows_in_words(), *describe_states(self.layers)]
-        return one_line(
-            self, *parts, "backend not chosen yet" if choice is None else f"backend={choice.name!r}"
-        )
-
-    def _rows_in_words(self) -> str:
-        return f"{counted(self.rows.max_rows, 'row')} of {counted(self.max_seq_len, 'token')}"
+        return in_one_line(self)
 
     def describe(self) -> str:
         """The memory arithmetic in one line; pools count once they exist."""
-        num_bytes = sum(layer.num_bytes for layer in self.paged)
-        tokens = self.pool.num_usable * self.block_size
-        grows = [layer for layer in self.paged if not layer.rolls]
-        per_token = sum(layer.num_bytes for layer in grows) // (self.num_blocks * self.block_size)
-        rolling = self.rows.rolling
-        size = f"{of_bytes(num_bytes)} ({per_token} bytes per token)"
-        parts = [
-            f"{counted(self.num_blocks, 'block')} of {counted(self.block_size, 'token')} = "
-            f"{counted(tokens, 'token')} "
-            f"in {counted(len(grows), 'paged layer')}, {size if num_bytes else 'made with the first keys'}"
-        ]
-        if not self.paged:
-            parts = [self._rows_in_words()]
-        if rolling is not None:
-            parts.append(
-                f"a row keeps {counted(rolling.blocks.blocks_per_ring, 'block')} in "
-                f"{counted(len(self.paged) - len(grows), 'layer')} with a window of {rolling.blocks.window}"
-            )
-        parts += describe_states(self.layers)
-        if self.dense_reason:
-            parts.append(f"gathered: {self.name} {self.dense_reason}")
-        return "; ".join(parts)
+        return described(self)

@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.hf.cache_rows import ANOTHER_PROMPT, CacheRows, other_rows
+from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.call_mask import CallMask, MaskRequest
 from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_functions import MaskKind, Prompt, Spans, is_causal, kinds_of, sees_next
+from torchpaged.hf.row_errors import ANOTHER_PROMPT, other_rows
 
 
 def left_padding(mask: Tensor, todo: str = "") -> list[int]:

@@ -16,24 +16,12 @@ from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
-from torchpaged.custom_ops.errors import (
-    ArgumentError,
-    BlockPoolExhaustedError,
-    UnsupportedModelError,
-)
-from torchpaged.custom_ops.words import counted
 from torchpaged.hf.pinned_batch import fill_query_starts
+from torchpaged.hf.row_errors import incomplete, other_rows, several_devices, too_few_blocks, too_long
 from torchpaged.hf.row_table import RingTable, RowTable
 from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
 from torchpaged.metadata.host import to_device
-
-#: What to do about a prompt that does not go on behind the cached tokens.
-ANOTHER_PROMPT = (
-    "call cache.reset() before another prompt, and before the same one again; generate(use_cache=False) runs "
-    "all tokens in every step: give it use_cache=True"
-)
-
 
 #: Blocks to copy, ``(source, destination)``, in the pools of the layers that have a table.
 Copies = list[tuple[RowTable, list[tuple[int, int]]]]
@@ -139,24 +127,12 @@ class CacheRows:
             UnsupportedModelError: model ``name`` is spread over several devices.
         """
         if device != self._device:
-            raise UnsupportedModelError(
-                f"{name}: its layers lie on {self._device} and {device} (device_map), and a PagedCache keeps "
-                "its tables and lengths on one; load the model on one device, or use "
-                "DynamicCache(config=model.config)"
-            )
+            raise several_devices(name, self._device, device)
 
     def _require_blocks(self, batch: int, more: int) -> None:
         """``more`` for each row. Say which number to raise, before the pool says only that it is empty."""
-        need, full, pool = batch * more, batch * self.blocks_per_row, self.pool
-        if need > pool.num_free:
-            raise BlockPoolExhaustedError(
-                need,
-                pool.num_free,
-                pool.num_usable,
-                f"{counted(batch, 'row')} of max_seq_len={self.max_seq_len} take {full} blocks and the null "
-                f"block if they share none: build the PagedCache with num_blocks={full + 1}, or without "
-                "num_blocks",
-            )
+        if batch * more > self.pool.num_free:
+            raise too_few_blocks(self.pool, batch, more, self.blocks_per_row, self.max_seq_len)
 
     def _cover(self) -> None:
         """The rows have other numbers of blocks than before: how many tokens of each have room."""
@@ -386,13 +362,7 @@ class CacheRows:
         if exact or self._bound + query_len > self._covered:
             self._bound = int(self.total) if self.ready else 0
         if self._bound + query_len > self.max_seq_len:
-            raise ArgumentError(
-                "max_seq_len",
-                f"room for {self._bound + query_len} tokens per row (padding included)",
-                str(self.max_seq_len),
-                "build a PagedCache with a larger max_seq_len, or generate fewer tokens"
-                + (f"; {ANOTHER_PROMPT}" if self.ready and query_len > 1 else ""),
-            )
+            raise too_long(self._bound + query_len, self.max_seq_len, self.ready and query_len > 1)
         if self._bound + query_len > self._covered:
             self._grow(self._bound + query_len)
         self._bound += query_len
@@ -403,23 +373,3 @@ class CacheRows:
         lost = self.ready and self.total.device.type == "cpu" and int(self.total) != int(self.written_total)
         if self._is_open or lost:
             raise incomplete()
-
-
-def incomplete() -> ArgumentError:
-    """The error of rows of which some layers hold more tokens than others."""
-    return ArgumentError(
-        "past_key_values",
-        "a PagedCache whose forwards all completed",
-        "one whose last forward raised, or still runs, between two layers",
-        "its layers hold different tokens: call cache.reset() and start from the prompt",
-    )
-
-
-def other_rows(rows: int, got: int) -> ArgumentError:
-    """The error of a forward over other rows than the cache's."""
-    return ArgumentError(
-        "input_ids",
-        f"{counted(rows, 'row')}, as in this cache's first batch",
-        counted(got, "row"),
-        "call cache.reset() before another batch",
-    )

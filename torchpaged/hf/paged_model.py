@@ -21,12 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from torchpaged.backends import Choice, Limits, Planning, Route, Session, select_backend
-from torchpaged.cache import LayerSpec, PagedKVCache, RollingBlocks
+from torchpaged.cache import PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.checks import check_sizes, is_int, reads_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVScales, Scales
+from torchpaged.hf.packed_memory import bytes_of_request, most_blocks, most_requests, num_checkpoints_for
 from torchpaged.hf.packed_mixers import pack_mixers
 from torchpaged.hf.packed_scales import PackedScales, run_once
 from torchpaged.hf.rolling_attention import choose_rolling
@@ -47,7 +48,6 @@ from torchpaged.metadata import AttentionMetadata
 from torchpaged.model_state import undone_if_it_raises
 
 _MAX_NUM_REQS = 1024  # requests of a batch, where no number is given
-_MOST_CHECKPOINTS = 64  # likewise
 
 
 class PagedModel(NotCopied):
@@ -147,14 +147,14 @@ class PagedModel(NotCopied):
         own = [spec for n, spec in enumerate(specs) if spec.per_request or n in rolls]
         copies = num_checkpoints
         if copies is None:
-            each = _bytes_of_request(own, rolling, block_size, dtype)
+            each = bytes_of_request(own, rolling, block_size, dtype)
             fitting = None if memory_budget is None else memory_budget // max(each, 1)
-            copies = _num_checkpoints(said, rolling, fitting) if own else 0
+            copies = num_checkpoints_for(said, rolling, fitting) if own else 0
         if rolling is not None:
             rolling.num_rings += copies
         budget = memory_budget
         if len(own) == len(specs) and num_blocks is None:
-            num_blocks, memory_budget = _most_blocks(said), None  # of no layer
+            num_blocks, memory_budget = most_blocks(said), None  # of no layer
         self.kv_cache = PagedKVCache(
             specs,
             block_size=block_size,
@@ -163,19 +163,19 @@ class PagedModel(NotCopied):
             dtype=dtype,
             device=self.device,
             blocks_of={} if rolling is None else dict.fromkeys(rolls, rolling.num_blocks),
-            max_num_reqs=_most_requests(said) + copies if probed.states else None,
+            max_num_reqs=most_requests(said) + copies if probed.states else None,
         )
         pool = self.kv_cache
         if budget is not None and pool.num_bytes > budget:
             raise ArgumentError(
                 "memory_budget",
-                f"at least {pool.num_bytes} bytes, for the rings and states of {_most_requests(said)} "
+                f"at least {pool.num_bytes} bytes, for the rings and states of {most_requests(said)} "
                 f"requests and {copies} checkpoints",
                 str(budget),
             )
         self.rings = None
         if rolling is not None or probed.states:
-            self.rings = StepRings(_most_requests(said), rolling, pool, copies)
+            self.rings = StepRings(most_requests(said), rolling, pool, copies)
         self._cache = self._make_cache(probed, said, pools)
         self.choice: Choice = self._cache.choice
 
@@ -216,7 +216,7 @@ class PagedModel(NotCopied):
         if plans or probed.masks.causal is False:
             return None
         layers = [layer for layer in probed.paged if not layer.latent]
-        most = _most_blocks(limits) if num_blocks is None else num_blocks
+        most = most_blocks(limits) if num_blocks is None else num_blocks
         return choose_rolling(self._config, layers, step, replace(limits, num_blocks=most))
 
     def __repr__(self) -> str:
@@ -343,44 +343,6 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if not all(is_int(token) and -(2**31) <= token < 2**31 for token in ends):
         raise ArgumentError("eos_token_id", "token ids, of generation_config", repr(eos))
     return ends
-
-
-def _most_blocks(limits: Limits) -> int:
-    """Blocks that the largest batch takes, and the null block."""
-    reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
-    return reqs * columns + 1
-
-
-def _most_requests(limits: Limits) -> int:
-    """Requests at once, which have rings or states."""
-    if limits.max_num_reqs is None:
-        raise ArgumentError(
-            "limits",
-            "max_num_reqs, for a model whose layers keep a state per request",
-            repr(limits),
-            "give limits=Limits(max_num_reqs=...)",
-        )
-    return limits.max_num_reqs
-
-
-def _bytes_of_request(
-    specs: Sequence[LayerSpec], rolling: RollingBlocks | None, block_size: int, dtype: torch.dtype
-) -> int:
-    """Of a ring and a state, in these layers."""
-    ring = 0 if rolling is None else rolling.blocks_per_ring
-    return sum((1 if spec.per_request else ring) * spec.bytes_per_block(block_size, dtype) for spec in specs)
-
-
-def _num_checkpoints(limits: Limits, rolling: RollingBlocks | None, fitting: int | None) -> int:
-    """Copies where no number is given, see `PagedModel`; ``fitting``: that the memory for all pools holds."""
-    requests = _most_requests(limits)
-    most = min(requests, _MOST_CHECKPOINTS)
-    if fitting is not None:
-        most = min(most, fitting // 8)
-    if rolling is not None:
-        every_token = requests * limits.need("max_blocks_per_req")[0]
-        most = min(most, every_token // rolling.blocks_per_ring - requests)
-    return most
 
 
 def _probe(

@@ -30,7 +30,7 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.triton import paged_attention
 from torchpaged.custom_ops.cuda import cubins, loaded_kernel
 from torchpaged.custom_ops.mla.triton import mla_attention
-from torchpaged.custom_ops.triton import kernel_store
+from torchpaged.custom_ops.triton import installation, kernel_store
 from torchpaged.custom_ops.triton.kernel_store import KernelRef, Launch
 from torchpaged.testing import BatchSpec, make_batch, run_paged_attention
 
@@ -376,15 +376,15 @@ def test_a_launch_loads_triton_only_where_nothing_is_stored(
 def test_variables_of_triton_leave_all_to_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(kernel_store, "_bindings", lambda: True)
+    monkeypatch.setattr(installation, "_bindings", lambda: True)
     monkeypatch.setenv("TRITON_CACHE_DIR", "/somewhere")
-    kernel_store._may_be_used.cache_clear()
+    installation._may_be_used.cache_clear()
     assert kernel_store.usable()
     monkeypatch.setenv(name, "1")
-    kernel_store._may_be_used.cache_clear()
+    installation._may_be_used.cache_clear()
     assert not kernel_store.usable()
     monkeypatch.undo()
-    kernel_store._may_be_used.cache_clear()
+    installation._may_be_used.cache_clear()
 
 
 def test_what_was_compiled_from_a_changed_source_is_not_stored(
@@ -475,14 +475,14 @@ def test_a_disk_that_takes_nothing_costs_time_alone(
 
 def test_hooks_around_tritons_launches_are_seen() -> None:
     """Reads ``triton.knobs.runtime.launch_enter_hook`` and the ``calls`` of its chain."""
-    assert not kernel_store.hooked()
+    assert not installation.hooked()
     hook = triton.knobs.runtime.launch_enter_hook
     hook.add(print)
     try:
-        assert kernel_store.hooked()
+        assert installation.hooked()
     finally:
         hook.remove(print)
-    assert not kernel_store.hooked()
+    assert not installation.hooked()
 
 
 def test_the_op_is_imported_without_triton() -> None:

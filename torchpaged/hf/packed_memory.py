@@ -1,0 +1,52 @@
+"""How much a `torchpaged.hf.PagedModel` keeps: blocks, requests with rings or states, and their
+checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchpaged.backends import Limits
+from torchpaged.cache import LayerSpec, RollingBlocks
+from torchpaged.custom_ops.errors import ArgumentError
+
+_MOST_CHECKPOINTS = 64  # where no number is given
+
+
+def most_blocks(limits: Limits) -> int:
+    """Blocks that the largest batch takes, and the null block."""
+    reqs, columns = limits.need("max_num_reqs", "max_blocks_per_req")
+    return reqs * columns + 1
+
+
+def most_requests(limits: Limits) -> int:
+    """Requests at once, which have rings or states."""
+    if limits.max_num_reqs is None:
+        raise ArgumentError(
+            "limits",
+            "max_num_reqs, for a model whose layers keep a state per request",
+            repr(limits),
+            "give limits=Limits(max_num_reqs=...)",
+        )
+    return limits.max_num_reqs
+
+
+def bytes_of_request(
+    specs: Sequence[LayerSpec], rolling: RollingBlocks | None, block_size: int, dtype: torch.dtype
+) -> int:
+    """Of a ring and a state, in these layers."""
+    ring = 0 if rolling is None else rolling.blocks_per_ring
+    return sum((1 if spec.per_request else ring) * spec.bytes_per_block(block_size, dtype) for spec in specs)
+
+
+def num_checkpoints_for(limits: Limits, rolling: RollingBlocks | None, fitting: int | None) -> int:
+    """Copies where no number is given, see `PagedModel`; ``fitting``: that the memory for all pools holds."""
+    requests = most_requests(limits)
+    most = min(requests, _MOST_CHECKPOINTS)
+    if fitting is not None:
+        most = min(most, fitting // 8)
+    if rolling is not None:
+        every_token = requests * limits.need("max_blocks_per_req")[0]
+        most = min(most, every_token // rolling.blocks_per_ring - requests)
+    return most

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchpaged.engine import SamplingParams
+from torchpaged.engine import Generator, SamplingParams
 
 PROMPTS = [[5, 6, 7], list(range(11, 40)), [50, 51, 52, 53, 54], [9]]
 EACH = [
@@ -44,3 +44,50 @@ def faulty_model(model: Any, num_blocks: int = 70) -> Any:
             return logits
 
     return Faulty(model, num_blocks=num_blocks, block_size=4)
+
+
+def engine(model: Any, **options: Any) -> Generator:
+    """Of a `faulty_model`, whose calls are counted from now on."""
+    model.fault = lambda call: None
+    defaults = {
+        "max_batch_size": 3,
+        "max_seq_len": 64,
+        "prefill_chunk_size": 16,
+        "compile": False,
+        "capture_ahead": options.get("graphs", True),  # without graphs there is nothing to capture
+    }
+    generator = Generator(model, **{**defaults, **options})
+    model.calls = 0
+    return generator
+
+
+def tokens_of(outputs: Any) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def submit_all(generator: Generator) -> list[int]:
+    """`PROMPTS`; their ids."""
+    return [generator.submit(prompt, params) for prompt, params in zip(PROMPTS, EACH, strict=True)]
+
+
+def assert_unharmed(generator: Generator, want: list[list[int]]) -> None:
+    generator.model.fault = lambda call: None  # type: ignore[attr-defined]
+    outputs = generator.generate(PROMPTS, EACH)
+    assert tokens_of(outputs) == want
+    assert {output.finish_reason for output in outputs} == {"length"}
+    assert generator.pool.num_free == generator.pool.num_usable
+    assert not generator.has_unfinished
+
+
+class Letters:
+    """A tokenizer of one token per letter, which can't decode token ``broken``."""
+
+    broken = -1
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) % 90 + 8 for letter in text]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        if self.broken in ids:
+            raise KeyError(self.broken)
+        return "".join(chr(i + 30) for i in ids)

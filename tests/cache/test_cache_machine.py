@@ -44,7 +44,7 @@ def lost(pool: Any, blocks: Any) -> None:
 
 
 def pinned_first(idle: Any, most: int = 1) -> list[int]:
-    block = next(iter([*idle._priorities, *idle._order]))
+    block = next(iter([*idle._priorities, *idle._unpinned]))
     idle.drop(block)
     return [block]
 

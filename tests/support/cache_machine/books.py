@@ -50,7 +50,7 @@ class Books:
     def pins_and_idle(self) -> tuple[set[int], set[int]]:
         idle = self.pool._idle
         assert 0 <= self.pool.num_pinned <= self.pool.num_idle
-        pinned = {block for block in idle if idle.is_pinned(block)}
+        pinned = {block for block in idle if not idle.num_unpinned([block])}
         return pinned, set(idle) - pinned
 
     def check(self, pinned: set[int], unpinned: set[int]) -> None:
@@ -105,12 +105,13 @@ class Books:
         assert pool._kept == known
         assert len(known) == len(cache._table)
         assert all(cache._keys[block] == key for key, block in cache._table.items())
-        assert sum(key is not None for key in cache._keys) == len(known)
         names = [cache._names[block] for block in known] + list(cache._promised.values())
         assert len(set(names)) == len(names)
         assert not cache._promised.keys() & cache._table.keys()
-        assert not cache._lost.keys() & cache._table.keys()
-        assert len(cache._lost) <= pool.num_blocks
+        for key, block in cache._table.items():  # what it was before, if that is remembered
+            before = cache._remembered(key)
+            assert not isinstance(before, bytes) or before == cache._names[block]
+        assert len(cache._lost) < pool.num_blocks
         if not self.requests:
             assert not cache._promised
         if self.host is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -102,7 +103,7 @@ def main() -> None:
     for name in ("all", "step"):
         best[name] -= best["sampling"]
     for name, us in sorted(best.items(), key=lambda item: -item[1]):
-        print(f"{name:24} {us:8.0f} us per request")
+        print(f"{name:24} {us:8.0f} us per request", file=sys.stderr)
     print(json.dumps({"conditions": conditions.collect(torch.device("cpu")), **vars(args), "us": best}))
 
 

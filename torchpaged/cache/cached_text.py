@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from operator import add
 
 from torchpaged.cache.block_pool import NULL_BLOCK
@@ -89,7 +89,8 @@ class CachedText:
     def _known(self, place: int, end: int, name: bytes) -> tuple[list[int], bytes, Hashable]:
         """The blocks with the tokens of its blocks from ``place`` on, at most to ``end``, behind one of this
         name; the name of the last of them, and the key that is not known, None if all are."""
-        table, names, data, step, blocks = self._cache._table, self._cache._names, self._data, self._step, []
+        table, names, data, step = self._cache._table, self._cache._names, self._data, self._step
+        blocks = list[int]()
         for at in range(place * step, end * step, step):
             key = name + data[at : at + step] if at else self._key(0, name)
             block = table.get(key)
@@ -280,10 +281,10 @@ class CachedText:
         first = keys[0] if keys else b""
         if place and not (isinstance(first, bytes) and first.startswith(self._name)):
             return [], []  # the one in front had another name by then
-        names, now = list(map(self._pending.get, keys)), list(map(self._cache._promised.get, keys))
-        if names != now or None in names:
-            pairs = enumerate(zip(names, now, strict=True))
-            count = next(i for i, (name, one) in pairs if name is None or name != one)
+        names = list(map(self._pending.get, keys, repeat(b"")))  # which is nobody's name
+        now = list(map(self._cache._promised.get, keys))
+        if names != now:
+            count = next(i for i, name in enumerate(names) if name != now[i])
             keys, names = keys[:count], names[:count]
         return keys, names
 

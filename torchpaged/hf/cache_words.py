@@ -1,19 +1,17 @@
-"""A `torchpaged.hf.PagedCache` in words: its sizes and its memory."""
+"""A `torchpaged.hf.PagedCache` in words: its sizes and its memory. It imports these functions, so that its
+type has no name here."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torchpaged.custom_ops.words import counted, of_bytes, one_line
 from torchpaged.hf.row_states import describe_states
 
-if TYPE_CHECKING:
-    from torchpaged.hf.cache import PagedCache
-
 _NOT_MADE = "made with the first keys"
 
 
-def in_one_line(cache: PagedCache) -> str:
+def in_one_line(cache: Any) -> str:
     """Of its repr."""
     num_bytes = sum(layer.num_bytes for layer in cache.paged)
     size = of_bytes(num_bytes) if num_bytes else _NOT_MADE
@@ -24,7 +22,7 @@ def in_one_line(cache: PagedCache) -> str:
     return one_line(cache, *parts, "backend not chosen yet" if choice is None else f"backend={choice.name!r}")
 
 
-def described(cache: PagedCache) -> str:
+def described(cache: Any) -> str:
     """See `PagedCache.describe`."""
     parts = [_paged(cache) if cache.paged else _rows(cache)]
     rings, rolling = cache.rows.rolling, sum(layer.rolls for layer in cache.paged)
@@ -39,15 +37,15 @@ def described(cache: PagedCache) -> str:
     return "; ".join(parts)
 
 
-def _blocks(cache: PagedCache) -> str:
+def _blocks(cache: Any) -> str:
     return f"{counted(cache.num_blocks, 'block')} of {counted(cache.block_size, 'token')}"
 
 
-def _rows(cache: PagedCache) -> str:
+def _rows(cache: Any) -> str:
     return f"{counted(cache.rows.max_rows, 'row')} of {counted(cache.max_seq_len, 'token')}"
 
 
-def _paged(cache: PagedCache) -> str:
+def _paged(cache: Any) -> str:
     tokens = cache.pool.num_usable * cache.block_size
     grows = [layer for layer in cache.paged if not layer.rolls]
     per_token = sum(layer.num_bytes for layer in grows) // (cache.num_blocks * cache.block_size)

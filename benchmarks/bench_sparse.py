@@ -28,7 +28,13 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 SETS, CALLS, TOP_K = 4, 8, 2048
 RANK, ROPE, INDEX_HEADS, INDEX_WIDTH, BLOCK = 512, 64, 64, 128, 64
 #: requests, heads, context
-ATTENTION = ((8, 16, 32768), (1, 16, 32768), (8, 64, 32768), (32, 16, 16384), (64, 128, 8192))
+ATTENTION = (
+    *((reqs, 16, 32768) for reqs in (8, 1, 2, 4, 16)),
+    (8, 16, 4096),
+    (8, 64, 32768),
+    (32, 16, 16384),
+    (64, 128, 8192),
+)
 #: requests, keys
 INDEXER = ((4, 131072), (1, 131072), (64, 8192))
 

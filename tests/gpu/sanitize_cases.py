@@ -11,6 +11,7 @@ follows each lane for itself and takes the others' reads and writes for races.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug
+from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_attention
 
 
@@ -63,7 +65,8 @@ def main(backend: str) -> None:
 
 
 def sparse() -> None:
-    """Backend cuda: selected keys by one CTA and by a cluster, logits of both kinds of keys, top-k."""
+    """Backend cuda: selected keys in parts, by one CTA and by a cluster, logits of both kinds of keys,
+    top-k."""
     ops, bf16 = BACKEND_OPS["cuda"], {"dtype": torch.bfloat16, "device": "cuda"}
     ints = {"dtype": torch.int32, "device": "cuda"}
     tokens, columns, block = 5, 12, 64
@@ -72,7 +75,8 @@ def sparse() -> None:
     batch = table, lengths, starts
     blocks = tokens * columns + 1
     latents, out = torch.randn(blocks, block, 1, 576, **bf16), torch.empty(tokens, 16, 512, **bf16)
-    for top_k in (40, 300):
+    for top_k, few_parts in itertools.product((40, 300), (selected.few_parts, lambda *_: 0)):
+        selected.few_parts = few_parts
         indices = torch.randint(-5, 700, (tokens, top_k), **ints)
         q, lse = torch.randn(tokens, 16, 576, **bf16), torch.empty(tokens, 16, device="cuda")
         ops.mla_attention(q, latents, *batch, out, lse, max_query_len=1, scale=0.1, indices=indices)

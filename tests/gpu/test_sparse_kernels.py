@@ -25,6 +25,7 @@ from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.cuda import index_logits, top_k_indices
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import mla_attention
+from torchpaged.custom_ops.mla.cuda import selected as selected_cuda
 from torchpaged.testing import BATCH_SPECS, BatchSpec
 
 pytestmark = pytest.mark.gpu
@@ -60,8 +61,13 @@ def check_selected(spec: BatchSpec, top_k: int, kind: str, options: dict[str, An
 
 @pytest.mark.parametrize("kind", SELECTIONS)
 @pytest.mark.parametrize(("num_heads", "block_size"), [(16, 64), (5, 16)])
-def test_selected(num_heads: int, block_size: int, kind: str) -> None:
-    """Few positions, and so many that a cluster shares them."""
+@pytest.mark.parametrize("kernel", ["few", "clusters"])
+def test_selected(
+    kernel: str, num_heads: int, block_size: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts that meet in a second launch; few positions of a CTA, and so many that a cluster shares them."""
+    if kernel == "clusters":
+        monkeypatch.setattr(selected_cuda, "few_parts", lambda *_: 0)
     for number, spec in enumerate((*FEW.values(), MANY)):
         options = {"causal": number % 3 != 2}
         dtype = torch.float16 if number % 2 else torch.bfloat16

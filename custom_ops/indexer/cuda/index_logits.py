@@ -20,7 +20,7 @@ from torchpaged.custom_ops.indexer.cuda.constants import LOGITS
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 TILE, WIDTH = 64, 128
 MAX_HEADS, MAX_TOKENS = 64, 512
-#: With one token the Triton kernel is faster, with this many this one (docs/log/latent_cuda.md); between them
+#: With one token the Triton kernel is faster, with this many this one (docs/log/sparse_cuda.md); between them
 #: nothing was timed.
 _FEW_TOKENS = 4
 _DTYPES = (torch.bfloat16, torch.float16)

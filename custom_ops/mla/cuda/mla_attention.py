@@ -26,7 +26,7 @@ def mla_attention(call: LatentCall) -> None:
 def _launch(call: LatentCall) -> None:
     num_sms = gpu.num_sms(call.q.device.index or 0)
     if call.indices is not None:
-        selected.attend(call, selected.SelectedSpec.of(call, num_sms))
+        selected.attend(call, num_sms)
     else:
         latent.attend(call, shape.LatentSpec.of(call, num_sms))
 

@@ -20,10 +20,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
             item = blockIdx.x / CLUSTER, head_tile = item % p.head_tiles, token = item / p.head_tiles;
   griddepcontrol_launch_dependents();
   const Token t = find_token(p, token, lane);
-  copy_table(p, memory, t, thread);
+  copy_table(p, (int *)memory, TABLE_ENTRIES, t, thread);  // the stages are free
   griddepcontrol_wait();
   const Positions positions(p, token, rank, thread);
-  copy_queries(p, shared, token, head_tile, thread);
+  copy_queries(p, shared + Q_AT, token, head_tile, thread);
   const int tiles = find_keys(p, memory, positions, t, thread);
   for (int tile = 0; tile < STAGES; ++tile) {
     if (tile < tiles) copy_keys(p, memory, shared + tile * STAGE_BYTES, tile, warp, lane);

@@ -17,17 +17,19 @@ from torchpaged.custom_ops.mla.call import LatentCall
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 THREADS, TILE = 256, 32  # with one tile of heads
+#: Positions of a CTA of ``selected_few.cu``, blocks that it has room for, and threads of the merge behind it.
+PART_KEYS, TABLE_ROOM, MERGE_THREADS = 128, 4096, 128
 #: Positions that a CTA has room for, fewest that are worth one, and CTAs that share those of a token: 16 with
 #: one tile of heads, of which two fit a multiprocessor, so that clusters of 16 do.
 MAX_KEYS, MIN_KEYS, MAX_CLUSTER = 2048, 64, 8
 #: With more heads than a tile's 16 the Triton kernel is faster until so many CTAs have work without a cluster
-#: (docs/log/latent_cuda.md).
+#: (docs/log/sparse_cuda.md).
 _MANY = 128
 _DTYPES = (torch.bfloat16, torch.float16)
 
 SELECTED = Table(
     "selected_config.cuh",
-    ("selected.cu",),
+    ("selected.cu", "selected_few.cu", "selected_few_merge.cu"),
     "DeepSeek-V3.2 on eight GPUs, 8 query tokens",
     (
         Constant("RANK", "int", "columns of a latent, which are its value"),
@@ -47,7 +49,10 @@ class SelectedParams(ctypes.Structure):
     """``struct Params`` of selected_params.cuh."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("q", "kv", "out", "lse", "table", "seq_lens", "starts", "indices")),
+        *(
+            (name, _POINTER)
+            for name in ("q", "kv", "out", "lse", "parts", "table", "seq_lens", "starts", "indices")
+        ),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "kv_block", "kv_slot")),
         *((name, ctypes.c_int64) for name in ("o_token", "o_head", "l_token", "l_head")),
         *((name, ctypes.c_int64) for name in ("table_row", "indices_row")),
@@ -130,18 +135,32 @@ def why_slower(call: LatentCall) -> str | None:
     return f"{tokens} tokens of {heads} heads: too few tokens for so many heads" if slower else None
 
 
-def attend(call: LatentCall, spec: SelectedSpec) -> None:
+def few_parts(call: LatentCall, num_sms: int) -> int:
+    """Parts of `PART_KEYS` positions for each token and 16 heads, where all of them fit the device at once;
+    else 0."""
+    assert call.indices is not None
+    parts = -(-call.indices.shape[1] // PART_KEYS)
+    return parts if call.q.shape[0] * -(-call.q.shape[1] // 16) * parts <= num_sms else 0
+
+
+def attend(call: LatentCall, num_sms: int) -> None:
     """Launch a checked call that `why_not` lets pass."""
     q, pool, out, lse, indices = call.q, call.kv_cache, call.out, call.lse, call.indices
     assert indices is not None
-    index, top_k = q.device.index or 0, indices.shape[1]
+    index, top_k, parts = q.device.index or 0, indices.shape[1], few_parts(call, num_sms)
+    spec = SelectedSpec.of(call, num_sms)
+    if parts:
+        spec = spec._replace(m_tiles=1, cluster=1)
     head_tiles = -(-spec.num_heads // (16 * spec.m_tiles))
+    items = q.shape[0] * head_tiles
+    left = torch.empty(items * parts * 16 * (spec.rank + 2), dtype=torch.float32, device=q.device)
     l_token, l_head = (0, 0) if lse is None else lse.stride()
     params = SelectedParams(
         q=q.data_ptr(),
         kv=pool.data_ptr(),
         out=out.data_ptr(),
         lse=address(lse),
+        parts=left.data_ptr(),
         table=call.block_table.data_ptr(),
         seq_lens=call.seq_lens.data_ptr(),
         starts=call.query_start_loc.data_ptr(),
@@ -162,8 +181,13 @@ def attend(call: LatentCall, spec: SelectedSpec) -> None:
         part_keys=-(-top_k // (16 * spec.cluster)) * 16,
         head_tiles=head_tiles,
     )
-    grid = q.shape[0] * head_tiles * spec.cluster
-    _specialised(index, spec).launch(grid, THREADS, params, early=gpu.launches_early(index))
+    early = gpu.launches_early(index)
+    if parts:
+        few, merge = _specialised_few(index, spec)
+        few.launch(items * parts, THREADS, params, early=early)
+        merge.launch(items * spec.rank // 32, MERGE_THREADS, params, early=early)
+    else:
+        _specialised(index, spec).launch(items * spec.cluster, THREADS, params, early=early)
 
 
 @functools.cache
@@ -173,6 +197,20 @@ def _specialised(index: int, spec: SelectedSpec) -> Kernel:
     if spec.cluster > 8:
         kernel.resident(THREADS, spec.cluster, spec.cluster)  # which the device must be told to allow
     return kernel
+
+
+@functools.cache
+def _specialised_few(index: int, spec: SelectedSpec) -> tuple[Kernel, Kernel]:
+    """The kernel of parts, and their merge."""
+    device, config = torch.device("cuda", index), spec.config()
+    jit.compile_ahead("selected_few_merge.cu", config, gpu.capability(index))
+    few = jit.kernel("selected_few.cu", "attend_few", config, device, shared_bytes=few_shared_bytes(spec))
+    return few, jit.kernel("selected_few_merge.cu", "merge_few", config, device, shared_bytes=0)
+
+
+def few_shared_bytes(spec: SelectedSpec) -> int:
+    """Dynamic shared memory of ``selected_few.cu``, as selected_parts.cuh counts it."""
+    return (PART_KEYS + 16) * (spec.rank + spec.rope) * 2 + PART_KEYS * 32 + 1024 + 4 * TABLE_ROOM
 
 
 def shared_bytes(spec: SelectedSpec) -> int:

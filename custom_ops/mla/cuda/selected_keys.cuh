@@ -20,10 +20,10 @@ __device__ __forceinline__ Token find_token(const Params &p, int token, int lane
   return {request, !sees ? 0 : CAUSAL ? min(seq_len, position + 1) : max(seq_len, 0)};
 }
 
-// A request's blocks into the stages, which are free, as far as a token sees and they have room. Before the
-// kernels ahead have ended, as all metadata: what is asked for behind them is one trip through L2 shorter.
-__device__ __forceinline__ void copy_table(const Params &p, char *memory, Token t, int thread) {
-  const int blocks = min((t.end + BLOCK_SIZE - 1) / BLOCK_SIZE, TABLE_ENTRIES);
+// A request's blocks into shared memory, as far as a token sees and there is room. Before the kernels ahead
+// have ended, as all metadata: what is asked for behind them is one trip through L2 shorter.
+__device__ __forceinline__ void copy_table(const Params &p, int *to, int room, Token t, int thread) {
+  const int blocks = min((t.end + BLOCK_SIZE - 1) / BLOCK_SIZE, room);
   constexpr int AT_ONCE = 4;
   for (int first = thread; first < blocks; first += AT_ONCE * THREADS) {
     int x[AT_ONCE];
@@ -34,7 +34,7 @@ __device__ __forceinline__ void copy_table(const Params &p, char *memory, Token 
     }
 #pragma unroll
     for (int n = 0; n < AT_ONCE; ++n)
-      if (first + n * THREADS < blocks) ((int *)memory)[first + n * THREADS] = x[n];
+      if (first + n * THREADS < blocks) to[first + n * THREADS] = x[n];
   }
 }
 
@@ -84,13 +84,13 @@ __device__ __forceinline__ int find_keys(const Params &p, char *memory, const Po
 }
 
 // Heads of a token, as keys lie; zeros behind the last one.
-__device__ __forceinline__ void copy_queries(const Params &p, u32 shared, int token, int head_tile,
+__device__ __forceinline__ void copy_queries(const Params &p, u32 to, int token, int head_tile,
                                              int thread) {
   for (int i = thread; i < ROWS * SQUARES * 8; i += THREADS) {
     const int r = i / (SQUARES * 8), chunk = i - r * (SQUARES * 8), head = head_tile * ROWS + r;
     const bool real = head < NUM_HEADS;
     const char *from = p.q + (real ? (token * p.q_token + head * p.q_head + chunk * 8) * 2 : 0);
-    cp_async_or_zero(shared + Q_AT + r / 8 * GROUP_BYTES + chunk / 8 * 1024 + r % 8 * 128 +
+    cp_async_or_zero(to + r / 8 * GROUP_BYTES + chunk / 8 * 1024 + r % 8 * 128 +
                          ((chunk ^ r) & 7) * 16, from, real);
   }
 }

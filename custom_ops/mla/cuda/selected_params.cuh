@@ -28,14 +28,14 @@ static_assert(RANK % (CLUSTER * 4) == 0 && CLUSTER <= 16, "columns for each CTA 
 struct Params {  // packed by custom_ops/mla/cuda/selected.py, in this order
   const char *q, *kv;
   char *out;
-  float *lse;
+  float *lse, *parts;
   const int *table, *seq_lens, *starts, *indices;
   i64 q_token, q_head, kv_block, kv_slot, o_token, o_head, l_token, l_head;  // strides in elements
   i64 table_row, indices_row;
   float scale;
   int num_reqs, top_k, part_keys, head_tiles;
 };
-static_assert(sizeof(Params) == 168, "as custom_ops/mla/cuda/selected.py packs it");
+static_assert(sizeof(Params) == 176, "as custom_ops/mla/cuda/selected.py packs it");
 
 // Where in shared memory things are, in bytes from its begin; custom_ops/mla/cuda/selected.py counts alike.
 constexpr int Q_AT = STAGES * STAGE_BYTES;             // behind the stages, in which the sums lie at the end

@@ -19,7 +19,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 _DTYPES = (torch.bfloat16, torch.float16)
 #: Sizes of a head's keys and values, and bytes of its state at most.
 KEY_DIMS, VALUE_DIMS, MAX_STATE_BYTES = (64, 128, 256), (64, 128), 64 * 1024
-#: Bytes of a batch's states up to which L2 is told to let them go first (docs/log/states.md).
+#: Bytes of a batch's states up to which L2 is told to let them go first (docs/log/state_decode.md).
 _ONCE_BYTES = 256 << 20
 
 STATE_DECODE = Table(

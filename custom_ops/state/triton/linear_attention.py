@@ -43,8 +43,8 @@ def tiles(key_dim: int, value_dim: int) -> Tiles:
 
 
 def of_decode(state: Tensor, tile: Tiles) -> dict[str, Any]:
-    """Of the decode kernel, as measured on an H200 (docs/log/states.md): states of two bytes do better with
-    more programs at a time."""
+    """Of the decode kernel, as measured on an H200 (docs/log/state_decode.md): states of two bytes do better
+    with more programs at a time."""
     small = state.element_size() == 2
     options: dict[str, Any] = {"EVICT": "evict_first" if small else ""}
     if small and tile.num_warps == 4 and torch.version.hip is None:

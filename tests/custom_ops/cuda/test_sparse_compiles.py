@@ -41,29 +41,33 @@ CONFIGS: dict[str, Config] = {
 def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None:
     """32 logits of 1,024 threads each leave 32 registers for the rest, which is a few too few."""
     config = CONFIGS[name]
-    (file,) = config.table.kernels
-    _, report = compiled(tmp_path, file, config)
-    assert not re.findall(r"C75\d\d|serialized", report), report
-    (spilled,) = map(int, re.findall(r"(\d+) bytes spill stores", report))
-    assert spilled <= (40 if name == "8 rows of 262,144" else 0), report
+    for file in config.table.kernels:
+        _, report = compiled(tmp_path, file, config)
+        assert not re.findall(r"C75\d\d|serialized", report), report
+        (spilled,) = map(int, re.findall(r"(\d+) bytes spill stores", report))
+        assert spilled <= (40 if name == "8 rows of 262,144" else 0), report
 
 
 @needs_nvcc
 def test_shared_memory_is_what_the_sources_say(tmp_path: Path) -> None:
-    counted = {
-        "16 heads": selected.shared_bytes(DECODE),
-        "128 + 64, not causal": selected.shared_bytes(DECODE._replace(rank=128, cluster=1)),
-        **{name: index_logits.shared_bytes(CONFIGS[name]) for name in CONFIGS if "logits" in name},
-    }
-    for number, (name, said) in enumerate(counted.items()):
-        (file,) = CONFIGS[name].table.kernels
+    small = DECODE._replace(rank=128, cluster=1)
+    counted = [
+        ("16 heads", "selected.cu", selected.shared_bytes(DECODE)),
+        ("128 + 64, not causal", "selected.cu", selected.shared_bytes(small)),
+        ("16 heads", "selected_few.cu", selected.few_shared_bytes(DECODE)),
+        ("128 + 64, not causal", "selected_few.cu", selected.few_shared_bytes(small)),
+    ]
+    for name in (name for name in CONFIGS if "logits" in name):
+        counted.append((name, "index_logits.cu", index_logits.shared_bytes(CONFIGS[name])))
+    for number, (name, file, said) in enumerate(counted):
         folder = tmp_path / str(number)
         folder.mkdir()
         config = CONFIGS[name]
-        threads = selected.THREADS if file == "selected.cu" else config["WARPGROUPS"] * 128
+        threads = config["WARPGROUPS"] * 128 if file == "index_logits.cu" else selected.THREADS
+        counts = {"PART_BYTES" if file == "selected_few.cu" else "SHARED_BYTES": said, "THREADS": threads}
         source = jit.write_sources(folder, file, config)
         with source.open("a") as text:
-            text.write(f'static_assert(SHARED_BYTES == {said}, "");static_assert(THREADS == {threads});\n')
+            text.write("".join(f'static_assert({name} == {count}, "");' for name, count in counts.items()))
         command = ["nvcc", "-ptx", "-o", str(folder / "ptx"), *jit.options(config, (9, 0)), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr[-3000:]
@@ -94,6 +98,18 @@ def test_how_work_is_cut() -> None:
     }.items():
         spec = SelectedSpec.of(sparse_call(tokens=tokens, heads=heads, top_k=top_k), 132)
         assert (spec.m_tiles, spec.cluster) == (m_tiles, cluster), (tokens, heads, top_k)
+
+
+def test_when_all_parts_run_at_once() -> None:
+    for (tokens, heads, top_k), parts in {
+        (8, 16, 2048): 16,
+        (1, 5, 100): 1,
+        (1, 16, 16384): 128,
+        (9, 16, 2048): 0,
+        (9, 16, 1800): 0,
+        (8, 16, 2049): 0,
+    }.items():
+        assert selected.few_parts(sparse_call(tokens=tokens, heads=heads, top_k=top_k), 132) == parts
 
 
 def sparse_call(**changed: Any) -> LatentCall:

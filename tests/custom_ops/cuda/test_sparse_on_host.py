@@ -4,6 +4,7 @@ own sources, launched by their own launchers, against the oracles."""
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -119,34 +120,48 @@ SPARSE: dict[str, tuple[dict[str, Any], BatchSpec, str, int]] = {
     "5 heads, drafts": ({"num_heads": 5, "block_size": 16}, BatchSpec("b", (90, 8), (3, 2)), "beyond", 90),
     "40 heads": ({"num_heads": 40, "dtype": torch.float16}, BatchSpec("c", (500,), (1,)), "twice", 200),
     "none": ({"num_heads": 8}, BatchSpec("d", (70, 30), (1, 1)), "none", 70),
+    "5 heads, drafts, 256 + 64": (
+        {"num_heads": 5, "block_size": 16, "rank": 256},
+        BatchSpec("b", (390, 8, 0), (3, 2, 1)),
+        "beyond",
+        390,
+    ),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("e", (400,), (1,)), "all", 333),
 }
 
 
-@pytest.mark.slow_cases(but=("5 heads, drafts",))
+@pytest.mark.slow_cases(but=("few-5 heads, drafts", "many-5 heads, drafts"))
 @pytest.mark.parametrize("name", SPARSE)
-def test_selected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernel", ["few", "many"])
+def test_selected(name: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, in other orders of the threads: the same bits."""
     options, batch_spec, kind, top_k = SPARSE[name]
     options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64} | options
     batch = make_latent_batch(batch_spec, **options)
     indices = selected(batch, kind, top_k)
     shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []
-    kernels: list[HostKernel] = []
 
+    @functools.cache
     def specialised(_: int, spec: sparse.SelectedSpec) -> HostKernel:
-        if not kernels:
-            library = compiled(tmp_path / "s", "selected.cu", "attend_selected", spec.config())
-            kernels.append(HostKernel(library, spec.cluster))
-        return kernels[0]
+        library = compiled(tmp_path / "s", "selected.cu", "attend_selected", spec.config())
+        return HostKernel(library, spec.cluster)
+
+    @functools.cache
+    def specialised_few(_: int, spec: sparse.SelectedSpec) -> tuple[HostKernel, HostKernel]:
+        few = compiled(tmp_path / "f", "selected_few.cu", "attend_few", spec.config())
+        merge = compiled(tmp_path / "m", "selected_few_merge.cu", "merge_few", spec.config())
+        return HostKernel(few), HostKernel(merge)
 
     monkeypatch.setattr(sparse, "_specialised", specialised)
+    monkeypatch.setattr(sparse, "_specialised_few", specialised_few)
+    if kernel == "many":
+        monkeypatch.setattr(sparse, "few_parts", lambda *_: 0)
     for _ in range(2):
         out = torch.full(shapes, float("nan"), dtype=batch.q.dtype)
         lse = torch.full(shapes[:2], float("nan"))
         call = LatentCall(*latent_tensors(batch), out, lse, batch.max_query_len, batch.scale, True, indices)
         assert sparse.why_not(call, (9, 0)) is None
-        sparse.attend(call, sparse.SelectedSpec.of(call, 8))
+        sparse.attend(call, 132 if kernel == "few" else 8)
         assert_sparse_close(out, lse, batch, indices)
         results.append((out, lse))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -381,7 +381,7 @@ def test_two_that_fail_among_samples_that_share_blocks(
     seed = params[1].seed
 
     def about(sequence: Any, *_: Any) -> bool:
-        second = sequence.prompt == PROMPTS[1] and sequence.sampling.seed == seed
+        second = sequence.prompt.tolist() == PROMPTS[1] and sequence.sampling.seed == seed
         return bool(second and sequence.num_output == 3) or is_culprit(sequence)
 
     with generator, monkeypatch.context() as patch:

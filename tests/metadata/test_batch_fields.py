@@ -3,6 +3,7 @@ with both."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -92,3 +93,11 @@ def test_a_batch_without_slots_writes_nothing_silently() -> None:
         attention(x, x, x, pools, bare)
     assert not pools[0].any()
     assert torch.equal(attention(x, None, None, pools, bare), torch.zeros(1, 2, 8))
+
+
+def test_a_batch_keeps_nothing_of_what_it_was_made_from() -> None:
+    seq_lens = array("i", [40, 50])
+    metadata = AttentionMetadata.from_lists([1, 1], seq_lens, [[1, 2, 3], [4, 5, 6, 7]], block_size=16)
+    seq_lens[0] = 7
+    seq_lens.extend(range(10_000))
+    assert metadata.seq_lens.tolist() == [40, 50]

@@ -268,14 +268,14 @@ def through_generate(model: Any) -> Any:
 def through_the_engine(model: Any, fused: bool = False, **options: Any) -> Any:
     from torchpaged.engine import Generator, SamplingParams
 
-    prompts = [[8, 9, 10, 11, 12], [20] * 30]
+    prompts = [[8, 9, 10, 11, 12], [20] * 70]  # positions of 64 tokens and more are made by torch
     sampling = [
         SamplingParams(max_new_tokens=8),
         SamplingParams(max_new_tokens=8, temperature=0.9, top_p=0.8, seed=3, repetition_penalty=1.2),
     ]
     if fused:
         torchpaged.hf.fuse(model, count=False)
-    generator = Generator(model, max_batch_size=2, max_seq_len=64, steps_per_launch=2, **options)
+    generator = Generator(model, max_batch_size=2, max_seq_len=128, steps_per_launch=2, **options)
     return [[output.token_ids for output in generator.generate(prompts, params)] for params in sampling]
 
 

@@ -43,7 +43,7 @@ def positions_between(start: int, end: int) -> array[int]:
     if end - start < _FEW:
         return array("q", range(start, end))
     positions = array("q", bytes(8 * (end - start)))
-    torch.arange(start, end, out=torch.frombuffer(positions, dtype=torch.int64))
+    torch.arange(start, end, out=torch.frombuffer(positions, dtype=torch.int64), device="cpu")
     return positions
 
 

@@ -93,7 +93,7 @@ def gated_rms_norm(call: GatedNormCall) -> None:
         WIDTH_PAD=padded,
         GROUP=call.gate.shape[2] // width,
         TILE_HEADS=tile,
-        WEIGHT_HEAD=width if call.weight.dim() == 2 else 0,
+        WEIGHT_HEAD=call.weight.stride(0) if call.weight.dim() == 2 else 0,
         SKIP_WIDTH=1 if call.skip is None else call.skip.shape[2],
         GATE_FIRST=call.gate_first,
         num_warps=8 if padded > 2048 else 4,

@@ -80,7 +80,7 @@ def make_gated_norm_inputs(
         "out": torch.full((tokens, heads, width), NAN, dtype=dtype),
     }
     if ssd:
-        given["weight"] = torch.randn(heads, width, dtype=weight_dtype or dtype)
+        given["weight"] = torch.randn(heads, width + 2, dtype=weight_dtype or dtype)[:, :width]
         given["skip"] = torch.randn(tokens, 2 * heads, width // 2 + 3, dtype=dtype)[..., : width // 2]
         given["skip_weight"] = torch.randn(2 * heads, dtype=weight_dtype or dtype)
     return {name: x.to(device) for name, x in given.items()} | {"eps": 1e-5, "gate_first": ssd}

@@ -217,7 +217,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch("merge.py:merge_kernel", False, OUT, waits="launch", case="merge of the parts"),
         Launch("latent.cu:latent_decode", True, OUT, "start", case="cuda, short queries on Hopper"),
-        Launch("latent_pairs.cu:latent_pairs", True, OUT, "start", case="cuda, 33 rows and more on Hopper"),
         Launch("latent_merge.cu:latent_merge", True, OUT, "wait", case="cuda, merge of cut requests"),
         Launch("selected.cu:attend_selected", True, OUT, "start", METADATA, case="cuda, indices on Hopper"),
         Launch("selected_few.cu:attend_few", True, SCRATCH, "start", METADATA, case="cuda, few with indices"),

@@ -8,19 +8,12 @@
 
 constexpr int WAYS = 4, MERGE_THREADS = WAYS * 128;  // parts read at a time by neighbours
 constexpr int DEPTH = 8;                             // parts asked for at once by a thread
-constexpr int STATES = 4;                            // and softmax states
 constexpr int STATE_LANES = MERGE_THREADS / ROWS < 32 ? MERGE_THREADS / ROWS : 32;  // threads of a row
-
-// The first part of a request may lie in its group's second slot.
-__device__ __forceinline__ const float *part_of(const Params &p, int first_group, int part, int first_slot,
-                                                int row_tile) {
-  return slot_of(p, first_group + part, part ? 0 : first_slot, row_tile);
-}
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) latent_merge(const __grid_constant__ Params p) {
   __shared__ float weight[MAX_GROUPS * ROWS];
   __shared__ float4 sums[WAYS - 1][128];
-  __shared__ int scan[SCAN_BYTES / 4];
+  __shared__ int scan[18];
   __shared__ int seen[ROWS];
   // Every CTA waits, with work or without, and lets the next kernel go only then
   griddepcontrol_wait();
@@ -43,26 +36,12 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) latent_merge(const _
   if (thread < ROWS * STATE_LANES) {  // whole warps
     const int row = thread / STATE_LANES;
     float maximum = FLOOR, total = 0.f;
-    for (int from = thread % STATE_LANES; from < parts; from += STATE_LANES * STATES) {
-      float m[STATES], t[STATES];
-#pragma unroll
-      for (int d = 0; d < STATES; ++d) {
-        const int part = from + d * STATE_LANES;
-        m[d] = FLOOR;
-        t[d] = 0.f;
-        if (part < parts) {
-          const float *at = part_of(p, first_group, part, first_slot, row_tile) + UNITS * 512 + row * 2;
-          m[d] = load_l2(at);
-          t[d] = load_l2(at + 1);
-        }
-      }
-#pragma unroll
-      for (int d = 0; d < STATES; ++d) {
-        const float top = fmaxf(maximum, m[d]);
-        total = total * exp2_(maximum - top) + t[d] * exp2_(m[d] - top);
-        maximum = top;
-        if (from + d * STATE_LANES < parts) weight[(from + d * STATE_LANES) * ROWS + row] = m[d];
-      }
+    for (int part = thread % STATE_LANES; part < parts; part += STATE_LANES) {
+      const float *at =
+          slot_of(p, first_group + part, part ? 0 : first_slot, row_tile) + UNITS * 512 + row * 2;
+      const float m = load_l2(at), t = load_l2(at + 1), top = fmaxf(maximum, m);
+      total = total * exp2_(maximum - top) + t * exp2_(m - top);
+      maximum = top;
     }
 #pragma unroll
     for (int step = 1; step < STATE_LANES; step *= 2) {
@@ -73,8 +52,9 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) latent_merge(const _
     }
     const Row r = row_of(row_tile * ROWS + row, start, query_len, seq_len);
     for (int part = thread % STATE_LANES; part < parts; part += STATE_LANES) {
-      float &w = weight[part * ROWS + row];
-      w = exp2_(w - maximum) / total;
+      const float *at =
+          slot_of(p, first_group + part, part ? 0 : first_slot, row_tile) + UNITS * 512 + row * 2;
+      weight[part * ROWS + row] = exp2_(load_l2(at) - maximum) / total;
     }
     if (thread % STATE_LANES == 0) {
       seen[row] = r.end > 0;
@@ -83,28 +63,23 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) latent_merge(const _
   }
   __syncthreads();
   const int way = thread / 128, place_in = thread % 128;
-  // neighbours take units of their own, or of many parts a share each
-  const int ways = parts <= WAYS ? 1 : WAYS, first_unit = ways > 1 ? mine : mine + way * share;
-  for (int unit = first_unit; unit < UNITS; unit += ways > 1 ? share : share * WAYS) {
-    const int j = unit % BLOCKS_8, row = j * 8 + (PLAIN_PARTS ? place_in / 16 : lane % 4 * 2);
-    const int column = unit / BLOCKS_8 * 64;
-    const int at = PLAIN_PARTS ? row * RANK + column + place_in % 16 * 4 : (unit * 128 + place_in) * 4;
+  for (int unit = mine; unit < UNITS; unit += share) {
+    const int j = unit % BLOCKS_8, row = j * 8 + lane % 4 * 2;
     float4 acc = {0.f, 0.f, 0.f, 0.f};
-    for (int from = ways > 1 ? way : 0; from < parts; from += ways * DEPTH) {
+    for (int from = way; from < parts; from += WAYS * DEPTH) {
       float4 x[DEPTH];
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
-        const int part = from + d * ways;
+        const int part = from + d * WAYS;
         if (part < parts)
-          x[d] = load_l2((const float4 *)(part_of(p, first_group, part, first_slot, row_tile) + at));
+          x[d] = load_l2((const float4 *)slot_of(p, first_group + part, part ? 0 : first_slot, row_tile) +
+                         unit * 128 + place_in);
       }
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d) {
-        const int part = from + d * ways;
+        const int part = from + d * WAYS;
         if (part < parts) {
-          float2 w;
-          if constexpr (PLAIN_PARTS) w.x = w.y = weight[part * ROWS + row];
-          else w = *(const float2 *)(weight + part * ROWS + row);
+          const float2 w = *(const float2 *)(weight + part * ROWS + row);
           acc.x += x[d].x * w.x;
           acc.y += x[d].y * w.y;
           acc.z += x[d].z * w.x;
@@ -112,30 +87,22 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) latent_merge(const _
         }
       }
     }
-    if (ways > 1) {
-      if (way) sums[way - 1][place_in] = acc;
-      __syncthreads();
+    if (way) sums[way - 1][place_in] = acc;
+    __syncthreads();
+    if (way == 0) {
 #pragma unroll
-      for (int other = 0; other < WAYS - 1 && way == 0; ++other) {
+      for (int other = 0; other < WAYS - 1; ++other) {
         const float4 y = sums[other][place_in];
         acc.x += y.x;
         acc.y += y.y;
         acc.z += y.z;
         acc.w += y.w;
       }
-      __syncthreads();
-      if (way) continue;
-    }
-    if constexpr (PLAIN_PARTS) {
-      const Row r = row_of(row_tile * ROWS + row, start, query_len, seq_len);
-      const uint2 x = {pack<HALF>(acc.x, acc.y), pack<HALF>(acc.z, acc.w)};
-      char *to = p.out + (r.token * p.o_token + r.head * p.o_head + column + place_in % 16 * 4) * 2;
-      if (r.real) *(uint2 *)to = seen[row] ? x : uint2{0, 0};
-    } else {
       const bool low = seen[row], high = seen[row + 1];
       const float y[4] = {low ? acc.x : 0.f, high ? acc.y : 0.f, low ? acc.z : 0.f, high ? acc.w : 0.f};
       store_turned(p, row_of(row_tile * ROWS + j * 8 + lane / 4, start, query_len, seq_len),
-                   column + place_in / 32 * 16, lane, y);
+                   unit / BLOCKS_8 * 64 + place_in / 32 * 16, lane, y);
     }
+    __syncthreads();
   }
 }

@@ -104,13 +104,6 @@ inline void __syncwarp() { exchange(0); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline void __syncthreads() { meet(named[cta()][0], cta_threads); }
 template <int COUNT> void barrier(int id) { meet(named[cta()][id], COUNT); }
-template <int COUNT> void barrier_arrive(int id) {
-  Meeting &m = named[cta()][id];
-  if (++m.count < COUNT) return;
-  m.count = 0;
-  ++m.generation;
-  ++moved;
-}
 template <int CTAS> void meet_cluster() { meet(of_cluster, cta_threads * cta_count); }
 
 // ------------------------------------------------------------------------------------------ shared memory

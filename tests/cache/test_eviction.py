@@ -116,6 +116,25 @@ def test_no_block_is_lost_by_a_policy_that_raises(monkeypatch: pytest.MonkeyPatc
     assert pool.num_used == len(held)
 
 
+def test_blocks_that_a_policy_let_go_before_it_raised_are_given_up_still() -> None:
+    class Second(LRU):
+        hits = 0
+
+        def hit(self, block: int) -> None:
+            self.hits += 1
+            if self.hits == 2:
+                raise KeyError(block)
+            super().hit(block)
+
+    cache = PrefixCache(BlockPool(8), 4, eviction=Second())
+    tokens = fill(cache, 10)
+    with pytest.raises(KeyError):
+        cache.text(tokens).take()
+    assert (cache.pool.num_idle, known(cache, tokens)) == (2, 2)
+    give_up(cache, 2)
+    assert (cache.pool.num_idle, known(cache, tokens)) == (0, 0)
+
+
 @pytest.mark.parametrize("eviction", ["lru", LRU, object()], ids=["str", "class", "object"])
 def test_what_is_no_policy(eviction: Any) -> None:
     pool = BlockPool(8)

@@ -174,9 +174,16 @@ class IdleBlocks:
     def hit(self, blocks: Sequence[int]) -> None:
         """Idle blocks are held again."""
         if self._policy is not None:  # first: where it raises, they stay
-            for block in blocks:
-                if block in self._unpinned:
-                    self._policy.hit(block)
+            told = list[int]()
+            try:
+                for block in blocks:
+                    if block in self._unpinned:
+                        self._policy.hit(block)
+                        told.append(block)
+            except BaseException:
+                for block in reversed(told):  # still idle: else it would never give them up
+                    self._policy.add(block)
+                raise
         for block in blocks:
             self._take(block)
 

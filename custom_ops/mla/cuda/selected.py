@@ -17,8 +17,9 @@ from torchpaged.custom_ops.mla.call import LatentCall
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 THREADS, TILE = 256, 32  # with one tile of heads
-#: Positions of a CTA of ``selected_few.cu``, blocks that it has room for, and threads of the merge behind it.
-PART_KEYS, TABLE_ROOM, MERGE_THREADS = 128, 4096, 128
+#: Positions of a CTA of ``selected_few.cu``, blocks that it has room for; threads of the merge behind it, and
+#: parts of a token that this has room for.
+PART_KEYS, TABLE_ROOM, MERGE_THREADS, MAX_PARTS = 128, 4096, 128, 128
 #: Positions that a CTA has room for, fewest that are worth one, and CTAs that share those of a token: 16 with
 #: one tile of heads, of which two fit a multiprocessor, so that clusters of 16 do.
 MAX_KEYS, MIN_KEYS, MAX_CLUSTER = 2048, 64, 8
@@ -40,6 +41,7 @@ SELECTED = Table(
         Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
         Constant("LSE", "bool", "log-sum-exp is stored"),
         Constant("M_TILES", "int", "tiles of 16 heads of a CTA"),
+        Constant("MAX_PARTS", "int", "most parts of a token that are merged, a multiple of 8"),
         Constant("CLUSTER", "macro", "CTAs that share a token's positions; chooses an attribute"),
     ),
 )
@@ -107,7 +109,8 @@ class SelectedSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        return SELECTED.config({name.upper(): int(value) for name, value in self._asdict().items()})
+        values = {name.upper(): int(value) for name, value in self._asdict().items()}
+        return SELECTED.config({**values, "MAX_PARTS": MAX_PARTS})
 
 
 def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
@@ -136,11 +139,12 @@ def why_slower(call: LatentCall) -> str | None:
 
 
 def few_parts(call: LatentCall, num_sms: int) -> int:
-    """Parts of `PART_KEYS` positions for each token and 16 heads, where all of them fit the device at once;
-    else 0."""
+    """Parts of `PART_KEYS` positions for each token and 16 heads, where there are `MAX_PARTS` at most and all
+    of them fit the device at once; else 0."""
     assert call.indices is not None
     parts = -(-call.indices.shape[1] // PART_KEYS)
-    return parts if call.q.shape[0] * -(-call.q.shape[1] // 16) * parts <= num_sms else 0
+    programs = call.q.shape[0] * -(-call.q.shape[1] // 16) * parts
+    return parts if parts <= MAX_PARTS and programs <= num_sms else 0
 
 
 def attend(call: LatentCall, num_sms: int) -> None:

@@ -4,7 +4,7 @@
 
 #include "selected_parts.cuh"
 
-constexpr int MERGE_THREADS = 128, DEPTH = 16, MAX_PARTS = 128;  // DEPTH: parts asked for at once
+constexpr int MERGE_THREADS = 128, DEPTH = 16;  // DEPTH: parts asked for at once
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_few(const __grid_constant__ Params p) {
   __shared__ float weights[MAX_PARTS * 16];

@@ -26,8 +26,8 @@ class Launch(NamedTuple):
         early: whether it is launched with programmatic dependent launch, so that it may begin before the
             kernels ahead have ended.
         reads_early: what it reads before its wait. Everything else it reads behind it.
-        writes: tensors of the op that it stores to, always behind its wait; scratch memory and semaphores are
-            left out.
+        writes: tensors of the op that it stores to, always behind its wait; ``scratch`` where it stores to
+            scratch memory alone. Beside tensors that is left out, as semaphores are everywhere.
         waits: one of `WAITS`.
         triggers: one of `TRIGGERS`: when it lets the kernel behind begin.
         fence: whether it ends with a fence to the GPU's scope, so that a kernel behind that reads early sees

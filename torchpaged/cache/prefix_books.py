@@ -197,7 +197,8 @@ class PrefixBooks(NotCopied):
 
     def _note(self, keys: Iterable[Hashable], what: Iterable[bytes | str]) -> None:
         """Remember the names of what is not known any more, or why it is not, and was until now, of as many
-        blocks as the pool has or more, at most twice."""
+        blocks as the pool has or more, of fewer than three times as many. A key that is known again stays
+        there, under the name that it has."""
         self._lost.update(zip(keys, what, strict=False))
         if len(self._lost) >= self.pool.num_blocks:
             self._lost_before, self._lost = self._lost, {}

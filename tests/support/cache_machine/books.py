@@ -112,6 +112,7 @@ class Books:
             before = cache._remembered(key)
             assert not isinstance(before, bytes) or before == cache._names[block]
         assert len(cache._lost) < pool.num_blocks
+        assert len(cache._lost_before) < 2 * pool.num_blocks - 1
         if not self.requests:
             assert not cache._promised
         if self.host is not None:

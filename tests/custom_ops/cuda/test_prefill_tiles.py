@@ -91,7 +91,7 @@ BATCHES = {
     "empty": ([5, 0, 17, 40, 0], [0, 30, 17, 23, 0], 50),
     "nothing": ([], [], 7),
     "left padding": ([300, 40, 20], [100, 1, -3], 0),
-    "long": ([1000, 100], [40000, 20000], 0),
+    "long": ([1000, 100], [40000, 20000], 0),  # 9 tiles of 128 tokens, in 3 parts or more; one head at a time
     "many": ([1 + 37 * i % 211 for i in range(70)], [5 + 53 * i % 401 for i in range(70)], 11),
 }
 

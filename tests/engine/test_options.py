@@ -3,7 +3,10 @@ by name."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +69,21 @@ def test_fused_generator_gives_the_same_tokens(model: Any, options: dict[str, An
     assert tokens(again) == want
     hf.unfuse(model)
     assert hf.fusion_of(model) is None
+
+
+def test_an_engine_that_is_dropped_holds_no_fusion(model: Any) -> None:
+    dropped, closed = (Generator(model, block_size=4, max_batch_size=2, fuse=True) for _ in range(2))
+    tokens(dropped)
+    gone = weakref.ref(dropped)
+    del dropped
+    gc.collect()
+    assert gone() is None
+    assert hf.fusion_of(model) is closed.fusion_report
+    twin = copy.deepcopy(model)
+    closed.close()
+    assert hf.fusion_of(model) is None
+    Generator(twin, block_size=4, max_batch_size=2, fuse=True).close()
+    assert hf.fusion_of(twin) is not None, "it was fused before"
 
 
 @pytest.mark.parametrize("value", [1, 0, numpy.True_, "x"], ids=repr)

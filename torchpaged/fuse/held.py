@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from transformers import PreTrainedModel
 
 from torchpaged.fuse.passes import fuse, unfuse
 from torchpaged.hf.wrapped import unwrapped
+
+
+class _Hold:
+    """Of one engine, which alone keeps it alive: one that is dropped holds nothing any more."""
+
+
+#: By fusions that were made here; a copy of a fused model stays fused.
+_HOLDS: WeakKeyDictionary[Any, WeakSet[_Hold]] = WeakKeyDictionary()
 
 
 def fused_while_held(model: PreTrainedModel, fuses: bool) -> Callable[[], None]:
@@ -19,7 +28,8 @@ def fused_while_held(model: PreTrainedModel, fuses: bool) -> Callable[[], None]:
         fuses: fuse it if it is not.
 
     Returns:
-        What lets it go; the last who does unfuses a model that was fused here.
+        What lets it go; the last who calls it unfuses a model that was fused here. Who drops it uncalled
+        counts no more, and leaves the model as it is.
 
     Raises:
         ArgumentError, UnsupportedModelError: from `fuse`.
@@ -27,15 +37,17 @@ def fused_while_held(model: PreTrainedModel, fuses: bool) -> Callable[[], None]:
     base: Any = unwrapped(model).get_decoder()
     if fuses and not hasattr(base, "_torchpaged_fusion"):
         fuse(model)
-        base._torchpaged_fusion.holders = 0
+        _HOLDS[base._torchpaged_fusion] = WeakSet()
     fusion: Any = getattr(base, "_torchpaged_fusion", None)
-    if fusion is None or fusion.holders is None:
+    holds = None if fusion is None else _HOLDS.get(fusion)
+    if holds is None:
         return lambda: None
-    fusion.holders += 1
+    hold = _Hold()
+    holds.add(hold)
 
     def let_go() -> None:
-        fusion.holders = (fusion.holders or 0) - 1
-        if fusion.holders == 0 and getattr(base, "_torchpaged_fusion", None) is fusion:
+        holds.discard(hold)
+        if not holds and getattr(base, "_torchpaged_fusion", None) is fusion:
             unfuse(model)
 
     return let_go

@@ -49,7 +49,6 @@ class _Fusion:
         self.plans: list[LayerPlan] = []
         self.packed: list[nn.Module] = []  # mixers
         self.changed: list[tuple[nn.Module, str, Any]] = []
-        self.holders: int | None = None  # of one that ends with them, see `held.fused_while_held`
         self.ends: Ends
         self.state: ModelState
         self.handles: list[Any] = []

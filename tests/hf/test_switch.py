@@ -174,3 +174,35 @@ def test_models_with_attention_of_their_own_are_told_to_attach(name: str) -> Non
     options = {"past_key_values": PagedCache(model.config, 2, 64), "use_cache": True, "max_new_tokens": 2}
     with pytest.raises(ArgumentError, match=r"attn_implementation: .*; call torchpaged.hf.attach\(model\)"):
         model.generate(**padded_prompts(), **options)
+
+
+def engine(model: Any) -> Any:
+    from torchpaged.engine import Generator
+
+    return Generator(model, max_batch_size=1, max_seq_len=32, graphs=False)
+
+
+@pytest.mark.parametrize("detached_between", [False, True])
+def test_engines_over_an_attached_model(detached_between: bool) -> None:
+    """Whatever was before `attach` is there again once it and they have ended."""
+    model = attach(model_of("llama", "eager"))
+    first = engine(model)
+    if detached_between:
+        detach(model)
+        second = engine(model)
+        first.close()
+        second.close()
+    else:
+        first.close()
+        detach(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_forward_of_someone_else_stays_when_an_engine_closes() -> None:
+    model = model_of("dbrx", "eager")
+    experts = next(module for module in model.modules() if type(module).__name__ == "DbrxExperts")
+    generator = engine(model)
+    given = experts.forward
+    experts.forward = own = lambda *args, **options: given(*args, **options)
+    generator.close()
+    assert experts.forward is own

@@ -98,14 +98,15 @@ def give_functions(model: PreTrainedModel) -> None:
         _GIVEN[id(config)] = config
 
 
-def give_traceable(model: PreTrainedModel) -> dict[Any, str]:
+def give_traceable(model: PreTrainedModel) -> dict[Any, tuple[str, Any]]:
     """Give the modules whose code breaks a trace theirs, as the engine needs them, without attaching the
-    model; returns them with the name of what was replaced. One that has a function of its own keeps it."""
+    model; returns each with the name of what was replaced, and what it got. One that has a function of its
+    own keeps it."""
     given = {}
     for module, made in _other_modules(model).items():
         if made is not None and made[0] not in vars(module):
-            setattr(module, made[0], types.MethodType(made[1], module))
-            given[module] = made[0]
+            given[module] = made[0], types.MethodType(made[1], module)
+            setattr(module, *given[module])
     return given
 
 

@@ -73,7 +73,10 @@ class Settings:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._number = model, next(_NUMBERS)
         _LIVE.add(self)
-        self._before = [(config, config._attn_implementation) for config in _configs(model)]
+        attached = {id(config): name for config, name in getattr(model, _BEFORE, ())}
+        self._before = [
+            (config, attached.get(id(config), config._attn_implementation)) for config in _configs(model)
+        ]
         self._training = [module for module in model.modules() if module.training]
         self._mixers = [module for module in mixers_of(model) if not is_packed(module)]
         self._traceable = give_traceable(model)
@@ -96,14 +99,17 @@ class Settings:
             names = {id(config): name for config, name in self._before}
             before = getattr(self._model, _BEFORE)
             setattr(self._model, _BEFORE, [(config, names.get(id(config), name)) for config, name in before])
-            for module, name in {**dict.fromkeys(self._mixers, "forward"), **self._traceable}.items():
+            for mixer in self._mixers:
+                forget_before(mixer, "forward")
+            for module, (name, _) in self._traceable.items():
                 forget_before(module, name)
             return
         _set([pair for pair in self._before if pair[0]._attn_implementation == NAME])
         for mixer in filter(is_packed, self._mixers):
             del mixer.forward
-        for module, name in self._traceable.items():
-            vars(module).pop(name, None)
+        for module, (name, given) in self._traceable.items():
+            if vars(module).get(name) is given:
+                delattr(module, name)
 
 
 def _settings_of(model: Any) -> list[Settings]:

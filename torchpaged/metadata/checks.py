@@ -113,7 +113,7 @@ def _check_one_writer(
         block
         for query_len, seq_len, blocks in zip(query_lens, seq_lens, block_tables, strict=True)
         if query_len
-        for block in blocks[(seq_len - query_len) // block_size : -(-seq_len // block_size)]
+        for block in map(int, blocks[(seq_len - query_len) // block_size : -(-seq_len // block_size)])
     ]
     if len(set(written)) == len(written):
         return

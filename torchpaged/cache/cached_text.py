@@ -323,9 +323,8 @@ class CachedText:
         """It computes nothing more: who waits for what it promised does so itself. Before its blocks are
         freed."""
         promised = self._cache._promised
-        if self._done < self._first + len(self._ahead):  # or else all of it was computed
-            for key, name in self._pending.items():
-                if promised.get(key) == name:
-                    del promised[key]
+        for key, name in self._pending.items():
+            if promised.get(key) == name:
+                del promised[key]
         self._epoch, self.has_begun, self._pending = -1, True, {}
         self._cache._version += 1

@@ -31,11 +31,6 @@ def model(make_llama: Callable[..., Any]) -> Any:
     return faulty_model(make_llama(**TINY))
 
 
-@pytest.fixture(scope="module")
-def want(model: Any) -> list[list[int]]:
-    return tokens_of(engine(model, graphs=False).generate(PROMPTS, EACH))
-
-
 INTEGERS = [
     *(1.5, 2.0, "1", True, numpy.float32(1.0), numpy.bool_(True), torch.tensor(1), float("nan"), 10**5000),
     *(-(10**5000), [1], 1j),

@@ -47,11 +47,6 @@ def model(make_llama: Callable[..., Any]) -> Any:
     return faulty_model(make_llama(**TINY))
 
 
-@pytest.fixture(scope="module")
-def want(model: Any) -> list[list[int]]:
-    return tokens_of(engine(model, graphs=False).generate(PROMPTS, EACH))
-
-
 # --------------------------------------------------------------------------------------------- one that fails
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("call", [1, 2, 4, 6])

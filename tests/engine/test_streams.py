@@ -37,11 +37,6 @@ def model(make_llama: Callable[..., Any]) -> Any:
     return faulty_model(make_llama(**TINY))
 
 
-@pytest.fixture(scope="module")
-def want(model: Any) -> list[list[int]]:
-    return tokens_of(engine(model, graphs=False).generate(PROMPTS, EACH))
-
-
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_generate_inside_an_open_stream(model: Any, want: list[list[int]], options: dict[str, Any]) -> None:
     generator = engine(model, **options)

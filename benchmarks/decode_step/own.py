@@ -249,7 +249,7 @@ class OwnStep:
                 loop.launch()
                 times.append((time.perf_counter() - start) * 1e6)
                 for request, tokens, _ in loop.collect(keep=1):
-                    request.tokens += tokens
+                    request.tokens.extend(tokens)
             loop.collect()
         for request in requests:
             loop.release(request)

@@ -234,7 +234,7 @@ class DecodeBuffers(StepBuffers):
         """`load` of a batch that was checked."""
         input_ids, seq_lens, block_tables = batch
         rows = len(seq_lens)
-        last = [length - 1 for length in seq_lens]
+        last = [length - 1 for length in integers("seq_lens", seq_lens)]
         numbers = {
             "positions": last,
             "slot_mapping": [

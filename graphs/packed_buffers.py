@@ -158,9 +158,9 @@ class PackedBuffers(StepBuffers):
     def check(self, batch: PackedBatch, padded_to: int) -> None:
         """Refuse what could not be `put` into the tensors; raises `ArgumentError`."""
         input_ids, query_lens, seq_lens, block_tables, logits_indices, tree_parents, filled = batch
-        lists = {"input_ids": input_ids, "query_lens": query_lens, "seq_lens": seq_lens}
-        for name, numbers in {**lists, "logits_indices": logits_indices}.items():
+        for name, numbers in {"input_ids": input_ids, "logits_indices": logits_indices}.items():
             integers(name, numbers)
+        query_lens, seq_lens = integers("query_lens", query_lens), integers("seq_lens", seq_lens)
         if padded_to not in self.buckets:
             raise ArgumentError("padded_to", f"one of the buckets {self.buckets}", str(padded_to))
         if filled and self.trees:

@@ -95,6 +95,32 @@ def test_a_batch_without_slots_writes_nothing_silently() -> None:
     assert torch.equal(attention(x, None, None, pools, bare), torch.zeros(1, 2, 8))
 
 
+@pytest.mark.parametrize("kind", ["array", torch.int16, torch.uint8])
+def test_integers_of_any_kind_make_the_same_batch(kind: Any) -> None:
+    """Of few bits they would wrap around: block 2,000 of 32 tokens has slots that 16 bits can't hold."""
+    block, size = (3, 128) if kind is torch.uint8 else (2000, 32)
+    blocks = [[7, block], [block + 1, 5], [9, 10, 11, 12]]
+    lists = [1, 2 * size - 10, 100], [size + 9, 2 * size - 10, 100], blocks
+
+    def of(numbers: list[int]) -> Any:
+        return array("q", numbers) if kind == "array" else torch.tensor(numbers, dtype=kind)
+
+    expected = AttentionMetadata.from_lists(*lists, block_size=size)
+    given = (of(lists[0]), of(lists[1]), [of(blocks) for blocks in lists[2]])
+    batch = AttentionMetadata.from_lists(*given, block_size=size)
+    assert (batch.query_lens, batch.max_query_len) == (expected.query_lens, expected.max_query_len)
+    packed, decodes = PackedBuffers([512], 3, 4, size, "cpu"), DecodeBuffers(3, 4, size, "cpu")
+    tokens = sum(lists[0])
+    packed.load(range(tokens), *given, [0], 512)
+    decodes.load(of([1, 2, 3]).tolist(), given[1], given[2], 3)
+    views = packed.view(512)[1], AttentionMetadata.from_lists([1, 1, 1], *lists[1:], block_size=size)
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(getattr(batch, name), tensor), name
+    for name in ("slot_mapping", "positions"):
+        assert torch.equal(getattr(views[0], name)[:tokens], getattr(expected, name)), name
+        assert torch.equal(getattr(decodes, name), getattr(views[1], name)), name
+
+
 def test_a_batch_keeps_nothing_of_what_it_was_made_from() -> None:
     seq_lens = array("i", [40, 50])
     metadata = AttentionMetadata.from_lists([1, 1], seq_lens, [[1, 2, 3], [4, 5, 6, 7]], block_size=16)

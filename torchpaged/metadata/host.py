@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchpaged.metadata.checks import integers
 from torchpaged.metadata.fields import CODES, FIELDS
 from torchpaged.metadata.slots import positions_between, slot_of, slots_between
 from torchpaged.metadata.tree import tree_numbers
@@ -41,11 +42,13 @@ def host_numbers(
     Raises:
         ArgumentError: what is given as trees is none; lengths and blocks are checked before.
     """
+    # integers of few bits, as arrays of numpy have them, would wrap around
+    query_lens, seq_lens = integers("query_lens", query_lens), integers("seq_lens", seq_lens)
     contexts = [seq_len - query_len for query_len, seq_len in zip(query_lens, seq_lens, strict=True)]
     slots, positions = array("q"), array("q")
     for context, seq_len, blocks in zip(contexts, seq_lens, block_tables, strict=True):
         if context == seq_len - 1:  # a decode, as most rows of a batch are
-            slots.append(int(slot_of(context, blocks, block_size)))
+            slots.append(slot_of(context, blocks, block_size))
             positions.append(context)
         else:
             slots += slots_between(context, seq_len, blocks, block_size)
@@ -67,7 +70,7 @@ def host_block_table(
     if width:
         flat = array("i")  # one pass of C over the rows, where a tensor of lists looks at each number
         for blocks in block_tables:
-            flat.extend(blocks)
+            flat.extend(array("i", blocks))
             flat.extend([field.padding or 0] * (width - len(blocks)))
         table[: len(block_tables), :width] = torch.frombuffer(flat, dtype=table.dtype).view(-1, width)
     return table

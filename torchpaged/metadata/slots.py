@@ -20,8 +20,8 @@ _FEW = 64
 
 
 def slot_of(position: int, blocks: Sequence[int], block_size: int) -> int:
-    """The slot of the token at ``position``."""
-    return blocks[position // block_size] * block_size + position % block_size
+    """The slot of the token at ``position``, whatever kind of integers ``blocks`` are."""
+    return int(blocks[position // block_size]) * block_size + position % block_size
 
 
 def slots_between(start: int, end: int, blocks: Sequence[int], block_size: int) -> array[int]:

@@ -14,7 +14,7 @@ from torchpaged.engine.latency import BOUNDS, LatencyHistogram
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)
-SAMPLE = re.compile(r'[a-z_]+(\{(le|reason)="[\w.+-]+"\})? [\d.e+-]+')
+SAMPLE = re.compile(r'[a-z_]+(\{(le|reason)="([^"\\\n]|\\[\\"n])+"\})? [\d.e+-]+')
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,8 @@ def test_load_and_memory(llama: Any, graphs: bool) -> None:
         assert done.prefix_hit_rate == generator.stats.shared_tokens / done.prompt_tokens > 0
         assert done.first_token.count == 4
         assert done.between_tokens.count == 4 * 8
+        assert done.queue.count == done.end_to_end.count == 4
+        assert sum(done.missed_tokens.values()) == done.prompt_tokens - generator.stats.shared_tokens
         assert busy.first_token.count < 4, "a snapshot counts no further"
 
 
@@ -81,6 +83,8 @@ def test_a_request_that_is_put_back_looks_up_its_prompt_once(llama: Any) -> None
         generator.generate([list(range(10 * i, 10 * i + 9)) for i in range(1, 4)], params)
         metrics, stats = generator.metrics(), generator.stats.prefix_cache
     assert metrics.preemptions
+    assert metrics.swapped == 0
+    assert metrics.evicted_blocks == stats.evicted_blocks > 0
     assert (stats.queried_tokens, stats.hit_tokens) == (metrics.prompt_tokens, 0)
     assert metrics.prefix_hit_rate == 0
 
@@ -102,6 +106,32 @@ def test_latencies(llama: Any, clock: list[float], options: dict[str, Any]) -> N
         assert metrics.between_tokens.total / 8 == (1.0 if "steps_per_launch" in options else 2.0)
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+def test_times_of_each_request(llama: Any, clock: list[float], graphs: bool) -> None:
+    """One runs behind the other, with two seconds between their steps."""
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    with engine(llama, max_batch_size=1, graphs=graphs, compile=False) as generator:
+        sequences = [generator._requests[generator.submit([5, 6, 7], params)] for _request in range(3)]
+        while len(generator._requests) > 1:
+            clock[0] += 2.0
+            generator.step()
+        generator.cancel(sequences[2].request_id)
+        first, second, cancelled = (sequence.result().times for sequence in sequences)
+        metrics = generator.metrics()
+        [unmeasured] = generator.generate([[5, 6, 7]], params)
+    for times in (first, second):
+        assert times.first_token - times.queue <= 2.0
+        assert times.between_tokens == pytest.approx((times.end_to_end - times.first_token) / 4)
+        assert times.end_to_end - times.queue == pytest.approx(first.end_to_end - first.queue, abs=2.0)
+    assert first.queue == 2.0
+    assert second.queue == pytest.approx(first.end_to_end, abs=2.0)
+    assert (cancelled.queue, cancelled.first_token, cancelled.between_tokens) == (None, None, None)
+    assert cancelled.end_to_end >= second.end_to_end
+    assert (metrics.queue.count, metrics.queue.total) == (2, first.queue + second.queue)
+    assert (metrics.end_to_end.count, metrics.end_to_end.total) == (2, first.end_to_end + second.end_to_end)
+    assert unmeasured.times.end_to_end == 0.0, "the clock stood still"
+
+
 def test_percentiles() -> None:
     histogram = LatencyHistogram()
     for milliseconds in range(1, 1001):
@@ -121,6 +151,8 @@ def test_percentiles() -> None:
 def test_prometheus_text(llama: Any) -> None:
     with engine(llama, graphs=False) as generator:
         generator.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, ignore_eos=True))
+        generator.stats.late_compiles = 2
+        generator.stats.prefix_cache.missed_tokens['a "reason"\n'] = 5
         text = generator.metrics().prometheus()
     assert text.endswith("\n")
     lines = text.splitlines()
@@ -131,6 +163,8 @@ def test_prometheus_text(llama: Any) -> None:
         assert line.startswith("# ") or SAMPLE.fullmatch(line), line
     assert 'torchpaged_requests_finished_total{reason="length"} 1' in lines
     assert "torchpaged_new_tokens_total 4" in lines
+    assert "torchpaged_late_compiles_total 2" in lines
+    assert 'torchpaged_missed_tokens_total{reason="a \\"reason\\"\\n"} 5' in lines
     buckets = [
         int(line.split()[1]) for line in lines if line.startswith("torchpaged_between_tokens_seconds_b")
     ]
@@ -138,3 +172,5 @@ def test_prometheus_text(llama: Any) -> None:
     assert len(buckets) == len(BOUNDS) + 1
     assert buckets[-1] == 3
     assert "torchpaged_between_tokens_seconds_count 3" in lines
+    assert "torchpaged_queue_seconds_count 1" in lines
+    assert "torchpaged_end_to_end_seconds_count 1" in lines

@@ -193,6 +193,7 @@ def of_engine(make_llama: Callable[..., Any]) -> list[Any]:
         generator.metrics(),
         sampling,
         output,
+        output.times,
         event,
         *kept,
     ]

@@ -80,7 +80,7 @@ class Acceptor:
         reason = f"{said}: {type(error).__name__}: {error}"
         sequence.inbox.ready[sequence] = None
         sequence.log.append((None, "", "error", request_error(sequence, reason, error), None))
-        self._stats.finished["error"] = self._stats.finished.get("error", 0) + 1
+        self._count_end(sequence, "error")
         sequence.reset()
 
     def emit(self, sequence: Sequence, event: EventRow) -> None:
@@ -92,17 +92,24 @@ class Acceptor:
         if token is not None:
             if len(sequence.tokens) == len(sequence.prompt):
                 self.first_tokens += 1
-                self._stats.first_token.add(time.perf_counter() - sequence.submitted)
+                sequence.spoke = time.perf_counter()
+                self._stats.first_token.add(sequence.spoke - sequence.submitted)
             sequence.tokens.append(token)
             self._stats.new_tokens += 1
         if finish_reason is not None:
             sequence.finish_reason, sequence.error = finish_reason, error
-            self._stats.finished[finish_reason] = self._stats.finished.get(finish_reason, 0) + 1
+            self._count_end(sequence, finish_reason)
             if self._loop is not None:
                 self._loop.release(sequence)
             self._scheduler.remove(sequence)
             sequence.inbox.live.pop(sequence, None)
             del self._requests[sequence.request_id]
+
+    def _count_end(self, sequence: Sequence, reason: str) -> None:
+        self._stats.finished[reason] = self._stats.finished.get(reason, 0) + 1
+        sequence.ended = time.perf_counter()
+        if reason not in ("cancelled", "error"):
+            self._stats.end_to_end.add(sequence.ended - sequence.submitted)
 
 
 def request_error(sequence: Sequence, reason: str, cause: BaseException | None) -> RequestError:

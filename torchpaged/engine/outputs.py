@@ -40,10 +40,32 @@ class TokenEvent:
 
 
 @dataclass(frozen=True)
+class RequestTimes:
+    """Seconds of one request; None of what it did not come to.
+
+    Attributes:
+        queue: from `Generator.submit` or `Generator.generate` until it first ran.
+        first_token: from the same moment to its first token.
+        between_tokens: from its first token to its end, per token behind the first.
+        end_to_end: from the call to its end, however it ended.
+    """
+
+    queue: float | None
+    first_token: float | None
+    between_tokens: float | None
+    end_to_end: float | None
+
+    def __repr__(self) -> str:
+        reached = ((name, seconds) for name, seconds in vars(self).items() if seconds is not None)
+        return one_line(self, *(f"{name}={seconds:.4g} s" for name, seconds in reached))
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are
     those before it. ``token_ids`` ends with the token that ended the request, if one did. ``logprobs``: as in
-    `TokenEvent`, of each token; None where they were not asked for."""
+    `TokenEvent`, of each token; None where they were not asked for. ``times``: as `Generator.generate`
+    measured them, which two equal results may differ in."""
 
     request_id: int
     prompt_token_ids: list[int]
@@ -52,6 +74,7 @@ class RequestOutput:
     finish_reason: str
     error: RequestError | None = None
     logprobs: list[dict[int, float]] | None = None
+    times: RequestTimes | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         more = [] if self.error is None else [f"error={self.error.reason!r}"]
@@ -73,8 +96,8 @@ class GeneratorStats:
     ``late_compiles``: kernels and graphs of torch.compile that the process compiled while steps ran.
     ``prefix_cache``: tokens that were looked up and found, and why others were not, of each request once, put
     back or not. ``swapped``: of ``preemptions``, those whose blocks go to the host when others need them.
-    ``finished``: requests by ``finish_reason``; ``first_token``, ``between_tokens``: latencies, as in
-    `EngineMetrics`."""
+    ``finished``: requests by ``finish_reason``; ``queue``, ``first_token``, ``between_tokens``,
+    ``end_to_end``: latencies, as in `EngineMetrics`."""
 
     num_blocks: int
     peak_blocks_used: int = 0
@@ -92,8 +115,10 @@ class GeneratorStats:
     late_compiles: int = 0
     prefix_cache: PrefixCacheStats = field(default_factory=PrefixCacheStats)
     finished: dict[str, int] = field(default_factory=dict)
+    queue: LatencyHistogram = field(default_factory=LatencyHistogram)
     first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     between_tokens: LatencyHistogram = field(default_factory=LatencyHistogram)
+    end_to_end: LatencyHistogram = field(default_factory=LatencyHistogram)
 
     def __repr__(self) -> str:
         """What a run is asked about first; the counters have names of their own."""

@@ -11,12 +11,14 @@ flight (`short_of_blocks`).
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.engine.chunk_budget import ChunkBudget
+from torchpaged.engine.latency import LatencyHistogram
 from torchpaged.engine.request_blocks import RequestBlocks, Rings
 from torchpaged.engine.sequence import Sequence
 
@@ -61,6 +63,7 @@ class Scheduler:
         blocks: what each request holds.
         max_running: requests that run at once from now on; fewer than ``max_batch_size`` after errors.
         preemptions, swapped: requests put back, and those of them whose blocks go to the host.
+        queue: seconds that requests waited until they ran first.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.preemptions, self.swapped, self.budget = 0, 0, budget
+        self.queue = LatencyHistogram()
         self._one_prompt_per_step, self._mixes = one_prompt_per_step, mixes
         self._max_query_len = prefill_chunk_size if max_query_len is None else max_query_len
 
@@ -247,7 +251,10 @@ class Scheduler:
             promised += need
             # Behind the others, whatever its id, which a thread may have got before it got in: put back for
             # it would be one whose tokens in flight were not read.
-            self.running.append(self.waiting.popleft())
+            self.running.append(sequence := self.waiting.popleft())
+            if sequence.began is None:
+                sequence.began = time.perf_counter()
+                self.queue.add(sequence.began - sequence.submitted)
 
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.host_blocks import Arrival
 from torchpaged.custom_ops.errors import RequestError
-from torchpaged.engine.outputs import RequestOutput, TextStream, TokenEvent
+from torchpaged.engine.outputs import RequestOutput, RequestTimes, TextStream, TokenEvent
 from torchpaged.engine.sampling import SamplingParams
 
 
@@ -106,7 +106,8 @@ class Sequence:
 
     Attributes:
         inbox: of the call that owns the request.
-        submitted: when, by `time.perf_counter`.
+        submitted, began, spoke, ended: when it was queued, first ran, had its first token, and ended, by
+            `time.perf_counter`; the last three None before.
         prompt, tokens: ids as integers of 64 bits; the latter with the output.
         log, taken, taker: its events, how many of them the owner has taken, and the mark of the `HandOut`
             that took last.
@@ -133,6 +134,9 @@ class Sequence:
     last_reason: str = "length"
     inbox: Inbox = field(default_factory=Inbox)
     submitted: float = 0.0
+    began: float | None = None
+    spoke: float | None = None
+    ended: float | None = None
     logits_words: tuple[int, ...] = ()
     tokens: array[int] = field(init=False)
     log: EventLog = field(init=False)
@@ -210,4 +214,14 @@ class Sequence:
             None
             if self.sampling.logprobs is None
             else [e.logprobs for e in self.log if e.logprobs is not None],
+            self._times(),
         )
+
+    def _times(self) -> RequestTimes:
+        queue, first, whole = (
+            None if then is None else then - self.submitted for then in (self.began, self.spoke, self.ended)
+        )
+        between = None
+        if first is not None and whole is not None and self.num_output > 1:
+            between = (whole - first) / (self.num_output - 1)
+        return RequestTimes(queue, first, between, whole)

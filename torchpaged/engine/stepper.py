@@ -87,7 +87,7 @@ class Stepper:
         self._bisection: FaultBisection | None = None  # after a step that raised
         self._limited_for: list[Sequence] = []  # while one of them lives, steps take fewer requests
         self._owner = CacheOwner(model.kv_cache, self.requests)
-        self.stats = GeneratorStats(scheduler.pool.num_usable)
+        self.stats = GeneratorStats(scheduler.pool.num_usable, queue=scheduler.queue)
         if scheduler.prefixes is not None:
             self.stats.prefix_cache = scheduler.prefixes.stats
             if scheduler.prefixes.host is not None:

@@ -135,6 +135,55 @@ def test_blocks_that_a_policy_let_go_before_it_raised_are_given_up_still() -> No
     assert (cache.pool.num_idle, known(cache, tokens)) == (0, 0)
 
 
+class Refuses(LRU):
+    """Raises for one of the blocks that it is told of."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call, self.raises = call, True
+
+    def told(self, call: str, block: int) -> None:
+        if call == self.call and self.raises:
+            self.raises = False
+            raise KeyError(block)
+
+    def add(self, block: int) -> None:
+        self.told("add", block)
+        super().add(block)
+
+    def drop(self, block: int) -> None:
+        super().hit(block)
+        self.told("drop", block)
+
+
+@pytest.mark.parametrize("then", ["give up", "take", "forget"])
+def test_blocks_that_a_policy_refused_come_back(then: str) -> None:
+    """It is told of the others, and of those once they are left again; it is asked for them last."""
+    policy = Refuses("add")
+    cache = PrefixCache(BlockPool(8), 4, eviction=policy)
+    pool = cache.pool
+    with pytest.raises(KeyError):
+        fill(cache, 10, 3)
+    tokens = [*range(10, 22), 7]
+    assert (known(cache, tokens), len(policy._order)) == (3, 2)
+    if then == "take":
+        pool.free(cache.text(tokens).take() or [])
+        assert len(policy._order) == 3
+    if then == "forget":
+        cache.clear("a test")
+        assert len(policy._order) == 0
+    assert sorted(pool.allocate(7)) == list(range(1, 8))
+
+
+def test_all_blocks_are_forgotten_though_a_policy_raises() -> None:
+    cache = PrefixCache(BlockPool(8), 4, eviction=Refuses("drop"))
+    pool, _tokens = cache.pool, fill(cache, 10, 3)
+    with pytest.raises(KeyError):
+        cache.clear("a test")
+    assert (pool.num_idle, pool.num_free) == (0, 7)
+    assert sorted(pool.allocate(7)) == list(range(1, 8))
+
+
 @pytest.mark.parametrize("eviction", ["lru", LRU, object()], ids=["str", "class", "object"])
 def test_what_is_no_policy(eviction: Any) -> None:
     pool = BlockPool(8)

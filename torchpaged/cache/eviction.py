@@ -23,7 +23,8 @@ import heapq
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Protocol, runtime_checkable
 
@@ -38,7 +39,9 @@ _MOST_STALE = 1024
 @runtime_checkable
 class EvictionPolicy(Protocol):
     """The order in which idle blocks without a pin are given up: blocks without holders whose contents are
-    kept. Called within a step, once per block: each call should cost O(1). A policy belongs to one pool."""
+    kept. Called within a step, once per block: each call should cost O(1). A policy belongs to one pool. What
+    it raises is raised by who moved the blocks, and none is lost: one that `add` raised for is given up after
+    those that it has."""
 
     def add(self, block: int) -> None:
         """``block`` has lost its last holder; of a text's blocks the last comes first."""
@@ -113,6 +116,7 @@ class IdleBlocks:
 
     def __init__(self, policy: EvictionPolicy | None = None) -> None:
         self._policy = policy
+        self._refused: dict[int, None] = {}  # that its add() raised for, in order
         self._unpinned = set[int]()
         # These, that left longest ago first. A block that was taken out stays there, and is passed over as
         # often as `_stale` says: so blocks come and go many at a time.
@@ -167,9 +171,20 @@ class IdleBlocks:
                     self._place(block, max(pin.priority for pin in pins_of[block]))
         self._unpinned.update(unpinned)
         self._order.extend(unpinned)
-        if self._policy is not None:  # behind all: one that raises loses none of them
-            for block in unpinned:
-                self._policy.add(block)
+        if self._policy is not None:
+            self._give(self._policy, unpinned)
+
+    def _give(self, policy: EvictionPolicy, blocks: Iterable[int]) -> None:
+        """Tell the policy of all of ``blocks``, whatever it raises; of several errors the first is raised."""
+        error: BaseException | None = None
+        for block in blocks:
+            try:
+                policy.add(block)
+            except BaseException as raised:
+                self._refused[block] = None
+                error = error or raised
+        if error is not None:
+            raise error
 
     def hit(self, blocks: Sequence[int]) -> None:
         """Idle blocks are held again."""
@@ -177,12 +192,11 @@ class IdleBlocks:
             told = list[int]()
             try:
                 for block in blocks:
-                    if block in self._unpinned:
+                    if block in self._unpinned and block not in self._refused:
                         self._policy.hit(block)
                         told.append(block)
             except BaseException:
-                for block in reversed(told):  # still idle: else it would never give them up
-                    self._policy.add(block)
+                self._give(self._policy, reversed(told))  # still idle: else it would never give them up
                 raise
         for block in blocks:
             self._take(block)
@@ -195,9 +209,12 @@ class IdleBlocks:
 
     def drop_all(self) -> None:
         """The same of all blocks."""
-        for block in list(self):
-            self.drop(block)
+        dropped = [block for block in list(self) if self._take(block)]
         self._pins, self._ends = {}, []
+        if self._policy is not None:
+            with ExitStack() as told:  # of all, whatever it raises
+                for block in reversed(dropped):
+                    told.callback(self._policy.drop, block)
 
     def evict(self, most: int = 1) -> list[int]:
         """Take out the blocks to give up, in their order, of which there are some.
@@ -218,7 +235,8 @@ class IdleBlocks:
             evicted = self._oldest(min(most, len(self._unpinned)))
             self._unpinned.difference_update(evicted)
             return evicted
-        block = self._policy.evict()
+        all_refused = len(self._refused) == len(self._unpinned)
+        block = next(iter(self._refused)) if all_refused else self._policy.evict()
         if block not in self._unpinned:
             raise ArgumentError(
                 "eviction",
@@ -303,10 +321,12 @@ class IdleBlocks:
         priority = self._priorities.pop(block, None)
         if priority is None:
             self._unpinned.remove(block)
+            known = block not in self._refused
+            self._refused.pop(block, None)
             self._stale[block] = self._stale.get(block, 0) + 1
             if len(self._order) > 2 * len(self._unpinned) + _MOST_STALE:
                 self._order, self._stale = deque(self._in_order()), {}
-            return True
+            return known
         of_priority = self._pinned[priority]
         del of_priority[block]
         if not of_priority:

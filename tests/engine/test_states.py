@@ -247,6 +247,15 @@ def test_keys_of_fp8(name: str, fuse: bool) -> None:
     found.close()
 
 
+@pytest.mark.parametrize("options", [{"graphs": False}, {"compile": False, "fuse": True}], ids=str)
+@pytest.mark.parametrize("name", ["bamba", "mamba"])
+def test_float64(name: str, options: dict[str, Any]) -> None:
+    """Tokens are drawn from logits in float32."""
+    with Generator(make(name).double(), **SIZES, **options) as generator:
+        outs = generator.generate(PROMPTS, SAMPLING)
+    assert [out.token_ids for out in outs] == eager(name)
+
+
 def test_fp8_of_states_alone_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="no layer keeps keys and values"):
         Generator(make("mamba"), **SIZES, kv_dtype="fp8_e4m3")

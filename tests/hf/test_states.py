@@ -415,17 +415,33 @@ def test_left_padding_where_keys_are_gathered(name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_dtypes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("qwen3_5_text", torch.bfloat16),
+        ("qwen3_5_text", torch.float64),
+        ("bamba", torch.float64),
+        ("jamba", torch.float64),
+        ("kimi_linear", torch.float64),
+        ("lfm2", torch.float64),
+        ("minimax", torch.float64),
+        ("recurrent_gemma", torch.float64),
+    ],
+    ids=str,
+)
+def test_dtypes(name: str, dtype: torch.dtype) -> None:
     """Logits of a prompt and a step, within what the dtype gives transformers' own states."""
-    model, ids = model_of("qwen3_5_text", "eager").to(dtype), prompts(padding=0)["input_ids"]
-    exact = model_of("qwen3_5_text", "eager")
+    model, ids = model_of(name, "eager").to(dtype), prompts(padding=0)["input_ids"]
+    exact, places = model_of(name, "eager"), torch.arange(ids.shape[1]).expand_as(ids)
     options = {"backend": "reference"} if dtype == torch.float64 else {}
+    model.set_experts_implementation("eager")  # torch's grouped products know no float64
     with torch.no_grad():
         want, theirs = exact(ids).logits.double(), model(ids, use_cache=False).logits.double()
         with paged(model):
             cache = cached(model, **options)
-            parts = [model(part, past_key_values=cache).logits for part in (ids[:, :-1], ids[:, -1:])]
+            steps = [(ids[:, part], places[:, part]) for part in (slice(-1), slice(-1, None))]
+            parts = [model(x, position_ids=at, past_key_values=cache).logits for x, at in steps]
+            assert states_of(cache)
     error = (torch.cat(parts, 1).double() - want).abs().max()
     assert error <= 2 * (theirs - want).abs().max() + 1e-5 * want.abs().max()
 

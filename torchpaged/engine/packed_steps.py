@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.engine.device import DecodeRows, LogitsStage, TokenLogprobs
+from torchpaged.engine.device.logits_stage import as_sampled
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sampling import sample, seen_tokens
 from torchpaged.engine.sequence import Sequence
@@ -145,7 +146,7 @@ class PackedSteps:
     def _processed(self, logits: Tensor, sequences: list[Sequence], counters: list[int]) -> Tensor:
         """The logits to sample from."""
         if not self._stage.processes:
-            return logits
+            return as_sampled(logits)
         words = to_device([word for s in sequences for word in s.logits_words], torch.int32, self._device)
         newest = [s.tokens[-1] for s in sequences]
         seq_lens = to_device([len(s.tokens) for s in sequences], torch.int32, self._device)

@@ -318,9 +318,13 @@ class PackedState(StateLayer):
     update_recurrent_state = update_conv_state
 
 
-def _exact(v: Tensor) -> torch.dtype:
-    """Of states and decays, over values of ``v``'s dtype."""
-    return torch.float64 if v.dtype == torch.float64 else torch.float32
+def exact(x: Tensor) -> Tensor:
+    """``x`` in the dtype of states and decays over values of its own: float64, or else float32."""
+    return x.to(_exact(x))
+
+
+def _exact(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

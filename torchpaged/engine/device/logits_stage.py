@@ -89,13 +89,14 @@ class LogitsStage:
             num_generated, last_token_ids, seq_lens: as in `LogitsRows`.
 
         Returns:
-            ``[B, vocab_size]`` float32; ``logits`` themselves where nothing was asked for.
+            ``[B, vocab_size]`` float32; where nothing was asked for ``logits`` themselves, if they are not
+            float64, which nothing samples from.
 
         Raises:
             ArgumentError: the processor gave something else.
         """
         if not self.processes:
-            return logits
+            return as_sampled(logits)
         logits = logits.to(torch.float32, copy=True)
         most = self.max_logit_bias
         if most:
@@ -152,6 +153,11 @@ class TokenLogprobs:
         """Of token ``index``: itself and the ``count`` likeliest, those last, in their order."""
         values, ids = self._values[index], self._ids[index]
         return dict(zip(ids[: count + 1], values, strict=False))
+
+
+def as_sampled(logits: Tensor) -> Tensor:
+    """``logits`` in a dtype that tokens are drawn from."""
+    return logits.float() if logits.dtype == torch.float64 else logits
 
 
 def _described(logits: Tensor) -> str:

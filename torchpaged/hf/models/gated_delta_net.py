@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_state import exact
 
 
 def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
@@ -30,7 +31,7 @@ def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
         q.unflatten(-1, (-1, self.head_k_dim)),
         k.unflatten(-1, (-1, self.head_k_dim)),
         v.unflatten(-1, (-1, self.head_v_dim)),
-        -self.A_log.float().exp() * softplus(a.float() + self.dt_bias),
+        -exact(self.A_log).exp() * softplus(exact(a) + self.dt_bias),
         beta,
         scale=self.head_k_dim**-0.5,
         delta_rule=True,

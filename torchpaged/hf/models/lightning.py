@@ -18,7 +18,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.cache_argument import CACHE, cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
-from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.packed_state import PackedState, exact
 from torchpaged.hf.support import records_layers
 
 
@@ -30,7 +30,7 @@ def _forward(self: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, 
     layer.begin(hidden_states)
     mixed = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (self.num_attention_heads, -1))
     q, k, v = mixed.split(self.head_dim, dim=-1)
-    g = -self.slope_rate.view(-1).float().expand(*hidden_states.shape[:2], -1)
+    g = -exact(self.slope_rate).view(-1).expand(*hidden_states.shape[:2], -1)
     out = layer.attend(q, k, v, g, None, scale=1.0, delta_rule=False)
     layer.complete()
     gated = self.output_gate(hidden_states).sigmoid() * self.norm(out.flatten(2))

@@ -15,6 +15,7 @@ from torch.nn.functional import linear, silu, softplus
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_state import exact
 
 
 def _as_it_is(x: Tensor) -> Tensor:
@@ -33,19 +34,19 @@ def forward_mamba1(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     x = layer.convolve(x, self.conv1d, self.activation)
     sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
     dt, b, c = self.x_proj(x).split(sizes, dim=-1)
-    dt = linear(norm_dt(dt), self.dt_proj.weight).float() + self.dt_proj.bias.float()
+    dt = exact(linear(norm_dt(dt), self.dt_proj.weight)) + exact(self.dt_proj.bias)
     dt = softplus(dt)
     out = layer.attend(
         norm_c(c)[:, :, None],
         norm_b(b)[:, :, None],
         x[..., None],
-        -self.A_log.float().exp() * dt[..., None],
+        -exact(self.A_log).exp() * dt[..., None],
         dt,
         scale=1.0,
         delta_rule=False,
     )
     layer.complete()
-    y = (out[..., 0].float() + self.D.float() * x.float()) * silu(gate.float())
+    y = (exact(out[..., 0]) + exact(self.D) * exact(x)) * silu(exact(gate))
     projected: Tensor = self.out_proj(y.to(hidden_states.dtype))
     return projected
 

@@ -15,6 +15,7 @@ from torch.nn.functional import softplus
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_state import exact
 
 
 def forward_mamba2(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
@@ -30,18 +31,18 @@ def forward_mamba2(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     x, b, c = mixed.split([self.intermediate_size, groups, groups], dim=-1)
     x = x.unflatten(-1, (self.num_heads, self.head_dim))
     # As prompts have it in transformers, whose single tokens are not clamped.
-    dt = softplus(dt + self.dt_bias).clamp(*self.time_step_limit).float()
+    dt = exact(softplus(dt + self.dt_bias).clamp(*self.time_step_limit))
     out = layer.attend(
         c.unflatten(-1, (self.n_groups, self.ssm_state_size)),
         b.unflatten(-1, (self.n_groups, self.ssm_state_size)),
         x,
-        -self.A_log.float().exp() * dt,
+        -exact(self.A_log).exp() * dt,
         dt,
         scale=1.0,
         delta_rule=False,
     )
     layer.complete()
-    out = (out.float() + self.D[:, None] * x.float()).flatten(2)
+    out = (exact(out) + self.D[:, None] * exact(x)).flatten(2)
     normed = self.norm(out, gate).to(hidden_states.dtype)
     projected: Tensor = self.out_proj(normed)
     return projected

@@ -27,7 +27,7 @@ from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_mixers import packed_functions, packed_state
-from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.packed_state import PackedState, exact
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.hf.support import records_layers
 
@@ -129,8 +129,8 @@ def _forward(
         return plain
     lru, gate = self.rg_lru, self.act_fn(self.linear_y(input_states))
     x = layer.convolve(self.linear_x(input_states), self.conv_1d)
-    decay = _gate(x, lru.recurrent_gate_weight, lru.recurrent_gate_bias).float()
-    decay = -8.0 * decay * softplus(lru.recurrent_param.float())
+    decay = exact(_gate(x, lru.recurrent_gate_weight, lru.recurrent_gate_bias))
+    decay = -8.0 * decay * softplus(exact(lru.recurrent_param))
     begins = layer.positions(*x.shape[:2])[..., None] == 0
     norm = torch.where(begins, 1.0, (-torch.expm1(2 * decay)).sqrt())
     v = x * _gate(x, lru.input_gate_weight, lru.input_gate_bias) * norm.to(x.dtype)

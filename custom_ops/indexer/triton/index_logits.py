@@ -12,6 +12,7 @@ import triton.language as tl
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.check import check_index_logits
+from torchpaged.custom_ops.triton.find_row import find_row
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
@@ -43,15 +44,9 @@ def index_logits_kernel(
     """``q``, ``weights``, ``logits``: `Tokens`, ``pool``: `KeyPool`. Grid: (num_tokens x tiles of
     positions,), tokens of one tile side by side, since those of a request share its keys."""
     token, tile = tl.program_id(0) % num_tokens, tl.program_id(0) // num_tokens
-    low = tl.zeros_like(token)
-    high = low + num_reqs
-    while high - low > 1:  # the last request that begins at or before the token
-        middle = (low + high) // 2
-        begins = tl.load(batch.starts + middle) <= token
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle)
-    seq_len = tl.load(batch.seq_lens + low)
-    position = seq_len - tl.load(batch.starts + low + 1) + token
+    request = find_row(token, batch.starts, num_reqs)
+    seq_len = tl.load(batch.seq_lens + request)
+    position = seq_len - tl.load(batch.starts + request + 1) + token
     end = tl.minimum(seq_len, position + 1) if CAUSAL else seq_len
     end = tl.where((position >= 0) & (token < tl.load(batch.starts + num_reqs)), end, 0)
     n = tile * TILE + tl.arange(0, TILE)
@@ -63,7 +58,7 @@ def index_logits_kernel(
         rows = q.ptr + token * q.token + h[:, None].to(tl.int64) * q.head + d[None, :]
         queries = tl.load(rows, mask=(h < NUM_HEADS)[:, None] & (d < WIDTH)[None, :], other=0.0)
         factors = tl.load(weights.ptr + token * weights.token + h, mask=h < NUM_HEADS, other=0.0)
-        block = tl.load(batch.table + low.to(tl.int64) * table_row + n // BLOCK_SIZE, mask=sees, other=0)
+        block = tl.load(batch.table + request.to(tl.int64) * table_row + n // BLOCK_SIZE, mask=sees, other=0)
         block, slot = block.to(tl.int64), tl.where(sees, n % BLOCK_SIZE, 0)
         at = pool.ptr + block * pool.block + slot * pool.slot
         keys = tl.load(at[None, :] + d[:, None], mask=sees[None, :] & (d < WIDTH)[:, None], other=0.0)

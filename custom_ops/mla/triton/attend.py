@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from torchpaged.custom_ops.mla.triton.fp8_rows import fp8_tile
+from torchpaged.custom_ops.triton.find_row import find_row
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 from torchpaged.custom_ops.triton.results import store_rows
 
@@ -28,13 +29,7 @@ def request_of(tile, starts_ptr, num_reqs, tiles_per_req, TOKENS: tl.constexpr):
     low = tile // tl.maximum(tiles_per_req, 1)
     first = low * tiles_per_req
     if tiles_per_req == 0:
-        low = tl.zeros_like(tile)
-        high = low + num_reqs
-        while high - low > 1:  # the last request that begins at or before the tile
-            middle = (low + high) // 2
-            begins = tl.load(starts_ptr + middle) // TOKENS + middle <= tile
-            low = tl.where(begins, middle, low)
-            high = tl.where(begins, high, middle)
+        low = find_row(tile, starts_ptr, num_reqs, TOKENS)
         first = tl.load(starts_ptr + low) // TOKENS + low
     return low, tile - first
 

@@ -13,20 +13,8 @@ import triton.language as tl
 
 from torchpaged.custom_ops.mla.triton.attend import add_keys, store_part, store_whole
 from torchpaged.custom_ops.mla.triton.fp8_rows import fp8_tile
+from torchpaged.custom_ops.triton.find_row import find_row
 from torchpaged.custom_ops.triton.interpreter import as_numbers
-
-
-@triton.jit
-def request_with(token, starts_ptr, num_reqs):
-    """The last request that begins at or before a query token."""
-    low = tl.zeros_like(token)
-    high = low + num_reqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = tl.load(starts_ptr + middle) <= token
-        low = tl.where(begins, middle, low)
-        high = tl.where(begins, high, middle)
-    return low
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_parts", "table_row", "top_k", "indices_row"])
@@ -54,7 +42,7 @@ def selected_kernel(
     part = program // HEAD_TILES % num_parts
     token = program // HEAD_TILES // num_parts
     valid = head < SIZES.num_heads
-    request = request_with(token, batch.starts, num_reqs)
+    request = find_row(token, batch.starts, num_reqs)
     position = tl.load(batch.seq_lens + request) - tl.load(batch.starts + request + 1) + token
     end = tl.load(batch.seq_lens + request)  # of what the token sees; 0: nothing
     if SIZES.causal:

@@ -13,6 +13,7 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import ConvCall
 from torchpaged.custom_ops.state.check import check_causal_conv
 from torchpaged.custom_ops.state.triton.records import Batch, Window
+from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix
@@ -43,21 +44,6 @@ def row_of(req, batch):
     slot = tl.where(first < count, slot, 0)
     first = tl.where(slot > 0, first, count)
     return Row(begin, count, first, slot.to(tl.int64), seq_len)
-
-
-@triton.jit
-def find_row(part, starts_ptr, num_reqs, TOKENS: tl.constexpr):
-    """The row of a tile of ``TOKENS``, and the tile's number within it. Row ``r`` has those from ``starts[r]
-    // TOKENS + r`` on: as many as it needs at least, and some that hold nothing; the last one has what the
-    tokens behind it need, too."""
-    low = tl.zeros_like(part)
-    high = low + num_reqs
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(starts_ptr + middle) // TOKENS + middle <= part
-        low = tl.where(before, middle, low)
-        high = tl.where(before, high, middle)
-    return low, part - tl.load(starts_ptr + low) // TOKENS - low
 
 
 @triton.jit
@@ -104,7 +90,7 @@ def causal_conv_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     req, part = tl.program_id(0), 0
     if not SHORT:
-        req, part = find_row(req, batch.starts, num_reqs, TILE_TOKENS)
+        req, part = find_row_of_tile(req, batch.starts, num_reqs, TILE_TOKENS)
     row = row_of(req, batch)
     begin, count, first = row.begin, row.count, row.first
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)

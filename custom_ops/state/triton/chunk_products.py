@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.state.triton.causal_conv import find_row, row_of
+from torchpaged.custom_ops.state.triton.causal_conv import row_of
+from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 
 
@@ -131,7 +132,7 @@ def chunk_kernel(
     """Grid: (chunks * NUM_HEADS,), heads fastest; ``q, k, v, out``: `Tokens`. Rows of at most SHORT tokens
     are another kernel's. All other tokens without a state get zeros, those behind the last row too."""
     head = tl.program_id(0) % NUM_HEADS
-    req, part = find_row(tl.program_id(0) // NUM_HEADS, batch.starts, num_reqs, CHUNK)
+    req, part = find_row_of_tile(tl.program_id(0) // NUM_HEADS, batch.starts, num_reqs, CHUNK)
     begin, count, first, _, _ = row_of(req, batch)
     i = tl.arange(0, CHUNK)
     at = part * CHUNK + i

@@ -2,7 +2,7 @@
 
     python benchmarks/count_launches.py [lfm2 qwen3_next qwen3_5_text youtu deepseek_v2 ...]
 
-Tiny models with random weights, counted on any machine; Qwen3-Next and Granite 4 without their mixtures of
+Tiny models with random weights, counted on any machine; Kimi Linear, Qwen3-Next and Granite 4 without their mixtures of
 experts. The last line is one JSON document.
 """
 
@@ -20,8 +20,8 @@ from torchpaged.fuse.launch_count import Launches
 from torchpaged.hf import attach, fuse
 
 FAMILIES = ["llama", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid"]
-FAMILIES += ["nemotron_h", "youtu", "deepseek_v2"]
-WITHOUT_EXPERTS = {"qwen3_next": {"num_experts": 0}, "granitemoehybrid": {"num_local_experts": 0}}
+FAMILIES += ["kimi_linear", "nemotron_h", "youtu", "deepseek_v2"]
+WITHOUT_EXPERTS = {"kimi_linear": {"mlp_layer_types": ["dense"] * 4}, "qwen3_next": {"num_experts": 0}, "granitemoehybrid": {"num_local_experts": 0}}
 
 
 def by_kind(launches: Launches | None, kinds: list[str]) -> dict[str, list[int]]:

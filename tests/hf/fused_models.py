@@ -23,6 +23,8 @@ NO_ROTATION = ["linear", "write_kv", "paged_attention", "linear"]
 LATENTS = ["linear", "linear", "rope_write_latent", "mla_attention", "linear"]
 SHORT_CONV = ["linear", "causal_conv", "linear"]
 DELTA_NET = ["linear", "causal_conv", "delta_gates", "linear_attention", "gated_rms_norm", "linear"]
+KIMI_DELTA = ["linear", "causal_conv", "linear", "delta_gates", "linear_attention", "rms_norm"]
+KIMI_DELTA += ["linear", "linear"]
 MLP = ["linear", "linear"]
 
 
@@ -87,6 +89,9 @@ FAMILIES = {
     "qwen3_next_moe": _DELTA._replace(others=(1, 1, 1, 2), experts=4),
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA._replace(experts=4),
+    "kimi_linear": Known(
+        options={"mlp_layer_types": ["dense"] * 4}, mixers=(KIMI_DELTA, LATENTS[1:]), others=(4, 1)
+    ),
     "bamba": _MAMBA2._replace(options={"mamba_n_groups": 2}),
     "granitemoehybrid": _GRANITE._replace(experts=4),
     "granite_dense": _GRANITE._replace(options={"num_local_experts": 0}),

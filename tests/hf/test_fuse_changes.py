@@ -53,7 +53,7 @@ def test_a_copy_is_fused_and_independent() -> None:
     for each in (model, other):
         plan: Any = each.get_decoder().layers[0]._torchpaged_plan  # type: ignore[union-attr, index]
         # torch's mark has no public reader
-        for tensor in (plan.inputs.weight, plan.gate_up.weight, plan.rope.cos_sin):
+        for tensor in (plan.inputs.weight, plan.gate_up.weight, plan.mixers[0].rope.cos_sin):
             assert tensor._dynamo_static_input_type == "unguarded", (
                 "compiled CUDA graphs would copy it in every replay"
             )

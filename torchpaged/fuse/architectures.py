@@ -1,5 +1,5 @@
-"""The families whose decoder layers `fuse` knows: one `Architecture` each, that says what their layers do and
-how they call their parts."""
+"""What `fuse` is told of a family of decoder layers, in one `Architecture`: what they do, and how they call
+their parts. families.py has them all."""
 
 from __future__ import annotations
 
@@ -32,28 +32,13 @@ class Names(NamedTuple):
     rotary: str = "rotary_emb"
 
 
-_POST_NORMS = Names(
-    norms=("input_layernorm", "pre_feedforward_layernorm"),
-    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-)
-
-
-_LFM2 = Names(
-    norms=("operator_norm", "ffn_norm"),
-    mlp="feed_forward",
-    linears=("w1", "w3", "w2"),
-    output="out_proj",
-    head_norms=("q_layernorm", "k_layernorm"),
-    final_norm="embedding_norm",
-)
-
-
-class StateMixer(NamedTuple):
-    """What mixes tokens by a state per request, in some of a family's layers, in attention's place.
+class Mixer(NamedTuple):
+    """What mixes tokens in a layer: attention, or a state per request.
 
     ``name``: of the part of the layer; ``kind``: its class, behind the family's name. ``inputs``: its
-    projections of the layer's input. ``others``: its other parts, by name, with their classes; one that
-    begins with "*" has the family's name there, an empty one is any, "|" stands between several.
+    projections of the layer's input, by their paths in it; ``output``: its last one; ``inner``: those
+    between. ``others``: its other parts, by name, with their classes; one that begins with "*" has the
+    family's name there, an empty one is any, "|" stands between several.
     """
 
     name: str
@@ -61,16 +46,17 @@ class StateMixer(NamedTuple):
     inputs: tuple[str, ...]
     others: Mapping[str, str]
     output: str = "out_proj"
+    inner: tuple[str, ...] = ()
 
+    @property
+    def linears(self) -> list[str]:
+        """All linear layers, by their paths in it; the last one gives what it mixed."""
+        return [*self.inputs, *self.inner, self.output]
 
-_SHORT_CONV = StateMixer("conv", "ShortConv", ("in_proj",), {"conv": "Conv1d"})
-_DELTA_NET = StateMixer(
-    "linear_attn",
-    "GatedDeltaNet",
-    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
-    {"conv1d": "Conv1d", "norm": "*RMSNormGated"},
-)
-_MAMBA2 = StateMixer("mamba", "Mixer", ("in_proj",), {"conv1d": "Conv1d", "norm": "*RMSNormGated", "act": ""})
+    def parts(self, family: str) -> dict[str, str]:
+        """All parts by their names, with their classes; "": any."""
+        others = {name: kind.replace("*", family) for name, kind in self.others.items()}
+        return dict.fromkeys((path.split(".")[0] for path in self.linears), "") | others
 
 
 class Architecture(NamedTuple):
@@ -81,9 +67,10 @@ class Architecture(NamedTuple):
     ``soft_cap``: attention caps its logits. ``half_table``: rotary_emb gives each cosine once instead
         of twice.
     ``rotation``: of latent attention, as ``rope_write_latent`` has it; "pairs_to_halves" where the config's
-        ``rope_interleave`` says so, else "halves". Empty: attention over keys and values.
+        ``rope_interleave`` says so, else "halves", which stands for none in a family without
+        `Names.rotary`, too. Empty: attention over keys and values.
     ``experts``: the class of MLPs that are mixtures of experts, in some of its layers.
-    ``state``: what mixes tokens in layers without attention.
+    ``state``: what mixes tokens by a state, in some layers, in attention's place.
     ``output_gate``: attention's q_proj gives a gate for each head's output, too.
     ``activation``: of its MLPs, where it is no module of them.
     ``beside``: name and class, behind the family's, of a mixture of experts whose output is added to the
@@ -104,7 +91,7 @@ class Architecture(NamedTuple):
     half_table: bool = False
     rotation: str = ""
     experts: str = ""
-    state: StateMixer | None = None
+    state: Mixer | None = None
     output_gate: bool = False
     activation: str = ""
     beside: tuple[str, str] = ("", "")
@@ -142,123 +129,25 @@ class Architecture(NamedTuple):
         kind = type(self.mlp_of(layer)).__name__
         return kind == self.experts or self.beside_of(layer) is not None
 
-    def state_of(self, layer: Any) -> StateMixer | None:
-        """``state``, if it is in the place of attention in ``layer``."""
-        part = None if self.state is None else getattr(layer, self.state.name, None)
-        if self.state is None or not isinstance(part, nn.Module):
-            return None
-        if self.state.name != self.names.attention:
-            return self.state
-        return self.state if type(part).__name__ == self.family + self.state.kind else None
-
-    def mixer_of(self, layer: Any) -> tuple[str, str]:
-        """Name and class of what mixes the tokens in ``layer``."""
-        state = self.state_of(layer)
-        kind = (self.names.attention, "Attention") if state is None else (state.name, state.kind)
-        return kind[0], self.family + kind[1]
-
-    def projections(self, layer: Any) -> tuple[str, ...]:
-        """Those that take the layer's input, by their names in the mixer."""
-        state = self.state_of(layer)
-        if state is not None:
-            return state.inputs
-        if not self.rotation:
-            return "q_proj", "k_proj", "v_proj"
-        return "q_proj" if layer.self_attn.q_lora_rank is None else "q_a_proj", "kv_a_proj_with_mqa"
-
-    def mixer_linears(self, layer: Any) -> list[str]:
-        """Linear layers of what mixes the tokens, by their names in it."""
+    def mixers_of(self, layer: Any) -> list[Mixer]:
+        """What mixes the tokens of ``layer``; nothing in one that only feeds."""
         if not self.mixes(layer):
             return []
-        state, first = self.state_of(layer), self.projections(layer)
-        inner = (["q_b_proj"] if "q_a_proj" in first else []) + (["kv_b_proj"] if self.rotation else [])
-        return [*first, *inner, self.names.output if state is None else state.output]
+        state = self.state
+        part = None if state is None else getattr(layer, state.name, None)
+        keeps = isinstance(part, nn.Module)
+        if state is not None and state.name == self.names.attention:
+            keeps = type(part).__name__ == self.family + state.kind
+        return [state] if state is not None and keeps else [self._attention_of(layer)]
 
-    def mixer_parts(self, layer: Any) -> dict[str, str]:
-        """All parts of what mixes the tokens, by their names in it, with their classes; "": any."""
-        state, linears = self.state_of(layer), self.mixer_linears(layer)
-        if state is not None:
-            others = {name: kind.replace("*", self.family) for name, kind in state.others.items()}
-        elif self.rotation:
-            others = dict.fromkeys(
-                (["q_a_layernorm"] if "q_a_proj" in linears else []) + ["kv_a_layernorm"], ""
-            )
-        else:
-            others = dict.fromkeys(self.names.head_norms if self.qk_norm else (), "")
-        return dict.fromkeys(linears, "") | others
-
-
-_QWEN3_5 = Architecture("Qwen3_5", norm_offset=1.0, qk_norm=True, output_gate=True, state=_DELTA_NET)
-_FAMILIES = (
-    Architecture("Llama"),
-    Architecture("Mistral"),
-    Architecture("Qwen2"),
-    Architecture("Qwen3", qk_norm=True),
-    Architecture("SmolLM3"),
-    Architecture("Gemma2", _POST_NORMS, norm_offset=1.0, soft_cap=True),
-    Architecture("Gemma3", _POST_NORMS, norm_offset=1.0, qk_norm=True),
-    Architecture("GptOss", sinks=True, experts="GptOssMLP", half_table=True),
-    Architecture("DeepseekV2", rotation="pairs", half_table=True, experts="DeepseekV2Moe"),
-    Architecture("DeepseekV3", rotation="pairs_to_halves", experts="DeepseekV3MoE"),
-    Architecture("Glm4MoeLite", rotation="pairs_to_halves", experts="Glm4MoeLiteMoE"),
-    Architecture("AXK1", rotation="pairs_to_halves", experts="AXK1MoE"),
-    Architecture("Youtu", rotation="pairs_to_halves"),
-    _QWEN3_5._replace(
-        family="Qwen3Next",
-        state=_DELTA_NET._replace(inputs=("in_proj_qkvz", "in_proj_ba")),
-        experts="Qwen3NextSparseMoeBlock",
-    ),
-    _QWEN3_5,
-    _QWEN3_5._replace(family="Qwen3_5Moe", experts="Qwen3_5MoeSparseMoeBlock"),
-    Architecture(
-        "OlmoHybrid",
-        state=StateMixer(
-            "linear_attn",
-            "GatedDeltaNet",
-            ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"),
-            {"conv1d": "Conv1d", "o_norm": "*RMSNormGated"},
-            output="o_proj",
-        ),
-        layer="LinearAttentionDecoderLayer",
-    ),
-    Architecture("Lfm2", _LFM2, qk_norm=True, state=_SHORT_CONV, activation="silu"),
-    Architecture(
-        "Lfm2Moe",
-        _LFM2._replace(rotary="pos_emb"),
-        qk_norm=True,
-        state=_SHORT_CONV,
-        activation="silu",
-        experts="Lfm2MoeSparseMoeBlock",
-    ),
-    Architecture("MiniCPM3", rotation="halves", residual_scale="residual_scale", scales_head=True),
-    Architecture(
-        "Bamba",
-        Names(
-            norms=("input_layernorm", "pre_ff_layernorm"), mlp="feed_forward", final_norm="final_layernorm"
-        ),
-        state=_MAMBA2,
-        gives_weights=True,
-    ),
-    Architecture(
-        "GraniteMoeHybrid",
-        Names(mlp="shared_mlp", linears=("input_linear", "output_linear"), activation="activation"),
-        state=_MAMBA2._replace(kind="MambaLayer"),
-        beside=("block_sparse_moe", "MoE"),
-        residual_scale="residual_multiplier",
-        has_positions=False,
-    ),
-    Architecture(
-        "NemotronH",
-        Names(norms=("norm",), mlp="mixer", attention="mixer", final_norm="norm_f", rotary=""),
-        state=_MAMBA2._replace(
-            name="mixer",
-            kind="Mamba2Mixer",
-            others={**_MAMBA2.others, "norm": "*RMSNormGated|Zamba2RMSNormGated"},  # the latter in 5.17
-        ),
-        gated_mlp=False,
-        experts="NemotronHMoE",
-        layer="Block",
-    ),
-)
-#: Class name of a decoder layer -> its architecture.
-ARCHITECTURES = {architecture.family + architecture.layer: architecture for architecture in _FAMILIES}
+    def _attention_of(self, layer: Any) -> Mixer:
+        names = self.names
+        norms = dict.fromkeys(names.head_norms if self.qk_norm else (), "")
+        inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+        inner: tuple[str, ...] = ()
+        if self.rotation:
+            inputs, inner, norms = ("q_proj", "kv_a_proj_with_mqa"), ("kv_b_proj",), {"kv_a_layernorm": ""}
+            if getattr(getattr(layer, names.attention, None), "q_lora_rank", None) is not None:
+                inputs, inner = ("q_a_proj", inputs[1]), ("q_b_proj", *inner)
+                norms["q_a_layernorm"] = ""
+        return Mixer(names.attention, "Attention", inputs, norms, names.output, inner)

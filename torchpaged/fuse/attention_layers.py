@@ -7,6 +7,7 @@ linear (norm, gate and up, activation), linear (down, residual). What surrounds 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,20 +15,21 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.fuse.fusible import norm_of
-from torchpaged.fuse.layers import LayerPlan, Step
+from torchpaged.fuse.mixers import MixerPlan, Step
 from torchpaged.fuse.rope_table import RopeTable, computed
 from torchpaged.hf.attention import paged_attention_forward
 from torchpaged.hf.cache import PagedCache
 from torchpaged.metadata import AttentionMetadata
 
 
-class AttentionPlan(LayerPlan):
-    """What the fused forward of a layer with attention uses; see `LayerPlan`."""
+class AttentionPlan(MixerPlan):
+    """What the fused forward of a layer with attention uses; see `MixerPlan`."""
 
     #: Whether queries come out of `rotate_and_write` as the keys of the pools have them.
     absorbs = False
 
-    def _plan_mixer(self) -> None:
+    def plan(self) -> None:
+        """See `MixerPlan`."""
         attn = self.mixer
         self.head_dim: int = attn.head_dim
         self._rotate = self._of_module("apply_rotary_pos_emb")
@@ -43,7 +45,8 @@ class AttentionPlan(LayerPlan):
         """A function of the modelling file."""
         return getattr(sys.modules[type(self.mixer).__module__], name)
 
-    def _look_up_mixer(self) -> None:
+    def look_up(self) -> None:
+        """See `MixerPlan`."""
         self.norms_of_heads: list[Any] = []
         self.head_norms: dict[str, Any] = {}
         if self.architecture.qk_norm:
@@ -53,7 +56,7 @@ class AttentionPlan(LayerPlan):
             self.head_norms = {**weights, "norm_eps": eps, "norm_offset": offset}
 
     def begin(self, cached: Any, hidden_states: Tensor) -> BackendOps:
-        """See `LayerPlan`."""
+        """See `MixerPlan`."""
         if not (cached.is_initialized and cached.owner.ready):
             key, value = self.empty_states(hidden_states, hidden_states.shape[0])
             if cached.is_initialized:
@@ -63,10 +66,10 @@ class AttentionPlan(LayerPlan):
         ops: BackendOps = cached.owner.backend.ops
         return ops
 
-    def mix(self, step: Step, x: Tensor) -> Tensor:
-        """See `LayerPlan`: ``[T, num_heads * head_dim]``."""
+    def mix(self, step: Step, parts: Sequence[Tensor]) -> Tensor:
+        """See `MixerPlan`: ``[T, num_heads * head_dim]``."""
         cached, options, gate = step.cached, dict(step.options), None
-        q, k, v = self.states(step, x)
+        q, k, v = self.states(step, parts)
         if self.architecture.output_gate:
             q, gate = q.unflatten(1, (-1, 2)).unbind(2)
         if self.rope is None or not cached.takes_at_once(step.shape[1]):
@@ -104,9 +107,9 @@ class AttentionPlan(LayerPlan):
         like = x.new_empty(batch, self.projections[1].out_features // self.head_dim, 0, self.head_dim)
         return like, like
 
-    def states(self, step: Step, x: Tensor) -> list[Tensor]:
-        """q, k and v ``[T, heads, *]`` out of the layer's input, not rotated."""
-        return [part.unflatten(-1, (-1, self.head_dim)) for part in self.project(step, x)]
+    def states(self, step: Step, parts: Sequence[Tensor]) -> list[Tensor]:
+        """q, k and v ``[T, heads, *]`` of what was projected, not rotated."""
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def rotate_and_write(
         self,

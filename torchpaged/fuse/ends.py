@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.fuse.architectures import ARCHITECTURES, Architecture
+from torchpaged.fuse.architectures import Architecture
+from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import norm_of
 from torchpaged.fuse.layers import paged_owner
 from torchpaged.fuse.report import FusionReport

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.fuse.architectures import ARCHITECTURES
+from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.hf.packed_mixers import is_packed, is_served
 from torchpaged.model_state import hooks_of
 
@@ -51,8 +51,8 @@ def why_unknown(layer: Any) -> str | None:
         return f"{name} is none of the known layers ({', '.join(a.family for a in ARCHITECTURES.values())})"
     family, names = architecture.family, architecture.names
     norms = dict.fromkeys((*names.norms, *names.post_norms), f"{family}RMSNorm")
-    mixer, mixer_class = architecture.mixer_of(layer)
-    parts = norms | ({mixer: mixer_class} if architecture.mixes(layer) else {})
+    mixers = architecture.mixers_of(layer)
+    parts = norms | {mixer.name: family + mixer.kind for mixer in mixers}
     if architecture.mixes_and_feeds or not architecture.mixes(layer):
         mixture = type(architecture.mlp_of(layer)).__name__ == architecture.experts
         parts[names.mlp] = architecture.experts if mixture else f"{family}MLP"
@@ -65,24 +65,23 @@ def why_unknown(layer: Any) -> str | None:
             return f"{part} is a {type(getattr(layer, part)).__name__}, expected {class_name}"
     if "forward" in vars(layer):
         return "the layer has a forward of its own"
-    if not architecture.mixes(layer):
-        return why_changed(layer)
-    inner, expected = dict(getattr(layer, mixer).named_children()), architecture.mixer_parts(layer)
-    if set(inner) != set(expected):
-        return f"{mixer} has {sorted(inner)}, expected {sorted(expected)}"
-    for part, class_name in expected.items():
-        if class_name and type(inner[part]).__name__ not in class_name.split("|"):
-            return f"{mixer}.{part} is a {type(inner[part]).__name__}, expected {class_name}"
-    if architecture.state_of(layer) is not None and not is_served(getattr(layer, mixer)):
-        return f"{mixer}'s convolution has a width or an activation that the op does not take"
+    for mixer in mixers:
+        inner, expected = dict(getattr(layer, mixer.name).named_children()), mixer.parts(family)
+        if set(inner) != set(expected):
+            return f"{mixer.name} has {sorted(inner)}, expected {sorted(expected)}"
+        for part, class_name in expected.items():
+            if class_name and type(inner[part]).__name__ not in class_name.split("|"):
+                return f"{mixer.name}.{part} is a {type(inner[part]).__name__}, expected {class_name}"
+        if mixer is architecture.state and not is_served(getattr(layer, mixer.name)):
+            return f"{mixer.name}'s convolution has a width or an activation that the op does not take"
     return why_changed(layer)
 
 
 def why_changed(layer: Any) -> str | None:
     """Why no pass may touch a layer of known parts, or may go on; its own forward may be ours."""
     architecture = ARCHITECTURES[type(layer).__name__]
-    names, (mixer, _) = architecture.names, architecture.mixer_of(layer)
-    linears = [f"{mixer}.{x}" for x in architecture.mixer_linears(layer)]
+    names = architecture.names
+    linears = [f"{mixer.name}.{x}" for mixer in architecture.mixers_of(layer) for x in mixer.linears]
     if architecture.has_gated_mlp(layer):
         linears += [f"{names.mlp}.{x}" for x in names.linears]
     for path in linears:
@@ -117,11 +116,11 @@ def why_changed(layer: Any) -> str | None:
 def why_not(layer: Any, name: str) -> str | None:
     """Why pass ``name`` does not apply to a known ``layer``."""
     architecture = ARCHITECTURES[type(layer).__name__]
-    mixer, mlp = getattr(layer, architecture.mixer_of(layer)[0]), architecture.mlp_of(layer)
+    mlp = architecture.mlp_of(layer)
     if name == "qkv":
-        names = architecture.projections(layer)
-        if len({getattr(mixer, each).bias is None for each in names}) > 1:
-            return f"only some of {', '.join(names)} have a bias"
+        paths = [f"{mixer.name}.{each}" for mixer in architecture.mixers_of(layer) for each in mixer.inputs]
+        if len({layer.get_submodule(path).bias is None for path in paths}) > 1:
+            return f"only some of {', '.join(path.split('.', 1)[1] for path in paths)} have a bias"
     if name == "gate_up":
         if architecture.has_experts(layer):
             return "its MLP is a mixture of experts, which is left alone"
@@ -133,7 +132,8 @@ def why_not(layer: Any, name: str) -> str | None:
         if len({getattr(mlp, each).bias is None for each in architecture.names.linears[:-1]}) > 1:
             return "only one of gate and up has a bias"
     if name == "rope" and architecture.qk_norm:
-        q_norm, k_norm = (getattr(mixer, each) for each in architecture.names.head_norms)
+        attention = getattr(layer, architecture.names.attention)
+        q_norm, k_norm = (getattr(attention, each) for each in architecture.names.head_norms)
         if q_norm.weight.dtype != k_norm.weight.dtype:
             return "q_norm and k_norm differ in dtype"
     return None

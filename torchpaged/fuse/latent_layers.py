@@ -8,13 +8,14 @@ as keys and rotated keys as values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, cat
 
 from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.fusible import norm_of
-from torchpaged.fuse.layers import Step
+from torchpaged.fuse.mixers import Step, linear
 from torchpaged.hf.models.latent import up_projections
 from torchpaged.metadata import AttentionMetadata
 
@@ -31,17 +32,20 @@ class LatentPlan(AttentionPlan):
 
     absorbs = True
 
-    def _plan_mixer(self) -> None:
+    def plan(self) -> None:
+        """See `MixerPlan`."""
         attn = self.mixer
         self.widths = attn.kv_lora_rank, attn.qk_rope_head_dim
         self.head_dim = attn.qk_nope_head_dim + attn.qk_rope_head_dim
         self.rotation = self.architecture.rotation
         if self.rotation == "pairs_to_halves" and not attn.config.rope_interleave:
             self.rotation = "halves"
-        self._rotate = self._of_module(_ROTATE[self.rotation])
+        if self.architecture.names.rotary:
+            self._rotate = self._of_module(_ROTATE[self.rotation])
         self.attention_arguments = {"scaling": attn.scaling}
 
-    def _look_up_mixer(self) -> None:
+    def look_up(self) -> None:
+        """See `MixerPlan`."""
         weight, eps, _ = norm_of(self.mixer.kv_a_layernorm, 0.0)
         self.kv_norm = {"kv_norm": weight, "norm_eps": eps}
         self.q_norm: dict[str, Any] = {}
@@ -54,12 +58,12 @@ class LatentPlan(AttentionPlan):
         latents, keys = (x.new_empty(batch, 1, 0, width) for width in self.widths)
         return latents, keys
 
-    def states(self, step: Step, x: Tensor) -> list[Tensor]:
+    def states(self, step: Step, parts: Sequence[Tensor]) -> list[Tensor]:
         """q ``[T, num_heads, nope + rope]``, latents ``[T, 1, rank]`` and keys ``[T, 1, rope]``, neither
         normed nor rotated."""
-        q, latents = self.project(step, x)
+        q, latents = parts
         if self.q_norm and self.fuses_norms:
-            q = self.linear(step.ops, q, self.mixer.q_b_proj, **self.q_norm)
+            q = linear(step.ops, q, self.mixer.q_b_proj, **self.q_norm)
         elif self.q_norm:
             q = self.mixer.q_b_proj(self.mixer.q_a_layernorm(q))
         return [q.unflatten(-1, (-1, self.head_dim)), *latents[:, None].split(self.widths, dim=-1)]
@@ -83,6 +87,8 @@ class LatentPlan(AttentionPlan):
 
     def rotate_as_the_model(self, angles: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """See `AttentionPlan`."""
+        if not self.architecture.names.rotary:
+            return q, self.mixer.kv_a_layernorm(k), v
         nope, rope = q.split([self.head_dim - self.widths[1], self.widths[1]], dim=-1)
         rope, v = self._rotate(rope, v, *(angles if isinstance(angles, tuple) else (angles,)))
         return cat((nope, rope), dim=-1), self.mixer.kv_a_layernorm(k), v

@@ -23,13 +23,14 @@ from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
-from torchpaged.fuse.architectures import ARCHITECTURES
 from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.ends import Ends, end_forwards
+from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import PASSES, why_changed, why_not, why_unknown
 from torchpaged.fuse.latent_layers import LatentPlan
 from torchpaged.fuse.launch_count import count_launches
-from torchpaged.fuse.layers import NO_ROTATION, FeedPlan, LayerPlan, fused_forward, paged_owner
+from torchpaged.fuse.layers import LayerPlan, fused_forward, paged_owner
+from torchpaged.fuse.mixers import NO_ROTATION, MixerPlan
 from torchpaged.fuse.report import FusionReport
 from torchpaged.fuse.rope_table import lazy_forward
 from torchpaged.fuse.rotations import Rotations
@@ -129,10 +130,11 @@ def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 def _fuse_layer(fusion: _Fusion, layer: Any, name: str, passes: Sequence[str], report: FusionReport) -> None:
     reason, rope = why_unknown(layer), None
     architecture = None if reason else ARCHITECTURES[type(layer).__name__]
-    state = None if architecture is None else architecture.state_of(layer)
-    left_out, taken = ["lm_head", "embedding", *(["rope"] if state is not None else [])], []
+    mixers = [] if architecture is None else architecture.mixers_of(layer)
+    attends = [mixer for mixer in mixers if architecture is not None and mixer is not architecture.state]
+    left_out, taken = ["lm_head", "embedding", *([] if attends or architecture is None else ["rope"])], []
     if architecture is not None and not architecture.mixes_and_feeds:
-        left_out += ["gate_up"] if architecture.mixes(layer) else ["qkv", "rope"]
+        left_out += ["gate_up"] if mixers else ["qkv"]
     for each in passes:
         if each in left_out:
             continue
@@ -144,14 +146,15 @@ def _fuse_layer(fusion: _Fusion, layer: Any, name: str, passes: Sequence[str], r
             taken.append(each)
     if not taken or architecture is None:
         return
-    kind: type[LayerPlan] = LatentPlan if architecture.rotation else AttentionPlan
-    if not architecture.mixes(layer):
-        kind, rope = FeedPlan, NO_ROTATION
-    elif state is not None:
-        kind, mixer, rope = STATE_PLANS[state.kind], getattr(layer, state.name), NO_ROTATION
-        if pack_mixer(mixer):  # now, or the engine's doing so would be a change that steps refuse
-            fusion.packed.append(mixer)
-    plan = kind(layer, taken, rope)
+    plans: list[MixerPlan] = []
+    for mixer in mixers:
+        kind: type[MixerPlan] = LatentPlan if architecture.rotation else AttentionPlan
+        if mixer is architecture.state:
+            kind, module = STATE_PLANS[mixer.kind], getattr(layer, mixer.name)
+            if pack_mixer(module):  # now, or the engine's doing so would be a change that steps refuse
+                fusion.packed.append(module)
+        plans.append(kind(architecture, layer, mixer, taken, rope if mixer in attends else NO_ROTATION))
+    plan = LayerPlan(layer, taken, plans)
     fusion.plans.append(plan)
     fusion.give(layer, "_torchpaged_plan", plan)
     fusion.give(layer, "forward", fused_forward)
@@ -199,7 +202,7 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
         _fuse_layer(fusion, layer, f"layers.{index}", report.passes, report)
     if (
         len(fusion.plans) == len(base.layers)
-        and all(plan.rope is not None for plan in fusion.plans)
+        and all(mixer.rope is not None for plan in fusion.plans for mixer in plan.mixers)
         and fusion.rotations.tables
     ):
         rotary = next(iter(fusion.rotations.tables.values())).rotary

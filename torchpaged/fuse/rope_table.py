@@ -107,3 +107,24 @@ class RopeTable:
         ):
             raise UnsupportedModelError(f"{type(self.rotary).__name__} does not rotate two equal halves")
         return torch.cat([cos[:, :middle], sin[:, :middle]], dim=-1).contiguous()
+
+
+class Unrotated(RopeTable):
+    """A table for kernels that always rotate, of layers without a rotation: by no angle, one row for all
+    positions.
+
+    Args:
+        head_dim: as `RopeTable`'s.
+        rows: positions.
+        device: where the layers are.
+    """
+
+    def __init__(self, head_dim: int, rows: int, device: torch.device) -> None:
+        self.head_dim, self._old = head_dim, []
+        self.cos_sin = torch.empty(0, head_dim, dtype=torch.float32, device="cpu")
+        self.ensure(rows, device)
+
+    def _compute(self, rows: int, device: torch.device) -> Tensor:
+        row = torch.ones(self.head_dim, dtype=torch.float32, device=device)
+        row[self.head_dim // 2 :] = 0
+        return row.expand(rows, self.head_dim)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.fuse.architectures import ARCHITECTURES
+from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import rotary_dim, why_no_table
-from torchpaged.fuse.layers import NO_ROTATION
-from torchpaged.fuse.rope_table import RopeTable
+from torchpaged.fuse.mixers import NO_ROTATION
+from torchpaged.fuse.rope_table import RopeTable, Unrotated
 
 
 class Rotations:
@@ -23,11 +24,13 @@ class Rotations:
 
     Attributes:
         tables: type of layer, None where all are alike -> its table, once a layer asked for it.
+        unrotated: of latents that are not rotated, once such a layer asked for it.
     """
 
     def __init__(self, base: nn.Module, config: Any, sees_images: bool) -> None:
         self.base, self.config, self.sees_images = base, config, sees_images
         self.tables: dict[str | None, RopeTable] = {}
+        self.unrotated: Unrotated | None = None
 
     def of(self, layer: Any) -> tuple[RopeTable | str | None, str | None]:
         """The table of a layer with attention, or NO_ROTATION; or None, and why there is none."""
@@ -40,7 +43,7 @@ class Rotations:
             or not name
             or (rotary is None and hasattr(self.base, name))
         ):
-            return NO_ROTATION, None
+            return self._unrotated(attention, rows) if architecture.rotation else (NO_ROTATION, None)
         if rotary is None or rows is None:
             return None, f"the model has no {name} or its config no max_position_embeddings"
         if not architecture.has_positions:
@@ -59,7 +62,21 @@ class Rotations:
                 return None, str(error)
         return self.tables[layer_type], None
 
+    def _unrotated(self, attention: Any, rows: int | None) -> tuple[RopeTable | None, str | None]:
+        """The table of latents, whose op rotates."""
+        if rows is None:
+            return None, "its config has no max_position_embeddings"
+        if self.unrotated is None:
+            self.unrotated = Unrotated(rotary_dim(attention), rows, self._device)
+        return self.unrotated, None
+
+    @property
+    def _device(self) -> torch.device:
+        return next(self.base.parameters()).device
+
     def refresh(self) -> None:
         """After the model was moved."""
+        if self.unrotated is not None:
+            self.unrotated.ensure(self.unrotated.cos_sin.shape[0], self._device)
         for table in self.tables.values():
             table.ensure(table.cos_sin.shape[0], next(table.rotary.buffers()).device)

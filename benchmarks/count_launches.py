@@ -2,8 +2,8 @@
 
     python benchmarks/count_launches.py [lfm2 qwen3_next qwen3_5_text youtu deepseek_v2 ...]
 
-Tiny models with random weights, counted on any machine; Kimi Linear, Qwen3-Next and Granite 4 without their mixtures of
-experts. The last line is one JSON document.
+Tiny models with random weights, counted on any machine; Kimi Linear, Qwen3-Next and Granite 4 without their
+mixtures of experts. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from torchpaged.hf import attach, fuse
 
 FAMILIES = ["llama", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid"]
 FAMILIES += ["kimi_linear", "nemotron_h", "youtu", "deepseek_v2"]
-WITHOUT_EXPERTS = {"kimi_linear": {"mlp_layer_types": ["dense"] * 4}, "qwen3_next": {"num_experts": 0}, "granitemoehybrid": {"num_local_experts": 0}}
+WITHOUT_EXPERTS = {
+    "kimi_linear": {"mlp_layer_types": ["dense"] * 4},
+    "qwen3_next": {"num_experts": 0},
+    "granitemoehybrid": {"num_local_experts": 0},
+}
 
 
 def by_kind(launches: Launches | None, kinds: list[str]) -> dict[str, list[int]]:

@@ -56,6 +56,17 @@ def refuse_patterns_without_cases(items: list[pytest.Item]) -> None:
                     raise pytest.UsageError(f"{name} has no case {pattern!r}, which its slow_cases names")
 
 
+def mark_quick(items: list[pytest.Item]) -> None:
+    """``-m "not slow or quick"``: what a default run takes, and the first case of each test that it leaves
+    out as a whole."""
+    in_default_run = {item.nodeid.split("[")[0] for item in items if "slow" not in item.keywords}
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        if "gpu" not in item.keywords and name not in in_default_run:
+            item.add_marker("quick")
+            in_default_run.add(name)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked gpu are skipped without a GPU; slow ones unless asked for. The longest come first."""
@@ -69,6 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA or ROCm device"))
         if "slow" in item.keywords and "slow" not in chosen:
             item.add_marker(pytest.mark.skip(reason="slow; run with -m slow"))
+    mark_quick(items)
     # processes of their own, minutes long: begun last they would be waited for
     long = ("in_the_interpreter", "under_another_triton")
     items.sort(key=lambda item: not any(words in item.name for words in long))

@@ -28,12 +28,19 @@ def _matches(item: pytest.Item, pattern: str) -> bool:
     return bool(re.fullmatch(re.escape(pattern).replace(r"\*", ".*"), case, re.DOTALL))
 
 
+def _is_nth(item: pytest.Item, every: int) -> bool:
+    places = item.callspec.indices.values() if isinstance(item, pytest.Function) else ()
+    return sum(places) % every == 0
+
+
 def is_slow(item: pytest.Item) -> bool:
     """Whether a default run leaves this test out: it is marked ``slow``, or ``slow_cases`` with its
-    parameters (``*`` stands for anything; no pattern: all cases) that are not among ``but``."""
+    parameters (``*`` stands for anything; no pattern: all cases) that are not among ``but``, nor each
+    ``but_every``-th along every parameter (in a matrix each value of each parameter so stays)."""
     return "slow" in item.keywords or any(
         (not mark.args or any(_matches(item, one) for one in mark.args))
         and not any(_matches(item, one) for one in mark.kwargs.get("but", ()))
+        and not ("but_every" in mark.kwargs and _is_nth(item, mark.kwargs["but_every"]))
         for mark in item.iter_markers("slow_cases")
     )
 

@@ -79,6 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
 }
 
 
+@pytest.mark.slow_cases(but=("8 rows", "128 rows", "drafts", "fp8, fp16, drafts"))
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, in other orders of the threads: the same bits."""

@@ -190,9 +190,7 @@ ATTENTION = (
 )
 
 
-@pytest.mark.slow_cases(
-    but=("fp8_of_48", "window_0_of_59", "padded_slots", "fp8_chunks_of_72", "bf16_prompt_2k")
-)
+@pytest.mark.slow_cases(but=("fp8_of_48", "window_0_of_59", "padded_slots"))
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str) -> None:
     """Kernel by kernel as ``paged_attention`` launches them for a Hopper GPU."""

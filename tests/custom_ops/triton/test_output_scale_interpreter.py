@@ -28,6 +28,7 @@ COMBINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow_cases(but_every=4)
 @pytest.mark.parametrize("combined", COMBINED)
 @pytest.mark.parametrize("spec", ["decode_edges", "mixed_padded", "prefill_small", "speculative"])
 def test_matches_the_oracle(spec: str, combined: str) -> None:

@@ -182,6 +182,7 @@ def test_without_decodes_compiles(target: str, case: str) -> None:
         aot.check_spills(compiled)
 
 
+@pytest.mark.slow_cases(but=("everything_128-3",))
 @pytest.mark.parametrize(("case", "copies"), [("long_128", 4), ("window_128", 6), ("everything_128", 3)])
 def test_copies_of_the_loop_and_their_products(case: str, copies: int) -> None:
     """Each copy of the loop is paid for when it is compiled: with every mask six took ptxas four times as

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-#: name -> files, and how many of their tests pass at least: by default with the first cases of slow tests, and
-#: of the slow ones.
+#: name -> files, and how many of their tests pass at least: by default, with the first cases of slow tests,
+#: and of the slow ones.
 PARTS = {
     "attention": (
         [

@@ -63,6 +63,7 @@ def test_gates_match_the_oracle(size: str, dtype: torch.dtype) -> None:
         getattr(TRITON, op)(**make(**SIZES[size], tokens=0, dtype=dtype))
 
 
+@pytest.mark.slow_cases(but_every=3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", STATE_BATCHES)
 def test_linear_attention_matches_the_oracle(batch: str, family: str) -> None:

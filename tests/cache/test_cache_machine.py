@@ -10,8 +10,8 @@ from cache_machine import run_machines
 
 from torchpaged import ArgumentError
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.eviction import IdleBlocks
+from torchpaged.cache.prefix_books import PrefixBooks
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.row_blocks import RowBlocks
 
@@ -34,13 +34,16 @@ def test_any_order_of_many_operations(seed: int) -> None:
     assert run_machines(seed, 100_000)["hit tokens"] > 2000
 
 
-def no_salt(text: Any, place: int, name: bytes) -> Any:
-    return name + text._data[place * text._step : (place + 1) * text._step]
+def no_salt(cache: Any, front: Any, tokens: bytes, extra: Any) -> Any:
+    return (*front, None, tokens)
+
+
+def stays_open(cache: Any, run: Any) -> None:
+    del run.tokens[len(run.blocks) * cache._step :]
 
 
 def lost(pool: Any, blocks: Any) -> None:
-    for block in blocks:
-        pool._ref_counts[block] -= 1
+    pool._held.difference_update(blocks)
 
 
 def pinned_first(idle: Any, most: int = 1) -> list[int]:
@@ -50,7 +53,8 @@ def pinned_first(idle: Any, most: int = 1) -> list[int]:
 
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "tenants share": (CachedText, "_key", no_salt),
+    "tenants share": (PrefixBooks, "key", no_salt),
+    "what was behind other tokens is found": (PrefixBooks, "_cut", stays_open),
     "other weights' blocks are found": (PrefixCache, "clear", lambda cache, reason: None),
     "freed blocks are lost": (BlockPool, "free", lost),
     "a forked row writes without a copy": (CacheRequests, "_shared_tails", lambda rows, lens: []),

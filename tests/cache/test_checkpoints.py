@@ -262,7 +262,7 @@ class Machine:
 
     def check(self) -> None:
         cache = self.cache
-        known = set(cache._table.values())
+        known = set(self.pool._kept)
         assert set(cache.checkpoints) <= known
         assert sorted([*cache.checkpoints.values(), *cache._free]) == list(range(cache.num_checkpoints))
         texts = {one["text"] for one in self.live}
@@ -270,7 +270,7 @@ class Machine:
         assert set(cache._coming) <= known
         assert cache._evicted <= known
         assert set(cache._unused) <= set(cache.checkpoints)
-        assert all(any(key in text._pending for text in texts) for key in cache._wanted)
+        assert set(cache._promised.values()) <= texts
         if not self.live:
             assert self.pool.num_used == 0
 

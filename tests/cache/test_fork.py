@@ -29,7 +29,7 @@ class Machine:
         self.pool = BlockPool(BLOCKS)
         self.pool.copied_by(self.copy)
         self.known: dict[int, list[int]] = {}  # what kept blocks hold
-        self.pool.watch(lambda blocks: [self.known.pop(block) for block in blocks] and None)
+        self.pool.watch(lambda blocks, what: [self.known.pop(block) for block in blocks] and None)
         self.memory: dict[tuple[int, int], int] = {}
         self.groups: list[tuple[CacheRequests, list[list[int]]]] = []
         self.seen: Counter[str] = Counter()
@@ -90,7 +90,7 @@ class Machine:
         """Another text may find a full block later."""
         for blocks, tokens in zip(rows.block_tables, want, strict=True):
             if len(tokens) >= BLOCK and blocks[0] not in self.known:
-                self.pool.keep(blocks[:1])
+                self.pool.keep(blocks[:1], None)
                 self.known[blocks[0]] = tokens[:BLOCK]
                 return
 

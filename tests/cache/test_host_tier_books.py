@@ -22,7 +22,7 @@ class Broken:
 
 def test_a_copy_back_that_raises_loses_no_slots() -> None:
     tier = HostTier(cast(HostBlocks, Broken()))
-    tier.save(1, b"1", 1)
+    tier.save(1, 1)
     tier.flush()
     with pytest.raises(RuntimeError):
         tier.load([1], [2])

@@ -463,7 +463,7 @@ class _Books:
         for sequence in self.live:
             for block in sequence.blocks:
                 holders[block] += 1
-        assert holders[1:] == self.pool._ref_counts[1:]
+        assert holders[1:] == [self.pool.ref_count(block) for block in range(1, self.pool.num_blocks)]
         assert len(self.pool._free) + self.pool.num_idle == holders[1:].count(0)
 
 

@@ -76,19 +76,19 @@ class TieredEngine:
 
 def check_slots(host: HostTier) -> None:
     """No slot and no place in a file has two blocks, and none is lost."""
-    used = [slot for _, slot in host._entries.values()] + host._free
+    used = [*host._entries.values(), *host._free]
     if isinstance(host, DiskTier):
         returning = list(host._returning)
-        assert host._reading.keys() <= {one.keys[place] for one in returning for place in one.cold}
+        assert host._reading <= {one.keys[place] for one in returning for place in one.cold}
         used += [slot for one in returning for slot in one.slots]
-        used += [slot for _, slot in host._clean.values()]
-        used += [slot for _, slot, _ in host._writing.values()]
+        used += host._clean.values()
+        used += [slot for slot, _ in host._writing.values()]
         assert host._clean.keys() <= host._on_disk.keys()
         books = [host._entries, host._clean, host._writing]
         assert len(set().union(*books)) == sum(map(len, books)), "a block twice"
         places = [copy.place for copy in host._on_disk.values()] + host._free_places
         places += [copy.place for one in returning for copy in one.copies]
-        places += [place for _, _, place in host._writing.values()]
+        places += [place for _, place in host._writing.values()]
         assert len(set(places)) == len(places) <= host.disk.num_slots
         assert all(place < host._next_place for place in places)
     assert sorted(used) == list(range(host.blocks.num_slots)), "a slot twice, or lost"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import filterfalse
 from typing import Any
 
 from torchpaged.cache.eviction import EvictionPolicy, IdleBlocks, Pin
@@ -58,13 +59,12 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         check_num_blocks(num_blocks)
         self.num_blocks = num_blocks
-        self._ref_counts = [0] * num_blocks
-        self._ref_counts[NULL_BLOCK] = 1
+        self._held = set[int]()
+        self._more: dict[int, int] = {}  # holders besides the first, of blocks that have some
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
-        self._num_used = 0
-        self._kept: set[int] = set()  # what they hold outlives their holders
+        self._kept: dict[int, Any] = {}  # blocks that outlive their holders, and what they hold
         self._idle = IdleBlocks()  # those of `_kept` without holders
-        self._given_up: Callable[[list[int]], None] | None = None
+        self._given_up: Callable[[list[int], list[Any]], None] | None = None
         self._flush: Callable[[], None] | None = None
         self._keeps_idle = True
         self.peak_used = 0
@@ -74,7 +74,7 @@ class BlockPool:
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: who knows what the blocks hold is not copied with it."""
         free, idle = [*self._free, *reversed(list(self._idle))], IdleBlocks()
-        forgotten: dict[str, Any] = {"_free": free, "_kept": set(), "_idle": idle, "_given_up": None}
+        forgotten: dict[str, Any] = {"_free": free, "_kept": {}, "_idle": idle, "_given_up": None}
         return self.__dict__ | forgotten | {"_copier": None, "_flush": None, "is_alone": True}
 
     @property
@@ -85,7 +85,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that can be handed out now: those without holders, idle ones among them."""
-        return self.num_blocks - 1 - self._num_used
+        return self.num_blocks - 1 - len(self._held)
 
     @property
     def num_idle(self) -> int:
@@ -100,7 +100,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks held now."""
-        return self._num_used
+        return len(self._held)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.num_free} of {counted(self.num_usable, 'block')} free)"
@@ -108,13 +108,13 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         """How many holders ``block`` has."""
         self._check(block, held=False)
-        return self._ref_counts[block]
+        return self._more.get(block, 0) + 1 if block in self._held else 0
 
     def is_shared(self, block: int, leaving: int = 0) -> bool:
         """Whether others would see what is written into ``block``, once ``leaving`` of its holders are gone:
         another holder, or texts to come that find it (`keep`)."""
         self._check(block)
-        return self._ref_counts[block] - leaving > 1 or block in self._kept
+        return self.ref_count(block) - leaving > 1 or block in self._kept
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, one holder each.
@@ -128,21 +128,19 @@ class BlockPool:
             raise BlockPoolExhaustedError(count, self.num_free, self.num_usable)
         if not count:
             return []
-        free, counts = self._free, self._ref_counts
+        free = self._free
         while len(free) < count:
             self._give_up(self._idle.evict(count - len(free)))
         taken = free[: -count - 1 : -1]
         del free[-count:]
-        for block in taken:
-            counts[block] = 1
-        self._hold(count)
+        self._hold(taken)
         return taken
 
-    def _hold(self, count: int) -> None:
-        """So many more are held."""
-        self._num_used += count
-        if self._num_used > self.peak_used:
-            self.peak_used = self._num_used
+    def _hold(self, blocks: Sequence[int]) -> None:
+        """These have a holder now."""
+        self._held.update(blocks)
+        if len(self._held) > self.peak_used:
+            self.peak_used = len(self._held)
 
     def fork(self, blocks: Sequence[int]) -> list[int]:
         """Share ``blocks`` with one more holder (prefix sharing, beams); returns them as a new list.
@@ -151,29 +149,25 @@ class BlockPool:
             ArgumentError: a block is unknown, free and not idle, the null block, or there twice: no sequence
                 has a block twice. Nothing is shared then.
         """
-        counts, known = self._ref_counts, self._are_different(blocks)
-        idle = [block for block in blocks if not counts[block]] if known else []
+        held, more, known = self._held, self._more, self._are_different(blocks)
+        idle = list(filterfalse(held.__contains__, blocks)) if known else []
         if not known or not self._idle.has_all(idle):
             for block in blocks:
                 self._check(block)
             if len(set(blocks)) < len(blocks):
                 raise ArgumentError("blocks", "every block once", str(list(blocks)))
-            idle = [block for block in blocks if not counts[block]]
+            idle = [block for block in blocks if block not in held]
         self._idle.hit(idle)
-        for block in blocks:
-            counts[block] += 1
-        self._hold(len(idle))
+        if len(idle) < len(blocks):
+            for block in filter(held.__contains__, blocks):
+                more[block] = more.get(block, 0) + 1
+        self._hold(idle)
         return list(blocks)
 
     def _are_different(self, blocks: Sequence[int]) -> bool:
-        """Whether ``blocks`` are plain ids of the pool, each once; looked at as a whole, which is quicker
-        than `_check` of each."""
-        return not blocks or (
-            set(map(type, blocks)) == {int}
-            and min(blocks) > NULL_BLOCK
-            and max(blocks) < self.num_blocks
-            and len(set(blocks)) == len(blocks)
-        )
+        """Whether ``blocks`` are plain integers, each once; looked at as a whole, which is quicker than
+        `_check` of each."""
+        return not blocks or (set(map(type, blocks)) == {int} and len(set(blocks)) == len(blocks))
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give up one hold on each of ``blocks``; a block without holders becomes free, the last of them
@@ -185,24 +179,26 @@ class BlockPool:
         """
         if not isinstance(blocks, Sequence):
             raise ArgumentError("blocks", "a list of block ids", repr(blocks))
-        counts, kept, different = self._ref_counts, self._kept, self._are_different(blocks)
-        if not different or not all(map(counts.__getitem__, blocks)):
+        if not self._are_different(blocks) or not self._held.issuperset(blocks):
             self._require_held(blocks)
-        for block in blocks:
-            counts[block] -= 1
-        left = [block for block in reversed(blocks) if not counts[block]]
-        left = left if different else list(dict.fromkeys(left))
-        self._num_used -= len(left)
-        if kept.isdisjoint(left):
-            self._free += left
-            return
-        idle = [block for block in left if block in kept]
+        kept, left = self._kept, list(reversed(blocks))
+        if self._more and not self._more.keys().isdisjoint(blocks):
+            left = list(filterfalse(self._is_shared_once_less, left))
+        self._held.difference_update(left)
+        idle = list(filter(kept.__contains__, left))
         if len(idle) < len(left):
-            self._free += [block for block in left if block not in kept]
-        if self._keeps_idle:
+            self._free += filterfalse(kept.__contains__, left)
+        if idle and self._keeps_idle:
             self._idle.add(idle)
-        else:
+        elif idle:
             self._give_up(idle)
+
+    def _is_shared_once_less(self, block: int) -> bool:
+        """Whether ``block`` had another holder besides one that gives it up."""
+        more = self._more.pop(block, 0)
+        if more > 1:
+            self._more[block] = more - 1
+        return more > 0
 
     def _require_held(self, blocks: Sequence[int]) -> None:
         """Refuse blocks that are not held as often as they are there."""
@@ -210,10 +206,10 @@ class BlockPool:
         for block in blocks:
             self._check(block)
             leaving[block] = leaving.get(block, 0) + 1
-            if leaving[block] > self._ref_counts[block]:
+            if leaving[block] > self.ref_count(block):
                 raise ArgumentError(
                     "blocks",
-                    f"block {block} at most {self._ref_counts[block]} times",
+                    f"block {block} at most {self.ref_count(block)} times",
                     f"{leaving[block]} times (double free)",
                 )
 
@@ -240,7 +236,7 @@ class BlockPool:
     # ----------------------------------------------------------------------------- what outlives its holders
     def watch(
         self,
-        given_up: Callable[[list[int]], None],
+        given_up: Callable[[list[int], list[Any]], None],
         keeps_idle: bool = True,
         policy: EvictionPolicy | None = None,
         flush: Callable[[], None] | None = None,
@@ -248,7 +244,7 @@ class BlockPool:
         """Be told of blocks whose contents are lost.
 
         Args:
-            given_up: called with blocks of `keep` when what they hold is no longer kept.
+            given_up: called with blocks of `keep`, and what they hold, when that is no longer kept.
             keeps_idle: blocks of `keep` stay idle without holders until others need them; False: they are
                 given up with their last holder.
             policy: which idle block is given up first; None: as `LRU`.
@@ -262,16 +258,16 @@ class BlockPool:
         self._given_up, self._keeps_idle, self._flush = given_up, keeps_idle, flush
         self._idle = IdleBlocks(policy)
 
-    def keep(self, blocks: Sequence[int]) -> None:
-        """What ``blocks``, which have holders, hold may outlive these."""
-        if min(blocks, default=1) <= NULL_BLOCK or not all(map(self._ref_counts.__getitem__, blocks)):
+    def keep(self, blocks: Sequence[int], what: Any) -> None:
+        """What ``blocks``, which have holders, hold may outlive these: ``what`` is told to `watch`."""
+        if not self._held.issuperset(blocks):
             for block in blocks:
                 self._check(block)
-        self._kept.update(blocks)
+        self._kept.update(dict.fromkeys(blocks, what))
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more; nothing if it was not kept."""
-        self._kept.discard(block)
+        self._kept.pop(block, None)
         if block in self._idle:
             self._free.append(block)
         self._idle.drop(block)
@@ -279,7 +275,7 @@ class BlockPool:
     def drop_all(self) -> None:
         """The same, of all blocks."""
         self._free += reversed(list(self._idle))
-        self._kept = set()
+        self._kept = {}
         self._idle.drop_all()
 
     def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
@@ -299,19 +295,17 @@ class BlockPool:
         self._idle.unpin(pin)
 
     def _give_up(self, blocks: list[int]) -> None:
-        self._kept.difference_update(blocks)
+        what = list(map(self._kept.pop, blocks))
         self._free += blocks
         if self._given_up is not None:
-            self._given_up(blocks)
+            self._given_up(blocks, what)
 
     def reset(self) -> None:
         """Forget all holders, and what blocks hold: every block is free. For an owner whose own books are
         lost."""
         self._give_up(list(self._kept))
-        self._num_used = 0
-        self._ref_counts[NULL_BLOCK + 1 :] = [0] * self.num_usable
+        self._held, self._more, self._kept = set(), {}, {}
         self._free = list(range(self.num_blocks - 1, 0, -1))
-        self._kept = set()
         self._idle.drop_all()
 
     def _check(self, block: int, held: bool = True) -> None:
@@ -319,5 +313,5 @@ class BlockPool:
             raise ArgumentError(
                 "blocks", f"block ids in [1, {self.num_blocks})", repr(block), "block 0 is the null block"
             )
-        if held and not self._ref_counts[block] and block not in self._idle:
+        if held and block not in self._held and block not in self._idle:
             raise ArgumentError("blocks", "blocks that are held", f"block {block}, which is free")

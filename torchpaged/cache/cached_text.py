@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
-from itertools import islice, repeat
-from operator import add
 
 from torchpaged.cache.block_pool import NULL_BLOCK
 from torchpaged.cache.host_blocks import Arrival
 from torchpaged.cache.host_tier import HostTier
-from torchpaged.cache.prefix_books import EVICTED, NEW, TAIL, TOKEN_BYTES, PrefixBooks, Resumed
+from torchpaged.cache.prefix_books import EVICTED, NEW, TAIL, TOKEN_BYTES, Key, Place, PrefixBooks, Resumed
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted, one_line
 
@@ -28,18 +26,17 @@ class CachedText:
     """
 
     def __init__(self, cache: PrefixBooks, tokens: Sequence[int], extra: Hashable) -> None:
-        self._cache, self._extra, self._step = cache, extra, cache.block_size * TOKEN_BYTES
+        self._cache, self._extra, self._step = cache, extra, cache._step
         self._data, self._num_tokens = b"", 0
         self.extend(tokens)
         self._epoch, self._drops = cache._epoch, cache._drops
         self._blocks: list[int] = []  # of its first tokens, found so far
-        self._name = b""  # of the last of its blocks that is found, or computed
-        self._next: Hashable = None  # the key that was not found
+        self._place = cache._origin  # of the last of its blocks that is found, or computed
+        self._next: Key | None = None  # that was not found
         self._done = 0  # blocks that are taken, or computed
         self._last = NULL_BLOCK  # the one that is known by the tokens of the last block that was computed
-        self._pending: dict[Hashable, bytes] = {}  # names by the keys that it promised
-        self._ahead: list[Hashable] = []  # keys from block `_done` at `promise` on
-        self._first = 0  # the place of the first of these
+        self._promise: Key | None = None  # of the block that it computes next, for which others wait
+        self._promised_end = 0  # of the blocks that it is going to compute
         self._counted, self._count, self._is_counted = -1, 0, False
         self.has_begun = False
         self.resumes: Resumed | None = None
@@ -68,58 +65,79 @@ class CachedText:
         # Blocks that it may take. Its last token is in none: that one is always computed.
         self._most = (self._num_tokens - 1) // self._cache.block_size
 
-    def _key(self, place: int, name: bytes) -> Hashable:
-        """Of its block ``place``, behind one of this name."""
-        tokens = self._data[place * self._step : (place + 1) * self._step]
-        if place:
-            return name + tokens
-        return tokens if self._extra is None else (self._extra, tokens)
+    def _tokens(self, place: int, end: int) -> bytes:
+        """Of its blocks from ``place`` on, up to ``end``."""
+        return self._data[place * self._step : end * self._step]
+
+    def _key(self, place: int, front: Place) -> Key:
+        """Of its block ``place``, behind what is at ``front``."""
+        return self._cache.key(front, self._tokens(place, place + 1), self._extra)
 
     def _find(self) -> bool:
         """Go on to the last block whose keys and values are there; whether another text has promised the one
         behind it."""
         cache = self._cache
         if self._drops != cache._drops:
-            self._blocks, self._name = [], b""
+            self._blocks, self._place = [], cache._origin
             self._drops, self._epoch = cache._drops, cache._epoch
-        found, self._name, self._next = self._known(len(self._blocks), self._most, self._name)
+        found, self._place = self._known(len(self._blocks), self._most, self._place)
         self._blocks += found
+        place = len(self._blocks)
+        self._next = self._key(place, self._place) if place < self._most else None
         return self._next is not None and self._next in cache._promised
 
-    def _known(self, place: int, end: int, name: bytes) -> tuple[list[int], bytes, Hashable]:
-        """The blocks with the tokens of its blocks from ``place`` on, at most to ``end``, behind one of this
-        name; the name of the last of them, and the key that is not known, None if all are."""
-        table, names, data, step = self._cache._table, self._cache._names, self._data, self._step
+    def _known(self, place: int, end: int, front: Place) -> tuple[list[int], Place]:
+        """The blocks with the tokens of its blocks from ``place`` on, at most to ``end``, behind what is at
+        ``front``, and where the last of them is."""
         blocks = list[int]()
-        for at in range(place * step, end * step, step):
-            key = name + data[at : at + step] if at else self._key(0, name)
-            block = table.get(key)
-            if block is None:
-                return blocks, name, key
-            blocks.append(block)
-            name = names[block]
-        return blocks, name, None
+        while place < end:
+            count = self._num_alike(place, end, front)
+            run, at = front
+            if not count:
+                child = self._cache._runs.get(self._key(place, front))
+                if child is None:
+                    break
+                run, at, count = child, -1, self._num_alike(place, end, (child, -1))
+            known = run.blocks[at + 1 : at + 1 + count]
+            if NULL_BLOCK in known:
+                del known[known.index(NULL_BLOCK) :]
+            if known:
+                blocks += known
+                place, front = place + len(known), (run, at + len(known))
+            if len(known) < count:
+                break
+        return blocks, front
+
+    def _num_alike(self, place: int, end: int, front: Place) -> int:
+        """How many of its blocks from ``place`` on, up to ``end``, have the tokens of those that are behind
+        ``front`` in the same run."""
+        run, at = front
+        ahead = min(len(run.tokens) // self._step - at - 1, end - place)
+        return num_alike(run.tokens, at + 1, self._data, place, ahead, self._step) if ahead > 0 else 0
 
     def known(self) -> list[int]:
         """The blocks that hold its first tokens, full ones, that of its last token among them; not held
         for the caller."""
-        return self._known(0, len(self) // self._cache.block_size, b"")[0]
+        return self._known(0, len(self) // self._cache.block_size, self._cache._origin)[0]
 
     def num_shared(self) -> int:
         """How many of its first blocks other texts hold, or are computing, or are pinned: they cost none of
         the blocks that are free and not pinned. 0 once it has begun."""
         if self.has_begun or self._counted == self._cache._version:
             return 0 if self.has_begun else self._count
-        waits, promised = self._find(), self._cache._promised
-        self._count = self._num_costing_nothing(self._blocks)
-        place, key = len(self._blocks), self._next
-        while waits and key in promised:
-            self._count, place = self._count + 1, place + 1
-            if place == self._most:
-                break
-            key = self._key(place, promised[key])
+        promised = self._find()
+        self._count = self._num_costing_nothing(self._blocks) + (self._num_promised() if promised else 0)
         self._counted = self._cache._version
         return self._count
+
+    def _num_promised(self) -> int:
+        """How many of its blocks from `_next` on the text computes that has promised this one; 0: none."""
+        other = None if self._next is None else self._cache._promised.get(self._next)
+        if other is None:
+            return 0
+        place = len(self._blocks)  # as that of the other text's block: the same blocks are in front
+        count = min(self._most, other._promised_end) - place
+        return num_alike(other._data, place, self._data, place, count, self._step)
 
     def _num_costing_nothing(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks`` are none of those that are free and not pinned."""
@@ -149,24 +167,27 @@ class CachedText:
     def _bring(self, host: HostTier, always: bool) -> list[int]:
         """Blocks for the copies that the host has of what is behind those that were found; they are on their
         way."""
-        cache, pool, key, keys = self._cache, self._cache.pool, self._next, list[Hashable]()
-        if key is not None and host.name(key) is not None:
-            host.flush()  # what is found has a slot then
-        while key is not None and key not in cache._table and key not in cache._promised:
-            name = host.name(key)
-            if name is None:
+        cache, pool, front = self._cache, self._cache.pool, self._place
+        places, following = list[Place](), list[Key]()
+        for at in range(len(self._blocks), self._most):
+            following.append(self._key(at, front))
+            place = cache._place(front, following[-1][-1], self._extra)
+            if place is None or place[0].block(place[1]) or following[-1] in cache._promised:
                 break
-            keys.append(key)
-            place = len(self._blocks) + len(keys)
-            key = self._key(place, name) if place < self._most else None
+            if not host.has(place):
+                break
+            if not places:
+                host.flush()  # what is found has a slot then
+            places.append(place)
+            front = place
         room = max(pool.num_free - pool.num_pinned, 0)
-        count = host.worth_loading(keys[:room], cache.block_size, always) if keys and room else 0
+        count = host.worth_loading(places[:room], cache.block_size, always) if places and room else 0
         if not count:
             return []
         own = pool.allocate(count)
         self.num_arriving = count
-        self.arrival = host.load(keys[:count], own, self._tell)
-        self._next = keys[count] if count < len(keys) else key
+        self.arrival = host.load(places[:count], own, self._tell)
+        self._next = following[count] if count < len(following) else None
         cache.stats.host_tokens += count * cache.block_size
         return own
 
@@ -186,7 +207,8 @@ class CachedText:
         """Take ``count`` of the blocks that were found; ``why_fewer``: why no more."""
         cache = self._cache
         blocks = cache.pool.fork(self._blocks[:count]) if count else []
-        self._name = cache._names[blocks[-1]] if blocks else b""
+        if count < len(self._blocks):
+            self._place = self._known(0, count, cache._origin)[1]
         self._done, self.has_begun = count, True
         cache._version += 1
         if counts:
@@ -206,38 +228,29 @@ class CachedText:
 
     def _why(self) -> str:
         """Why the block behind those that were found is not known."""
-        why = NEW if self._next is None else self._cache._remembered(self._next) or NEW
-        return EVICTED if isinstance(why, bytes) else why
+        if self._next is None:
+            return NEW
+        run, place, _, tokens = self._next
+        is_lost = self._cache._place((run, place), tokens, self._extra) is not None
+        return EVICTED if is_lost else self._cache._reasons.get(self._next, NEW)
 
     def promise(self) -> None:
         """Its further full blocks are going to be computed: until `leave`, texts that share them wait."""
-        cache, name, ahead = self._cache, self._name, list[Hashable]()
-        self._first, self._ahead = self._done, ahead
-        while (place := self._done + len(ahead)) < self._most:
-            key = self._key(place, name)
-            if key in cache._promised:  # by others
-                break
-            if key in cache._table:  # left behind by others
-                ahead.append(key)
-                name = cache._names[cache._table[key]]
-                continue
-            keys, names = self._unknown(place, self._most, key)
-            ahead += keys
-            name, mine = names[-1], dict(zip(keys, names, strict=True))
-            self._pending.update(mine)
-            cache._promised.update(mine)
-        cache._version += 1
+        self._promised_end = self._most
+        self._promise_next()
 
-    def _unknown(self, place: int, end: int, key: Hashable) -> tuple[list[Hashable], list[bytes]]:
-        """Keys and names of its blocks from ``place`` on, whose ``key`` is neither known nor promised: of
-        that one alone if its name is remembered, since what is behind it may be known; or else of all up
-        to ``end``: no key has begun with a new name."""
-        name = self._cache._known_name(key)
-        if name is not None:
-            return [key], [name]
-        names, step, data = list(islice(self._cache._new_names, end - place)), self._step, self._data
-        behind = [data[at : at + step] for at in range((place + 1) * step, end * step, step)]
-        return [key, *map(add, names, behind)], names
+    def _promise_next(self) -> None:
+        """Others wait for the block that it computes next, and so for all that they share behind it."""
+        promised = self._cache._promised
+        if self._promise is not None and promised.get(self._promise) is self:
+            del promised[self._promise]
+        self._promise = None
+        found, front = self._known(self._done, self._promised_end, self._place)  # left behind by others
+        place = self._done + len(found)
+        if place < self._promised_end:
+            self._promise = self._key(place, front)
+            promised.setdefault(self._promise, self)
+        self._cache._version += 1
 
     def computed(self, num_tokens: int, blocks: Sequence[int]) -> None:
         """Its first tokens have their keys and values: others find them from now on.
@@ -255,38 +268,32 @@ class CachedText:
         if self._epoch != cache._epoch:  # what it took may be of other weights
             return
         if not self.has_begun:
-            self._name, self.has_begun = b"", True
+            self._place, self.has_begun = cache._origin, True
         end = min(num_tokens, len(self)) // cache.block_size
-        while (place := self._done) < end:
-            keys, names = self._promises(place, end)
-            promised = keys
-            if not keys:
-                key = self._key(place, self._name)
-                block = cache._table.get(key)
-                if block is not None:  # others have computed it, too
-                    self._last, self._name, self._done = block, cache._names[block], place + 1
-                    continue
-                name = cache._promised.get(key)
-                keys, names = self._unknown(place, end, key) if name is None else ([key], [name])
-                promised = [key]
-            own = blocks[place : place + len(keys)]
-            cache._fill(keys, names, own, promised)
-            self._last, self._name, self._done = own[-1], names[-1], place + len(keys)
-
-    def _promises(self, place: int, end: int) -> tuple[list[Hashable], list[bytes]]:
-        """Keys and names of its blocks from ``place`` on, at most to ``end``, that it promised and nobody
-        else has computed meanwhile."""
-        at = place - self._first
-        keys = self._ahead[at : at + end - place]
-        first = keys[0] if keys else b""
-        if place and not (isinstance(first, bytes) and first.startswith(self._name)):
-            return [], []  # the one in front had another name by then
-        names = list(map(self._pending.get, keys, repeat(b"")))  # which is nobody's name
-        now = list(map(self._cache._promised.get, keys))
-        if names != now:
-            count = next(i for i, name in enumerate(names) if name != now[i])
-            keys, names = keys[:count], names[:count]
-        return keys, names
+        if self._done >= end:
+            return
+        while (at := self._done) < end:
+            count = self._num_alike(at, end, self._place)
+            run, place = self._place
+            if not count:
+                child = cache._runs.get(self._key(at, self._place))
+                if child is None:
+                    tokens = self._tokens(at, end)
+                    self._place = cache._append(self._place, tokens, self._extra, list(blocks[at:end]))
+                    self._done = end
+                    break
+                run, place, count = child, -1, self._num_alike(at, end, (child, -1))
+            is_known = run.block(place + 1) != NULL_BLOCK  # others have computed it, too
+            length = 1
+            while length < count and (run.block(place + 1 + length) != NULL_BLOCK) is is_known:
+                length += 1
+            if not is_known:
+                cache._fill(run, place + 1, list(blocks[at : at + length]))
+            self._place, self._done = (run, place + length), at + length
+        run, place = self._place
+        self._last = run.blocks[place]
+        if self._promised_end:
+            self._promise_next()
 
     def chunk(self, num_computed: int, most: int) -> int:
         """How many of its tokens are to be computed at once, behind ``num_computed`` of them; at least 1 and
@@ -301,30 +308,47 @@ class CachedText:
     def forget(self) -> None:
         """What it took and published is not to be trusted: it is not found any more, nor what is behind. It
         leaves."""
-        cache, name = self._cache, b""
-        for place in range(self._done if self._epoch == cache._epoch else 0):
-            key = self._key(place, name)
-            block = cache._table.get(key)
+        cache, front = self._cache, self._cache._origin
+        done = self._done if self._epoch == cache._epoch else 0
+        for at in range(done):
+            place = cache._place(front, self._tokens(at, at + 1), self._extra)
+            if place is None:
+                break
             if cache.host is not None:
-                cache.host.drop(key)
-            if block is None:  # another text's, given up: who computes it again would find what is behind
-                again = cache._promised.get(key) or cache._remembered(key)
-                if not isinstance(again, bytes):
-                    break
-                name = again
-                continue
-            name = cache._names[block]
-            cache._note(cache._forgotten([block]), ["failed"])
-            cache._not_saved.discard(block)
-            cache.pool.drop(block)
+                cache.host.drop(place)
+            if block := place[0].block(place[1]):  # or else another text's, given up
+                cache._forgotten([block], [place[0]])
+                cache._not_saved.discard(block)
+                cache.pool.drop(block)
+            front = place
+        if done:  # who computes the first block again finds nothing behind it
+            key = self._key(0, cache._origin)
+            cache._runs.pop(key, None)
+            cache._note(key, "failed")
         self.leave()
 
     def leave(self) -> None:
         """It computes nothing more: who waits for what it promised does so itself. Before its blocks are
         freed."""
-        promised = self._cache._promised
-        for key, name in self._pending.items():
-            if promised.get(key) == name:
-                del promised[key]
-        self._epoch, self.has_begun, self._pending = -1, True, {}
+        if self._promised_end:
+            self._promised_end = 0
+            self._promise_next()
+        self._epoch, self.has_begun = -1, True
         self._cache._version += 1
+
+
+def num_alike(one: bytes | bytearray, at: int, other: bytes, place: int, count: int, step: int) -> int:
+    """How many of ``count`` blocks of ``step`` bytes, from ``at`` and from ``place`` on, are the same up to
+    the first that is not."""
+
+    def are_alike(begin: int, end: int) -> bool:
+        mine = one[(at + begin) * step : (at + end) * step]
+        return mine == other[(place + begin) * step : (place + end) * step]
+
+    if are_alike(0, count):
+        return count
+    same, most = 0, count - 1
+    while same < most:
+        middle = (same + most + 1) // 2
+        same, most = (middle, most) if are_alike(same, middle) else (same, middle - 1)
+    return same

@@ -21,7 +21,7 @@ from collections.abc import Hashable, Sequence
 from torchpaged.cache.block_pool import BlockPool
 from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.eviction import EvictionPolicy
-from torchpaged.cache.prefix_books import EVICTED, Resumed
+from torchpaged.cache.prefix_books import EVICTED, Resumed, Run
 from torchpaged.cache.prefix_cache import PrefixCache
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
@@ -64,12 +64,11 @@ class CheckpointedPrefixCache(PrefixCache):
         self._unused: OrderedDict[int, None] = OrderedDict()  # blocks of those made on the way, oldest first
         self._evicted: set[int] = set()  # known blocks whose checkpoints were given up
         self._coming: dict[int, CheckpointedText] = {}  # known blocks, and who makes a checkpoint behind them
-        self._wanted: dict[Hashable, int] = {}  # promised keys that others wait for, and their places
         self._free_all()
 
     def _free_all(self) -> None:
         self._free = list(range(self.num_checkpoints - 1, -1, -1))
-        for books in (self._of_block, self._unused, self._evicted, self._coming, self._wanted):
+        for books in (self._of_block, self._unused, self._evicted, self._coming):
             books.clear()
 
     def _facts(self) -> list[str]:
@@ -86,14 +85,14 @@ class CheckpointedPrefixCache(PrefixCache):
         super().clear(reason)
         self._free_all()
 
-    def _forgotten(self, blocks: Sequence[int]) -> list[Hashable]:
+    def _forgotten(self, blocks: list[int], runs: list[Run]) -> list[tuple[Run, Sequence[int], list[int]]]:
         self._evicted.difference_update(blocks)
         for block in blocks:
             self._coming.pop(block, None)
             self._unused.pop(block, None)
             if block in self._of_block:
                 self._free.append(self._of_block.pop(block))
-        return super()._forgotten(blocks)
+        return super()._forgotten(blocks, runs)
 
     def _add(self, block: int, made: list[int] | None) -> int:
         """A place for the checkpoint behind ``block``; ``made``: blocks behind which its text has made others
@@ -135,7 +134,7 @@ class CheckpointedText(CachedText):
         self._shared = 0  # blocks at whose end what it shares with others ends
         self._kept = 0  # tokens in front of its last checkpoint
         self._made: list[int] = []  # blocks behind which it made one on its way
-        self._waits_for: Hashable = None
+        self._wanted = set[int]()  # numbers of its blocks behind which others wait for a checkpoint
 
     def num_shared(self) -> int:
         """See `CachedText`; without the first block, of which it has its own copy."""
@@ -178,18 +177,13 @@ class CheckpointedText(CachedText):
 
     def _want(self) -> None:
         """The request that computes what it waits for shall make a checkpoint where that ends."""
-        wanted, promised = self._cache._wanted, self._cache._promised
-        if self._next not in promised or self._waits_for in wanted:
-            return
-        place, key = len(self._blocks) + 1, self._next
-        while place < self._most and (following := self._key(place, promised[key])) in promised:
-            place, key = place + 1, following
-        wanted[key], self._waits_for = place, key
+        other = None if self._next is None else self._cache._promised.get(self._next)
+        if isinstance(other, CheckpointedText):
+            other._wanted.add(len(self._blocks) + self._num_promised())
 
     def _ends(self) -> list[int]:
         """Numbers of tokens behind which a checkpoint is due."""
-        wanted = [place for key, place in self._cache._wanted.items() if key in self._pending]
-        return [place * self._cache.block_size for place in (*wanted, self._shared)]
+        return [place * self._cache.block_size for place in (*self._wanted, self._shared)]
 
     def chunk(self, num_computed: int, most: int) -> int:
         """See `CachedText`: up to the next checkpoint, or a block's border, before the last token."""
@@ -224,9 +218,7 @@ class CheckpointedText(CachedText):
         for block, text in list(cache._coming.items()):
             if text is self and (num_tokens is None or num_tokens >= self._shared * cache.block_size):
                 del cache._coming[block]
-        for key, place in list(cache._wanted.items()):
-            if key in self._pending and num_tokens in (None, place * cache.block_size):
-                del cache._wanted[key]
+        self._wanted = {n for n in self._wanted if num_tokens not in (None, n * cache.block_size)}
         cache._version += 1
 
     def leave(self) -> None:

@@ -11,9 +11,8 @@ from torchpaged.cache.host_tier import Told
 
 
 class DiskCopy(NamedTuple):
-    """A block in the file: its name, its place, and the checksum of what was written."""
+    """A block in the file: its place, and the checksum of what was written."""
 
-    name: bytes
     place: int
     checksum: int
 

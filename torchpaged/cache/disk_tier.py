@@ -28,7 +28,7 @@ _LOG = logging.getLogger("torchpaged.cache")
 
 
 class DiskTier(HostTier):
-    """Copies of blocks by the keys of a `PrefixCache`, on the host and in a file.
+    """Copies of blocks by their places in a `PrefixCache`, on the host and in a file.
 
     Args:
         host, recompute_seconds: as for `HostTier`.
@@ -50,17 +50,22 @@ class DiskTier(HostTier):
         self.written_blocks = self.read_blocks = 0
         self._spare = max(min(host.num_slots, disk.num_slots) // 2, 1)
         self._num_places = disk.num_slots
-        self._clean: OrderedDict[Hashable, tuple[bytes, int]] = OrderedDict()  # the file has them, too
+        self._clean: OrderedDict[Hashable, int] = OrderedDict()  # slots of those that the file has, too
         self._on_disk: OrderedDict[Hashable, DiskCopy] = OrderedDict()  # that used longest ago first
         self._free_places, self._next_place = list[int](), 0
-        self._writing: dict[Hashable, tuple[bytes, int, int]] = {}  # name, slot, place
+        self._writing: dict[Hashable, tuple[int, int]] = {}  # slot, place
         self._writes: list[tuple[list[Hashable], Job[int | Exception]]] = []
-        self._reading: dict[Hashable, bytes] = {}  # names
+        self._reading = set[Hashable]()
         self._returning: list[Returning] = []  # not copied to the pools yet
         super().__init__(host, recompute_seconds)
 
     def __len__(self) -> int:
         return len(self._entries) + len(self._clean) + len(self._writing)
+
+    @property
+    def num_slots(self) -> int:
+        """See `HostTier`."""
+        return self.blocks.num_slots + self.disk.num_slots
 
     @property
     def num_on_disk(self) -> int:
@@ -86,8 +91,8 @@ class DiskTier(HostTier):
             place = self._take_place()
             if place is None:
                 break
-            key, (name, slot) = self._entries.popitem(last=False)
-            self._writing[key] = name, slot, place
+            key, slot = self._entries.popitem(last=False)
+            self._writing[key] = slot, place
             keys.append(key)
             rows.append((place, self.blocks.row(slot)))
         if keys:
@@ -118,9 +123,9 @@ class DiskTier(HostTier):
             self._returned(one)
 
     def _written(self, key: Hashable, result: int | Exception) -> None:
-        name, slot, place = self._writing.pop(key)
+        slot, place = self._writing.pop(key)
         if isinstance(result, int):
-            self._clean[key], self._on_disk[key] = (name, slot), DiskCopy(name, place, result)
+            self._clean[key], self._on_disk[key] = slot, DiskCopy(place, result)
             self.written_blocks += 1
             return
         # This place is not used again; where the disk is full, nor are those that were not tried yet.
@@ -138,13 +143,13 @@ class DiskTier(HostTier):
         """See `HostTier`; first those of copies that the file has, too."""
         slots = list[int]()
         while len(slots) < count and (self._free or self._clean):
-            slots.append(self._free.pop() if self._free else self._clean.popitem(last=False)[1][1])
+            slots.append(self._free.pop() if self._free else self._clean.popitem(last=False)[1])
         return slots + super()._take_slots(count - len(slots))
 
-    def name(self, key: Hashable) -> bytes | None:
+    def has(self, key: Hashable) -> bool:
         """See `HostTier`."""
-        found = self._clean.get(key) or self._writing.get(key) or self._on_disk.get(key)
-        return found[0] if found else self._reading.get(key) or super().name(key)
+        books = self._clean, self._writing, self._on_disk, self._reading
+        return super().has(key) or any(key in book for book in books)
 
     def _touch(self, key: Hashable) -> None:
         for book in (self._entries, self._clean, self._on_disk):
@@ -154,11 +159,11 @@ class DiskTier(HostTier):
     def drop(self, key: Hashable) -> None:
         """See `HostTier`."""
         super().drop(key)
-        self._reading.pop(key, None)  # `_returned` keeps nothing then
+        self._reading.discard(key)  # `_returned` keeps nothing then
         if key in self._writing:
             self._settle_writes()
         if key in self._clean:
-            self._free.append(self._clean.pop(key)[1])
+            self._free.append(self._clean.pop(key))
         if key in self._on_disk:
             self._free_places.append(self._on_disk.pop(key).place)
 
@@ -187,7 +192,10 @@ class DiskTier(HostTier):
     # --------------------------------------------------------------------------------------- from the file
     def _slot(self, key: Hashable) -> int:
         """Of a copy on the host."""
-        return (self._entries.get(key) or self._clean.get(key) or self._writing[key])[1]
+        for book in (self._entries, self._clean):
+            if key in book:
+                return book[key]
+        return self._writing[key][0]
 
     def _is_cold(self, key: Hashable) -> bool:
         return not (key in self._entries or key in self._clean or key in self._writing)
@@ -237,7 +245,7 @@ class DiskTier(HostTier):
         if not cold:
             return arrival
         copies = [self._on_disk.pop(keys[place]) for place in cold]
-        self._reading.update((keys[place], copy.name) for place, copy in zip(cold, copies, strict=True))
+        self._reading.update(keys[place] for place in cold)
         rows = [(copy.place, self.blocks.row(slot)) for copy, slot in zip(copies, slots, strict=True)]
         job = self.disk.read(rows, [copy.checksum for copy in copies], self.blocks.fence())
         one = Returning(list(keys), list(blocks), arrival, cold, copies, slots, job, told, self._returned)
@@ -251,9 +259,10 @@ class DiskTier(HostTier):
         reason = ""
         for place, copy, slot, fault in zip(one.cold, one.copies, one.slots, faults, strict=True):
             key = one.keys[place]
-            known = self._reading.pop(key, None) is not None and self.name(key) is None
-            if known and not fault:
-                self._clean[key], self._on_disk[key] = (copy.name, slot), copy
+            is_wanted = key in self._reading
+            self._reading.discard(key)
+            if is_wanted and not fault and not self.has(key):
+                self._clean[key], self._on_disk[key] = slot, copy
             else:
                 self._free.append(slot)
                 self._free_places.append(copy.place)

@@ -25,7 +25,7 @@ Told: TypeAlias = Callable[[int, int, str], None]
 
 
 class HostTier:
-    """Copies of blocks by the keys of a `PrefixCache`, which calls it.
+    """Copies of blocks by their places in a `PrefixCache`, which calls it.
 
     Args:
         host: where the copies are.
@@ -40,9 +40,9 @@ class HostTier:
     def __init__(self, host: HostBlocks, recompute_seconds: Callable[[], float] | None = None) -> None:
         self.blocks, self.recompute_seconds = host, recompute_seconds
         self.saved_blocks = self.loaded_blocks = 0
-        self._entries: OrderedDict[Hashable, tuple[bytes, int]] = OrderedDict()  # name, slot
+        self._entries: OrderedDict[Hashable, int] = OrderedDict()  # slots
         self._free = list[int]()
-        self._queue: dict[Hashable, tuple[bytes, int]] = {}  # name, block: given up since the last `flush`
+        self._queue: dict[Hashable, int] = {}  # blocks that were given up since the last `flush`
         self._leaving: list[tuple[Arrival, set[int]]] = []  # slots that are read
         self.clear()
 
@@ -58,6 +58,11 @@ class HostTier:
         """Blocks that have a copy, those of the next `flush` left out."""
         return len(self._entries)
 
+    @property
+    def num_slots(self) -> int:
+        """Blocks that may have a copy at once."""
+        return self.blocks.num_slots
+
     def is_cheaper(self, num_blocks: int, block_size: int, out: bool = False) -> bool:
         """Whether blocks come back faster than their tokens are computed; ``out``: with the way to the host
         added."""
@@ -72,13 +77,12 @@ class HostTier:
         ``always``: those that the host has, however long that takes."""
         return len(keys) if always or self.is_cheaper(len(keys), block_size) else 0
 
-    def save(self, key: Hashable, name: bytes, block: int) -> None:
+    def save(self, key: Hashable, block: int) -> None:
         """The pool gives ``block`` up: the next `flush` copies it, unless there is a copy."""
-        if key not in self._queue and self.name(key) == name:
+        if key not in self._queue and self.has(key):
             self._touch(key)
         else:
-            self.drop(key)
-            self._queue[key] = name, block
+            self._queue[key] = block
 
     def flush(self) -> None:
         """Start the copies of what was given up: before what takes the blocks writes into them."""
@@ -86,9 +90,9 @@ class HostTier:
             return
         queue, self._queue = list(self._queue.items())[-self.blocks.num_slots :], {}
         slots = sorted(self._take_slots(len(queue)))  # neighbours are one copy
-        blocks = [block for _, (_, block) in queue[: len(slots)]]
-        for (key, (name, _)), slot in zip(queue, slots, strict=False):
-            self._entries[key] = name, slot
+        blocks = [block for _, block in queue[: len(slots)]]
+        for (key, _), slot in zip(queue, slots, strict=False):
+            self._entries[key] = slot
         self._leaving = [pair for pair in self._leaving if not pair[0].ready()]
         if any(not read.isdisjoint(slots) for _, read in self._leaving):
             self.blocks.wait_for_arrivals()
@@ -99,17 +103,16 @@ class HostTier:
         """Free ones, then those of the copies used longest ago; as many as there are."""
         slots = list[int]()
         while len(slots) < count and (self._free or self._entries):
-            slots.append(self._free.pop() if self._free else self._entries.popitem(last=False)[1][1])
+            slots.append(self._free.pop() if self._free else self._entries.popitem(last=False)[1])
         return slots
 
     def _touch(self, key: Hashable) -> None:
         """The copy of ``key`` is used."""
         self._entries.move_to_end(key)
 
-    def name(self, key: Hashable) -> bytes | None:
-        """The name of ``key``; None: it has no copy."""
-        found = self._entries.get(key) or self._queue.get(key)
-        return None if found is None else found[0]
+    def has(self, key: Hashable) -> bool:
+        """Whether there is a copy."""
+        return key in self._entries or key in self._queue
 
     def load(
         self, keys: Sequence[Hashable], blocks: Sequence[int], told: Told = lambda cold, lost, why: None
@@ -118,7 +121,7 @@ class HostTier:
         kept = {key: self._entries.pop(key) for key in keys}  # what is given up now takes other slots
         try:
             self.flush()
-            return self._swap_in([slot for _, slot in kept.values()], blocks)
+            return self._swap_in(list(kept.values()), blocks)
         finally:
             self._entries.update(kept)  # or else these slots are lost
 
@@ -133,7 +136,7 @@ class HostTier:
         """The copy of ``key`` is of no use any more; nothing if there is none."""
         self._queue.pop(key, None)
         if key in self._entries:
-            self._free.append(self._entries.pop(key)[1])
+            self._free.append(self._entries.pop(key))
 
     def clear(self) -> None:
         """The same of all."""

@@ -1,17 +1,17 @@
 """PrefixBooks: which blocks of a pool hold which tokens, and what texts promise to compute.
 
-A key is the name of the block in front and the bytes of a block's own tokens, so that nothing rests on a
-hash. `torchpaged.cache.PrefixCache` is what users have of it, and `CachedText` moves through it. Host data
-only.
+Blocks that follow each other are a `Run`, which has their tokens: a text is compared with these as a whole,
+and only where it leaves one run for another, or ends one, is a key looked up. A key is a place in a run and
+the bytes of the tokens behind it, so that nothing rests on a hash. `torchpaged.cache.PrefixCache` is what
+users have of it, and `CachedText` moves through it. Host data only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import count, repeat
-from struct import Struct
-from typing import NamedTuple
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
 from torchpaged.cache.eviction import EvictionPolicy, check_policy
@@ -19,6 +19,9 @@ from torchpaged.cache.host_tier import HostTier
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted, one_line, repr_of_fields
+
+if TYPE_CHECKING:
+    from torchpaged.cache.cached_text import CachedText
 
 #: Why tokens were not found: they were new; the pool needed their blocks; they fill no block, or are
 #: the last block of a text, whose last token is always computed since its logits are wanted.
@@ -84,6 +87,50 @@ class Resumed(NamedTuple):
     first_block: int
 
 
+class Run:
+    """Blocks of texts that follow each other, in the order in which they were first known.
+
+    Attributes:
+        key: by which it is found, behind the last block of another run: see `PrefixBooks.key`.
+        tokens: of its blocks, `TOKEN_BYTES` each; also of those that were given up, as long as these are
+            remembered, so that what is behind them is found again once they are known.
+        blocks: those that are known, and `NULL_BLOCK` where one was given up; the last one is known.
+        is_open: whether more can follow its last tokens; False: some of them are not remembered any more.
+    """
+
+    __slots__ = ("blocks", "is_open", "key", "tokens")
+
+    def __init__(self, key: Any = None) -> None:
+        self.key: Key = key
+        self.tokens, self.blocks, self.is_open = bytearray(), list[int](), True
+
+    def block(self, place: int) -> int:
+        """The one at a place; `NULL_BLOCK`: it is not known."""
+        return self.blocks[place] if place < len(self.blocks) else NULL_BLOCK
+
+    def lose(self, blocks: list[int]) -> Sequence[int]:
+        """These are not known any more; their places. Costs O(1) per block if they are its last, that first,
+        as they are given up; or else O(blocks of the run)."""
+        own, end = self.blocks, len(self.blocks)
+        places: Sequence[int] = range(end - 1, end - len(blocks) - 1, -1)
+        if own[end - len(blocks) :] == blocks[::-1]:
+            del own[end - len(blocks) :]
+        else:
+            place_of = dict(zip(own, range(end), strict=True))
+            places = [place_of[block] for block in blocks]
+            for place in places:
+                own[place] = NULL_BLOCK
+        while own and own[-1] == NULL_BLOCK:
+            own.pop()
+        return places
+
+
+#: A run, and the place of a block in it; -1: in front of the first.
+Place: TypeAlias = tuple[Run, int]
+#: A place, what a text's first block depends on besides tokens, and the tokens of the block behind the place.
+Key: TypeAlias = tuple[Run, int, Hashable, bytes]
+
+
 class PrefixBooks(NotCopied):
     """What the blocks of a pool hold, by keys; arguments and attributes are those of `PrefixCache`."""
 
@@ -104,18 +151,22 @@ class PrefixBooks(NotCopied):
         self.host, self._not_saved = host, set[int]()  # of the latter: blocks that go to no host
         self.pool, self.block_size, self.keeps = pool, block_size, keep
         self.stats = PrefixCacheStats()
-        self._table: dict[Hashable, int] = {}  # blocks by key
-        self._keys: list[Hashable] = [None] * pool.num_blocks  # of what is in `_table`, or was, by block
-        self._names = [b""] * pool.num_blocks  # with which the keys behind a block begin
-        self._promised: dict[Hashable, bytes] = {}  # names of what texts compute, by key
-        # By key: the names of blocks that were given up for others, or why others are not known any more, the
-        # latest and those before them. No pairs of both: so many objects would bring the garbage collector.
-        self._lost: dict[Hashable, bytes | str] = {}
-        self._lost_before: dict[Hashable, bytes | str] = {}
-        self._new_names = map(Struct("<q").pack, count(1))  # that no key had
+        self._step = block_size * TOKEN_BYTES
+        self._origin: Place = Run(), -1  # in front of every text; this run has no blocks
+        self._origin[0].is_open = False
+        self._reasons: dict[Key, str] = {}  # why texts that begin with a key are not known any more
         self._version = 0  # another one when what is known or held may have changed
         self._drops = 0  # blocks that are not known any more
         self._epoch = 0  # times that all were forgotten
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._runs: dict[Key, Run] = {}
+        self._promised: dict[Key, CachedText] = {}  # who computes the block behind a place
+        # Runs that lost blocks, the latest and those before them, and how many blocks the latest lost.
+        self._lost: dict[Run, None] = {}
+        self._lost_before: dict[Run, None] = {}
+        self._num_lost = 0
 
     def __repr__(self) -> str:
         return one_line(self, *self._facts())
@@ -131,7 +182,7 @@ class PrefixBooks(NotCopied):
 
     def __len__(self) -> int:
         """Blocks whose tokens are known."""
-        return len(self._table)
+        return len(self.pool._kept)
 
     def clear(self, reason: str) -> None:
         """Forget all blocks; those that are held stay so. Texts of before publish nothing any more.
@@ -139,9 +190,10 @@ class PrefixBooks(NotCopied):
         Args:
             reason: why, for `PrefixCacheStats.missed_tokens`.
         """
-        self._note(self._table, repeat(reason))
-        self._table, self._promised = {}, {}
-        self._keys = [None] * len(self._keys)
+        for key, run in self._runs.items():
+            if key[0] is self._origin[0]:
+                self._note(key, reason if run.block(0) else EVICTED)
+        self._forget_all()
         self._not_saved.clear()  # of what the blocks held
         if self.host is not None:
             self.host.clear()
@@ -152,99 +204,131 @@ class PrefixBooks(NotCopied):
     def known(self) -> list[tuple[KnownBlock, int]]:
         """What is known, and in which block, what is in front of a block before it. Blocks whose beginning
         was given up are left out: they are not found."""
-        step, behind = self.block_size * TOKEN_BYTES, dict[bytes, list[tuple[bytes, int]]]()
-        found: list[tuple[KnownBlock, int]] = []
-        for key, block in self._table.items():
-            if isinstance(key, bytes) and len(key) > step:
-                behind.setdefault(key[:-step], []).append((key[-step:], block))
+        behind: dict[Place, list[Run]] = {}
+        runs = list[tuple[Run, int, Hashable]]()  # with the place in `found` of what is in front
+        for key, run in self._runs.items():
+            front, place, extra, _ = key
+            if front is self._origin[0]:
+                runs.append((run, -1, extra))
             else:
-                extra, tokens = key if isinstance(key, tuple) else (None, key)
-                found.append((KnownBlock(-1, tokens, extra), block))
-        for parent, (_, block) in enumerate(found):  # it grows meanwhile
-            for tokens, child in behind.get(self._names[block], ()):
-                found.append((KnownBlock(parent, tokens, None), child))
+                behind.setdefault((front, place), []).append(run)
+        found: list[tuple[KnownBlock, int]] = []
+        for run, parent, extra in runs:  # it grows meanwhile
+            for place, block in enumerate(run.blocks):
+                if block == NULL_BLOCK:
+                    break
+                tokens = bytes(run.tokens[place * self._step : (place + 1) * self._step])
+                found.append((KnownBlock(parent, tokens, extra), block))
+                parent, extra = len(found) - 1, None
+                runs += [(child, parent, None) for child in behind.get((run, place), ())]
         return found
 
     def find(self, texts: Sequence[KnownBlock]) -> list[int | None]:
         """The blocks that hold these; None: unknown."""
-        found: list[int | None] = []
+        places: list[Place | None] = []
         for text in texts:
-            parent = found[text.parent] if text.parent >= 0 else NULL_BLOCK
-            found.append(None if parent is None else self._table.get(self._key_of(text, parent)))
-        return found
+            front = places[text.parent] if text.parent >= 0 else self._origin
+            place = None if front is None else self._place(front, text.tokens, text.extra)
+            places.append(None if place is None or not place[0].block(place[1]) else place)
+        return [None if place is None else place[0].block(place[1]) for place in places]
 
     def publish(self, texts: Sequence[KnownBlock], blocks: Sequence[int]) -> None:
         """Each of ``texts`` is in one of ``blocks``, which the caller holds: others find it from now on. What
         is known already stays where it is."""
+        places: list[Place] = []
         for text, block in zip(texts, blocks, strict=True):
-            key = self._key_of(text, blocks[text.parent] if text.parent >= 0 else NULL_BLOCK)
-            if key not in self._table:
-                name = self._promised.get(key) or self._known_name(key) or next(self._new_names)
-                self._fill([key], [name], [block], [key])
-
-    def _key_of(self, text: KnownBlock, parent: int) -> Hashable:
-        if text.parent >= 0:
-            return self._names[parent] + text.tokens
-        return text.tokens if text.extra is None else (text.extra, text.tokens)
+            front = places[text.parent] if text.parent >= 0 else self._origin
+            place = self._place(front, text.tokens, text.extra)
+            if place is None:
+                place = self._append(front, text.tokens, text.extra, [block])
+            elif not place[0].block(place[1]):
+                self._fill(*place, [block])
+            places.append(place)
 
     # ------------------------------------------------------------------------------------------- the books
-    def _known_name(self, key: Hashable) -> bytes | None:
-        """The name that this key had before, as long as that is remembered, so that what is behind it is
-        found again. None: it gets a new one, and nothing is known behind it."""
-        if isinstance(name := self._remembered(key), bytes):
-            return name
-        return None if self.host is None else self.host.name(key)
+    def key(self, front: Place, tokens: bytes, extra: Hashable) -> Key:
+        """Of a block's tokens behind a place; ``extra``: of its text, which counts where texts begin."""
+        run, place = front
+        return run, place, extra if run is self._origin[0] else None, tokens
 
-    def _note(self, keys: Iterable[Hashable], what: Iterable[bytes | str]) -> None:
-        """Remember the names of what is not known any more, or why it is not, and was until now, of as many
-        blocks as the pool has or more, of fewer than three times as many. A key that is known again stays
-        there, under the name that it has."""
-        self._lost.update(zip(keys, what, strict=False))
-        if len(self._lost) >= self.pool.num_blocks:
-            self._lost_before, self._lost = self._lost, {}
+    def _place(self, front: Place, tokens: bytes, extra: Hashable) -> Place | None:
+        """Where a block's tokens are behind a place, known or remembered; None: nowhere."""
+        run, place = front
+        at = (place + 1) * self._step
+        if run.tokens[at : at + self._step] == tokens:
+            return run, place + 1
+        child = self._runs.get(self.key(front, tokens, extra))
+        return None if child is None else (child, 0)
 
-    def _remembered(self, key: Hashable) -> bytes | str | None:
-        """What `_note` was told last of a key that is not known; None: nothing, or it is forgotten."""
-        return self._lost.get(key) or self._lost_before.get(key)
+    def _append(self, front: Place, tokens: bytes, extra: Hashable, blocks: list[int]) -> Place:
+        """Keys and values of ``tokens`` are in ``blocks``: the first of them is nowhere behind ``front``. The
+        place of the last of them."""
+        run, place = front
+        if run.is_open and len(run.tokens) == (place + 1) * self._step:
+            self._fill(run, place + 1, blocks, tokens)
+            return run, place + len(blocks)
+        run = Run(self.key(front, tokens[: self._step], extra))
+        self._fill(run, 0, blocks, tokens)
+        self._runs[run.key] = run
+        return run, len(blocks) - 1
 
-    def _fill(
-        self,
-        keys: Sequence[Hashable],
-        names: Sequence[bytes],
-        blocks: Sequence[int],
-        promised: Sequence[Hashable],
-    ) -> None:
-        """Keys and values of ``keys``, which are not known, are in ``blocks``; they have these names.
-
-        ``promised``: those of ``keys`` that may have been promised."""
-        if not self.pool._kept.isdisjoint(blocks):
+    def _fill(self, run: Run, place: int, blocks: list[int], tokens: bytes = b"") -> None:
+        """Keys and values from ``place`` on, which are not known, are in ``blocks``; ``tokens``: of these, if
+        the run does not have them."""
+        if not self.pool._kept.keys().isdisjoint(blocks):
             block = next(block for block in blocks if block in self.pool._kept)
             raise ArgumentError("blocks", "blocks of these tokens alone", f"block {block} of other tokens")
-        self.pool.keep(blocks)
-        keys_of, names_of = self._keys, self._names
-        self._table.update(zip(keys, blocks, strict=True))
-        for key, name, block in zip(keys, names, blocks, strict=True):
-            keys_of[block], names_of[block] = key, name
-        for key in promised:
-            self._promised.pop(key, None)
+        self.pool.keep(blocks, run)
+        run.tokens += tokens
+        run.blocks += [NULL_BLOCK] * (place - len(run.blocks))
+        run.blocks[place : place + len(blocks)] = blocks
         self._version += 1
 
-    def _given_up(self, blocks: Sequence[int]) -> None:
-        """The pool needs ``blocks``, or they have no holders and nothing is kept."""
-        keys, names = self._forgotten(blocks), [self._names[block] for block in blocks]
+    def _given_up(self, blocks: list[int], runs: list[Run]) -> None:
+        """The pool needs ``blocks`` of these runs, or they have no holders and nothing is kept."""
+        host, not_saved = self.host, self._not_saved
+        for run, places, lost in self._forgotten(blocks, runs):
+            if host is not None:
+                for place, block in zip(places, lost, strict=True):
+                    if block not in not_saved:
+                        host.save((run, place), block)
+            elif not self.keeps:
+                self._cut(run)
         if self.keeps:
-            self._note(keys, names)
-            self.stats.evicted_blocks += len(keys)
-        if self.host is not None:
-            for key, name, block in zip(keys, names, blocks, strict=True):
-                if block not in self._not_saved:
-                    self.host.save(key, name, block)
-            self._not_saved.difference_update(blocks)
+            self.stats.evicted_blocks += len(blocks)
+        if host is not None:
+            not_saved.difference_update(blocks)
 
-    def _forgotten(self, blocks: Sequence[int]) -> list[Hashable]:
-        """What ``blocks`` hold is not known any more; their keys."""
-        keys = [self._keys[block] for block in blocks]
-        for key in keys:
-            del self._table[key]
-        self._version, self._drops = self._version + 1, self._drops + 1
-        return keys
+    def _forgotten(self, blocks: list[int], runs: list[Run]) -> list[tuple[Run, Sequence[int], list[int]]]:
+        """What ``blocks`` of these runs hold is not known any more; runs, places and blocks, in parts."""
+        parts, at = list[tuple[Run, Sequence[int], list[int]]](), 0
+        for run, group in groupby(runs):
+            lost = blocks[at : at + len(list(group))]
+            at += len(lost)
+            parts.append((run, run.lose(lost), lost))
+            self._lost[run] = None
+        self._version, self._drops, self._num_lost = self._version + 1, self._drops + 1, self._num_lost + at
+        # At least as many blocks that were given up last are remembered as the pool and the host have. Those
+        # that a run lost before go with those that it lost last.
+        if self._num_lost >= self.pool.num_blocks + (0 if self.host is None else self.host.num_slots):
+            oldest, self._lost_before = self._lost_before, self._lost
+            self._lost, self._num_lost = {}, 0
+            for run in oldest.keys() - self._lost_before.keys():
+                self._cut(run)
+        return parts
+
+    def _cut(self, run: Run) -> None:
+        """What it has lost behind its last block is not remembered any more."""
+        size = len(run.blocks) * self._step
+        if len(run.tokens) > size:
+            del run.tokens[size:]
+            run.is_open = False  # what was behind these tokens is behind no others
+        if not size and self._runs.get(run.key) is run:
+            del self._runs[run.key]
+
+    def _note(self, key: Key, reason: str) -> None:
+        """Why texts that begin with ``key`` are not known any more, of as many as the pool has blocks at
+        most."""
+        if len(self._reasons) >= self.pool.num_blocks:
+            del self._reasons[next(iter(self._reasons))]
+        self._reasons[key] = reason

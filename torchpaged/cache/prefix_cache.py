@@ -7,14 +7,15 @@
     text.computed(len(tokens), blocks)               # their keys and values are written: others find them
     text.leave(); cache.pool.free(blocks)            # kept until the pool needs the blocks for others
 
-A block is known by its own tokens and by all before it: its key is the name of the block before it and the
-bytes of its tokens, and each key has a name of its own, a number that no other had. So nothing rests on a
-hash: keys are compared byte by byte (Python's dict does), no collision gives another text's keys and values,
-and no texts can be made that collide.
+A block is known by its own tokens and by all before it. Blocks that follow each other are a run, which has
+their tokens; where texts part, another run begins, which is known by its place behind the other and by its
+first tokens. So nothing rests on a hash: tokens are compared byte by byte, no collision gives another text's
+keys and values, and no texts can be made that collide.
 
 When the pool runs dry it gives up the block that was left longest ago, the last of a text first, or the one
-that an `EvictionPolicy` says; what is pinned goes last. Looking up, publishing and giving up a block cost
-O(1). Host data only.
+that an `EvictionPolicy` says; what is pinned goes last. Looking up, publishing and giving up cost O(1) per
+run, and per block what it costs to compare or copy its tokens and number; giving up a block in the middle of
+a run costs O(blocks of the run). Host data only.
 """
 
 from __future__ import annotations

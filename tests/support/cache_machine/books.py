@@ -64,7 +64,7 @@ class Books:
         self._check_pool()
         self._check_content()
         self._check_prefixes()
-        if not self.forgot and pinned - self.pool._kept:
+        if not self.forgot and pinned - self.pool._kept.keys():
             assert not unpinned & set(self.pool._idle), "a pinned block went before one that was not"
 
     def _check_pool(self) -> None:
@@ -74,13 +74,13 @@ class Books:
         holders = Counter(block for table in tables if id(table) not in rows for block in table)
         holders += row_holders(group for group, _ in self.rows)
         assert holders[0] == 0, "the null block was given"
-        assert [holders[block] for block in range(1, pool.num_blocks)] == pool._ref_counts[1:]
-        assert pool._ref_counts[0] == 1
+        counts = {block: pool.ref_count(block) for block in range(1, pool.num_blocks)}
+        assert {block: count for block, count in counts.items() if count} == holders
         free, idle = set(pool._free), set(pool._idle)
         assert len(free) == len(pool._free)
         assert free | idle == set(range(1, pool.num_blocks)) - holders.keys()
         assert not free & idle
-        assert idle == pool._kept - holders.keys()
+        assert idle == pool._kept.keys() - holders.keys()
         assert self.prefixes.keeps or not idle
         assert (pool.num_free, pool.num_used) == (len(free) + len(idle), len(holders))
         assert pool.num_used <= pool.peak_used <= pool.num_usable
@@ -101,20 +101,18 @@ class Books:
 
     def _check_prefixes(self) -> None:
         pool, cache = self.pool, self.prefixes
-        known = set(cache._table.values())
-        assert pool._kept == known
-        assert len(known) == len(cache._table)
-        assert all(cache._keys[block] == key for key, block in cache._table.items())
-        names = [cache._names[block] for block in known] + list(cache._promised.values())
-        assert len(set(names)) == len(names)
-        assert not cache._promised.keys() & cache._table.keys()
-        for key, block in cache._table.items():  # what it was before, if that is remembered
-            before = cache._remembered(key)
-            assert not isinstance(before, bytes) or before == cache._names[block]
-        assert len(cache._lost) < pool.num_blocks
-        assert len(cache._lost_before) < 2 * pool.num_blocks - 1
-        if not self.requests:
-            assert not cache._promised
+        known = {block: run for run in {*pool._kept.values()} for block in run.blocks if block}
+        assert pool._kept == known, "a block in two runs, or in none"
+        for key, run in cache._runs.items():
+            front, place, _, tokens = run.key
+            assert key == run.key
+            assert run.tokens.startswith(tokens)
+            assert not front.tokens.startswith(tokens, (place + 1) * cache._step), "one place has two runs"
+        for run in {*pool._kept.values(), *cache._runs.values()}:
+            assert len(run.blocks) <= len(run.tokens) // cache._step
+            assert not run.blocks or run.blocks[-1]
+        assert cache._num_lost < pool.num_blocks + (0 if self.host is None else self.host.num_slots)
+        assert set(cache._promised.values()) <= {one.text for one in self.requests}
         if self.host is not None:
             check_slots(self.host)
             assert not self.host._queue

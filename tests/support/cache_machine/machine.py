@@ -231,7 +231,7 @@ class CacheMachine(Rows):
             table = self.stale.pop(self.r.randrange(len(self.stale)))
             free = [block for block in table if block in self.pool._free]
             for block in free[:3]:
-                for call in (self.pool.fork, self.pool.free, lambda blocks: self.pool.keep(blocks[:1])):
+                for call in (self.pool.fork, self.pool.free, lambda blocks: self.pool.keep(blocks[:1], None)):
                     try:
                         call([block])
                     except ArgumentError:

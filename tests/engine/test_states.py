@@ -228,7 +228,7 @@ def test_what_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("name", ["lfm2", "bamba"])
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
 def test_keys_of_fp8(name: str, fuse: bool) -> None:
     """And states as they were: the tokens of generate() over such pools, with its scales."""
     model, prompt = attach(make(name)), torch.tensor([PROMPTS[1]])

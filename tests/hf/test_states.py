@@ -75,7 +75,7 @@ def cached(model: PreTrainedModel, **options: Any) -> PagedCache:
 
 
 def states_of(cache: PagedCache) -> list[PackedState]:
-    return [layer for layer in cache.layers if isinstance(layer, PackedState)]
+    return cache.states
 
 
 @pytest.mark.slow_cases(but=("qwen3_next-*", "bamba-beams", "bamba-chunks*", "lfm2-*", "nemotron_h-greedy"))

@@ -12,6 +12,7 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import family_of
+from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.kv_scales import Scales
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.template import HybridPagedLayer
@@ -65,7 +66,7 @@ def why_dense(config: Any, dense: bool | None, batch_invariant: bool) -> str:
 
 def keeps_kv(layer: PagedLayer) -> bool:
     """Whether a layer keeps keys and values, and nothing else per token."""
-    return type(layer) in (PagedLayer, HybridPagedLayer)
+    return type(layer) in (PagedLayer, HybridPagedLayer, PackedHybridLayer)
 
 
 def not_of_fp8(

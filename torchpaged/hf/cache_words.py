@@ -17,7 +17,7 @@ def in_one_line(cache: Any) -> str:
     size = of_bytes(num_bytes) if num_bytes else _NOT_MADE
     parts = [f"{_blocks(cache)} in {counted(len(cache.paged), 'paged layer')}", size]
     if not cache.paged:
-        parts = [_rows(cache), *describe_states(cache.layers)]
+        parts = [_rows(cache), *describe_states(cache.states)]
     choice = getattr(cache.backend, "choice", None)  # made with the first keys
     return one_line(cache, *parts, "backend not chosen yet" if choice is None else f"backend={choice.name!r}")
 
@@ -31,7 +31,7 @@ def described(cache: Any) -> str:
             f"a row keeps {counted(rings.blocks.blocks_per_ring, 'block')} in "
             f"{counted(rolling, 'layer')} with a window of {rings.blocks.window}"
         )
-    parts += describe_states(cache.layers)
+    parts += describe_states(cache.states)
     if cache.dense_reason:
         parts.append(f"gathered: {cache.name} {cache.dense_reason}")
     return "; ".join(parts)

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from torchpaged.compile.code_object import with_own_code
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_argument import CACHE, cache_of, take_cache
+from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.layer import LayerCache, PagedLayer
 from torchpaged.hf.wrapped import unwrapped
 
@@ -60,6 +61,7 @@ def _decodes(cache: Any, index: int, hidden_states: Tensor) -> PagedLayer | None
     layer = layers[index] if layers is not None and index < len(layers) else None
     if (
         not isinstance(layer, PagedLayer)
+        or isinstance(layer, PackedHybridLayer)  # whose mixer looks its state up by the layer's index
         or not layer.is_initialized
         or not layer.owner.ready
         or layer.owner.dense

@@ -73,8 +73,14 @@ class PagedOwner(Cache):
 
     @property
     def keeping(self) -> list[Any]:
-        """The layers that have pools: of keys and values, latents or states."""
-        return [layer for layer in self.layers if hasattr(layer, "has_written")]
+        """What has pools, of keys and values, latents or states: layers, and states beside a layer's keys."""
+        parts = (part for layer in self.layers for part in (getattr(layer, "state", None), layer))
+        return [part for part in parts if hasattr(part, "has_written")]
+
+    @property
+    def states(self) -> list[Any]:
+        """Those of `keeping` that are a `torchpaged.hf.packed_state.PackedState`."""
+        return [part for part in self.keeping if not hasattr(part, "owner")]
 
     @property
     def kv_scales(self) -> list[tuple[Tensor, Tensor]]:

@@ -11,20 +11,23 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.state.check import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
 from torchpaged.hf.attached import MARK, forget_before, was_given_functions
 from torchpaged.hf.families import PACKED, Function
+from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.template import window_and_chunk
 
 
 def packed_state(cache: Any, index: int) -> PackedState | None:
     """The layer of a cache that a mixer was given; None if its tokens are not packed."""
     layers = () if cache is None else cache.layers
     layer = layers[index] if index < len(layers) else None  # some caches get their layers one by one
+    layer = getattr(layer, "state", layer)
     return layer if isinstance(layer, PackedState) else None
 
 
@@ -124,8 +127,15 @@ def keeps_nothing(config: Any, index: int) -> bool:
     return index < len(types) and types[index] in ("mlp", "moe")
 
 
-def state_of_attached(owner: PagedOwner, index: int, config: Any, template: Any) -> PackedState | None:
+def state_of_attached(
+    owner: PagedOwner, index: int, config: Any, template: Any
+) -> PackedState | PackedHybridLayer | None:
     """The layer of a cache for an attached model whose mixers got their functions, see `Family.layer`; none
     in a cache that gathers, which is not told where rows' padding ends."""
-    keeps = type(template) is LinearAttentionLayer and not keeps_nothing(config, index) and not owner.dense
-    return PackedState(owner, index) if keeps and was_given_functions(config) else None
+    if keeps_nothing(config, index) or owner.dense or not was_given_functions(config):
+        return None
+    if type(template) is LinearAttentionLayer:
+        return PackedState(owner, index)
+    if isinstance(template, LinearAttentionLayer) and isinstance(template, StaticLayer):
+        return PackedHybridLayer(owner, index, *window_and_chunk(config, index, template))
+    return None

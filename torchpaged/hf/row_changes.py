@@ -14,7 +14,6 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_rows import Copies
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.metadata.host import to_device
 from torchpaged.prefixes.rows import RowPrefixes
@@ -37,9 +36,8 @@ def crop(cache: PagedOwner, prefixes: RowPrefixes, tokens_to_remove: Any) -> Non
     if rows.ready:
         rows.require_complete()
         count = min(count, int(rows.total))
-        for layer in cache.layers if count else ():
-            if isinstance(layer, PackedState):
-                layer.require_croppable(count)
+        for state in cache.states if count else ():
+            state.require_croppable(count)
         copies = rows.unshare(count) if count else []
         _copy_blocks(cache, copies)
         if copies:

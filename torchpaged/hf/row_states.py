@@ -32,9 +32,8 @@ def keys_like(config: Any, x: Tensor) -> Tensor:
     return x.new_empty(()).expand(x.shape[0], num_heads, x.shape[1], head_dim)
 
 
-def describe_states(layers: Sequence[Any]) -> list[str]:
-    """Of a cache's layers: how many keep states, and their memory; empty where none does."""
-    states = [layer for layer in layers if isinstance(layer, PackedState)]
+def describe_states(states: Sequence[PackedState]) -> list[str]:
+    """Of a cache's states: of how many layers, and their memory; empty where there are none."""
     size = sum(layer.num_bytes for layer in states)
     text = f"{counted(len(states), 'layer')} with a state per row, "
     return [text + (of_bytes(size) if size else "made with the first tokens")] if states else []

@@ -15,6 +15,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.cache_options import latents_not_of
 from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.chosen_backend import ChosenBackend
+from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.kv_scales import KVScales, require_paged
 from torchpaged.hf.layer import PagedLayer, scaled
 from torchpaged.hf.mask_functions import is_causal
@@ -65,6 +66,29 @@ class PackedMasks:
         nothing."""
 
 
+def _packed_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
+    """`paged_layers`, whose states are packed.
+
+    Raises:
+        UnsupportedModelError: a layer keeps something that packed batches do not carry.
+    """
+    layers = paged_layers(config, max_seq_len, owner)
+    for index, layer in enumerate(layers):
+        if keeps_nothing(config, index) or isinstance(layer, (PackedState, PackedHybridLayer)):
+            continue
+        if type(layer) is StateLayer:
+            layers[index] = PackedState(owner, index)
+        elif isinstance(layer, HybridPagedLayer):
+            layers[index] = PackedHybridLayer(owner, index, layer.window, layer.chunk)
+        elif not isinstance(layer, PagedLayer):
+            holds = "a recurrent state" if isinstance(layer, LinearAttentionCacheLayerMixin) else "no keys"
+            raise UnsupportedModelError(
+                f"{config.model_type}: layer {index} keeps {holds} ({type(layer).__name__}), which the "
+                "packed batches of the engine do not carry yet; use generate() with torchpaged.hf.PagedCache"
+            )
+    return layers
+
+
 class StepCache(PagedOwner):
     """A cache whose step is set from outside: the engine owns blocks and lengths."""
 
@@ -79,21 +103,7 @@ class StepCache(PagedOwner):
         kv_dtype: torch.dtype | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        super().__init__(config, max_seq_len, paged_layers)
-        for index, layer in enumerate(self.layers):
-            if keeps_nothing(config, index) or isinstance(layer, PackedState):
-                continue
-            if type(layer) is StateLayer:
-                self.layers[index] = PackedState(self, index)
-            elif not isinstance(layer, PagedLayer) or isinstance(layer, HybridPagedLayer):
-                holds = (
-                    "a recurrent state" if isinstance(layer, LinearAttentionCacheLayerMixin) else "no keys"
-                )
-                raise UnsupportedModelError(
-                    f"{config.model_type}: layer {index} keeps {holds} ({type(layer).__name__}), "
-                    "which the packed batches of the engine do not carry yet; use generate() with "
-                    "torchpaged.hf.PagedCache"
-                )
+        super().__init__(config, max_seq_len, _packed_layers)
         require_kept_layers(config, self.keeping)
         if kv_dtype is not None:
             others = latents_not_of(self.paged, kv_dtype)
@@ -109,11 +119,6 @@ class StepCache(PagedOwner):
         self.metadata: AttentionMetadata | None = None
         self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
         self.ready = False
-
-    @property
-    def states(self) -> list[PackedState]:
-        """The layers that keep a state per request."""
-        return [layer for layer in self.layers if isinstance(layer, PackedState)]
 
     def prepare(
         self, layer: PagedLayer | PackedState, key_states: Tensor, head_dim_v: int | None = None

@@ -11,8 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from model_coverage.architectures import config_of, with_random_weights
 from torchpaged.hf.packed_state import PackedState
 
-#: Gated delta nets, Mamba 2 (one with layers of experts alone), short convolutions, Kimi delta
-#: attention with latents, lightning attention, Mamba 1, models of states alone, RG-LRU.
+#: Gated delta nets, Mamba 2 (one with layers of experts alone, two with attention in the same layer), short
+#: convolutions, Kimi delta attention with latents, lightning attention, Mamba 1, models of states alone,
+#: RG-LRU.
 HYBRIDS = (
     "qwen3_next",
     "qwen3_5_text",
@@ -21,6 +22,8 @@ HYBRIDS = (
     "bamba",
     "granitemoehybrid",
     "nemotron_h",
+    "falcon_h1",
+    "zamba2",
     "lfm2",
     "lfm2_moe",
     "kimi_linear",

@@ -1,5 +1,5 @@
-"""Mamba 2 mixers over the states of a paged cache: those of Bamba, Granite 4, Nemotron-H and
-Mamba 2 itself.
+"""Mamba 2 mixers over the states of a paged cache: those of Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba 2
+and Mamba 2 itself.
 
 The modules' fields are not public; ``tests/engine/test_states.py`` runs every class under each supported
 transformers.
@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn import Identity
+from torch.nn.functional import silu, softplus
 
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
@@ -25,7 +26,11 @@ def forward_mamba2(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
         plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
     sizes = [self.intermediate_size, self.conv_dim, self.num_heads]
-    gate, mixed, dt = self.in_proj(hidden_states).split(sizes, dim=-1)
+    if hasattr(self, "mup_vector"):  # Falcon-H1
+        whole = self.in_proj(hidden_states * self.ssm_in_multiplier) * self.mup_vector
+    else:
+        whole = self.in_proj(hidden_states)
+    gate, mixed, dt = whole.split(sizes, dim=-1)
     mixed = layer.convolve(mixed, self.conv1d, self.activation)
     groups = self.n_groups * self.ssm_state_size
     x, b, c = mixed.split([self.intermediate_size, groups, groups], dim=-1)
@@ -42,16 +47,22 @@ def forward_mamba2(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
         delta_rule=False,
     )
     layer.complete()
-    out = (exact(out) + self.D[:, None] * exact(x)).flatten(2)
-    normed = self.norm(out, gate).to(hidden_states.dtype)
-    projected: Tensor = self.out_proj(normed)
+    out, gate = (exact(out) + self.D[:, None] * exact(x)).flatten(2).flatten(0, 1), gate.flatten(0, 1)
+    gated = out * silu(gate) if isinstance(self.norm, Identity) else self.norm(out, gate)
+    projected: Tensor = self.out_proj(gated.to(hidden_states.dtype).view(*hidden_states.shape[:2], -1))
     return projected
 
 
-_CLASSES = ("BambaMixer", "GraniteMoeHybridMambaLayer", "NemotronHMamba2Mixer")
+_CLASSES = (
+    "BambaMixer",
+    "FalconH1Mixer",
+    "GraniteMoeHybridMambaLayer",
+    "NemotronHMamba2Mixer",
+    "Zamba2MambaMixer",
+)
 register_family(
     Family(
-        ("bamba", "granitemoehybrid", "nemotron_h"),
+        ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"),
         packed=dict.fromkeys(_CLASSES, forward_mamba2),
         functions=packed_functions,
         layer=state_of_attached,

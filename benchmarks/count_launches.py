@@ -20,7 +20,7 @@ from torchpaged.fuse.launch_count import Launches
 from torchpaged.hf import attach, fuse
 
 FAMILIES = ["llama", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid"]
-FAMILIES += ["kimi_linear", "nemotron_h", "youtu", "deepseek_v2"]
+FAMILIES += ["falcon_h1", "zamba2", "kimi_linear", "nemotron_h", "youtu", "deepseek_v2"]
 WITHOUT_EXPERTS = {
     "kimi_linear": {"mlp_layer_types": ["dense"] * 4},
     "qwen3_next": {"num_experts": 0},

@@ -92,6 +92,25 @@ FAMILIES = {
     "kimi_linear": Known(
         options={"mlp_layer_types": ["dense"] * 4}, mixers=(KIMI_DELTA, LATENTS[1:]), others=(4, 1)
     ),
+    "falcon_h1": Known(  # without a norm of the state's output
+        mixers=([*DELTA_NET[:4], "linear", *ATTENTION[1:]],), others=(3,), rest=4
+    ),
+    "falcon_multiplied": Known(
+        options={
+            **dict.fromkeys(("attention_in_multiplier", "ssm_in_multiplier"), 1.3),
+            **dict.fromkeys(("attention_out_multiplier", "key_multiplier"), 0.6),
+            "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.8],
+            "ssm_out_multiplier": 0.7,
+            "mlp_multipliers": [0.7, 1.3],
+            "intermediate_size": 90,
+            "mamba_rms_norm": True,
+            "mamba_n_groups": 2,
+        },
+        mixers=([*DELTA_NET, *ATTENTION[1:]],),
+        others=(5,),
+        mlp=["linear", "act_and_mul", "linear"],
+        rest=4,
+    ),
     "bamba": _MAMBA2._replace(options={"mamba_n_groups": 2}),
     "granitemoehybrid": _GRANITE._replace(experts=4),
     "granite_dense": _GRANITE._replace(options={"num_local_experts": 0}),
@@ -110,6 +129,7 @@ FAMILIES = {
 _TYPES = {
     "deepseek_v2_lite": "deepseek_v2",
     "qwen3_next_moe": "qwen3_next",
+    "falcon_multiplied": "falcon_h1",
     "granite_dense": "granitemoehybrid",
     "granite_rope": "granitemoehybrid",
     "nemotron_dense": "nemotron_h",
@@ -130,6 +150,8 @@ def build(name: str, attached: bool = True, **options: Any) -> Any:
         model_type = _TYPES.get(name, name)
         if model_type not in model_types():
             pytest.skip(f"not in transformers {transformers.__version__}")
+        if name == "falcon_multiplied" and transformers.__version__.startswith("5.17."):
+            pytest.skip("its gated norm drops a dimension of single tokens there")
         config = config_of(model_type)
         config.update(options)
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -186,7 +208,6 @@ def dense_logits(model: Any) -> Tensor:
 def pools(cache: PagedCache) -> list[Tensor]:
     """Of every layer: its states, keys and values, or latents."""
     found: list[Tensor] = []
-    for layer in cache.layers:
-        if hasattr(layer, "stored"):  # else of experts alone
-            found += layer.stored.block_tensors(layer.pools).values()  # type: ignore[attr-defined]
+    for part in cache.keeping:
+        found += part.stored.block_tensors(part.pools).values()
     return found

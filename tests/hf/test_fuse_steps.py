@@ -269,26 +269,50 @@ def test_rotations_of_images_stay_the_models() -> None:
     assert report.replaced["qkv"]
 
 
-def test_layers_with_attention_that_stay_as_they_are() -> None:
-    """OLMo hybrid's: they norm queries and keys as a whole."""
-    want = eager_tokens(build("olmo_hybrid", attached=False))
-    model = build("olmo_hybrid")
+@pytest.mark.parametrize(
+    ("name", "left", "why", "launches"),
+    [
+        ("olmo_hybrid", "layers.3", "OlmoHybridAttentionDecoderLayer is none of the known", (8, 8, 8, 47)),
+        ("zamba2", "layers.1.shared_transformer", "adapters of its own", (6, 34, 6, 34)),
+    ],
+    ids=["olmo_hybrid", "zamba2"],
+)
+def test_layers_with_attention_that_stay_as_they_are(
+    name: str, left: str, why: str, launches: tuple[int, ...]
+) -> None:
+    """OLMo hybrid's norm queries and keys as a whole, Zamba 2's share their weights."""
+    want = eager_tokens(build(name, attached=False))
+    assert len(set(want[:, 20:].flatten().tolist())) > 4, "the tokens must tell models apart"
+    model = build(name)
     report = fuse(model)
     assert report.after and report.before
-    assert report.replaced["norm"] == [f"layers.{i}" for i in range(3)]
-    assert "OlmoHybridAttentionDecoderLayer is none of the known" in report.skipped["norm"]["layers.3"]
-    assert report.after.layers == (8, 8, 8, report.before.layers[3])
+    assert why in report.skipped["norm"][left]
+    assert len(report.replaced["norm"]) + len(report.skipped["norm"]) >= report.num_layers
+    assert report.after.layers == launches
     assert torch.equal(generate(model, disable_compile=True), want)
     for graphs in (True, False):
-        generator = Generator(model, max_batch_size=2, block_size=4, graphs=graphs)
+        sizes = {"max_batch_size": 2, "block_size": 4, "graphs": graphs, "prefill_chunk_size": 9}
+        generator = Generator(model, **sizes)
         prompt = padded_prompts()["input_ids"][1].tolist()
         outputs = generator.generate([prompt], SamplingParams(max_new_tokens=10, ignore_eos=True))
         assert outputs[0].token_ids == want[1, 20:].tolist()
 
 
+def test_biases_of_multiplied_inputs_leave_the_layer() -> None:
+    """Falcon-H1's: a multiplier of the input leaves the bias as it is, one of the product does not."""
+    report = fuse(build("falcon_multiplied", mamba_proj_bias=True), count=False)
+    assert not report.replaced.get("qkv")
+    assert "projections have biases" in report.skipped["qkv"]["layers.0"]
+    whole = {"attention_in_multiplier": 1.0, "ssm_in_multiplier": 1.0, "attention_bias": True}
+    model = build("falcon_multiplied", mamba_proj_bias=True, **whole)
+    want = logits(model)
+    assert fuse(model, count=False).complete
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fuses", [(False, False), (True, True), (True, False)], ids=str)
 @pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("name", ["Llama", "lfm2"])
+@pytest.mark.parametrize("name", ["Llama", "falcon_h1"])
 def test_engines_share_a_model(name: str, graphs: bool, fuses: tuple[bool, bool]) -> None:
     """The first one's end leaves what the second one runs on; the last one gives back what was before."""
     model = build(name, attached=False)

@@ -14,10 +14,10 @@ class Names(NamedTuple):
 
     ``norms``: before what mixes the tokens and before the MLP. ``post_norms``: behind them, before the
     residual adds. ``attention``: what mixes the tokens, where attention does; ``output``: of it, the last
-    projection. ``mlp``: the MLP; under the name of attention in layers that do not mix. ``linears``: its
-    gate, up and down projection, the first two in one or apart; ``activation``: the part of it that is one.
-    ``head_norms``: of queries and keys. ``final_norm``,
-    ``rotary``: of the decoder, the norm behind all layers and the rotation of all, empty: it has none.
+    projection. ``mlp``: the MLP; under the name of attention in layers that do not mix; empty: they have
+    none. ``linears``: its gate, up and down projection, the first two in one or apart; ``activation``: the
+    part of it that is one. ``head_norms``: of queries and keys. ``final_norm``, ``rotary``: of the decoder,
+    the norm behind all layers and the rotation of all, empty: it has none.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -70,7 +70,7 @@ class Architecture(NamedTuple):
         ``rope_interleave`` says so, else "halves", which stands for none in a family without
         `Names.rotary`, too. Empty: attention over keys and values.
     ``experts``: the class of MLPs that are mixtures of experts, in some of its layers.
-    ``state``: what mixes tokens by a state, in some layers, in attention's place.
+    ``state``: what mixes tokens by a state, in some layers, in attention's place or beside it.
     ``output_gate``: attention's q_proj gives a gate for each head's output, too.
     ``activation``: of its MLPs, where it is no module of them.
     ``beside``: name and class, behind the family's, of a mixture of experts whose output is added to the
@@ -79,6 +79,8 @@ class Architecture(NamedTuple):
     ``scales_head``: so is what lm_head gets of the final norm.
     ``has_positions``: its layers are given the positions of their tokens.
     ``gives_weights``: they give attention's weights, too: None.
+    ``multiplied``: their parts have multipliers, see `torchpaged.fuse.multipliers`.
+    ``positional``: arguments that follow the hidden states without their names.
     """
 
     family: str
@@ -99,6 +101,8 @@ class Architecture(NamedTuple):
     scales_head: bool = False
     has_positions: bool = True
     gives_weights: bool = False
+    multiplied: bool = False
+    positional: tuple[str, ...] = ()
     layer: str = "DecoderLayer"
 
     def mlp_of(self, layer: Any) -> Any:
@@ -109,7 +113,7 @@ class Architecture(NamedTuple):
     @property
     def mixes_and_feeds(self) -> bool:
         """Whether each layer mixes tokens and has an MLP, in parts of their own."""
-        return self.names.mlp != self.names.attention
+        return bool(self.names.mlp) and self.names.mlp != self.names.attention
 
     def mixes(self, layer: Any) -> bool:
         """Whether ``layer`` mixes tokens."""
@@ -130,7 +134,8 @@ class Architecture(NamedTuple):
         return kind == self.experts or self.beside_of(layer) is not None
 
     def mixers_of(self, layer: Any) -> list[Mixer]:
-        """What mixes the tokens of ``layer``; nothing in one that only feeds."""
+        """What mixes the tokens of ``layer``, in the order in which it does; nothing in one that only
+        feeds."""
         if not self.mixes(layer):
             return []
         state = self.state
@@ -138,7 +143,11 @@ class Architecture(NamedTuple):
         keeps = isinstance(part, nn.Module)
         if state is not None and state.name == self.names.attention:
             keeps = type(part).__name__ == self.family + state.kind
-        return [state] if state is not None and keeps else [self._attention_of(layer)]
+        found = [state] if state is not None and keeps else []
+        attends = state is None or state.name != self.names.attention
+        if not found or (attends and hasattr(layer, self.names.attention)):
+            found.append(self._attention_of(layer))
+        return found
 
     def _attention_of(self, layer: Any) -> Mixer:
         names = self.names

@@ -18,6 +18,11 @@ _LFM2 = Names(
     head_norms=("q_layernorm", "k_layernorm"),
     final_norm="embedding_norm",
 )
+_BAMBA = Names(
+    norms=("input_layernorm", "pre_ff_layernorm"), mlp="feed_forward", final_norm="final_layernorm"
+)
+
+
 _SHORT_CONV = Mixer("conv", "ShortConv", ("in_proj",), {"conv": "Conv1d"})
 _DELTA_NET = Mixer(
     "linear_attn",
@@ -81,13 +86,20 @@ _FAMILIES = (
         experts="Lfm2MoeSparseMoeBlock",
     ),
     Architecture("MiniCPM3", rotation="halves", residual_scale="residual_scale", scales_head=True),
+    Architecture("Bamba", _BAMBA, state=_MAMBA2, gives_weights=True),
     Architecture(
-        "Bamba",
-        Names(
-            norms=("input_layernorm", "pre_ff_layernorm"), mlp="feed_forward", final_norm="final_layernorm"
-        ),
-        state=_MAMBA2,
+        "FalconH1",
+        _BAMBA,
+        state=_MAMBA2._replace(others={**_MAMBA2.others, "norm": "*RMSNormGated|Identity"}),
         gives_weights=True,
+        multiplied=True,
+    ),
+    Architecture(
+        "Zamba2",
+        Names(norms=("input_layernorm",), mlp="", final_norm="final_layernorm", rotary=""),
+        state=_MAMBA2._replace(kind="MambaMixer"),
+        positional=("original_hidden_states", "layer_idx", "attention_mask", "causal_mask"),
+        layer="MambaDecoderLayer",
     ),
     Architecture(
         "GraniteMoeHybrid",
@@ -112,3 +124,11 @@ _FAMILIES = (
 )
 #: Class name of a decoder layer -> its architecture.
 ARCHITECTURES = {architecture.family + architecture.layer: architecture for architecture in _FAMILIES}
+#: Class name of a layer of which one part is of the above -> that part, the rest, and why this is left.
+WITHIN = {
+    "Zamba2HybridLayer": (
+        "mamba_decoder",
+        "shared_transformer",
+        "its weights are those of other layers, too, and each layer adds adapters of its own to them",
+    )
+}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.fuse.families import ARCHITECTURES
+from torchpaged.fuse.multipliers import why_not_multiplied
 from torchpaged.hf.packed_mixers import is_packed, is_served
 from torchpaged.model_state import hooks_of
 
@@ -74,7 +75,7 @@ def why_unknown(layer: Any) -> str | None:
                 return f"{mixer.name}.{part} is a {type(inner[part]).__name__}, expected {class_name}"
         if mixer is architecture.state and not is_served(getattr(layer, mixer.name)):
             return f"{mixer.name}'s convolution has a width or an activation that the op does not take"
-    return why_changed(layer)
+    return (why_not_multiplied(layer) if architecture.multiplied else None) or why_changed(layer)
 
 
 def why_changed(layer: Any) -> str | None:

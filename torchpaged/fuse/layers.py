@@ -19,6 +19,7 @@ from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import activation_of, norm_of
 from torchpaged.fuse.mixers import MixerPlan, Step, linear, normed
+from torchpaged.fuse.multipliers import Multipliers
 from torchpaged.fuse.rope_table import RopeTable, computed
 from torchpaged.fuse.stacked import Stacked
 from torchpaged.hf.cache_argument import CACHE, take_cache
@@ -61,9 +62,13 @@ class LayerPlan:
         self.fuses_norms = "norm" in passes
         self.norms: list[Any] = [getattr(layer, name) for name in names.norms]
         self.post_norms: list[Any] = [getattr(layer, name) for name in names.post_norms]
-        self.residual_scale = (
-            getattr(layer, architecture.residual_scale) if architecture.residual_scale else None
-        )
+        scale = getattr(layer, architecture.residual_scale) if architecture.residual_scale else None
+        self.multipliers = Multipliers(layer) if architecture.multiplied else None
+        #: What multiplies what each mixer gives, what the MLP does, and its gate; None: nothing does.
+        self.mixer_scales, self.mlp_scale, self.gate_scale = [scale] * len(self.mixers), scale, None
+        if self.multipliers is not None:
+            self.mixer_scales = self.multipliers.outputs
+            self.mlp_scale, self.gate_scale = self.multipliers.down, self.multipliers.gate
         self._look_up()
 
     # ------------------------------------------------------------------------------------------------ weights
@@ -74,6 +79,7 @@ class LayerPlan:
             dict(zip(("norm_weight", "norm_eps", "norm_offset"), norm_of(norm, offset), strict=True))
             for norm in self.norms
         ]
+        self.columns = None if self.multipliers is None else self.multipliers.columns()
 
     def refresh(self) -> None:
         """After weights were moved or replaced by others of their kind."""
@@ -110,9 +116,16 @@ class LayerPlan:
         """What the projections of each mixer give of the layer's input, see `MixerPlan.mix`."""
         x, options = self.before(ops, x, 0, self.inputs)
         if self.inputs is None:
-            return [mixer.project(x) for mixer in self.mixers]
-        parts = iter(linear(ops, x, self.inputs, **options).split(self.sizes, dim=-1))
-        return [[next(parts) for _ in mixer.sizes] for mixer in self.mixers]
+            parts = [part for mixer in self.mixers for part in mixer.project(x)]
+            if self.columns is not None:
+                parts = [x.mul_(by) for x, by in zip(parts, self.columns.split(self.sizes), strict=True)]
+        else:
+            whole = linear(ops, x, self.inputs, **options)
+            if self.columns is not None:
+                whole.mul_(self.columns)
+            parts = list(whole.split(self.sizes, dim=-1))
+        each = iter(parts)
+        return [[next(each) for _ in mixer.sizes] for mixer in self.mixers]
 
     def _normed(self, ops: BackendOps, x: Tensor, norm: Any, **options: Any) -> Tensor:
         return normed(ops, x, norm, self.architecture.norm_offset, **options)
@@ -127,74 +140,72 @@ class LayerPlan:
             return self._normed(ops, x, self.norms[number]), {}
         return x, self.norm_options[number]
 
-    def after(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: Any) -> Tensor:
-        """``x +`` the block's last linear layer of ``y``, with the norm in between where the family
-        has one."""
+    def after(
+        self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: Any, scale: float | None
+    ) -> Tensor:
+        """``x +`` the block's last linear layer of ``y`` times ``scale``, with the norm in between where the
+        family has one."""
         if not self.fuses_norms:
-            return self._added(ops, x, last(y), number)
-        if self.residual_scale is None and not self.post_norms:
+            return self._added(ops, x, last(y), number, scale)
+        if scale is None and not self.post_norms:
             return linear(ops, y, last, residual=x)
-        return self._added(ops, x, linear(ops, y, last), number)
+        return self._added(ops, x, linear(ops, y, last), number, scale)
 
-    def _added(self, ops: BackendOps, x: Tensor, y: Tensor, number: int) -> Tensor:
+    def _added(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, scale: float | None) -> Tensor:
         """``x +`` a block's output, normed or scaled where the family does."""
         if self.post_norms:
             norm = self.post_norms[number]
             return self._normed(ops, y, norm, post_residual=x) if self.fuses_norms else x + norm(y)
-        return x + y if self.residual_scale is None else torch.add(x, y, alpha=self.residual_scale)
+        return x + y if scale is None else torch.add(x, y, alpha=scale)
 
     def feed(self, ops: BackendOps, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """``x +`` the MLP of ``x``."""
         h, options = self.before(ops, x, -1, self.gate_up)
         if self.gate_up is not None:
             width = self.down.in_features
-            h = linear(ops, h, self.gate_up, width, activation=self.activation, **options)
-            return self.after(ops, x, h, -1, self.down)
+            if self.gate_scale is None:
+                h = linear(ops, h, self.gate_up, width, activation=self.activation, **options)
+            else:
+                both, h = linear(ops, h, self.gate_up, **options), x.new_empty(x.shape[0], width)
+                both[:, :width].mul_(self.gate_scale)
+                ops.act_and_mul(both, h, activation=self.activation)
+            return self.after(ops, x, h, -1, self.down, self.mlp_scale)
         h = h.unflatten(0, shape)
         y = self.mlp(h)
         y = y[0] if isinstance(y, tuple) else y  # a mixture of experts also gives its router's scores
         if self.beside is not None:
             y = self.beside(h) + y
-        return self._added(ops, x, y.flatten(0, 1), -1)
+        # an MLP with multipliers has applied them
+        scale = self.mlp_scale if self.multipliers is None else None
+        return self._added(ops, x, y.flatten(0, 1), -1, scale)
 
 
-def fused_forward(
-    self: Any,
-    hidden_states: Tensor,
-    *,
-    attention_mask: Any = None,
-    position_ids: Tensor | None = None,
-    position_embeddings: Any = None,
-    **kwargs: Any,
-) -> Any:
+def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A decoder layer's forward: the step above if its cache is paged, else what the layer did before."""
     plan: LayerPlan = self._torchpaged_plan
+    kwargs |= dict(zip(plan.architecture.positional[: len(args)], args, strict=True))
     cache = take_cache(kwargs)
     cached = plan.cached(cache)
-    lacks_positions = position_ids is None and plan.needs_positions
+    lacks_positions = kwargs.get("position_ids") is None and plan.needs_positions
     if cached is None or lacks_positions or self.training:
-        return type(self).forward(
-            self,
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            position_embeddings=computed(position_embeddings),
-            **{CACHE: cache},
-            **kwargs,
-        )
+        if "position_embeddings" in kwargs:
+            kwargs["position_embeddings"] = computed(kwargs["position_embeddings"])
+        return type(self).forward(self, hidden_states, **{CACHE: cache}, **kwargs)
     refuse_grad(hidden_states=hidden_states)
     *shape, width = hidden_states.shape
     kwargs.pop("use_cache", None)
     rows = shape[0], shape[1]
     ops, x = plan.begin(cached, hidden_states), hidden_states.reshape(-1, width)
-    given = (rows, position_ids, position_embeddings, attention_mask, kwargs)
+    names = ("position_ids", "position_embeddings", "attention_mask")
+    given = (rows, *(kwargs.pop(name, None) for name in names), kwargs)
     if plan.mixers:
-        parts = plan.project(ops, x)
-        for mixer, each, part in zip(plan.mixers, cached, parts, strict=True):
-            mixed = mixer.mix(Step(ops, each, *given), part)
+        beside = kwargs.pop("transformer_hidden_states", None)  # Zamba 2: mixed with the layer's input
+        parts = plan.project(ops, x if beside is None else x + beside.reshape(-1, width))
+        for number, mixer in enumerate(plan.mixers):
+            mixed = mixer.mix(Step(ops, cached[number], *given), parts[number])
             if not isinstance(cache, LayerCache):
-                each.complete()
-            x = plan.after(ops, x, mixed, 0, mixer.output)
+                cached[number].complete()
+            x = plan.after(ops, x, mixed, 0, mixer.output, plan.mixer_scales[number])
     if plan.mlp is not None:
         x = plan.feed(ops, x, rows)
     x = x.view(*shape, width)

@@ -25,7 +25,7 @@ from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
 from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.ends import Ends, end_forwards
-from torchpaged.fuse.families import ARCHITECTURES
+from torchpaged.fuse.families import ARCHITECTURES, WITHIN
 from torchpaged.fuse.fusible import PASSES, why_changed, why_not, why_unknown
 from torchpaged.fuse.latent_layers import LatentPlan
 from torchpaged.fuse.launch_count import count_launches
@@ -199,7 +199,13 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     report.before = count_launches(model) if count else None
     fusion = _Fusion(base, report, Rotations(base, config, sees_images=model.config is not config))
     for index, layer in enumerate(base.layers):
-        _fuse_layer(fusion, layer, f"layers.{index}", report.passes, report)
+        name, (part, rest, why) = f"layers.{index}", WITHIN.get(type(layer).__name__, ("", "", ""))
+        if part:
+            for each in report.passes:
+                if each in ("qkv", "rope", "norm", "gate_up"):
+                    report.note(each, f"{name}.{rest}", why)
+            layer, name = getattr(layer, part), f"{name}.{part}"
+        _fuse_layer(fusion, layer, name, report.passes, report)
     if (
         len(fusion.plans) == len(base.layers)
         and all(mixer.rope is not None for plan in fusion.plans for mixer in plan.mixers)

@@ -1,5 +1,5 @@
 """Fused layers that keep a state per request: gated delta nets (Qwen3-Next, Qwen3.5), Kimi delta attention,
-gated short convolutions (LFM2) and Mamba 2 (Bamba, Granite 4, Nemotron-H).
+gated short convolutions (LFM2) and Mamba 2 (Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba 2).
 
 A step of a delta net: linear (norm, all projections of the layer's input), causal_conv, delta_gates,
 linear_attention, gated_rms_norm, linear (output, residual), and the MLP; Mamba 2 has the same. Of a short
@@ -14,7 +14,8 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.fuse.fusible import norm_of
@@ -36,7 +37,7 @@ class StatePlan(MixerPlan):
     def look_up(self) -> None:
         """See `MixerPlan`."""
         norm = getattr(self.mixer, "o_norm", getattr(self.mixer, "norm", None))
-        if norm is not None:
+        if hasattr(norm, "weight"):
             self.norm_weight, self.norm_eps, _ = norm_of(norm, 0.0)
 
     def cached(self, cache: Any) -> PackedState | None:
@@ -178,10 +179,14 @@ class Mamba2Plan(StatePlan):
         limits = {"min_step": low, "max_step": None if high == inf else high}
         g, beta = self.gates(step, dt[:, None], None, mixer.A_log, mixer.dt_bias, **limits)
         out = cached.attend(q, k, v, g, beta, scale=1.0, delta_rule=False).flatten(0, 1)
+        skip, norm = v.flatten(0, 1), mixer.norm
+        if isinstance(norm, nn.Identity):
+            return torch.addcmul(out, skip, mixer.D[:, None].to(out.dtype)).flatten(1) * silu(gate)
         # one group where the norm has no size of them: Bamba and Granite 4 in transformers 5.17
-        out = out.view(out.shape[0], -1, getattr(mixer.norm, "group_size", mixer.intermediate_size))
-        skip = {"skip": v.flatten(0, 1), "skip_weight": mixer.D}
-        return self.normed(step, out, gate[:, None], gate_first=True, **skip)
+        size = getattr(norm, "group_size", mixer.intermediate_size // getattr(norm, "n_groups", 1))
+        gate_first = not getattr(norm, "norm_before_gate", False)
+        options = {"gate_first": gate_first, "skip": skip, "skip_weight": mixer.D}
+        return self.normed(step, out.view(out.shape[0], -1, size), gate[:, None], **options)
 
 
 #: What mixes tokens -> what its layers' plan is.
@@ -189,5 +194,5 @@ STATE_PLANS: dict[str, type[StatePlan]] = {
     "ShortConv": ShortConvPlan,
     "GatedDeltaNet": DeltaNetPlan,
     "DeltaAttention": KimiDeltaPlan,
-    **dict.fromkeys(("Mixer", "MambaLayer", "Mamba2Mixer"), Mamba2Plan),
+    **dict.fromkeys(("Mixer", "MambaLayer", "Mamba2Mixer", "MambaMixer"), Mamba2Plan),
 }

@@ -4,8 +4,9 @@ dispatch cost of every op.
     python benchmarks/bench_cpu_decode.py [--threads 1] [--context 4096] [--seconds 1] [--output FILE]
 
 Keys and values are gathered, then SDPA; latents, at DeepSeek's sizes, are gathered, then SDPA with heads as
-rows, or two plain products with a softmax between. Each row is checked before it is timed; contenders take
-turns. Figures are medians with p20 and p80; the last line is one JSON document.
+rows, or two plain products with a softmax between. Each row is checked before it is timed, latents of more
+than 1,024 keys by the contenders alone; contenders take turns. Figures are minima and medians with p20 and
+p80, of one thread its own time, so that waiting for a core doesn't count; the last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -43,26 +44,32 @@ CASES = [
 #: Query heads and requests over latents.
 LATENT_CASES = [
     (heads, reqs, dtype)
-    for heads in (16, 64, 128)
+    for heads in (8, 16, 64, 128)
     for reqs in (1, 4)
     for dtype in (torch.float32, torch.bfloat16)
 ]
 
 
 def measure(functions: dict[str, Callable[[], Any]], seconds: float = 1.0) -> dict[str, dict[str, float]]:
-    """Microseconds per call, called in turns: median, p20, p80."""
+    """Microseconds per call, called in turns: minimum, median, p20, p80."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
     stop = time.perf_counter() + seconds * len(functions)
     while time.perf_counter() < stop or min(map(len, times.values())) < 5:
         for name, function in functions.items():
-            start = time.perf_counter()
+            start = clock()
             function()
-            times[name].append((time.perf_counter() - start) * 1e6)
+            times[name].append((clock() - start) * 1e6)
     cuts = {name: statistics.quantiles(each, n=5) for name, each in times.items()}
     return {
-        name: {"median_us": statistics.median(each), "p20_us": cuts[name][0], "p80_us": cuts[name][3]}
+        name: {
+            "min_us": min(each),
+            "median_us": statistics.median(each),
+            "p20_us": cuts[name][0],
+            "p80_us": cuts[name][3],
+        }
         for name, each in times.items()
     }
 
@@ -127,7 +134,8 @@ def latent_row(case: tuple[Any, ...], context: int, seconds: float) -> dict[str,
     spec = BatchSpec("bench", (context,) * reqs, (1,) * reqs)
     batch = make_latent_batch(spec, rank=512, rope=64, num_heads=heads, dtype=dtype, extra_columns=0)
     out, lse = run_mla_attention(BACKEND_OPS["cpu"], batch)
-    assert_latent_close(out, lse, batch)
+    if context <= 1024:  # the oracle has a copy of the keys for each head
+        assert_latent_close(out, lse, batch)
     contenders = {
         "native": lambda: run_mla_attention(BACKEND_OPS["cpu"], batch)[0],
         "gather_sdpa": lambda: latent_sdpa(batch),
@@ -188,7 +196,7 @@ def main() -> None:
             document[kind].append(row)
             sizes = " ".join(str(value) for value in row.values() if not isinstance(value, dict))
             us = ", ".join(
-                f"{name} {of['median_us']:.0f}" for name, of in row.items() if isinstance(of, dict)
+                f"{name} {of['min_us']:.0f}" for name, of in row.items() if isinstance(of, dict)
             )
             print(f"{kind} {sizes}: {us} us", file=sys.stderr)
     document["dispatch"] = dispatch(args.seconds)

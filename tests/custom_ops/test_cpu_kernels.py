@@ -80,6 +80,16 @@ def test_a_dominant_sink_takes_the_weight() -> None:
     assert torch.allclose(lse, torch.tensor(300.0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window_left": 300, "logits_soft_cap": 4.0}], ids=str)
+def test_many_rows_over_many_keys(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Rows enough for products of matrices in every dtype, an odd number of sixteens, over several steps of
+    keys, the last of which is short."""
+    heads = {"num_heads": 80, "num_kv_heads": 1, "head_dim": 72, "head_dim_v": 40}
+    spec = BatchSpec("many", (700, 33, 290), (1, 1, 3))
+    assert_as_oracle(CPU, make_batch(spec, dtype=dtype, sinks=True, alibi=True, **heads), **options)
+
+
 @pytest.mark.parametrize(
     "spec",
     [BatchSpec("long_decode", (3000, 5), (1, 1)), BatchSpec("long_prefill", (700,), (700,))],

@@ -87,6 +87,25 @@ def test_scores_that_are_all_infinite(backend: str, spec: str, dtype: torch.dtyp
         assert_as_expected(run_paged_attention(BACKEND_OPS[backend], batch), batch, exact=backend in EXACT)
 
 
+@pytest.mark.usefixtures("native")
+@pytest.mark.skipif(INTERPRETED, reason="of the cpu backend alone")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("what", "value"), POKES, ids=[f"{what}={value}" for what, value in POKES])
+def test_one_bad_number_among_many_rows(what: str, value: float, dtype: torch.dtype) -> None:
+    """Enough for the CPU's products of matrices, which take numbers apart; others see what is before it."""
+    for options in ({}, {"window_left": 5}):
+        batch = make_batch(
+            BatchSpec("many", (70, 300, 5), (1, 2, 1)),
+            head_dim=16,
+            num_heads=64,
+            num_kv_heads=1,
+            dtype=dtype,
+        )
+        poke(batch, what, value, 1, 299, 0, 5)
+        results = run_paged_attention(BACKEND_OPS["cpu"], batch, **options)
+        assert_as_expected(results, batch, exact=True, **options)
+
+
 @pytest.mark.parametrize("spec", ["decode", "prefill"])
 def test_a_first_tile_of_minus_inf_is_outweighed(backend: str, spec: str) -> None:
     """Keys that score -inf weigh nothing beside others, though they fill the tiles that come first."""

@@ -50,7 +50,7 @@ struct WorkItem {
   int64_t head(int64_t row) const { return first_head + row % num_heads; }
 };
 
-constexpr int64_t MAX_ROWS = 64;  // rows of a work item
+constexpr int64_t MAX_ROWS = 128;  // rows of a work item
 constexpr int64_t TILE_KV = 64;   // keys per softmax step: the bits of a word
 // where a row's maximum begins: finite, so that a row that has seen nothing makes no inf - inf
 constexpr float FLOOR = -1e30f;
@@ -159,6 +159,7 @@ Kernels kernels_generic(Dtype dtype);
 #if defined(__x86_64__)
 Kernels kernels_avx2(Dtype dtype);
 Kernels kernels_avx512(Dtype dtype);
+Kernels kernels_amx(Dtype dtype);
 #endif
 
 }  // namespace torchpaged

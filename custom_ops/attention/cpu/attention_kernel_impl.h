@@ -30,6 +30,34 @@ const T* row_at(const void* base, const Problem& p, const int32_t* table, int64_
   return static_cast<const T*>(base) + at;
 }
 
+template <typename T>
+const T* query_at(const Problem& p, const WorkItem& w, int64_t row) {
+  return static_cast<const T*>(p.q) + (p.query_start_loc[w.request] + w.token(row)) * p.q_token +
+         w.head(row) * p.q_head;
+}
+
+}  // namespace
+
+#ifdef __AMX_BF16__
+#include "amx_products.h"
+#else
+namespace {
+
+// The part of amx_products.h where there is no AMX: vectors do it all.
+template <typename T>
+struct Products {
+  static constexpr int64_t KEYS = TILE_KV, ROWS = ROW_TILE;
+  static int64_t row_size(int64_t width) { return (width + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH; }
+  Products(const Problem&, const WorkItem&) {}
+  bool score(const T* const*, const T* const*, const uint64_t*, int64_t, float*) { return false; }
+  void weigh(const float*, float*, int64_t) {}
+};
+
+}  // namespace
+#endif
+
+namespace {
+
 int64_t first_bit(uint64_t word) { return __builtin_ctzll(word); }
 int64_t behind_last_bit(uint64_t word) { return 64 - __builtin_clzll(word); }
 
@@ -54,7 +82,8 @@ void dot_tile(const float* q, int64_t q_stride, const T* const* keys, int64_t he
       acc[r][0] += x * k0; acc[r][1] += x * k1; acc[r][2] += x * k2; acc[r][3] += x * k3;
     }
   }
-  for (int r = 0; r < ROWS; ++r) sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * TILE_KV);
+  for (int r = 0; r < ROWS; ++r)
+    sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * Products<T>::KEYS);
 }
 
 // acc[r] += sum over keys of weight[r][key] * v[key], for ROWS rows and VECS vectors of the value's width.
@@ -70,7 +99,7 @@ void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, 
       v[c] = tail && c == VECS - 1 ? load_tail(values[key] + c * VEC_WIDTH, tail)
                                    : load(values[key] + c * VEC_WIDTH);
     for (int r = 0; r < ROWS; ++r) {
-      const vf w = splat(weights[r * TILE_KV + key]);
+      const vf w = splat(weights[r * Products<T>::KEYS + key]);
       for (int c = 0; c < VECS; ++c) sums[r][c] += w * v[c];
     }
   }
@@ -132,6 +161,15 @@ bool any_nonfinite(const T* const* values, int64_t count, int64_t head_dim_v) {
   return false;
 }
 
+template <typename T>
+void scale_queries(const Problem& p, const WorkItem& w, int64_t padded_dim, int64_t padded_rows) {
+  scratch.q.assign(padded_rows * padded_dim, 0.0f);
+  for (int64_t r = 0; r < w.rows(); ++r) {
+    const T* x = query_at<T>(p, w, r);
+    for (int64_t d = 0; d < p.head_dim; ++d) scratch.q[r * padded_dim + d] = to_float(x[d]) * p.scale;
+  }
+}
+
 // body(row, rows) for the rows that see any key of a tile: ROW_TILE at once, or one by one where that is less
 // work, since heads of one kv head may see different blocks.
 template <typename Body>
@@ -152,104 +190,129 @@ template <typename T>
 void run_item(const Problem& p, const WorkItem& w) {
   const int64_t rows = w.rows(), kv_head = w.first_head / (p.num_heads / p.num_kv_heads);
   const int64_t padded_dim = (p.head_dim + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH;
-  const int64_t stride = (p.head_dim_v + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH;
-  const int64_t padded_rows = (rows + ROW_TILE - 1) / ROW_TILE * ROW_TILE;
+  const int64_t stride = Products<T>::row_size(p.head_dim_v), tile_rows = Products<T>::ROWS;
+  const int64_t padded_rows = (rows + tile_rows - 1) / tile_rows * tile_rows;
   const int64_t start = p.query_start_loc[w.request], query_len = p.query_start_loc[w.request + 1] - start;
   const int64_t seq_len = p.seq_lens[w.request];
   const int32_t* table = p.block_table + w.request * p.table_row;
   Scratch& s = scratch;
-  s.q.assign(padded_rows * padded_dim, 0.0f);
-  s.scores.resize(padded_rows * TILE_KV);
+  Products<T> products(p, w);
+  constexpr int64_t KEYS = Products<T>::KEYS, WORDS = KEYS / TILE_KV;
+  s.q.clear();
+  s.scores.resize(padded_rows * KEYS);
   s.acc.assign(padded_rows * stride, 0.0f);
   s.maximum.assign(padded_rows, FLOOR);
   s.total.assign(padded_rows, 0.0f);
   RowMask masks[MAX_ROWS];
-  uint64_t seen[MAX_ROWS];  // of the keys of a tile
+  uint64_t seen[WORDS][MAX_ROWS];  // of the keys of a tile
   float slopes[MAX_ROWS];
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t token = w.token(r), head = w.head(r);
-    const T* x = static_cast<const T*>(p.q) + (start + token) * p.q_token + head * p.q_head;
-    for (int64_t d = 0; d < p.head_dim; ++d) s.q[r * padded_dim + d] = to_float(x[d]) * p.scale;
     masks[r] = RowMask(p, w, r, start, query_len, seq_len);
-    slopes[r] = p.alibi_slopes ? p.alibi_slopes[head] : 0.0f;
+    slopes[r] = p.alibi_slopes ? p.alibi_slopes[w.head(r)] : 0.0f;
   }
-  const T *keys[TILE_KV + 3], *values[TILE_KV];
-  for (int64_t tile = w.first_key; tile < w.end_key; tile += TILE_KV) {
-    const int64_t count = std::min(TILE_KV, w.end_key - tile);
-    uint64_t any_row = 0;
-    for (int64_t r = 0; r < rows; ++r) any_row |= seen[r] = masks[r].of(tile);
-    if (!any_row) continue;
+  const T *keys[KEYS + 3], *values[KEYS];
+  for (int64_t tile = w.first_key; tile < w.end_key; tile += KEYS) {
+    const int64_t count = std::min(KEYS, w.end_key - tile);
+    uint64_t any[WORDS] = {}, any_word = 0;  // of the keys that any row sees
+    for (int64_t word = 0; word < WORDS; ++word) {
+      for (int64_t r = 0; r < rows; ++r) any[word] |= seen[word][r] = masks[r].of(tile + word * TILE_KV);
+      any_word |= any[word];
+    }
+    if (!any_word) continue;
     for (int64_t i = 0; i < count; ++i) {
       keys[i] = row_at<T>(p.k_cache, p, table, tile + i, kv_head, false);
       values[i] = row_at<T>(p.v_cache, p, table, tile + i, kv_head, true);
     }
-    for (int64_t i = count; i < count + 3; ++i) keys[i] = keys[count - 1];
-    each_seeing(seen, rows, [&](int64_t r, auto at_once) {
-      for (int64_t i = 0; i < count; i += 4)
-        dot_tile<T, at_once()>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim,
-                               s.scores.data() + r * TILE_KV + i);
-    });
+    const bool in_tiles = products.score(keys, values, any, count, s.scores.data());
+    if (!in_tiles) {
+      if (s.q.empty()) scale_queries<T>(p, w, padded_dim, padded_rows);
+      for (int64_t i = count; i < count + 3; ++i) keys[i] = keys[count - 1];
+      for (int64_t word = 0; word < WORDS; ++word)
+        each_seeing(seen[word], rows, [&](int64_t r, auto at_once) {
+          for (int64_t i = word * TILE_KV; i < std::min(count, (word + 1) * TILE_KV); i += 4)
+            dot_tile<T, at_once()>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim,
+                                   s.scores.data() + r * KEYS + i);
+        });
+    }
+    bool same = true;  // all rows see the same keys
     for (int64_t r = 0; r < padded_rows; ++r) {
-      float* x = s.scores.data() + r * TILE_KV;
-      if (r >= rows || !seen[r]) {  // nothing visible for this row in this tile
-        std::fill(x, x + TILE_KV, 0.0f);
+      float* const row = s.scores.data() + r * KEYS;
+      uint64_t sees = 0;
+      for (int64_t word = 0; word < WORDS && r < rows; ++word) {
+        sees |= seen[word][r];
+        same = same && seen[word][r] == any[word];
+      }
+      if (!sees) {  // nothing visible for this row in this tile
+        std::fill(row, row + KEYS, 0.0f);
         continue;
       }
-      const int64_t from = first_bit(seen[r]), to = behind_last_bit(seen[r]);
-      if (p.soft_cap > 0)
-        for (int64_t i = from; i < to; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
-      if (p.alibi_slopes) {
-        const int64_t position = seq_len - query_len + w.token(r);
-        if (p.tree_mask) {
-          const Branch branch(p, start, seq_len - query_len, w.token(r));
-          for (int64_t i = from; i < to; ++i)
-            x[i] += slopes[r] * float(branch.position(tile + i) - branch.position(position));
-        } else {
-          for (int64_t i = from; i < to; ++i) x[i] += slopes[r] * float(tile + i - position);
+      for (int64_t word = 0; word < WORDS; ++word) {
+        float* const x = row + word * TILE_KV;
+        const uint64_t own = seen[word][r];
+        const int64_t first = tile + word * TILE_KV, from = own ? first_bit(own) : 0,
+                      to = own ? behind_last_bit(own) : 0;
+        if (p.soft_cap > 0)
+          for (int64_t i = from; i < to; ++i) x[i] = p.soft_cap * std::tanh(x[i] / p.soft_cap);
+        if (p.alibi_slopes) {
+          const int64_t position = seq_len - query_len + w.token(r);
+          if (p.tree_mask) {
+            const Branch branch(p, start, seq_len - query_len, w.token(r));
+            for (int64_t i = from; i < to; ++i)
+              x[i] += slopes[r] * float(branch.position(first + i) - branch.position(position));
+          } else {
+            for (int64_t i = from; i < to; ++i) x[i] += slopes[r] * float(first + i - position);
+          }
         }
+        std::fill(x, x + from, NEG_INF);
+        std::fill(x + to, x + TILE_KV, NEG_INF);
+        if (own != bits(from, to))
+          for (int64_t i = from; i < to; ++i)
+            if (!(own >> i & 1)) x[i] = NEG_INF;
       }
-      std::fill(x, x + from, NEG_INF);
-      std::fill(x + to, x + TILE_KV, NEG_INF);
-      if (seen[r] != bits(from, to))
-        for (int64_t i = from; i < to; ++i)
-          if (!(seen[r] >> i & 1)) x[i] = NEG_INF;
-      float top = s.maximum[r];
+      vf tops = splat(s.maximum[r]);
       // passes over NaN, which the sum below keeps
-      for (int64_t i = from; i < to; ++i) top = std::max(top, x[i]);
+      for (int64_t i = 0; i < KEYS; i += VEC_WIDTH) tops = load(row + i) > tops ? load(row + i) : tops;
+      float top = tops[0];
+      for (int i = 1; i < VEC_WIDTH; ++i) top = std::max(top, tops[i]);
       vf sums = {};
-      for (int64_t i = 0; i < TILE_KV; i += VEC_WIDTH) {
-        const vf e = exp_vec(load(x + i) - top);
-        store(x + i, e);
+      for (int64_t i = 0; i < KEYS; i += VEC_WIDTH) {
+        const vf e = exp_vec(load(row + i) - top);
+        store(row + i, e);
         sums += e;
       }
-      const float shrink = std::exp(s.maximum[r] - top);
+      const float shrink = top == s.maximum[r] ? 1.0f : std::exp(s.maximum[r] - top);
       s.total[r] = s.total[r] * shrink + sum(sums);
       if (shrink != 1.0f)
         for (int64_t d = 0; d < stride; d += VEC_WIDTH)
           store(&s.acc[r * stride + d], load(&s.acc[r * stride + d]) * shrink);
       s.maximum[r] = top;
     }
-    each_seeing(seen, rows, [&](int64_t r, auto at_once) {
-      const int64_t last = std::min<int64_t>(r + at_once(), rows);
-      uint64_t any = 0, all = ~uint64_t(0);  // keys that any of these rows sees, and that all of them see
-      for (int64_t i = r; i < last; ++i) { any |= seen[i]; all &= seen[i]; }
-      const int64_t first = first_bit(any), upto = behind_last_bit(any);
-      auto weigh = [&](int64_t row, int64_t begin, int64_t end_at, auto rows_at_once) {
-        weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * TILE_KV + begin, values + begin,
-                                                     end_at - begin, s.acc.data() + row * stride, stride,
-                                                     p.head_dim_v);
-      };
-      // 0 * NaN is NaN: no row may touch what it does not see
-      if (all != bits(first, upto) && any_nonfinite<T>(values + first, upto - first, p.head_dim_v)) {
-        for (int64_t i = r; i < last; ++i)
-          for (int64_t begin = 0, stop; begin < TILE_KV; begin = stop + 1) {
-            for (stop = begin; stop < TILE_KV && (seen[i] >> stop & 1); ++stop) {}
-            if (begin < stop) weigh(i, begin, stop, std::integral_constant<int, 1>{});
-          }
-      } else {
-        weigh(r, first, upto, at_once);
-      }
-    });
+    // 0 * NaN is NaN: no row may touch what it does not see
+    if (in_tiles && (same || !any_nonfinite<T>(values, count, p.head_dim_v))) {
+      products.weigh(s.scores.data(), s.acc.data(), stride);
+      continue;
+    }
+    for (int64_t word = 0; word < WORDS; ++word)
+      each_seeing(seen[word], rows, [&](int64_t r, auto at_once) {
+        const int64_t last = std::min<int64_t>(r + at_once(), rows), base = word * TILE_KV;
+        uint64_t some = 0, all = ~uint64_t(0);  // keys that any of these rows sees, and that all of them see
+        for (int64_t i = r; i < last; ++i) { some |= seen[word][i]; all &= seen[word][i]; }
+        const int64_t first = first_bit(some), upto = behind_last_bit(some);
+        auto weigh = [&](int64_t row, int64_t begin, int64_t end_at, auto rows_at_once) {
+          weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * KEYS + base + begin,
+                                                       values + base + begin, end_at - begin,
+                                                       s.acc.data() + row * stride, stride, p.head_dim_v);
+        };
+        if (all != bits(first, upto) && any_nonfinite<T>(values + base + first, upto - first, p.head_dim_v)) {
+          for (int64_t i = r; i < last; ++i)
+            for (int64_t begin = 0, stop; begin < TILE_KV; begin = stop + 1) {
+              for (stop = begin; stop < TILE_KV && (seen[word][i] >> stop & 1); ++stop) {}
+              if (begin < stop) weigh(i, begin, stop, std::integral_constant<int, 1>{});
+            }
+        } else {
+          weigh(r, first, upto, at_once);
+        }
+      });
   }
   for (int64_t r = 0; r < rows; ++r) {
     if (w.partial) {

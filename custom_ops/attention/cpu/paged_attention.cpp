@@ -3,6 +3,11 @@
 #include <atomic>
 #include <cmath>
 #include <vector>
+#if defined(TORCHPAGED_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "attention_kernel.h"
 #include "../../cpu/ops.h"
@@ -16,16 +21,34 @@ constexpr int64_t MIN_SPLIT_KEYS = 256;
 constexpr int64_t MAX_TREE_TOKENS = 64;  // bits of a word of a tree mask
 constexpr int64_t MAX_BLOCK_SPARSE = 1 << 20;
 
+#if defined(TORCHPAGED_AMX)
+// Whether the processor multiplies tiles of bf16, and Linux keeps them for this process, which must ask.
+bool may_use_amx() {
+  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return false;
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
 Kernels choose(Dtype dtype) {
 #if defined(__x86_64__)
   static const int level = [] {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+#if defined(TORCHPAGED_AMX)
+      return may_use_amx() ? 3 : 2;
+#else
       return 2;
+#endif
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
   }();
-  if (level == 2) return kernels_avx512(dtype);
+#if defined(TORCHPAGED_AMX)
+  if (level == 3) return kernels_amx(dtype);
+#endif
+  if (level >= 2) return kernels_avx512(dtype);
   if (level == 1) return kernels_avx2(dtype);
 #endif
   return kernels_generic(dtype);

@@ -195,9 +195,7 @@ def main() -> None:
             row = run(case, args.context, args.seconds)
             document[kind].append(row)
             sizes = " ".join(str(value) for value in row.values() if not isinstance(value, dict))
-            us = ", ".join(
-                f"{name} {of['min_us']:.0f}" for name, of in row.items() if isinstance(of, dict)
-            )
+            us = ", ".join(f"{name} {of['min_us']:.0f}" for name, of in row.items() if isinstance(of, dict))
             print(f"{kind} {sizes}: {us} us", file=sys.stderr)
     document["dispatch"] = dispatch(args.seconds)
     for op, figures in document["dispatch"].items():

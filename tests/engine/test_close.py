@@ -48,24 +48,88 @@ def facts(model: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_the_model_is_as_it_was(make_llama: Callable[..., Any], options: dict[str, Any]) -> None:
+def trained(make_llama: Callable[..., Any]) -> Any:
     llama = make_llama(**TINY).train()
     llama.model.layers[0].eval()
     llama.set_attn_implementation("eager")
+    return llama
+
+
+def assert_as_before(model: Any, before: dict[str, Any]) -> None:
+    """But for where the weights lie, which fusing moves."""
+    after = facts(model)
+    assert {name: value for name, value in after.items() if name != "weights"} == {
+        name: value for name, value in before.items() if name != "weights"
+    }
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_the_model_is_as_it_was(make_llama: Callable[..., Any], options: dict[str, Any]) -> None:
+    llama = trained(make_llama)
     ids = torch.tensor([[*PROMPT, 50]])
     before, logits = facts(llama), llama(ids).logits
     with engine(llama, **options) as generator:
         assert generator.generate([PROMPT])[0].token_ids
         assert facts(llama) != before
-    after = facts(llama)
-    assert {name: after[name] == value for name, value in before.items() if name != "weights"} == {
-        name: True for name in before if name != "weights"
-    }
+    assert_as_before(llama, before)
     torch.testing.assert_close(llama(ids).logits, logits)
     assert repr(generator) == "Generator(closed)"
     with engine(llama, **options) as again:
         assert again.generate([PROMPT])[0].token_ids
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_one_that_is_dropped_is_closed(make_llama: Callable[..., Any], options: dict[str, Any]) -> None:
+    """At once, in the middle of a request."""
+    llama = trained(make_llama)
+    before, generator = facts(llama), engine(llama, **options)
+    generator.submit(PROMPT, LONG)
+    background = generator._calls.background
+    gc.disable()
+    try:
+        del generator
+        assert_as_before(llama, before)
+    finally:
+        gc.enable()
+    assert background is None or not background._thread.is_alive()
+
+
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_one_that_the_garbage_collector_finds(
+    make_llama: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    """It may come in the middle of a forward: the model stays paged until the next one is closed."""
+    llama = trained(make_llama)
+    before, others = facts(llama), set(threading.enumerate())
+    generator = engine(llama, **options)
+    threads = {*threading.enumerate()} - others
+    assert len(threads) == ("start" in options)
+    cycle = [generator]
+    cycle.append(cycle)
+    del generator, cycle
+    gc.collect()
+    assert llama.config._attn_implementation == "torchpaged"
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    gc.collect()  # what the thread had
+    engine(llama, graphs=False).close()
+    assert_as_before(llama, before)
+
+
+def test_the_last_of_several_gives_back(make_llama: Callable[..., Any]) -> None:
+    """Whatever was switched between them, and whichever is dropped."""
+    llama = trained(make_llama)
+    before, kept = facts(llama), engine(llama, graphs=False)
+    dropped = engine(llama.train(), graphs=False, fuse=True)
+    last = engine(llama, graphs=False)
+    last.close()
+    assert len(kept.generate([PROMPT], LONG)[0].token_ids) == 50
+    assert not any(module.training for module in llama.modules())
+    del dropped
+    kept.close()
+    before["training"] = [True] * len(before["training"])
+    assert_as_before(llama, before)
 
 
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)

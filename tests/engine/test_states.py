@@ -180,9 +180,10 @@ def test_a_second_engine_over_a_model_leaves_the_first_its_forwards() -> None:
 
 
 def test_the_model_still_runs_as_transformers_has_it() -> None:
-    """Behind an engine, with caches of transformers; in copies, too."""
+    """Beside an engine, with caches of transformers; in copies, too."""
     model = make("lfm2")
-    assert tokens(Generator(model, **SIZES)) == eager("lfm2")
+    engine = Generator(model, **SIZES)
+    assert tokens(engine) == eager("lfm2")
     assert all(is_packed(mixer) for mixer in mixers_of(model))
     for one in (model, copy.deepcopy(model)):
         one.set_attn_implementation("eager")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import sys
+import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any, Self
@@ -15,6 +18,17 @@ from torchpaged.engine.calls import Calls
 from torchpaged.engine.metrics import EngineMetrics, measured
 from torchpaged.engine.outputs import GeneratorStats, TokenEvent
 from torchpaged.engine.scheduler import Scheduler
+
+#: The thread in which the garbage collector runs now; 0: it does not.
+_collecting = 0
+
+
+def _note_collection(phase: str, _info: object) -> None:
+    global _collecting
+    _collecting = threading.get_ident() if phase == "start" else 0
+
+
+gc.callbacks.append(_note_collection)
 
 
 class Lifecycle(NotCopied):
@@ -37,8 +51,8 @@ class Lifecycle(NotCopied):
         `TorchpagedError` with the error as its ``__cause__``. Either way the thread goes on.
 
         Ctrl-C in a call that waits cancels the requests of that call alone. A program that ends without
-        `close` waits for the step that runs, 10 seconds at most. A Generator that is dropped ends its thread,
-        once its open streams are over. A process that is forked has no such thread: all calls are refused in
+        `close` waits for the step that runs, 10 seconds at most. A Generator that is dropped is closed, once
+        its open streams are over. A process that is forked has no such thread: all calls are refused in
         it.
 
         Returns:
@@ -114,6 +128,14 @@ class Lifecycle(NotCopied):
 
     def _free(self) -> None:
         raise NotImplementedError
+
+    def __del__(self) -> None:
+        """The last reference to it is gone: as `close`, but that memory may wait for the garbage collector.
+        Not where that has found it, which may be in the middle of anybody's forward of the model, nor within
+        a step, in a forked process, or at the interpreter's end."""
+        if hasattr(self, "_calls") and _collecting != threading.get_ident() and not sys.is_finalizing():
+            with contextlib.suppress(TorchpagedError):
+                self._calls.close(self._free)
 
     def __enter__(self) -> Self:
         """``with Generator(...) as generator``: closed at the end of the block, however it ends."""

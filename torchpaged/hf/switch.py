@@ -11,7 +11,6 @@ functions replaced, too.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
@@ -38,8 +38,7 @@ from torchpaged.hf.wrapped import unwrapped
 
 _BEFORE = "_torchpaged_before"
 _ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-_LIVE: weakref.WeakSet[Settings] = weakref.WeakSet()
-_NUMBERS = itertools.count()
+_PAGED: weakref.WeakKeyDictionary[PreTrainedModel, _Before] = weakref.WeakKeyDictionary()
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -61,68 +60,74 @@ def _set(implementations: Iterable[tuple[Any, str]]) -> None:
         config._attn_implementation_internal = implementation
 
 
+class _Before:
+    """What a model was before it was paged, for the last of those who page it to give back. Who is dropped
+    without doing so counts no more; what it found is here for the next one."""
+
+    def __init__(self) -> None:
+        self.holders: weakref.WeakSet[Settings] = weakref.WeakSet()
+        self.implementations: dict[int, tuple[Any, str]] = {}  # each config, by its id, and what it had
+        self.training: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the model may be one of them
+        self.mixers: list[Any] = []
+        self.traceable: dict[Any, tuple[str, Any]] = {}
+
+
 class Settings:
     """What paging a model sets: the attention implementations of all its parts, eval mode, the forwards of
     mixers that keep states, and of modules whose own break a trace. Of several of one model the last gives
-    back what was before the first.
+    back what was before the first, or what someone else has set since.
 
     Args:
         model: the model, as it is before.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._number = model, next(_NUMBERS)
-        _LIVE.add(self)
+        self._model, before = model, _PAGED.setdefault(model, _Before())
+        self._before = before
+        before.holders.add(self)
         attached = {id(config): name for config, name in getattr(model, _BEFORE, ())}
-        self._before = [
-            (config, attached.get(id(config), config._attn_implementation)) for config in _configs(model)
-        ]
-        self._training = [module for module in model.modules() if module.training]
-        self._mixers = [module for module in mixers_of(model) if not is_packed(module)]
-        self._traceable = give_traceable(model)
+        for config in _configs(model):
+            name = attached.get(id(config), config._attn_implementation)
+            if name != NAME or id(config) not in before.implementations:
+                before.implementations[id(config)] = config, name
+        before.training.update(module for module in model.modules() if module.training)
+        before.mixers += [module for module in mixers_of(model) if not is_packed(module)]
+        before.traceable |= give_traceable(model)
 
     def give_back(self) -> None:
-        """Set what was before, or leave that to whoever has paged the model since; an implementation that
-        someone else has chosen since stays. A model that was attached meanwhile stays so, and `detach` sets
-        what was before this."""
-        _LIVE.discard(self)
-        since = [each for each in _settings_of(self._model) if each._number > self._number]
-        if since:
-            since[0]._before = self._before
-            since[0]._training += self._training
-            since[0]._mixers += self._mixers
-            since[0]._traceable |= self._traceable
+        """Set what was before, or leave that to whoever else pages the model; an implementation that someone
+        else has chosen since stays. A model that was attached meanwhile stays so, and `detach` sets what was
+        before this."""
+        before = self._before
+        before.holders.discard(self)
+        if before.holders or _PAGED.get(self._model) is not before:
             return
-        for module in self._training:
+        del _PAGED[self._model]
+        for module in before.training:
             module.training = True
         if hasattr(self._model, _BEFORE):
-            names = {id(config): name for config, name in self._before}
-            before = getattr(self._model, _BEFORE)
-            setattr(self._model, _BEFORE, [(config, names.get(id(config), name)) for config, name in before])
-            for mixer in self._mixers:
+            pairs = getattr(self._model, _BEFORE)
+            pairs = [before.implementations.get(id(config), (config, name)) for config, name in pairs]
+            setattr(self._model, _BEFORE, pairs)
+            for mixer in before.mixers:
                 forget_before(mixer, "forward")
-            for module, (name, _) in self._traceable.items():
+            for module, (name, _) in before.traceable.items():
                 forget_before(module, name)
             return
-        _set([pair for pair in self._before if pair[0]._attn_implementation == NAME])
-        for mixer in filter(is_packed, self._mixers):
+        _set([pair for pair in before.implementations.values() if pair[0]._attn_implementation == NAME])
+        for mixer in filter(is_packed, before.mixers):
             del mixer.forward
-        for module, (name, given) in self._traceable.items():
+        for module, (name, given) in before.traceable.items():
             if vars(module).get(name) is given:
                 delattr(module, name)
-
-
-def _settings_of(model: Any) -> list[Settings]:
-    """Of those who page ``model`` now, in the order in which they began."""
-    return sorted((each for each in _LIVE if each._model is model), key=lambda each: each._number)
 
 
 def unpack_mixers(model: Any, mixers: list[Any]) -> None:
     """Take from mixers of ``model`` the forward that `pack_mixer` gave them; whoever pages the model needs it
     until it gives back."""
-    paging = _settings_of(model)
-    if paging:
-        paging[0]._mixers += mixers
+    before = _PAGED.get(model)
+    if before is not None and before.holders:
+        before.mixers += mixers
         return
     for mixer in mixers:
         unpack_mixer(mixer)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine_requests import EACH, PROMPTS, engine, tokens_of
+from engine_requests import EACH, PROMPTS, TINY, engine, faulty_model, tokens_of
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +16,12 @@ def model(make_llama: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def want(model: Any) -> list[list[int]]:
-    """What a module's faulty model gives for `PROMPTS` where nothing goes wrong."""
-    return tokens_of(engine(model, graphs=False).generate(PROMPTS, EACH))
+def faulty(make_llama: Callable[..., Any]) -> Any:
+    """A `faulty_model` of `TINY` sizes."""
+    return faulty_model(make_llama(**TINY))
+
+
+@pytest.fixture(scope="module")
+def want(faulty: Any) -> list[list[int]]:
+    """What it gives for `PROMPTS` where nothing goes wrong."""
+    return tokens_of(engine(faulty, graphs=False).generate(PROMPTS, EACH))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -11,11 +10,9 @@ import torch
 from engine_requests import (
     EACH,
     PROMPTS,
-    TINY,
     Letters,
     assert_unharmed,
     engine,
-    faulty_model,
     tokens_of,
 )
 
@@ -24,11 +21,6 @@ from torchpaged.engine import SamplingParams
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
-
-
-@pytest.fixture(scope="module")
-def model(make_llama: Callable[..., Any]) -> Any:
-    return faulty_model(make_llama(**TINY))
 
 
 INTEGERS = [
@@ -85,8 +77,8 @@ def test_numbers_of_numpy_become_plain() -> None:
     assert {type(x) for x in floats} == {float}
 
 
-def test_bad_prompts_are_refused_before_anything_is_queued(model: Any, want: list[list[int]]) -> None:
-    generator = engine(model)
+def test_bad_prompts_are_refused_before_anything_is_queued(faulty: Any, want: list[list[int]]) -> None:
+    generator = engine(faulty)
     for prompt in (
         *(
             [1.5],
@@ -112,15 +104,15 @@ def test_bad_prompts_are_refused_before_anything_is_queued(model: Any, want: lis
     with pytest.raises(ArgumentError, match="^prompts: expected"):
         generator.generate([5, 6, 7])
     with pytest.raises(ArgumentError, match="^max_batch_size: expected an integer"):
-        engine(model, max_batch_size=2.5)
+        engine(faulty, max_batch_size=2.5)
     assert not generator.has_unfinished
     prompts = [torch.tensor(PROMPTS[0]), numpy.array(PROMPTS[2])]
     assert tokens_of(generator.generate(prompts, [EACH[0], EACH[2]])) == [want[0], want[2]]
     assert_unharmed(generator, want)
 
 
-def test_one_string_is_one_prompt(model: Any) -> None:
-    generator = engine(model)
+def test_one_string_is_one_prompt(faulty: Any) -> None:
+    generator = engine(faulty)
     generator.tokenizer = Letters()
     outputs = generator.generate("hello", EACH[0])
     assert len(outputs) == 1

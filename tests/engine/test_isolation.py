@@ -11,7 +11,6 @@ import pickle
 import random
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from engine_requests import (
     EACH,
     ENGINES,
     PROMPTS,
-    TINY,
     Letters,
     assert_unharmed,
     engine,
-    faulty_model,
     submit_all,
     tokens_of,
 )
@@ -42,19 +39,14 @@ CALL_FILES = tuple(
 )
 
 
-@pytest.fixture(scope="module")
-def model(make_llama: Callable[..., Any]) -> Any:
-    return faulty_model(make_llama(**TINY))
-
-
 # --------------------------------------------------------------------------------------------- one that fails
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("call", [1, 2, 4, 6])
 def test_nan_logits_end_that_request_alone(
-    model: Any, want: list[list[int]], call: int, options: dict[str, Any]
+    faulty: Any, want: list[list[int]], call: int, options: dict[str, Any]
 ) -> None:
-    generator = engine(model, **options)
-    model.fault = lambda number: 0 if number == call else None
+    generator = engine(faulty, **options)
+    faulty.fault = lambda number: 0 if number == call else None
     outputs = generator.generate(PROMPTS, EACH)
     failed = [output for output in outputs if output.finish_reason == "error"]
     assert len(failed) == 1
@@ -66,8 +58,8 @@ def test_nan_logits_end_that_request_alone(
     assert_unharmed(generator, want)
 
 
-def test_a_tokenizer_that_fails_ends_that_request_alone(model: Any, want: list[list[int]]) -> None:
-    generator, tokenizer = engine(model), Letters()
+def test_a_tokenizer_that_fails_ends_that_request_alone(faulty: Any, want: list[list[int]]) -> None:
+    generator, tokenizer = engine(faulty), Letters()
     generator.tokenizer = tokenizer
     tokenizer.broken = next(token for token in want[0] if not any(token in other for other in want[1:]))
     outputs = generator.generate(PROMPTS, EACH)
@@ -79,9 +71,9 @@ def test_a_tokenizer_that_fails_ends_that_request_alone(model: Any, want: list[l
 
 
 def test_a_tokenizer_that_fails_behind_an_interrupt_ends_that_request_alone(
-    model: Any, want: list[list[int]]
+    faulty: Any, want: list[list[int]]
 ) -> None:
-    generator, tokenizer = engine(model), Letters()
+    generator, tokenizer = engine(faulty), Letters()
     generator.tokenizer = tokenizer
     ids = submit_all(generator)
     events = [event for _ in range(6) for event in generator.step()]
@@ -92,10 +84,10 @@ def test_a_tokenizer_that_fails_behind_an_interrupt_ends_that_request_alone(
         tokenizer.broken = broken
 
     def fault(call: int) -> None:
-        model.fault = lambda call: None
+        faulty.fault = lambda call: None
         raise KeyboardInterrupt
 
-    model.fault = fault
+    faulty.fault = fault
     with pytest.raises(KeyboardInterrupt):
         for _ in range(5):
             events += generator.step()
@@ -110,17 +102,17 @@ def test_a_tokenizer_that_fails_behind_an_interrupt_ends_that_request_alone(
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_a_step_that_breaks_off_can_be_taken_again(
-    model: Any, want: list[list[int]], options: dict[str, Any], error: type[BaseException]
+    faulty: Any, want: list[list[int]], options: dict[str, Any], error: type[BaseException]
 ) -> None:
     """Requests driven by `step` go on from the tokens that were given, none lost and none twice; an error
     that comes at times is rarely raised."""
-    generator = engine(model, **options)
+    generator = engine(faulty, **options)
 
     def fault(call: int) -> None:
         if call % (11 if options.get("steps_per_launch") == 3 else 5) == 0:
             raise error
 
-    model.fault = fault
+    faulty.fault = fault
     ids = submit_all(generator)
     seen: dict[int, list[int | None]] = {request: [] for request in ids}
     failures = 0
@@ -135,10 +127,10 @@ def test_a_step_that_breaks_off_can_be_taken_again(
     assert_unharmed(generator, want)
 
 
-def test_a_callback_that_calls_the_generator_is_refused(model: Any, want: list[list[int]]) -> None:
+def test_a_callback_that_calls_the_generator_is_refused(faulty: Any, want: list[list[int]]) -> None:
     """Not a deadlock."""
-    generator = engine(model)
-    model.fault = lambda call: generator.submit([5]) and None
+    generator = engine(faulty)
+    faulty.fault = lambda call: generator.submit([5]) and None
     with pytest.raises(TorchpagedError, match="inside one of its own steps"):
         generator.generate(PROMPTS, EACH)
     assert_unharmed(generator, want)
@@ -147,9 +139,9 @@ def test_a_callback_that_calls_the_generator_is_refused(model: Any, want: list[l
 @pytest.mark.parametrize(
     "copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
 )
-def test_a_generator_is_not_copied(model: Any, copied: Any) -> None:
+def test_a_generator_is_not_copied(faulty: Any, copied: Any) -> None:
     with pytest.raises(NotCopyableError, match="a Generator can't be copied or pickled"):
-        copied(engine(model))
+        copied(engine(faulty))
 
 
 # ----------------------------------------------------------------------------------------- anything, anywhere
@@ -196,11 +188,11 @@ def by_stream(generator: Generator) -> None:
 
 
 def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next(
-    model: Any, want: list[list[int]]
+    faulty: Any, want: list[list[int]]
 ) -> None:
     """Ctrl-C at every line between the step's work and its return, `Inbox` and lock included."""
     lost, points = [], 0
-    generator = engine(model, graphs=False)
+    generator = engine(faulty, graphs=False)
     files = CALL_FILES
     while True:
         ids = [generator.submit(PROMPTS[i], dataclasses.replace(EACH[i], max_new_tokens=2)) for i in (0, 3)]
@@ -223,10 +215,10 @@ def test_events_of_a_step_interrupted_while_it_hands_them_out_come_with_the_next
 
 
 def test_a_stream_interrupted_while_it_begins_leaves_no_request_without_an_owner(
-    model: Any, want: list[list[int]]
+    faulty: Any, want: list[list[int]]
 ) -> None:
     """Ctrl-C at every line of stream(ids): its requests are cancelled, or still belong to all."""
-    generator, points = engine(model, graphs=False), 0
+    generator, points = engine(faulty, graphs=False), 0
     files = CALL_FILES
     while True:
         ids = submit_all(generator)
@@ -255,10 +247,10 @@ def test_a_stream_interrupted_while_it_begins_leaves_no_request_without_an_owner
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("seed", range(2))
 def test_failures_at_random_points(
-    model: Any, want: list[list[int]], options: dict[str, Any], seed: int
+    faulty: Any, want: list[list[int]], options: dict[str, Any], seed: int
 ) -> None:
     """One engine, one mishap after another; after each it serves as a new one does."""
-    rng, generator = random.Random(seed), engine(model, **options)
+    rng, generator = random.Random(seed), engine(faulty, **options)
     work = [by_generate, by_stream]
     lines = []
     for run in work:
@@ -272,7 +264,7 @@ def test_failures_at_random_points(
             rng.randrange(2),
             rng.choice(["line", "line", "line", "forward", "forward interrupted", "nan", "left"]),
         )
-        run, model.calls, at = work[which], 0, rng.randint(1, 12)
+        run, faulty.calls, at = work[which], 0, rng.randint(1, 12)
         if kind == "line":
             with pytest.raises(KeyboardInterrupt), Interrupt(rng.randint(1, lines[which] - 50)):
                 run(generator)
@@ -290,7 +282,7 @@ def test_failures_at_random_points(
                     raise error
                 return rng.randrange(3) if call == at else None
 
-            model.fault = fault
+            faulty.fault = fault
             if error is not KeyboardInterrupt:  # one that comes once is not raised
                 run(generator)
             else:
@@ -299,7 +291,7 @@ def test_failures_at_random_points(
         if generator.has_unfinished:  # requests that were submitted before a stream began: no call left them
             assert kind == "line"
             assert run is by_stream
-            model.fault = lambda call: None
+            faulty.fault = lambda call: None
             for _ in generator.stream():
                 pass
         assert_unharmed(generator, want)

@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,9 @@ from engine_requests import (
     EACH,
     ENGINES,
     PROMPTS,
-    TINY,
     Letters,
     assert_unharmed,
     engine,
-    faulty_model,
     submit_all,
     tokens_of,
 )
@@ -32,14 +29,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
 
 
-@pytest.fixture(scope="module")
-def model(make_llama: Callable[..., Any]) -> Any:
-    return faulty_model(make_llama(**TINY))
-
-
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
-def test_generate_inside_an_open_stream(model: Any, want: list[list[int]], options: dict[str, Any]) -> None:
-    generator = engine(model, **options)
+def test_generate_inside_an_open_stream(faulty: Any, want: list[list[int]], options: dict[str, Any]) -> None:
+    generator = engine(faulty, **options)
     ids = [generator.submit(PROMPTS[i], EACH[i]) for i in (0, 2)]
     seen: dict[int, list[int | None]] = {request: [] for request in ids}
     for count, event in enumerate(generator.stream()):
@@ -53,8 +45,8 @@ def test_generate_inside_an_open_stream(model: Any, want: list[list[int]], optio
     assert_unharmed(generator, want)
 
 
-def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
-    generator = engine(model)
+def test_a_stream_that_is_left_cancels_its_requests(faulty: Any, want: list[list[int]]) -> None:
+    generator = engine(faulty)
     submit_all(generator)
     for _ in generator.stream():
         break
@@ -81,11 +73,11 @@ def test_a_stream_that_is_left_cancels_its_requests(model: Any, want: list[list[
 @pytest.mark.parametrize("held", range(1, 5))
 @pytest.mark.parametrize("how", ["step", "stream", "both"])
 def test_what_a_suspended_stream_holds_comes_in_order_from_any_call(
-    model: Any, want: list[list[int]], options: dict[str, Any], held: int, how: str
+    faulty: Any, want: list[list[int]], options: dict[str, Any], held: int, how: str
 ) -> None:
     """A stream over all gives ``held`` events and waits; its other events of the same step, ends included,
     are the next call's."""
-    generator, which = engine(model, **options), (0, 2, 3)
+    generator, which = engine(faulty, **options), (0, 2, 3)
     short = [dataclasses.replace(EACH[i], max_new_tokens=1 + 2 * (i == 2)) for i in which]
     ids = [generator.submit(PROMPTS[i], params) for i, params in zip(which, short, strict=True)]
     expected = {
@@ -116,11 +108,11 @@ def test_what_a_suspended_stream_holds_comes_in_order_from_any_call(
     "options", [*ENGINES.values(), {"steps_per_launch": 12}], ids=[*ENGINES, "one launch"]
 )
 def test_a_request_that_has_ended_is_not_cancelled(
-    model: Any, want: list[list[int]], options: dict[str, Any]
+    faulty: Any, want: list[list[int]], options: dict[str, Any]
 ) -> None:
     """Whether its owner has its last event or not: it may have ended in the launch whose first event has just
     come."""
-    generator = engine(model, **options)
+    generator = engine(faulty, **options)
     ids = [generator.submit(PROMPTS[i], EACH[i]) for i in (0, 3)]
     seen: dict[int, list[int | None]] = {request: [] for request in ids}
     for event in generator.stream():
@@ -139,9 +131,9 @@ def test_a_request_that_has_ended_is_not_cancelled(
     assert_unharmed(generator, want)
 
 
-def test_a_stream_and_steps_of_two_threads_give_each_event_once(model: Any, want: list[list[int]]) -> None:
+def test_a_stream_and_steps_of_two_threads_give_each_event_once(faulty: Any, want: list[list[int]]) -> None:
     """One thread streams over all, two others step: the first to come has an event, and no other."""
-    generator, wrong = engine(model, steps_per_launch=3), []
+    generator, wrong = engine(faulty, steps_per_launch=3), []
     seen: dict[int, list[int | None]] = {}
     ids = [generator.submit(PROMPTS[i], EACH[i]) for i in (0, 1, 2, 3) * 6]
 
@@ -176,10 +168,10 @@ def test_a_stream_and_steps_of_two_threads_give_each_event_once(model: Any, want
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_submit_that_breaks_off_leaves_no_event(
-    model: Any, want: list[list[int]], graphs: bool, monkeypatch: pytest.MonkeyPatch
+    faulty: Any, want: list[list[int]], graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No caller has the request's id, so that none is told that it was cancelled."""
-    generator = Generator(model, max_batch_size=2, max_seq_len=64, prefill_chunk_size=16, graphs=graphs)
+    generator = Generator(faulty, max_batch_size=2, max_seq_len=64, prefill_chunk_size=16, graphs=graphs)
     add = generator._stepper.add
 
     def interrupted(sequence: Any) -> None:
@@ -198,10 +190,10 @@ def test_a_submit_that_breaks_off_leaves_no_event(
     assert generator.pool.num_used == 0
 
 
-def test_a_stream_that_is_never_begun_cancels_its_requests(model: Any, want: list[list[int]]) -> None:
+def test_a_stream_that_is_never_begun_cancels_its_requests(faulty: Any, want: list[list[int]]) -> None:
     """They belong to it: no other call would give their events, and they would run on, and hold their blocks,
     in later calls."""
-    generator = engine(model)
+    generator = engine(faulty)
     ids = [generator.submit(prompt, params) for prompt, params in zip(PROMPTS[:2], EACH, strict=False)]
     kept = generator.stream([ids[1]])
     generator.stream([ids[0]])
@@ -213,11 +205,11 @@ def test_a_stream_that_is_never_begun_cancels_its_requests(model: Any, want: lis
 
 @pytest.mark.parametrize("place", ["behind acquire", "ahead of release"])
 def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
-    model: Any, want: list[list[int]], place: str
+    faulty: Any, want: list[list[int]], place: str
 ) -> None:
     """The collector may run at any call, between the lock and the note of who holds it too: its thread must
     not wait for itself."""
-    generator, left = engine(model), []
+    generator, left = engine(faulty), []
 
     def collect(here: str) -> None:
         if here == place and not left:
@@ -246,11 +238,11 @@ def test_a_stream_collected_as_garbage_while_the_lock_changes_hands(
 
 
 def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
-    model: Any, want: list[list[int]]
+    faulty: Any, want: list[list[int]]
 ) -> None:
     """The submitting thread is inside, its request not queued yet, when a stream over all requests is closed
     and waits for the lock."""
-    generator, inside, closing, ids = engine(model), threading.Event(), threading.Event(), []
+    generator, inside, closing, ids = engine(faulty), threading.Event(), threading.Event(), []
 
     class Slow(Letters):
         def __call__(self, text: str) -> dict[str, list[int]]:
@@ -287,10 +279,10 @@ def test_a_request_submitted_while_a_stream_breaks_off_has_an_owner(
     assert_unharmed(generator, want)
 
 
-def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> None:
+def test_five_threads_on_one_generator(faulty: Any, want: list[list[int]]) -> None:
     """Some with generate(), some with streams of their own, one that fails all the time, and several at once
     in a batch."""
-    generator, wrong, most = engine(model, steps_per_launch=2), [], [0]
+    generator, wrong, most = engine(faulty, steps_per_launch=2), [], [0]
 
     def work(number: int) -> None:
         try:
@@ -319,7 +311,7 @@ def test_five_threads_on_one_generator(model: Any, want: list[list[int]]) -> Non
 
 
 def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
-    model: Any, monkeypatch: pytest.MonkeyPatch
+    faulty: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C in a call that waits for its turn: no call gives way to it any more, which would slow all
     later steps."""
@@ -334,7 +326,7 @@ def test_a_thread_that_was_interrupted_while_it_waited_is_not_waited_for(
         def _is_owned(self) -> bool:
             return False
 
-    generator = engine(model)
+    generator = engine(faulty)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(generator._calls.lock, "_lock", Interrupted())
         generator.step()

@@ -73,6 +73,17 @@ def test_positions_beyond_the_table_and_gradients() -> None:
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
 
 
+@pytest.mark.parametrize("name", ["Llama", "lfm2"])
+def test_autocast_is_the_unfused_models(name: str) -> None:
+    """Its numbers have other dtypes than the weights that the ops take."""
+    model = build(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = logits(model)
+        fuse(model, count=False)
+        got = logits(model)
+    torch.testing.assert_close(got, want, check_dtype=False, rtol=0, atol=0.02 * float(want.abs().max()))
+
+
 def test_int32_ids_are_taken_as_before() -> None:
     model = build("Llama")
     fuse(model)

@@ -23,6 +23,7 @@ from torchpaged.fuse.multipliers import Multipliers
 from torchpaged.fuse.rope_table import RopeTable, computed
 from torchpaged.fuse.stacked import Stacked
 from torchpaged.hf.cache_argument import CACHE, take_cache
+from torchpaged.hf.call import autocasts
 from torchpaged.hf.layer import LayerCache, PagedLayer
 from torchpaged.hf.owner import PagedOwner
 
@@ -181,13 +182,14 @@ class LayerPlan:
 
 
 def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """A decoder layer's forward: the step above if its cache is paged, else what the layer did before."""
+    """A decoder layer's forward: the step above if its cache is paged, else what the layer did before, in
+    autocast, too: the ops take numbers of the weights' dtype."""
     plan: LayerPlan = self._torchpaged_plan
     kwargs |= dict(zip(plan.architecture.positional[: len(args)], args, strict=True))
     cache = take_cache(kwargs)
     cached = plan.cached(cache)
     lacks_positions = kwargs.get("position_ids") is None and plan.needs_positions
-    if cached is None or lacks_positions or self.training:
+    if cached is None or lacks_positions or self.training or autocasts(hidden_states):
         if "position_embeddings" in kwargs:
             kwargs["position_embeddings"] = computed(kwargs["position_embeddings"])
         return type(self).forward(self, hidden_states, **{CACHE: cache}, **kwargs)

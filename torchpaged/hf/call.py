@@ -114,11 +114,15 @@ def by_token(states: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether ``torch.autocast`` is on for the device of ``x``."""
+    return x.device.type in _AUTOCAST and torch.is_autocast_enabled(x.device.type)
+
+
 def in_autocast(*states: Tensor) -> tuple[Tensor, ...]:
     """``states`` in the dtype of ``torch.autocast`` where it is on, as SDPA takes them: rotated keys come in
     float32, next to values that do not."""
-    kind = states[0].device.type
-    if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
+    if not autocasts(states[0]):
         return states
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(states[0].device.type)
     return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in states)

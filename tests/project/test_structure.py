@@ -46,9 +46,9 @@ SPELLED_OUT = {
     "torchpaged/hf/call.py": "transformers' words",
     "torchpaged/compat/arguments.py": "FlashAttention's words",
 }
-#: Python files that may name an option. block_sparse: six are Triton's kernels and three the benchmark's;
+#: Python files that may name an option. block_sparse: ten are Triton's kernels and three the benchmark's;
 #: output_scale: eight are of ``mla_attention``.
-MOST_FILES = {"tree_mask": 14, "block_sparse": 21, "output_scale": 28, "alibi_slopes": 22}
+MOST_FILES = {"tree_mask": 14, "block_sparse": 25, "output_scale": 28, "alibi_slopes": 22}
 
 
 def _python_files() -> list[Path]:

@@ -31,14 +31,10 @@ from torchpaged.custom_ops.step_end import check
 from torchpaged.custom_ops.step_end.call import SampleCall
 from torchpaged.custom_ops.step_end.check import check_sample_tokens
 from torchpaged.custom_ops.step_end.triton.sample_search import (
-    draw_listed,
-    find_threshold,
+    draw_truncated,
     gumbel_noise,
     likelihood,
-    list_groups,
     load_logits,
-    measure_row,
-    next_above,
     row_of,
 )
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
@@ -278,47 +274,6 @@ def better(a, token_a, b, token_b):
     """For `tl.reduce`: the larger value and its token, the lower token of equal values."""
     first = (a > b) | ((a == b) & (token_a < token_b))
     return tl.where(first, a, b), tl.where(first, token_a, token_b)
-
-
-@triton.jit
-def draw_truncated(
-    logits,
-    parameters,
-    parts,
-    maximum,
-    total,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The token of a row that keeps some only, whose likelihoods sum to ``total``. The row of indices becomes
-    the list of groups."""
-    temperature, top_k, top_p = parameters.temperature, parameters.top_k, parameters.top_p
-    vocab_size = logits.vocab_size
-    peaks_at = parts.at + 2 * parts.num_tiles
-    listed, threshold = list_groups(
-        peaks_at, parts.list_at, maximum, total, parameters, vocab_size, parts.num_groups, GROUPS
-    )
-    allowed = vocab_size
-    if (top_k > 0) & (top_k < vocab_size):
-        threshold, above = find_threshold(
-            logits, listed, top_k.to(tl.float32), threshold, maximum, temperature, False, GROUP, CHUNK
-        )
-        allowed = top_k - above.to(tl.int32)
-        if top_p < 1.0:
-            heavier, _, _ = measure_row(
-                logits, listed, next_above(threshold), maximum, temperature, True, GROUP, CHUNK
-            )
-            total = heavier + allowed * likelihood(threshold, maximum, temperature)
-    if top_p < 1.0:
-        lowest = threshold
-        threshold, heavier = find_threshold(
-            logits, listed, top_p * total, threshold, maximum, temperature, True, GROUP, CHUNK
-        )
-        needed = tl.ceil((top_p * total - heavier) / likelihood(threshold, maximum, temperature))
-        ties = tl.maximum(tl.minimum(needed, 16777216.0).to(tl.int32), 1)
-        allowed = tl.where(threshold > lowest, ties, tl.minimum(ties, allowed))
-    return draw_listed(logits, listed, threshold, allowed, maximum, parameters, GROUP, CHUNK)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import filterfalse
+from itertools import filterfalse, repeat
 from typing import Any
 
 from torchpaged.cache.eviction import EvictionPolicy, IdleBlocks, Pin
@@ -64,7 +64,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
         self._kept: dict[int, Any] = {}  # blocks that outlive their holders, and what they hold
         self._idle = IdleBlocks()  # those of `_kept` without holders
-        self._given_up: Callable[[list[int], list[Any]], None] | None = None
+        self._given_up: Callable[[list[int], dict[int, Any]], None] | None = None
         self._flush: Callable[[], None] | None = None
         self._keeps_idle = True
         self.peak_used = 0
@@ -181,13 +181,13 @@ class BlockPool:
             raise ArgumentError("blocks", "a list of block ids", repr(blocks))
         if not self._are_different(blocks) or not self._held.issuperset(blocks):
             self._require_held(blocks)
-        kept, left = self._kept, list(reversed(blocks))
+        kept, left = self._kept, list(blocks)[::-1]
         if self._more and not self._more.keys().isdisjoint(blocks):
             left = list(filterfalse(self._is_shared_once_less, left))
         self._held.difference_update(left)
-        idle = list(filter(kept.__contains__, left))
+        idle = [block for block in left if block in kept] if kept else []
         if len(idle) < len(left):
-            self._free += filterfalse(kept.__contains__, left)
+            self._free += [block for block in left if block not in kept] if idle else left
         if idle and self._keeps_idle:
             self._idle.add(idle)
         elif idle:
@@ -236,7 +236,7 @@ class BlockPool:
     # ----------------------------------------------------------------------------- what outlives its holders
     def watch(
         self,
-        given_up: Callable[[list[int], list[Any]], None],
+        given_up: Callable[[list[int], dict[int, Any]], None],
         keeps_idle: bool = True,
         policy: EvictionPolicy | None = None,
         flush: Callable[[], None] | None = None,
@@ -244,7 +244,8 @@ class BlockPool:
         """Be told of blocks whose contents are lost.
 
         Args:
-            given_up: called with blocks of `keep`, and what they hold, when that is no longer kept.
+            given_up: called with blocks of `keep` when what they hold is no longer kept, and with that by
+                block.
             keeps_idle: blocks of `keep` stay idle without holders until others need them; False: they are
                 given up with their last holder.
             policy: which idle block is given up first; None: as `LRU`.
@@ -263,7 +264,7 @@ class BlockPool:
         if not self._held.issuperset(blocks):
             for block in blocks:
                 self._check(block)
-        self._kept.update(dict.fromkeys(blocks, what))
+        self._kept.update(zip(blocks, repeat(what), strict=False))
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more; nothing if it was not kept."""
@@ -295,10 +296,13 @@ class BlockPool:
         self._idle.unpin(pin)
 
     def _give_up(self, blocks: list[int]) -> None:
-        what = list(map(self._kept.pop, blocks))
         self._free += blocks
-        if self._given_up is not None:
-            self._given_up(blocks, what)
+        try:
+            if self._given_up is not None:
+                self._given_up(blocks, self._kept)
+        finally:
+            for block in blocks:
+                del self._kept[block]
 
     def reset(self) -> None:
         """Forget all holders, and what blocks hold: every block is free. For an owner whose own books are

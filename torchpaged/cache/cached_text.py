@@ -28,7 +28,6 @@ class CachedText:
     def __init__(self, cache: PrefixBooks, tokens: Sequence[int], extra: Hashable) -> None:
         self._cache, self._extra, self._step = cache, extra, cache._step
         self._data, self._num_tokens = b"", 0
-        self.extend(tokens)
         self._epoch, self._drops = cache._epoch, cache._drops
         self._blocks: list[int] = []  # of its first tokens, found so far
         self._place = cache._origin  # of the last of its blocks that is found, or computed
@@ -37,11 +36,13 @@ class CachedText:
         self._last = NULL_BLOCK  # the one that is known by the tokens of the last block that was computed
         self._promise: Key | None = None  # of the block that it computes next, for which others wait
         self._promised_end = 0  # of the blocks that it is going to compute
+        self._waits = False  # what `_find` said at this version of the cache: `_found_at`
         self._counted, self._count, self._is_counted = -1, 0, False
         self.has_begun = False
         self.resumes: Resumed | None = None
         self.arrival: Arrival | None = None
         self.num_arriving = 0
+        self.extend(tokens)
 
     def __len__(self) -> int:
         return self._num_tokens
@@ -64,6 +65,7 @@ class CachedText:
         self._num_tokens = len(self._data) // TOKEN_BYTES
         # Blocks that it may take. Its last token is in none: that one is always computed.
         self._most = (self._num_tokens - 1) // self._cache.block_size
+        self._found_at = -1
 
     def _tokens(self, place: int, end: int) -> bytes:
         """Of its blocks from ``place`` on, up to ``end``."""
@@ -71,12 +73,15 @@ class CachedText:
 
     def _key(self, place: int, front: Place) -> Key:
         """Of its block ``place``, behind what is at ``front``."""
-        return self._cache.key(front, self._tokens(place, place + 1), self._extra)
+        tokens = self._data[place * self._step : (place + 1) * self._step]
+        return self._cache.key(front, tokens, self._extra)
 
     def _find(self) -> bool:
         """Go on to the last block whose keys and values are there; whether another text has promised the one
         behind it."""
         cache = self._cache
+        if self._found_at == cache._version:
+            return self._waits
         if self._drops != cache._drops:
             self._blocks, self._place = [], cache._origin
             self._drops, self._epoch = cache._drops, cache._epoch
@@ -84,7 +89,8 @@ class CachedText:
         self._blocks += found
         place = len(self._blocks)
         self._next = self._key(place, self._place) if place < self._most else None
-        return self._next is not None and self._next in cache._promised
+        self._found_at, self._waits = cache._version, self._next in cache._promised
+        return self._waits
 
     def _known(self, place: int, end: int, front: Place) -> tuple[list[int], Place]:
         """The blocks with the tokens of its blocks from ``place`` on, at most to ``end``, behind what is at
@@ -153,7 +159,7 @@ class CachedText:
             swapped: what the host has comes back, even where its tokens would be computed sooner.
         """
         cache = self._cache
-        if (self._next is not None and self._next in cache._promised) or self._find():
+        if self._find():
             return None
         blocks = self._begin(len(self._blocks), counts and cache.host is None)
         if cache.host is not None:
@@ -317,7 +323,7 @@ class CachedText:
             if cache.host is not None:
                 cache.host.drop(place)
             if block := place[0].block(place[1]):  # or else another text's, given up
-                cache._forgotten([block], [place[0]])
+                cache._forgotten([block], cache.pool._kept)
                 cache._not_saved.discard(block)
                 cache.pool.drop(block)
             front = place

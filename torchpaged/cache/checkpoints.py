@@ -85,14 +85,16 @@ class CheckpointedPrefixCache(PrefixCache):
         super().clear(reason)
         self._free_all()
 
-    def _forgotten(self, blocks: list[int], runs: list[Run]) -> list[tuple[Run, Sequence[int], list[int]]]:
+    def _forgotten(
+        self, blocks: list[int], run_of: dict[int, Run]
+    ) -> list[tuple[Run, Sequence[int], list[int]]]:
         self._evicted.difference_update(blocks)
         for block in blocks:
             self._coming.pop(block, None)
             self._unused.pop(block, None)
             if block in self._of_block:
                 self._free.append(self._of_block.pop(block))
-        return super()._forgotten(blocks, runs)
+        return super()._forgotten(blocks, run_of)
 
     def _add(self, block: int, made: list[int] | None) -> int:
         """A place for the checkpoint behind ``block``; ``made``: blocks behind which its text has made others
@@ -148,7 +150,7 @@ class CheckpointedText(CachedText):
         """See `CachedText`. The first block is its own, and `resumes` says what is to be copied at once, in
         the order of the stream. None, too: another text is about to make a checkpoint that it could take."""
         cache, pool = self._cache, self._cache.pool
-        if (self._next is not None and self._next in cache._promised) or self._find():
+        if self._find():
             self._want()
             return None
         count = cache._resumable(self._blocks)

@@ -198,8 +198,11 @@ class IdleBlocks:
             except BaseException:
                 self._give(self._policy, reversed(told))  # still idle: else it would never give them up
                 raise
-        for block in blocks:
-            self._take(block)
+        if self._priorities:
+            for block in blocks:
+                self._take(block)
+        else:
+            self._take_unpinned(blocks)
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more, nor are its pins."""
@@ -320,18 +323,24 @@ class IdleBlocks:
         """Take an idle block out; whether the policy has it."""
         priority = self._priorities.pop(block, None)
         if priority is None:
-            self._unpinned.remove(block)
             known = block not in self._refused
-            self._refused.pop(block, None)
-            self._stale[block] = self._stale.get(block, 0) + 1
-            if len(self._order) > 2 * len(self._unpinned) + _MOST_STALE:
-                self._order, self._stale = deque(self._in_order()), {}
+            self._take_unpinned([block])
             return known
         of_priority = self._pinned[priority]
         del of_priority[block]
         if not of_priority:
             del self._pinned[priority]
         return False
+
+    def _take_unpinned(self, blocks: Sequence[int]) -> None:
+        self._unpinned.difference_update(blocks)
+        for block in filter(self._refused.__contains__, blocks):
+            del self._refused[block]
+        stale = self._stale
+        for block in blocks:
+            stale[block] = stale.get(block, 0) + 1
+        if len(self._order) > 2 * len(self._unpinned) + _MOST_STALE:
+            self._order, self._stale = deque(self._in_order()), {}
 
     def _place_again(self, block: int) -> None:
         """The pins of a block have changed."""

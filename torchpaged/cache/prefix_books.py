@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
@@ -108,18 +107,17 @@ class Run:
         """The one at a place; `NULL_BLOCK`: it is not known."""
         return self.blocks[place] if place < len(self.blocks) else NULL_BLOCK
 
-    def lose(self, blocks: list[int]) -> Sequence[int]:
-        """These are not known any more; their places. Costs O(1) per block if they are its last, that first,
-        as they are given up; or else O(blocks of the run)."""
-        own, end = self.blocks, len(self.blocks)
-        places: Sequence[int] = range(end - 1, end - len(blocks) - 1, -1)
-        if own[end - len(blocks) :] == blocks[::-1]:
-            del own[end - len(blocks) :]
+    def lose(self, blocks: list[int], at: int) -> Sequence[int]:
+        """Those from ``at`` on, as far as they are its last ones, last first, or one are not known any more;
+        their places. Costs O(1) per block, of one that is not its last O(blocks of the run)."""
+        own = self.blocks
+        count = min(len(own), len(blocks) - at)
+        places: Sequence[int] = range(len(own) - 1, len(own) - count - 1, -1)
+        if own[: -count - 1 : -1] == blocks[at : at + count]:
+            del own[-count:]
         else:
-            place_of = dict(zip(own, range(end), strict=True))
-            places = [place_of[block] for block in blocks]
-            for place in places:
-                own[place] = NULL_BLOCK
+            places = [own.index(blocks[at])]
+            own[places[0]] = NULL_BLOCK
         while own and own[-1] == NULL_BLOCK:
             own.pop()
         return places
@@ -284,10 +282,10 @@ class PrefixBooks(NotCopied):
         run.blocks[place : place + len(blocks)] = blocks
         self._version += 1
 
-    def _given_up(self, blocks: list[int], runs: list[Run]) -> None:
+    def _given_up(self, blocks: list[int], run_of: dict[int, Run]) -> None:
         """The pool needs ``blocks`` of these runs, or they have no holders and nothing is kept."""
         host, not_saved = self.host, self._not_saved
-        for run, places, lost in self._forgotten(blocks, runs):
+        for run, places, lost in self._forgotten(blocks, run_of):
             if host is not None:
                 for place, block in zip(places, lost, strict=True):
                     if block not in not_saved:
@@ -299,14 +297,16 @@ class PrefixBooks(NotCopied):
         if host is not None:
             not_saved.difference_update(blocks)
 
-    def _forgotten(self, blocks: list[int], runs: list[Run]) -> list[tuple[Run, Sequence[int], list[int]]]:
+    def _forgotten(
+        self, blocks: list[int], run_of: dict[int, Run]
+    ) -> list[tuple[Run, Sequence[int], list[int]]]:
         """What ``blocks`` of these runs hold is not known any more; runs, places and blocks, in parts."""
         parts, at = list[tuple[Run, Sequence[int], list[int]]](), 0
-        for run, group in groupby(runs):
-            lost = blocks[at : at + len(list(group))]
-            at += len(lost)
-            parts.append((run, run.lose(lost), lost))
-            self._lost[run] = None
+        while at < len(blocks):
+            run = run_of[blocks[at]]
+            places = run.lose(blocks, at)
+            parts.append((run, places, blocks[at : at + len(places)]))
+            self._lost[run], at = None, at + len(places)
         self._version, self._drops, self._num_lost = self._version + 1, self._drops + 1, self._num_lost + at
         # At least as many blocks that were given up last are remembered as the pool and the host have. Those
         # that a run lost before go with those that it lost last.

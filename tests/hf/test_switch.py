@@ -198,6 +198,17 @@ def test_engines_over_an_attached_model(detached_between: bool) -> None:
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_engines_over_models_that_share_a_config(first: int) -> None:
+    """The one that is left goes on; the config has what was before both, once both are closed."""
+    model = model_of("llama", "eager")
+    engines = [engine(each) for each in (model, type(model)(model.config).eval())]
+    engines[first].close()
+    assert engines[1 - first].generate([[5, 6, 7]])[0].token_ids
+    engines[1 - first].close()
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_forward_of_someone_else_stays_when_an_engine_closes() -> None:
     model = model_of("dbrx", "eager")
     experts = next(module for module in model.modules() if type(module).__name__ == "DbrxExperts")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any, Self
@@ -18,17 +17,6 @@ from torchpaged.engine.calls import Calls
 from torchpaged.engine.metrics import EngineMetrics, measured
 from torchpaged.engine.outputs import GeneratorStats, TokenEvent
 from torchpaged.engine.scheduler import Scheduler
-
-#: The thread in which the garbage collector runs now; 0: it does not.
-_collecting = 0
-
-
-def _note_collection(phase: str, _info: object) -> None:
-    global _collecting
-    _collecting = threading.get_ident() if phase == "start" else 0
-
-
-gc.callbacks.append(_note_collection)
 
 
 class Lifecycle(NotCopied):
@@ -133,7 +121,8 @@ class Lifecycle(NotCopied):
         """The last reference to it is gone: as `close`, but that memory may wait for the garbage collector.
         Not where that has found it, which may be in the middle of anybody's forward of the model, nor within
         a step, in a forked process, or at the interpreter's end."""
-        if hasattr(self, "_calls") and _collecting != threading.get_ident() and not sys.is_finalizing():
+        # Set ahead of this call by the collector alone; tests/engine/test_close.py notices if that changes.
+        if hasattr(self, "_calls") and not gc.is_finalized(self) and not sys.is_finalizing():
             with contextlib.suppress(TorchpagedError):
                 self._calls.close(self._free)
 

@@ -75,7 +75,8 @@ class _Before:
 class Settings:
     """What paging a model sets: the attention implementations of all its parts, eval mode, the forwards of
     mixers that keep states, and of modules whose own break a trace. Of several of one model the last gives
-    back what was before the first, or what someone else has set since.
+    back what was before the first, or what someone else has set since; a config that another model has, too,
+    stays as that one needs it.
 
     Args:
         model: the model, as it is before.
@@ -86,8 +87,10 @@ class Settings:
         self._before = before
         before.holders.add(self)
         attached = {id(config): name for config, name in getattr(model, _BEFORE, ())}
+        known = {key: pair[1] for other in _PAGED.values() for key, pair in other.implementations.items()}
         for config in _configs(model):
             name = attached.get(id(config), config._attn_implementation)
+            name = known.get(id(config), name) if name == NAME else name
             if name != NAME or id(config) not in before.implementations:
                 before.implementations[id(config)] = config, name
         before.training.update(module for module in model.modules() if module.training)
@@ -114,7 +117,9 @@ class Settings:
             for module, (name, _) in before.traceable.items():
                 forget_before(module, name)
             return
-        _set([pair for pair in before.implementations.values() if pair[0]._attn_implementation == NAME])
+        held = {key for other in _PAGED.values() if other.holders for key in other.implementations}
+        pairs = [pair for key, pair in before.implementations.items() if key not in held]
+        _set([pair for pair in pairs if pair[0]._attn_implementation == NAME])
         for mixer in filter(is_packed, before.mixers):
             del mixer.forward
         for module, (name, given) in before.traceable.items():

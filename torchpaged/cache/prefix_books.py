@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
 from torchpaged.cache.eviction import EvictionPolicy, check_policy
@@ -18,9 +18,6 @@ from torchpaged.cache.host_tier import HostTier
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted, one_line, repr_of_fields
-
-if TYPE_CHECKING:
-    from torchpaged.cache.cached_text import CachedText
 
 #: Why tokens were not found: they were new; the pool needed their blocks; they fill no block, or are
 #: the last block of a text, whose last token is always computed since its logits are wanted.
@@ -160,7 +157,7 @@ class PrefixBooks(NotCopied):
 
     def _forget_all(self) -> None:
         self._runs: dict[Key, Run] = {}
-        self._promised: dict[Key, CachedText] = {}  # who computes the block behind a place
+        self._promised: dict[Key, Any] = {}  # the `CachedText` that computes the block behind a place
         # Runs that lost blocks, the latest and those before them, and how many blocks the latest lost.
         self._lost: dict[Run, None] = {}
         self._lost_before: dict[Run, None] = {}

@@ -135,10 +135,10 @@ class Products {
   static constexpr int N = TERMS<T>;
 
  public:
-  static constexpr int64_t KEYS = TILE_KV * (N == 1 ? 4 : 1);  // of a tile
+  static constexpr int64_t KEYS = TILE_KV * (N == 1 ? 4 : 2);  // of a tile
   static constexpr int64_t ROWS = 16;                          // that they come in
   // Fewer rows are as fast by vectors, which pack nothing.
-  static bool worth(int64_t rows) { return rows >= (N == 1 ? 8 : N == 2 ? 24 : 64); }
+  static bool worth(int64_t rows) { return rows >= (N == 1 ? 8 : N == 2 ? 16 : 48); }
   // Floats of a row of sums over values; rows of a power of two would share the lines of a cache.
   static int64_t row_size(int64_t width) { return (width + 63) / 64 * 64 + 16; }
 
@@ -181,12 +181,9 @@ class Products {
     const bool latent = keys[0] == values[0];
     key_steps = (count + 31) / 32;
     for (int64_t i = 0; i < key_steps * 32; i += 2) {
-      const T* rows[2];
-      for (int j = 0; j < 2; ++j) rows[j] = any[i / 64] >> (i + j) % 64 & 1 ? keys[i + j] : nullptr;
-      finite &= pack(rows, i, p.head_dim, true, latent);
-      if (latent) continue;
-      for (int j = 0; j < 2; ++j) if (rows[j]) rows[j] = values[i + j];
-      finite &= pack(rows, i, p.head_dim_v, false, true);
+      const uint64_t which = any[i / TILE_KV] >> i % TILE_KV;
+      finite &= pack(keys, which, i, count, p.head_dim, true, latent);
+      if (!latent) finite &= pack(values, which, i, count, p.head_dim_v, false, true);
     }
     if (!finite) return false;
     for (int64_t tile = 0; tile < row_tiles; tile += 2) {
@@ -250,14 +247,21 @@ class Products {
   int64_t key_steps = 0;
   bool usable;
 
-  // Rows i and i + 1 of the tile, zeros where null, into k and v.
-  bool pack(const T* const (&rows)[2], int64_t i, int64_t width, bool keys, bool values) {
+  // Rows i and i + 1 of the tile, zeros where `which` has no bit, into k and v.
+  bool pack(const T* const* rows, uint64_t which, int64_t i, int64_t count, int64_t width, bool keys,
+            bool values) {
     bool finite = true;
+    constexpr int64_t AHEAD = 4;  // rows to fetch from memory meanwhile
+    const T *a = rows[std::min(i + AHEAD, count - 1)], *b = rows[std::min(i + AHEAD + 1, count - 1)];
     const int64_t most = std::max(keys ? steps : 0, values ? value_tiles / 2 : 0);
     for (int64_t step = 0; step < most; ++step) {
+      for (int64_t d = step * 32; d < std::min(step * 32 + 32, width); d += 64 / sizeof(T)) {
+        _mm_prefetch(reinterpret_cast<const char*>(a + d), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(b + d), _MM_HINT_T0);
+      }
       __m512i x[2][N] = {};
       for (int j = 0; j < 2; ++j)
-        if (rows[j]) finite &= load_terms(rows[j] + step * 32, columns(width, step * 32), x[j]);
+        if (which >> j & 1) finite &= load_terms(rows[i + j] + step * 32, columns(width, step * 32), x[j]);
       for (int n = 0; n < N; ++n) {
         if (keys && step < steps) {
           Tile& k = s.k[(n * KEY_TILES + i / 16) * steps + step];

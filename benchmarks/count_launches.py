@@ -2,8 +2,8 @@
 
     python benchmarks/count_launches.py [lfm2 qwen3_next qwen3_5_text youtu deepseek_v2 ...]
 
-Tiny models with random weights, counted on any machine; Kimi Linear, Qwen3-Next and Granite 4 without their
-mixtures of experts. The last line is one JSON document.
+Tiny models with random weights, counted on any machine; Kimi Linear, Bailing hybrid, Qwen3-Next and Granite 4
+without their mixtures of experts. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from torchpaged.fuse.launch_count import Launches
 from torchpaged.hf import attach, fuse
 
 FAMILIES = ["llama", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid"]
-FAMILIES += ["falcon_h1", "zamba2", "kimi_linear", "nemotron_h", "youtu", "deepseek_v2"]
+FAMILIES += ["falcon_h1", "zamba2", "kimi_linear", "bailing_hybrid", "nemotron_h", "youtu", "deepseek_v2"]
 WITHOUT_EXPERTS = {
+    "bailing_hybrid": {"mlp_layer_types": ["dense"] * 2},
     "kimi_linear": {"mlp_layer_types": ["dense"] * 4},
     "qwen3_next": {"num_experts": 0},
     "granitemoehybrid": {"num_local_experts": 0},

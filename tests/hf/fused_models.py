@@ -92,6 +92,11 @@ FAMILIES = {
     "kimi_linear": Known(
         options={"mlp_layer_types": ["dense"] * 4}, mixers=(KIMI_DELTA, LATENTS[1:]), others=(4, 1)
     ),
+    "bailing_hybrid": Known(
+        options={"mlp_layer_types": ["dense"] * 2},
+        mixers=([*DELTA_NET[:2], "linear_attention", "rms_norm", "linear"], LATENTS),
+        others=(8, 3),
+    ),
     "falcon_h1": Known(  # without a norm of the state's output
         mixers=([*DELTA_NET[:4], "linear", *ATTENTION[1:]],), others=(3,), rest=4
     ),

@@ -72,6 +72,7 @@ class Architecture(NamedTuple):
     ``experts``: the class of MLPs that are mixtures of experts, in some of its layers.
     ``state``: what mixes tokens by a state, in some layers, in attention's place or beside it.
     ``output_gate``: attention's q_proj gives a gate for each head's output, too.
+    ``head_gate``: the projection, of latent attention, that gives one number for each head's output.
     ``activation``: of its MLPs, where it is no module of them.
     ``beside``: name and class, behind the family's, of a mixture of experts whose output is added to the
         MLP's, in some of its layers.
@@ -95,6 +96,7 @@ class Architecture(NamedTuple):
     experts: str = ""
     state: Mixer | None = None
     output_gate: bool = False
+    head_gate: str = ""
     activation: str = ""
     beside: tuple[str, str] = ("", "")
     residual_scale: str = ""
@@ -159,4 +161,5 @@ class Architecture(NamedTuple):
             if getattr(getattr(layer, names.attention, None), "q_lora_rank", None) is not None:
                 inputs, inner = ("q_a_proj", inputs[1]), ("q_b_proj", *inner)
                 norms["q_a_layernorm"] = ""
+            inputs += (self.head_gate,) if self.head_gate else ()
         return Mixer(names.attention, "Attention", inputs, norms, names.output, inner)

@@ -68,8 +68,9 @@ class AttentionPlan(MixerPlan):
 
     def mix(self, step: Step, parts: Sequence[Tensor]) -> Tensor:
         """See `MixerPlan`: ``[T, num_heads * head_dim]``."""
-        cached, options, gate = step.cached, dict(step.options), None
-        q, k, v = self.states(step, parts)
+        cached, options = step.cached, dict(step.options)
+        q, k, v, *gates = self.states(step, parts)
+        gate = gates[0] if gates else None
         if self.architecture.output_gate:
             q, gate = q.unflatten(1, (-1, 2)).unbind(2)
         if self.rope is None or not cached.takes_at_once(step.shape[1]):
@@ -108,7 +109,8 @@ class AttentionPlan(MixerPlan):
         return like, like
 
     def states(self, step: Step, parts: Sequence[Tensor]) -> list[Tensor]:
-        """q, k and v ``[T, heads, *]`` of what was projected, not rotated."""
+        """q, k and v ``[T, heads, *]`` of what was projected, not rotated; and a gate of the output, if it is
+        apart from q."""
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
     def rotate_and_write(

@@ -86,6 +86,15 @@ _FAMILIES = (
         experts="Lfm2MoeSparseMoeBlock",
     ),
     Architecture("MiniCPM3", rotation="halves", residual_scale="residual_scale", scales_head=True),
+    Architecture(
+        "BailingHybrid",
+        rotation="pairs_to_halves",
+        experts="BailingHybridMoE",
+        state=_KIMI_DELTA._replace(
+            inputs=("q_proj", "k_proj", "v_proj", "forget_gate.f_proj", "b_proj", "g_proj"), inner=()
+        ),
+        head_gate="g_proj",
+    ),
     Architecture("Bamba", _BAMBA, state=_MAMBA2, gives_weights=True),
     Architecture(
         "FalconH1",

@@ -1,4 +1,5 @@
-"""Fused layers of multi-head latent attention (DeepSeek-V2 and V3, GLM-4.7-Flash, MiniCPM3, Youtu, A.X K1).
+"""Fused layers of multi-head latent attention (DeepSeek-V2 and V3, GLM-4.7-Flash, MiniCPM3, Youtu, A.X K1,
+Kimi Linear, Bailing hybrid).
 
 A step: linear (norm, down-projections of queries and keys), linear (norm, up-projection of the queries, where
 they have a rank of their own), rope_write_latent (norm, rotation, absorbed keys, write), mla_attention, the
@@ -38,7 +39,7 @@ class LatentPlan(AttentionPlan):
         self.widths = attn.kv_lora_rank, attn.qk_rope_head_dim
         self.head_dim = attn.qk_nope_head_dim + attn.qk_rope_head_dim
         self.rotation = self.architecture.rotation
-        if self.rotation == "pairs_to_halves" and not attn.config.rope_interleave:
+        if self.rotation == "pairs_to_halves" and not getattr(attn.config, "rope_interleave", True):
             self.rotation = "halves"
         if self.architecture.names.rotary:
             self._rotate = self._of_module(_ROTATE[self.rotation])
@@ -61,12 +62,13 @@ class LatentPlan(AttentionPlan):
     def states(self, step: Step, parts: Sequence[Tensor]) -> list[Tensor]:
         """q ``[T, num_heads, nope + rope]``, latents ``[T, 1, rank]`` and keys ``[T, 1, rope]``, neither
         normed nor rotated."""
-        q, latents = parts
+        q, latents, *gate = parts
         if self.q_norm and self.fuses_norms:
             q = linear(step.ops, q, self.mixer.q_b_proj, **self.q_norm)
         elif self.q_norm:
             q = self.mixer.q_b_proj(self.mixer.q_a_layernorm(q))
-        return [q.unflatten(-1, (-1, self.head_dim)), *latents[:, None].split(self.widths, dim=-1)]
+        gates = [each[..., None] for each in gate]
+        return [q.unflatten(-1, (-1, self.head_dim)), *latents[:, None].split(self.widths, dim=-1), *gates]
 
     def rotate_and_write(
         self,

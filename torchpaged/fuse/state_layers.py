@@ -21,7 +21,7 @@ from torchpaged.custom_ops import BackendOps
 from torchpaged.fuse.fusible import norm_of
 from torchpaged.fuse.mixers import MixerPlan, Step, linear, normed
 from torchpaged.hf.packed_mixers import packed_state
-from torchpaged.hf.packed_state import PackedState
+from torchpaged.hf.packed_state import PackedState, exact
 
 
 class StatePlan(MixerPlan):
@@ -142,25 +142,35 @@ class DeltaNetPlan(StatePlan):
 
 
 class KimiDeltaPlan(StatePlan):
-    """Of Kimi delta attention: keys' columns decay one by one, and two gates come out of narrow products."""
+    """Of Kimi delta attention: keys' columns decay one by one; Kimi Linear's gates come out of narrow
+    products."""
 
     joined = 3
 
     def mix(self, step: Step, parts: Sequence[Tensor]) -> Tensor:
         """See `MixerPlan`."""
-        mixer, ops, cached = self.mixer, step.ops, step.cached
-        forget, width = mixer.forget_gate, mixer.head_dim
+        mixer, ops, cached, width = self.mixer, step.ops, step.cached, self.mixer.head_dim
         mixed, f, b, gate = parts
         mixed = cached.convolve(mixed.unflatten(0, step.shape), self.conv, mixer.activation)
         q, k, v = (x.unflatten(-1, (-1, width)) for x in mixed.chunk(3, dim=-1))
-        # the op's heads are columns: a decay for each
-        f, a_log = linear(ops, f, forget.f_b_proj)[:, None], forget.A_log.view(-1, 1).expand(-1, width)
-        g, _ = self.gates(step, f, None, a_log.reshape(-1), forget.dt_bias)
-        beta = b.sigmoid().unflatten(0, step.shape)
-        out = cached.attend(q, k, v, g.unflatten(-1, (-1, width)), beta, scale=width**-0.5, delta_rule=True)
+        g, beta = self.decay(step, f), b.sigmoid().unflatten(0, step.shape)
+        out = cached.attend(q, k, v, g, beta, scale=width**-0.5, delta_rule=True)
         # the op for norms with gates has silu, and these are sigmoids
         out = normed(ops, out.reshape(-1, width), mixer.o_norm).view(f.shape[0], -1)
-        return out * linear(ops, gate, mixer.g_b_proj).sigmoid()
+        gate = linear(ops, gate, mixer.g_b_proj) if hasattr(mixer, "g_b_proj") else gate
+        return out * gate.sigmoid()
+
+    def decay(self, step: Step, f: Tensor) -> Tensor:
+        """Of each column of the keys, ``[batch, query_len, num_heads, head_dim]``."""
+        forget, width = self.mixer.forget_gate, self.mixer.head_dim
+        f = linear(step.ops, f, forget.f_b_proj) if hasattr(forget, "f_b_proj") else f
+        if getattr(forget, "safe_gate", False):  # Bailing hybrid's, which is bounded
+            g = forget.A_log.exp()[:, None] * exact(f).add(forget.dt_bias).unflatten(-1, (-1, width))
+            return g.sigmoid_().mul_(forget.lower_bound).unflatten(0, step.shape)
+        # the op's heads are columns
+        a_log = forget.A_log.view(-1, 1).expand(-1, width).reshape(-1)
+        g, _ = self.gates(step, f[:, None], None, a_log, forget.dt_bias)
+        return g.unflatten(-1, (-1, width))
 
 
 class Mamba2Plan(StatePlan):

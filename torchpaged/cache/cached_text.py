@@ -138,7 +138,7 @@ class CachedText:
 
     def _num_promised(self) -> int:
         """How many of its blocks from `_next` on the text computes that has promised this one; 0: none."""
-        other = None if self._next is None else self._cache._promised.get(self._next)
+        other: CachedText | None = None if self._next is None else self._cache._promised.get(self._next)
         if other is None:
             return 0
         place = len(self._blocks)  # as that of the other text's block: the same blocks are in front

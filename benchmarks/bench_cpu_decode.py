@@ -1,7 +1,8 @@
 """Decode attention on a CPU: the native kernels against what plain torch does with the same blocks, and the
 dispatch cost of every op.
 
-    python benchmarks/bench_cpu_decode.py [--threads 1] [--context 4096] [--seconds 1] [--output FILE]
+    python benchmarks/bench_cpu_decode.py [--threads 1] [--context 4096] [--latents] [--seconds 1]
+        [--output FILE]
 
 Keys and values are gathered, then SDPA; latents, at DeepSeek's sizes, are gathered, then SDPA with heads as
 rows, or two plain products with a softmax between. Each row is checked before it is timed, latents of more
@@ -177,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=4096)
+    parser.add_argument("--latents", action="store_true", help="no other rows")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each contender of a case")
     parser.add_argument("--output", type=Path, help="the JSON document goes there, too")
     args = parser.parse_args()
@@ -190,14 +192,15 @@ def main() -> None:
         "decode": [],
         "latents": [],
     }
-    for kind, cases, run in (("decode", CASES, decode_row), ("latents", LATENT_CASES, latent_row)):
+    kinds = [("decode", CASES, decode_row), ("latents", LATENT_CASES, latent_row)]
+    for kind, cases, run in kinds[args.latents :]:
         for case in cases:
             row = run(case, args.context, args.seconds)
             document[kind].append(row)
             sizes = " ".join(str(value) for value in row.values() if not isinstance(value, dict))
             us = ", ".join(f"{name} {of['min_us']:.0f}" for name, of in row.items() if isinstance(of, dict))
             print(f"{kind} {sizes}: {us} us", file=sys.stderr)
-    document["dispatch"] = dispatch(args.seconds)
+    document["dispatch"] = {} if args.latents else dispatch(args.seconds)
     for op, figures in document["dispatch"].items():
         print(f"{op:>20} {figures['median_us']:>8.1f} us", file=sys.stderr)
     if args.output:

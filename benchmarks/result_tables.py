@@ -265,17 +265,19 @@ def write_kv() -> list[str]:
 
 
 def cpu_decode() -> list[str]:
-    """Milliseconds, the lower quintile of each, since other work ran on the machine."""
-    document, lines = load("cpu_decode"), []
-    for kind, rows in (("keys and values", document["decode"]), ("latents", document["latents"])):
-        for row in rows:
-            sizes = "/".join(str(row[name]) for name in ("heads", "kv_heads", "head_dim") if name in row)
-            ms = {name: of["p20_us"] / 1000 for name, of in row.items() if isinstance(of, dict)}
-            peer = min(of for name, of in ms.items() if name != "native")
-            case = f"{kind} {sizes}, {row['reqs']} x {document['context']}, {row['dtype']}"
-            shown = [figure(ms.get(name), 2) for name in ("native", "gather_sdpa", "products")]
-            lines.append([case, *shown, ratio(peer / ms["native"])])
-    return table(["case", "native", "gathered, SDPA", "gathered, products", "×"], lines)
+    """Milliseconds, the least of each, since other work ran on the machine."""
+    documents = [load(f"cpu_decode{context}") for context in ("_1k", "", "_16k")]
+    rows = [("keys and values", documents[1]["context"], row) for row in documents[1]["decode"]]
+    rows += [("latents", document["context"], row) for document in documents for row in document["latents"]]
+    lines = []
+    for kind, context, row in rows:
+        sizes = "/".join(str(row[name]) for name in ("heads", "kv_heads", "head_dim") if name in row)
+        ms = {name: of["min_us"] / 1000 for name, of in row.items() if isinstance(of, dict)}
+        line = [f"{kind} {sizes}, {row['reqs']} x {context}, {row['dtype']}", figure(ms["native"], 2)]
+        for name in ("gather_sdpa", "products"):
+            line += [figure(ms[name], 2), ratio(ms[name] / ms["native"])] if name in ms else ["–", "–"]
+        lines.append(line)
+    return table(["case", "native", "gathered, SDPA", "×", "gathered, products", "×"], lines)
 
 
 def cpu_engine() -> list[str]:

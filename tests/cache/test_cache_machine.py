@@ -38,7 +38,7 @@ def no_salt(cache: Any, front: Any, tokens: bytes, extra: Any) -> Any:
     return (*front, None, tokens)
 
 
-def stays_open(cache: Any, run: Any) -> None:
+def stays_open(cache: Any, run: Any, end: int = 0) -> None:
     del run.tokens[len(run.blocks) * cache._step :]
 
 

@@ -89,3 +89,21 @@ def test_a_forked_row_is_copied_behind_what_was_given_up() -> None:
     rows.free()
     fork.free()
     assert engine.run(first) == 2
+
+
+def test_what_was_given_up_since_takes_the_slot_of_what_is_asked_for() -> None:
+    engine, first = TieredEngine(5, 2), list(range(9))
+    engine.run(first)
+    engine.run(list(range(100, 116)))  # the first one is on the host now
+    engine.cache.pool.allocate(2)  # takes its slots with the next flush
+    assert engine.prefixes.text(first).take() == []
+
+
+def test_a_copy_is_found_as_long_as_it_has_its_slot() -> None:
+    """However often others, which have theirs, come and go meanwhile."""
+    engine, first = TieredEngine(12, 40), list(range(17))
+    engine.run(first)
+    for turn in range(60):
+        engine.run([turn % 4 + 100] * 17)
+    assert engine.host.saved_blocks < 40
+    assert engine.run(first) == 4

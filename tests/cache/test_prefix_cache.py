@@ -271,6 +271,16 @@ def test_what_can_not_be_trusted_is_not_found(cache: PrefixCache) -> None:
     assert cache.stats.missed_tokens["failed"] == 8 + 8
 
 
+def test_what_is_remembered_is_bounded_by_the_pool() -> None:
+    """Also of texts whose first block comes and goes for ever, and whose other ones went long ago."""
+    cache = PrefixCache(BlockPool(41), block_size=4)
+    for number in range(60):
+        written(cache, [number] * 40)
+        for before in range(max(number - 20, 0), number):
+            written(cache, [before] * 4)
+        assert sum(len(run.tokens) for run in cache._runs.values()) < 4 * 41 * cache._step
+
+
 # ------------------------------------------------------------------------------------------------- refusals
 def test_refusals(cache: PrefixCache) -> None:
     for tokens in ([2**63], ["a"], [1.5], None):

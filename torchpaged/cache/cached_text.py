@@ -27,7 +27,7 @@ class CachedText:
 
     def __init__(self, cache: PrefixBooks, tokens: Sequence[int], extra: Hashable) -> None:
         self._cache, self._extra, self._step = cache, extra, cache._step
-        self._data, self._num_tokens = b"", 0
+        self._data, self._num_tokens = bytearray(), 0
         self._epoch, self._drops = cache._epoch, cache._drops
         self._blocks: list[int] = []  # of its first tokens, found so far
         self._place = cache._origin  # of the last of its blocks that is found, or computed
@@ -69,12 +69,11 @@ class CachedText:
 
     def _tokens(self, place: int, end: int) -> bytes:
         """Of its blocks from ``place`` on, up to ``end``."""
-        return self._data[place * self._step : end * self._step]
+        return bytes(self._data[place * self._step : end * self._step])
 
     def _key(self, place: int, front: Place) -> Key:
         """Of its block ``place``, behind what is at ``front``."""
-        tokens = self._data[place * self._step : (place + 1) * self._step]
-        return self._cache.key(front, tokens, self._extra)
+        return self._cache.key(front, self._tokens(place, place + 1), self._extra)
 
     def _find(self) -> bool:
         """Go on to the last block whose keys and values are there; whether another text has promised the one
@@ -180,10 +179,10 @@ class CachedText:
             place = cache._place(front, following[-1][-1], self._extra)
             if place is None or place[0].block(place[1]) or following[-1] in cache._promised:
                 break
+            if not places and host.has(place):
+                host.flush()  # what is found has a slot then; this one may have lost its own
             if not host.has(place):
                 break
-            if not places:
-                host.flush()  # what is found has a slot then
             places.append(place)
             front = place
         room = max(pool.num_free - pool.num_pinned, 0)
@@ -316,6 +315,7 @@ class CachedText:
         leaves."""
         cache, front = self._cache, self._cache._origin
         done = self._done if self._epoch == cache._epoch else 0
+        blocks = list[int]()
         for at in range(done):
             place = cache._place(front, self._tokens(at, at + 1), self._extra)
             if place is None:
@@ -323,10 +323,13 @@ class CachedText:
             if cache.host is not None:
                 cache.host.drop(place)
             if block := place[0].block(place[1]):  # or else another text's, given up
-                cache._forgotten([block], cache.pool._kept)
-                cache._not_saved.discard(block)
-                cache.pool.drop(block)
+                blocks.append(block)
             front = place
+        blocks.reverse()  # the last first: see `Run.lose`
+        cache._forgotten(blocks, cache.pool._kept)
+        cache._not_saved.difference_update(blocks)
+        for block in blocks:
+            cache.pool.drop(block)
         if done:  # who computes the first block again finds nothing behind it
             key = self._key(0, cache._origin)
             cache._runs.pop(key, None)
@@ -343,7 +346,7 @@ class CachedText:
         self._cache._version += 1
 
 
-def num_alike(one: bytes | bytearray, at: int, other: bytes, place: int, count: int, step: int) -> int:
+def num_alike(one: bytearray, at: int, other: bytearray, place: int, count: int, step: int) -> int:
     """How many of ``count`` blocks of ``step`` bytes, from ``at`` and from ``place`` on, are the same up to
     the first that is not."""
 

@@ -107,10 +107,12 @@ class Run:
     def lose(self, blocks: list[int], at: int) -> Sequence[int]:
         """Those from ``at`` on, as far as they are its last ones, last first, or one are not known any more;
         their places. Costs O(1) per block, of one that is not its last O(blocks of the run)."""
-        own = self.blocks
-        count = min(len(own), len(blocks) - at)
+        own, count = self.blocks, 0
+        most = min(len(own), len(blocks) - at)
+        while count < most and own[-1 - count] == blocks[at + count]:
+            count += 1
         places: Sequence[int] = range(len(own) - 1, len(own) - count - 1, -1)
-        if own[: -count - 1 : -1] == blocks[at : at + count]:
+        if count:
             del own[-count:]
         else:
             places = [own.index(blocks[at])]
@@ -158,9 +160,10 @@ class PrefixBooks(NotCopied):
     def _forget_all(self) -> None:
         self._runs: dict[Key, Run] = {}
         self._promised: dict[Key, Any] = {}  # the `CachedText` that computes the block behind a place
-        # Runs that lost blocks, the latest and those before them, and how many blocks the latest lost.
-        self._lost: dict[Run, None] = {}
-        self._lost_before: dict[Run, None] = {}
+        # Runs that lost blocks, the latest and those before them, with the end of the places of these; and
+        # how many blocks the latest lost.
+        self._lost: dict[Run, int] = {}
+        self._lost_before: dict[Run, int] = {}
         self._num_lost = 0
 
     def __repr__(self) -> str:
@@ -286,6 +289,7 @@ class PrefixBooks(NotCopied):
             if host is not None:
                 for place, block in zip(places, lost, strict=True):
                     if block not in not_saved:
+                        self._num_lost -= host.has((run, place))  # it takes no other copy's slot
                         host.save((run, place), block)
             elif not self.keeps:
                 self._cut(run)
@@ -303,20 +307,20 @@ class PrefixBooks(NotCopied):
             run = run_of[blocks[at]]
             places = run.lose(blocks, at)
             parts.append((run, places, blocks[at : at + len(places)]))
-            self._lost[run], at = None, at + len(places)
+            self._lost[run], at = max(self._lost.get(run, 0), places[0] + 1), at + len(places)
         self._version, self._drops, self._num_lost = self._version + 1, self._drops + 1, self._num_lost + at
-        # At least as many blocks that were given up last are remembered as the pool and the host have. Those
-        # that a run lost before go with those that it lost last.
+        # At least as many blocks that were given up last are remembered as the pool and the host have, with
+        # those in front of them in their runs.
         if self._num_lost >= self.pool.num_blocks + (0 if self.host is None else self.host.num_slots):
             oldest, self._lost_before = self._lost_before, self._lost
             self._lost, self._num_lost = {}, 0
-            for run in oldest.keys() - self._lost_before.keys():
-                self._cut(run)
+            for run in oldest:
+                self._cut(run, self._lost_before.get(run, 0))
         return parts
 
-    def _cut(self, run: Run) -> None:
-        """What it has lost behind its last block is not remembered any more."""
-        size = len(run.blocks) * self._step
+    def _cut(self, run: Run, end: int = 0) -> None:
+        """What it has lost behind its last block, from place ``end`` on, is not remembered any more."""
+        size = max(len(run.blocks), end) * self._step
         if len(run.tokens) > size:
             del run.tokens[size:]
             run.is_open = False  # what was behind these tokens is behind no others

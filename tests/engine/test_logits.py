@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchpaged import ArgumentError, CaptureError
 from torchpaged.engine import Generator, LogitsRows, SamplingParams
 from torchpaged.graphs import TapeCapture
-from torchpaged.hf import accelerate, unfuse
+from torchpaged.hf import accelerate
 
 PROMPTS = [[5, 6, 7], [9], list(range(11, 40)), [50, 51, 52, 53, 54, 55, 56], [3, 3, 3, 3]]
 SIZES: dict[str, Any] = {"block_size": 4, "max_batch_size": 3, "max_seq_len": 96, "prefill_chunk_size": 16}
@@ -44,10 +43,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, model: Any) -> Iterator[dict[str, Any]]:
-    yield {**SIZES, **WAYS[request.param]}
-    if request.param == "fused":
-        unfuse(model)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {**SIZES, **WAYS[request.param]}
 
 
 @pytest.fixture(scope="module")

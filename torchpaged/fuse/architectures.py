@@ -146,8 +146,9 @@ class Architecture(NamedTuple):
         if state is not None and state.name == self.names.attention:
             keeps = type(part).__name__ == self.family + state.kind
         found = [state] if state is not None and keeps else []
-        attends = state is None or state.name != self.names.attention
-        if not found or (attends and hasattr(layer, self.names.attention)):
+        # Granite's layers with a state have a None there
+        attends = isinstance(getattr(layer, self.names.attention, None), nn.Module)
+        if not found or (attends and found[0].name != self.names.attention):
             found.append(self._attention_of(layer))
         return found
 

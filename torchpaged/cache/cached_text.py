@@ -348,15 +348,18 @@ class CachedText:
 
 def num_alike(one: bytearray, at: int, other: bytearray, place: int, count: int, step: int) -> int:
     """How many of ``count`` blocks of ``step`` bytes, from ``at`` and from ``place`` on, are the same up to
-    the first that is not."""
+    the first that is not. What is compared is at most a few times what is the same."""
 
     def are_alike(begin: int, end: int) -> bool:
         mine = one[(at + begin) * step : (at + end) * step]
         return mine == other[(place + begin) * step : (place + end) * step]
 
-    if are_alike(0, count):
-        return count
-    same, most = 0, count - 1
+    same, most = 0, min(count, 8)
+    while are_alike(same, most):
+        if most == count:
+            return count
+        same, most = most, min(count, 4 * most)
+    most -= 1
     while same < most:
         middle = (same + most + 1) // 2
         same, most = (middle, most) if are_alike(same, middle) else (same, middle - 1)

@@ -3,6 +3,7 @@ than one."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -91,6 +92,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # processes of their own, minutes long: begun last they would be waited for
     long = ("in_the_interpreter", "under_another_triton")
     items.sort(key=lambda item: not any(words in item.name for words in long))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_lives_on() -> None:
+    """Imports, and thousands of collected tests, are taken out of the collector's sight: engines call it, and
+    in the middle of a long run a call took half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -107,6 +107,7 @@ def test_spilled_descriptors_come_back_as_they_were(origin: str, lost: int) -> N
     assert len(sass.strange_descriptors(code)) == lost
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("widths", [(96, 32), (64, 32), (128, 16), (32, 64), (32, 32)], ids=str)
 def test_values_beside_wider_keys_are_read_where_they_lie(widths: tuple[int, int]) -> None:
     """ptxas 12.8 lost the base of the values behind the first 16 keys of a tile, over fp8 and from 64 query

@@ -45,6 +45,7 @@ def test_convolution_of_many_channels_and_a_width_of_eight() -> None:
     assert_state_close(TRITON, REFERENCE, "causal_conv", inputs)
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("batch", STATE_BATCHES)
 def test_gated_convolution_matches_the_oracle(batch: str, dtype: torch.dtype) -> None:
@@ -71,6 +72,7 @@ def test_linear_attention_matches_the_oracle(batch: str, family: str) -> None:
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
 
 
+@pytest.mark.slow_cases(but_every=3)
 @pytest.mark.parametrize("batch", STATE_BATCHES)
 def test_heads_of_one_number(batch: str) -> None:
     """RG-LRU: a channel is a head."""
@@ -79,6 +81,7 @@ def test_heads_of_one_number(batch: str) -> None:
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
 
 
+@pytest.mark.slow_cases(but_every=2)
 @pytest.mark.parametrize("by_key", [False, True])
 @pytest.mark.parametrize("calls", [1, 100])
 def test_a_constant_decay_does_not_lose_by_its_rounding(calls: int, by_key: bool) -> None:

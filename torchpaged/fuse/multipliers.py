@@ -44,7 +44,7 @@ class Multipliers:
                 )
             ]
             found = torch.cat([of_state, *of_attention])
-        if old is None or (old.dtype, old.device) != (found.dtype, found.device):
+        if old is None or (old.dtype, old.device) != (found.dtype, found.device) or not old.equal(found):
             torch._dynamo.mark_static_address(found, guard=False)  # else compiled CUDA graphs would copy it
             self._columns = found
         return None if bool((found == 1).all()) else self._columns

@@ -127,3 +127,10 @@ def test_a_batch_keeps_nothing_of_what_it_was_made_from() -> None:
     seq_lens[0] = 7
     seq_lens.extend(range(10_000))
     assert metadata.seq_lens.tolist() == [40, 50]
+
+
+@pytest.mark.parametrize("name", ["query_lens", "seq_lens"])
+def test_lengths_that_can_be_read_once_are_refused(name: str) -> None:
+    lens: dict[str, Any] = {"query_lens": [3, 4], "seq_lens": [3, 4]} | {name: iter([3, 4])}
+    with pytest.raises(ArgumentError, match=f"{name}: expected a list of integers, got <list_iterator"):
+        AttentionMetadata.from_lists(**lens, block_tables=[[1], [2]], block_size=16, num_blocks=8)

@@ -57,6 +57,8 @@ def check_batch(
     integers("block_size", [block_size], 32)
     if num_blocks is not None:
         check_sizes(num_blocks=num_blocks)
+    for name, lens in (("query_lens", query_lens), ("seq_lens", seq_lens)):
+        count(name, lens)  # what is read once would be gone behind this check
     query_lens, seq_lens = integers("query_lens", query_lens, 32), integers("seq_lens", seq_lens, 32)
     if not len(query_lens) == len(seq_lens) == num_rows(block_tables):
         raise ArgumentError(

@@ -229,6 +229,7 @@ class CacheMachine(Rows):
         """A table that was freed gives nothing: no block of it is held, shared or freed again through it."""
         if self.stale:
             table = self.stale.pop(self.r.randrange(len(self.stale)))
+            self.settle()
             free = [block for block in table if block in self.pool._free]
             for block in free[:3]:
                 for call in (self.pool.fork, self.pool.free, lambda blocks: self.pool.keep(blocks[:1], None)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from cache_machine.books import Books
@@ -14,14 +13,12 @@ class Rows(Books):
     """A cache and its rows.
 
     Attributes:
-        r: draws.
         kv: whose blocks these are.
         batch: of `RowBlocks`, and what each row holds.
         stale: tables that were freed.
         numbers: of all tokens written, by what they are.
     """
 
-    r: random.Random
     kv: PagedKVCache
     batch: tuple[RowBlocks, list[list[float]]] | None
     stale: list[list[int]]

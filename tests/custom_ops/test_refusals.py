@@ -520,7 +520,7 @@ def test_lists_for_the_tensors_of_a_module(argument: str) -> None:
 BAD_LISTS: dict[str, tuple[str, dict[str, Any]]] = {
     "floats_of_a_tensor": ("seq_lens: expected integers", {"seq_lens": torch.tensor([5.0, 2.0])}),
     "floats_behind_the_blocks": ("block_tables: expected integers", {"block_tables": [[1, 2, 0.5], [3]]}),
-    "none_for_queries": ("query_lens: expected integers, got None", {"query_lens": None}),
+    "none_for_queries": ("query_lens: expected a list of integers, got None", {"query_lens": None}),
     "none_for_tables": ("block_tables", {"block_tables": None}),
     "none_for_a_row": ("block_tables", {"block_tables": [[1, 2], None]}),
     "a_flat_table": ("block_tables", {"block_tables": [1, 3]}),

@@ -248,9 +248,9 @@ class OwnStep:
                 start = time.perf_counter()
                 loop.launch()
                 times.append((time.perf_counter() - start) * 1e6)
-                for request, tokens, _ in loop.collect(keep=1):
+                for request, tokens, _ in loop.launches.collect(keep=1):
                     request.tokens.extend(tokens)
-            loop.collect()
+            loop.launches.collect()
         for request in requests:
             loop.release(request)
         return times

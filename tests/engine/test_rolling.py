@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_requests import interrupt_a_read
 
 from torchpaged import AttentionMetadata
 from torchpaged.backends import Limits
@@ -145,18 +146,7 @@ def test_lost_steps_are_not_continued(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Generator(make("Gemma2"), **small, rolling=False)
     want = [output.token_ids for output in plain.generate(PROMPTS[:1], SAMPLING)]
     generator = Generator(make("Gemma2"), **small, steps_per_launch=12)
-    loop = generator.loop
-    assert loop is not None
-    collect, calls = loop.collect, 0
-
-    def breaks_off(keep: int = 0) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return collect(keep)
-
-    monkeypatch.setattr(loop, "collect", breaks_off)
+    interrupt_a_read(generator, monkeypatch)
     request = generator.submit(PROMPTS[0], SAMPLING)
     found: list[int | None] = []
     broken = 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
+from engine_requests import interrupt_a_read
 from model_coverage.architectures import model_of
 from model_coverage.hybrids import HYBRIDS, poison
 
@@ -134,18 +135,7 @@ def test_cancelled_requests_give_their_slots_back() -> None:
 def test_lost_steps_are_not_continued(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that broke off have moved states on, and their tokens are lost: all is computed again."""
     generator = Generator(make(name), **SIZES, steps_per_launch=4)
-    loop = generator.loop
-    assert loop is not None
-    collect, calls = loop.collect, 0
-
-    def breaks_off(keep: int = 0) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            raise KeyboardInterrupt
-        return collect(keep)
-
-    monkeypatch.setattr(loop, "collect", breaks_off)
+    interrupt_a_read(generator, monkeypatch)
     requests = [generator.submit(prompt, SAMPLING) for prompt in PROMPTS]
     found: dict[int, list[int]] = {request: [] for request in requests}
     broken = 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from torchpaged.engine import Generator, SamplingParams
 
@@ -77,6 +80,20 @@ def assert_unharmed(generator: Generator, want: list[list[int]]) -> None:
     assert {output.finish_reason for output in outputs} == {"length"}
     assert generator.pool.num_free == generator.pool.num_usable
     assert not generator.has_unfinished
+
+
+def interrupt_a_read(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C when tokens of launches are read for the third time."""
+    assert generator.loop is not None
+    launches, calls = generator.loop.launches, itertools.count(1)
+    collect = launches.collect
+
+    def interrupted(keep: int = 0) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return collect(keep)
+
+    monkeypatch.setattr(launches, "collect", interrupted)
 
 
 class Letters:

@@ -17,15 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torchpaged import profiling
 from torchpaged.backends.choose.names import requested_name
 from torchpaged.cli.demo import ensure_smollm2
+from torchpaged.cli.generation_report import bucket_tables, decisions, document, summary
 from torchpaged.cli.jsonl import lines_of_stdin, read_prompts, write_outputs
 from torchpaged.cli.lines import show
 from torchpaged.cli.model import load, read_config, read_tokenizer, reading
 from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, RequestError
-from torchpaged.custom_ops.words import counted
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
-from torchpaged.graphs import bucket_table
 from torchpaged.profiling.kernel_report import KernelReport, report_table
 from torchpaged.profiling.kernel_report.attribute import kernels_of_generation
 from torchpaged.profiling.kernel_report.trace import module_ranges, read_trace
@@ -109,18 +108,18 @@ def _answer(
             outputs = _stream(generator, ids, settings)
     kernels = _kernels(settings.profile, model, generator) if settings.profile else {}
     if settings.as_json:
-        document = _document(generator, settings, outputs, refused)
+        result = document(generator, settings, outputs, refused)
         if settings.profile:
-            document["profile"] = {
+            result["profile"] = {
                 "trace": settings.profile,
                 "kernels": {phase: report.to_dict() for phase, report in kernels.items()},
             }
-        print(json.dumps(document))
+        print(json.dumps(result))
     else:
         if outputs:
             print()
-            show(_summary(generator))
-        for table in _bucket_tables(generator) if settings.verbose else ():
+            show(summary(generator))
+        for table in bucket_tables(generator) if settings.verbose else ():
             print(table, file=sys.stderr)
         for phase, report in kernels.items():
             ERRORS.print(report_table(report, phase))
@@ -169,7 +168,7 @@ def _generator(model: Any, tokenizer: Any, settings: Settings) -> Generator:
     if not settings.as_json:
         show(f"cache: {generator.model.kv_cache.describe()}", sys.stderr)
         if settings.verbose:
-            for line in _decisions(generator).splitlines():
+            for line in decisions(generator):
                 show(line, sys.stderr)
     return generator
 
@@ -286,83 +285,4 @@ def _stream(generator: Generator, ids: dict[int, int], settings: Settings) -> di
     return {
         r: RequestOutput(r, [], tokens[r], texts[r], reasons.get(r, "cancelled"), errors.get(r))
         for r in order
-    }
-
-
-def _summary(generator: Generator) -> str:
-    s = generator.stats
-    rates = [  # a prompt of one token is computed as a decode
-        f"{phase} {tokens / seconds:.1f} tok/s"
-        for phase, tokens, seconds in (
-            ("prefill", s.prefill_tokens, s.prefill_seconds),
-            ("decode", s.decode_tokens, s.decode_seconds),
-        )
-        if tokens and seconds > 0
-    ]
-    return (
-        f"{counted(s.prompt_tokens, 'prompt token')}, {counted(s.new_tokens, 'new token')} | "
-        f"{', '.join(rates) or 'no step measured'} | {s.peak_blocks_used} of "
-        f"{counted(s.num_blocks, 'block')} | "
-        f"backend {generator.choice.name}: {generator.choice.reason}"
-    )
-
-
-def _bucket_tables(generator: Generator) -> list[str]:
-    if generator.runner is None:
-        return []
-    tables = [bucket_table(generator.runner.report())]
-    if generator.prefill_runner is not None:
-        tables.append(bucket_table(generator.prefill_runner.report(), "tokens", "padded tokens"))
-    return tables
-
-
-def _decisions(generator: Generator) -> str:
-    lines = [
-        f"graphs: {generator.graph_reason}",
-        f"prefill graphs: {generator.prefill_graph_reason}",
-        f"compile: {generator.compile_reason}",
-    ]
-    return "\n".join(
-        lines if generator.fusion_report is None else [*lines, f"fused: {generator.fusion_report}"]
-    )
-
-
-def _document(
-    generator: Generator, settings: Settings, outputs: dict[int, RequestOutput], refused: dict[int, str]
-) -> dict[str, Any]:
-    s, results = generator.stats, iter(outputs.values())
-    rows: list[dict[str, Any]] = []
-    for index, prompt in enumerate(settings.prompts):
-        if index in refused:
-            rows.append({"prompt": prompt, "error": refused[index]})
-        else:
-            output = next(results)
-            rows.append(
-                {
-                    "prompt": prompt,
-                    "text": output.text,
-                    "token_ids": output.token_ids,
-                    "finish_reason": output.finish_reason,
-                }
-            )
-            if output.error is not None:
-                rows[-1]["error"] = output.error.reason
-    return {
-        "model": settings.model,
-        "device": str(settings.place),
-        "dtype": str(settings.torch_dtype).removeprefix("torch."),
-        "backend": generator.choice.name,
-        "backend_reason": generator.choice.reason,
-        "outputs": rows,
-        "stats": dataclasses.asdict(s),
-        "graph_reason": generator.graph_reason,
-        "compile_reason": generator.compile_reason,
-        "buckets": []
-        if generator.runner is None
-        else [dataclasses.asdict(report) for report in generator.runner.report()],
-        "prefill_graph_reason": generator.prefill_graph_reason,
-        "prefill_buckets": []
-        if generator.prefill_runner is None
-        else [dataclasses.asdict(r) for r in generator.prefill_runner.report()],
-        "fusion": generator.fusion_report and generator.fusion_report.to_dict(),
     }

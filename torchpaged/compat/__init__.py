@@ -15,7 +15,8 @@ tunes the original's speed is taken, changes nothing, and is told of once, at le
 
 from torchpaged.compat.kvcache import flash_attn_with_kvcache
 from torchpaged.compat.reshape_and_cache import reshape_and_cache_flash
-from torchpaged.compat.varlen import flash_attn_varlen_func, varlen_attn, varlen_attn_out
+from torchpaged.compat.torch_varlen import varlen_attn, varlen_attn_out
+from torchpaged.compat.varlen import flash_attn_varlen_func
 
 __all__ = [
     "flash_attn_varlen_func",

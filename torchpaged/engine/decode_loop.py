@@ -7,7 +7,7 @@ launch runs.
 
     loop.place(sequence)            # or loop.finish_packed(sequences, logits)
     loop.launch()                   # K steps; returns at once
-    for sequence, tokens, logprobs in loop.collect(keep=1): ...
+    for sequence, tokens, logprobs in loop.launches.collect(keep=1): ...
 
 Blocks of a finished request may be given away at once: whatever still writes into them was launched earlier
 on the same stream.
@@ -15,9 +15,8 @@ on the same stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +27,9 @@ from torchpaged.engine.device import (
     DecodeRows,
     LogitsStage,
     RowState,
-    TokenLogprobs,
     WholeStepRunner,
 )
+from torchpaged.engine.launches import Launch, Launches
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.sequence import Sequence, StepCount
 from torchpaged.graphs.buckets import bucket_for
@@ -38,24 +37,6 @@ from torchpaged.profiling import range as profile_range
 
 #: Launches whose tokens may be on their way at once.
 MAX_IN_FLIGHT = 4
-#: What a launch says of a row that was idle by then.
-IDLE_TOKEN = -1
-
-
-class _Launch(NamedTuple):
-    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and
-    in how many of the first columns prompts have not just ended. No tuple per column: see `EventLog`.
-
-    ``number``: of a launch, in ``rows.ring``. ``copied``: of a packed batch, which has no number.
-    ``records``: what is told of the latter's tokens; None: not asked for.
-    """
-
-    number: int
-    copied: CopiedTokens | None
-    columns: list[Sequence | None]
-    num_steps: int
-    decodes: int
-    records: CopiedTokens | None = None
 
 
 class DecodeLoop(NotCopied):
@@ -73,8 +54,7 @@ class DecodeLoop(NotCopied):
     Attributes:
         runner: the graph runner.
         rows: the device's state.
-        decoded: tokens of decode steps read so far, those of prefills left out.
-        steps_read: steps read so far, packed batches among them.
+        launches: those whose tokens were not read yet.
         blocks_added: whether a request with a row may have been given blocks since blocks were last sent; who
             gives them sets it. The search through all rows costs more than the rest of a launch on the host,
             and most launches can do without.
@@ -116,10 +96,9 @@ class DecodeLoop(NotCopied):
         self.blocks_added = False
         self._to_write: dict[int, RowState] = {}
         self._to_clear: list[int] = []
-        self._launches: list[_Launch] = []
+        self.launches = Launches(self.rows)
         self._regroup = True  # whether rows changed since it was found which of them share blocks
         self._step_count = StepCount()
-        self.decoded = self.steps_read = 0
 
     # ------------------------------------------------------------------------------------------------ rows
     def place(self, sequence: Sequence) -> None:
@@ -165,7 +144,7 @@ class DecodeLoop(NotCopied):
         self._step_count.most += 1
         for sequence in sequences:
             sequence.steps_read -= 1
-        self._launches.append(_Launch(-1, tokens, list(sequences), 1, decodes, records))
+        self.launches.add(Launch(-1, tokens, list(sequences), 1, decodes, records))
 
     def reset(self) -> None:
         """After a call that raised: every row idle, nothing in flight, tokens that were not read lost. Waits
@@ -174,21 +153,16 @@ class DecodeLoop(NotCopied):
         Requests that are placed again go on from the tokens that the host has read.
         """
         self.runner.reset()
-        self.rows.ring.forget()
+        self.launches.forget()
         for sequence in self._sequences:
             if sequence is not None:
                 sequence.row = None
         self._regroup, self._sequences = True, [None] * len(self._sequences)
         self._busy_rows, self._has_idle_rows, self.blocks_added = None, False, False
-        self._to_write, self._to_clear, self._launches = {}, [], []
+        self._to_write, self._to_clear = {}, []
         self.rows.clear(range(self.rows.max_batch_size))
 
     # ----------------------------------------------------------------------------------------------- launches
-    @property
-    def in_flight(self) -> int:
-        """Launches whose tokens were not collected."""
-        return len(self._launches)
-
     def launch(self) -> bool:
         """Start K steps over all rows; False, and nothing is started, if every row is idle or has all its
         tokens on their way.
@@ -207,9 +181,7 @@ class DecodeLoop(NotCopied):
             number = self.rows.ring.take()
         self._step_count.started += self.steps_per_launch
         self._step_count.most += self.steps_per_launch
-        self._launches.append(
-            _Launch(number, None, self._sequences[:num_rows], self.steps_per_launch, num_rows)
-        )
+        self.launches.add(Launch(number, None, self._sequences[:num_rows], self.steps_per_launch, num_rows))
         return True
 
     def _any_decodes(self) -> bool:
@@ -226,39 +198,6 @@ class DecodeLoop(NotCopied):
             tables[row], lens[row] = sequence.blocks, len(sequence.tokens)
         self.runner.find_groups(tables, lens)
         self._regroup = False
-
-    def collect(self, keep: int = 0) -> Iterator[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
-        """Tokens of all launches but the newest ``keep``, in order, per request, and the log probabilities
-        of those of a request that wants them. They are waited for and read in this call; the iterator makes
-        lists of them."""
-        read: list[tuple[_Launch, list[list[int]], TokenLogprobs | None]] = []
-        while len(self._launches) > keep:
-            launch = self._launches.pop(0)
-            self.steps_read += launch.num_steps
-            with profile_range("collect", batch=len(launch.columns)):
-                told = self._told(launch)
-                if launch.copied is not None:
-                    steps = [launch.copied.read()]
-                else:
-                    steps = self.rows.ring.read(launch.number, len(launch.columns))
-            for column, sequence in enumerate(launch.columns):
-                if sequence is not None and sequence.finish_reason is None:
-                    sequence.steps_read += launch.num_steps
-                    if column < launch.decodes:
-                        for step in steps:
-                            self.decoded += step[column] != IDLE_TOKEN
-            read.append((launch, steps, told))
-        return _per_request(read)
-
-    def _told(self, launch: _Launch) -> TokenLogprobs | None:
-        """What is told of a launch's tokens, which were not read yet; None: nobody wants it."""
-        if not self.rows.stage.record_words or all(
-            s is None or s.sampling.logprobs is None or s.finish_reason is not None for s in launch.columns
-        ):
-            return None
-        if launch.records is not None:
-            return TokenLogprobs(launch.records.wait())
-        return TokenLogprobs(self.rows.ring.read_records(launch.number, len(launch.columns)))
 
     # ------------------------------------------------------------------------------------------ to the device
     def _flush(self) -> None:
@@ -331,23 +270,3 @@ class DecodeLoop(NotCopied):
 def _row(sequence: Sequence) -> int:
     assert sequence.row is not None
     return sequence.row
-
-
-def _per_request(
-    read: list[tuple[_Launch, list[list[int]], TokenLogprobs | None]],
-) -> Iterator[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
-    for launch, steps, told in read:
-        only = steps[0] if len(steps) == 1 else None
-        for column, sequence in enumerate(launch.columns):
-            if sequence is None or sequence.finish_reason is not None:
-                continue
-            # NO_TOKEN is the caller's. A step alone, as most are, needs no loop.
-            if only is not None:
-                tokens = [only[column]] if only[column] != IDLE_TOKEN else []
-            else:
-                tokens = [step[column] for step in steps if step[column] != IDLE_TOKEN]
-            logprobs = None
-            if told is not None and (count := sequence.sampling.logprobs) is not None:
-                places = [n for n, step in enumerate(steps) if step[column] != IDLE_TOKEN]
-                logprobs = [told.of(n * len(steps[0]) + column, count) for n in places]
-            yield sequence, tokens, logprobs

@@ -255,9 +255,9 @@ class Stepper:
     # ------------------------------------------------------------------------------------------------ a step
     def _step(self) -> None:
         started, loop = time.perf_counter(), self._loop
-        tokens_before, steps_before = self.stats.new_tokens, 0 if loop is None else loop.steps_read
+        tokens_before, steps_before = self.stats.new_tokens, 0 if loop is None else loop.launches.steps_read
         self._acceptor.first_tokens = 0
-        if loop is not None and loop.in_flight and self._scheduler.short_of_blocks():
+        if loop is not None and loop.launches and self._scheduler.short_of_blocks():
             self._collect(loop, keep=0)  # a request may be preempted; read its tokens first
         with profile_range("admission", waiting=len(self._scheduler.waiting)):
             self._plan = None
@@ -265,17 +265,17 @@ class Stepper:
         if loop is not None:
             for sequence in plan.put_back:
                 loop.release(sequence)
-        decode_seconds, read_before = None, 0 if loop is None else loop.decoded
+        decode_seconds, read_before = None, 0 if loop is None else loop.launches.decoded
         if plan.decodes or plan.chunks:
             advance = self._advance if loop is None else partial(self._launch, loop)
             decode_seconds = advance(plan)
         elif loop is not None:
             self._collect(loop, keep=0)
-        decoded = len(plan.decodes) if loop is None else loop.decoded - read_before
+        decoded = len(plan.decodes) if loop is None else loop.launches.decoded - read_before
         prefilled = sum(count for _, count in plan.chunks)
         now = time.perf_counter()
         seconds = now - started
-        steps_read = 1 if loop is None else loop.steps_read - steps_before
+        steps_read = 1 if loop is None else loop.launches.steps_read - steps_before
         tokens = self.stats.new_tokens - tokens_before
         self._times.note_tokens(now, tokens, self._acceptor.first_tokens, steps_read)
         self._times.note_wait(seconds, prefilled if plan.decodes else 0)
@@ -326,7 +326,7 @@ class Stepper:
 
     def _collect(self, loop: DecodeLoop, keep: int) -> None:
         self._lost = Lost.ROWS
-        results = loop.collect(keep)
+        results = loop.launches.collect(keep)
         self._lost = Lost.BLOCKS
         for sequence, tokens, logprobs in results:
             for index, token in enumerate(tokens):

@@ -323,4 +323,4 @@ def test_under_another_triton(folder: str) -> None:
     )
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed, done.stdout[-500:]
-    assert int(passed[1]) >= 31, done.stdout[-500:]
+    assert int(passed[1]) >= 30, done.stdout[-500:]

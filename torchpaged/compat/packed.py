@@ -1,0 +1,99 @@
+"""Packed queries over packed or paged keys, as FlashAttention and torch's ``varlen_attn`` both take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchpaged.compat.arguments import check_out, is_eager
+from torchpaged.compat.call import Descales, PackedCall
+from torchpaged.compat.dense import packed_pools
+from torchpaged.custom_ops.batch_values import check_starts
+from torchpaged.custom_ops.checks import check_dims, check_dtype, check_tensors, is_int, reads_values
+from torchpaged.custom_ops.errors import ArgumentError
+
+
+@dataclass
+class PackedTokens:
+    """Which tokens attend to which, in FlashAttention's words: see
+    `torchpaged.compat.flash_attn_varlen_func`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: Tensor | None
+    block_table: Tensor | None
+
+    def check(self) -> None:
+        """What only these functions ask; the rest is checked with the op's arguments."""
+        check_tensors(q=self.q, k=self.k, v=self.v, cu_seqlens_q=self.cu_seqlens_q)
+        check_dims("q", self.q, None, None, None)
+        check_dims("cu_seqlens_q", self.cu_seqlens_q, None)
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            size = getattr(self, name)
+            if not is_int(size) or size < 0:
+                raise ArgumentError(name, "an int, an upper bound of the lengths", repr(size))
+        num_reqs = self.cu_seqlens_q.shape[0] - 1
+        for name, lens, count in (
+            ("cu_seqlens_k", self.cu_seqlens_k, num_reqs + 1),
+            ("seqused_k", self.seqused_k, num_reqs),
+        ):
+            if lens is not None:
+                check_tensors(**{name: lens})
+                check_dims(name, lens, count)
+                check_dtype(name, lens, torch.int32)
+        if self.block_table is None:
+            check_dims("k", self.k, None, None, None)
+            check_dims("v", self.v, *self.k.shape[:2], None)
+        else:
+            check_tensors(block_table=self.block_table)
+            check_dims("k", self.k, None, None, None, None)
+        if self.cu_seqlens_k is not None and reads_values(self.q.device):
+            end = self.k.shape[0] if self.block_table is None else 2**31
+            check_starts("cu_seqlens_k", self.cu_seqlens_k, end)
+
+    def lens(self) -> Tensor:
+        """``[num_reqs]`` int32: keys of each request."""
+        if self.seqused_k is not None:
+            return self.seqused_k
+        if self.cu_seqlens_k is None:
+            raise ArgumentError("seqused_k", "the keys of each request, together with a block_table", "None")
+        return self.cu_seqlens_k.diff()
+
+    def run(
+        self,
+        options: dict[str, Any],
+        out: Tensor | None,
+        return_lse: bool,
+        descales: Descales = (None, None, None),
+    ) -> Any:
+        """Attend; returns what the functions return."""
+        k_cache, v_cache, table = self.k, self.v, self.block_table
+        if table is None:
+            if self.cu_seqlens_k is None:
+                expected = "where each request's keys lie, since they are packed"
+                raise ArgumentError("cu_seqlens_k", expected, "None", "or pass block_table and seqused_k")
+            k_cache, v_cache, table = packed_pools(self.k, self.v, self.cu_seqlens_k[:-1], self.max_seqlen_k)
+        call = PackedCall.of(
+            self.q,
+            k_cache,
+            v_cache,
+            table,
+            self.lens(),
+            self.cu_seqlens_q,
+            max_query_len=self.max_seqlen_q,
+            options=options,
+            descales=descales,
+        )
+        call.same_lens = self.cu_seqlens_k is self.cu_seqlens_q and self.seqused_k is None
+        if out is not None and is_eager():
+            check_out(out, self.q, self.v.shape[-1])
+        result, lse = call.run(out, return_lse)
+        return result if lse is None else (result, lse.transpose(0, 1).contiguous())

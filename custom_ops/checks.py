@@ -199,7 +199,7 @@ def reads_values(device: torch.device) -> bool:
     during a capture."""
     if _suspended:
         return False
-    asked_for = checks_device_values()  # read on a CPU as well: a value that means nothing raises everywhere
+    asked_for = checks_device_values()  # read on a CPU as well: an invalid value raises everywhere
     if device.type == "cpu":
         return True
     return asked_for and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())

@@ -20,7 +20,7 @@ _HOW = (
     "(needs a C++17 compiler; -Ccmake.define.TORCHPAGED_NATIVE=ON turns a failed build into an error)"
 )
 _state: tuple[bool, str] = (False, "not looked for yet")
-wrong = ""  #: what is wrong with the variable, if it means nothing
+wrong = ""  #: what is wrong with the variable's value, if it is invalid
 
 
 def _candidates() -> list[Path]:
@@ -46,9 +46,8 @@ def stamp(schemas: dict[str, str]) -> str:
 
 
 def load(schemas: dict[str, str]) -> bool:
-    """Load the library of these ops if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load); a value
-    that means nothing is refused where a caller asks what was loaded, and by every op on a CPU: not by an
-    import."""
+    """Load the library of these ops if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load); an
+    invalid value raises where a caller asks what was loaded, and in every op on a CPU: not in an import."""
     global _state, wrong
     try:
         wanted = variables.get("TORCHPAGED_NATIVE")
@@ -79,7 +78,7 @@ def load(schemas: dict[str, str]) -> bool:
 
 
 def status() -> tuple[bool, str]:
-    """``(loaded, path or reason)``. Raises ValueError if ``TORCHPAGED_NATIVE`` means nothing."""
+    """``(loaded, path or reason)``. Raises ValueError if the value of ``TORCHPAGED_NATIVE`` is invalid."""
     if wrong:
         raise ValueError(wrong)
     return _state

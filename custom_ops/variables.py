@@ -98,7 +98,7 @@ def get(name: str) -> Any:
     """The parsed value of a variable of the table.
 
     Raises:
-        ValueError: its text means nothing.
+        ValueError: its value is invalid.
         FileNotFoundError: it names a folder in a home that is not known.
     """
     variable = _BY_NAME[name]

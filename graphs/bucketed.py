@@ -107,7 +107,7 @@ class BucketedGraphs(NotCopied):
         ranges: called as ``ranges("replay", batch=3, padded=4)`` around each capture and replay: gives a
             context manager.
         session: planned outside the graph, before a capture and, if it plans every step, before each replay;
-            made as new after what was cut short. None: there is nothing to plan.
+            reset after what was interrupted. None: there is nothing to plan.
 
     Attributes:
         inputs, buckets, device, session, debug: as given.
@@ -328,8 +328,8 @@ class BucketedGraphs(NotCopied):
 
     # ------------------------------------------------------------------------------------------- breaking off
     def reset(self) -> None:
-        """Make host and device agree again after a capture or replay that failed or was interrupted, and the
-        session as new. Waits for the device.
+        """Make host and device agree again after a capture or replay that failed or was interrupted, and
+        reset the session. Waits for the device.
 
         The next `start` or `start_eager` does it by itself.
         """

@@ -103,7 +103,7 @@ class CudaCapture:
         return _CudaCaptured(graph, output)
 
     def _after_failure(self, pool: Any) -> None:
-        """Put right what torch leaves behind where a capture ends in an error."""
+        """Repair the state that torch leaves behind a capture that ended in an error."""
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         # The default generator believes that it is captured; a clone of its state does not.
         generator = torch.cuda.default_generators[index]

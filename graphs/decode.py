@@ -186,7 +186,7 @@ class _Inputs:
         self.reset = batch.reset
 
     def tensors(self) -> dict[str, Tensor]:
-        """Of the batch, and of the groups of every size that was viewed."""
+        """By name: those of the batch, and of the prefix groups of every size that was viewed."""
         found = dict(self._batch.tensors())
         for size in sorted(self._seen):
             groups = self._prefixes.buffers(size, size).tensors()

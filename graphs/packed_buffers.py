@@ -28,7 +28,7 @@ from torchpaged.metadata.fields import CODES, FIELDS, TREE_FIELDS, BatchSizes
 from torchpaged.metadata.host import host_numbers
 from torchpaged.metadata.tree import MAX_TREE_TOKENS, known_trees
 
-#: Fields as they lie, one behind the other.
+#: Fields in the order of their memory.
 _ORDER = (
     "input_ids",
     "positions",

@@ -58,7 +58,7 @@ class StepSession(Protocol):
         return {}
 
     def reset(self) -> None:
-        """Make it as new after a step that was cut short."""
+        """Forget what an interrupted step left behind."""
         return None
 
     def check(self, launch: str) -> None:

@@ -66,8 +66,8 @@ class AttentionCall(NamedTuple):
         lse: Tensor | None = None,
         **options: Any,
     ) -> AttentionCall:
-        """The call of a layer over ``batch``, such as `torchpaged.AttentionMetadata`, which says all that is
-        of the step and not of the layer; ``options``: the record's others."""
+        """The call of one layer: block table, lengths, query starts and tree mask are those of ``batch``,
+        such as `torchpaged.AttentionMetadata`; ``options``: further fields of the record."""
         options["tree_mask"], longest = batch.tree_mask, batch.max_query_len
         table, starts = batch.block_table, batch.query_start_loc
         return cls(q, k_cache, v_cache, table, batch.seq_lens, starts, out, lse, longest, **options)

@@ -1,4 +1,4 @@
-"""Blocks of several pools into rows, one behind the other, and back. No op: its caller runs on the host,
+"""Blocks of several pools packed into contiguous rows, and back. No op: its caller runs on the host,
 between steps (`torchpaged.cache.host_blocks`)."""
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class XqaSession(Session):
         return {"workspace": self._buffer}
 
     def reset(self) -> None:
-        """Semaphores as new."""
+        """Set the semaphores to zero."""
         self._buffer.zero_()
 
 

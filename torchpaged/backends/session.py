@@ -186,8 +186,8 @@ class Session(NotCopied):
         return {}
 
     def reset(self) -> None:
-        """Make the workspace as new, on the current stream, after calls that may have been cut short. Waits
-        for nothing."""
+        """Reset the workspace, on the current stream, after calls that may have been interrupted. Does not
+        wait for the device."""
 
     def check(self, launch: str) -> None:
         """In debug mode, after ``launch`` (a name for the error): waits for it.

@@ -5,7 +5,7 @@
     arrival = host.swap_in([0, 1], blocks=[3, 4])
     arrival.ready() or arrival.wait()        # then steps may read blocks 3 and 4
 
-On the host all layers of a block lie one behind the other. On a GPU the memory is pinned, and copies run on
+On the host all layers of a block are contiguous. On a GPU the memory is pinned, and copies run on
 streams of their own: packed by one kernel for all layers, then a copy per run of neighbouring slots. Nothing
 waits on the host. A slot may be read as soon as `swap_out` returned, and filled anew once what `swap_in` read
 of it has arrived. On a CPU they are plain copies.

@@ -14,7 +14,7 @@ Record = TypeVar("Record")
 
 def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[..., None]:
     """``run`` as a command, which is given ``record`` made of the options; a field without a default is an
-    argument, one without help none of the command's."""
+    argument, one without a help text is not offered."""
     hints = get_type_hints(record)
 
     def command(**given: Any) -> None:

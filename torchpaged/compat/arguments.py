@@ -118,8 +118,8 @@ def slopes_of(alibi_slopes: Tensor | None, causal: bool) -> Tensor | None:
     """FlashAttention's slopes ``[num_heads]`` or ``[num_reqs, num_heads]`` -> ours ``[num_heads]``.
 
     Raises:
-        ArgumentError: slopes of each request its own, or keys after the query are seen: FlashAttention takes
-            the distance's absolute value there, and our kernels its sign.
+        ArgumentError: requests have different slopes, or keys after the query are seen: there FlashAttention
+            takes the absolute value of the distance, and our kernels the signed one.
     """
     if alibi_slopes is None:
         return None

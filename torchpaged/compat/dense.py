@@ -16,7 +16,7 @@ MAX_BLOCK_SIZE = 128
 
 
 def packed_pools(k: Tensor, v: Tensor, starts: Tensor, max_len: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values of requests one behind the other, as pools of blocks of one token.
+    """Packed keys and values of requests, as pools of blocks of one token.
 
     Args:
         k: ``[total_k, num_kv_heads, head_dim]``.

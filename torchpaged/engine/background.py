@@ -127,7 +127,7 @@ class BackgroundLoop:
 
     def end(self, reason: BaseException) -> None:
         """The same, and who waits for requests that have not ended gets ``reason``; calls make their own
-        steps. From inside."""
+        steps. The caller holds the lock."""
         self.stop()
         if self._calls.background is self:
             self._calls.background = None
@@ -141,7 +141,8 @@ class BackgroundLoop:
 
     # ------------------------------------------------------------------------------------- who waits for what
     def deliver(self) -> None:
-        """Give all who wait what has happened, and wake the thread if there are requests. From inside."""
+        """Give all who wait the events so far, and wake the thread if there are requests. The caller holds
+        the lock."""
         for inbox, follower in list(self._followers.items()):
             more = bool(inbox.live)
             if more and not (follower.wants_events and inbox.ready):

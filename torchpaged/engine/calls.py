@@ -31,7 +31,7 @@ from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.stepper import Stepper
 
-#: Of requests that were cancelled and belong to no stream, so many keep what was not read.
+#: Cancelled requests that belong to no stream: so many, the latest, keep their unread events.
 NUM_UNREAD = 1024
 
 
@@ -189,7 +189,7 @@ class Calls:
 
     # ----------------------------------------------------------------------------------------- whose requests
     def claim(self, request_ids: list[int], inbox: Inbox) -> None:
-        """Make ``inbox`` the owner of these submitted requests; from inside.
+        """Make ``inbox`` the owner of these submitted requests; the caller holds the lock.
 
         Raises:
             ArgumentError: an id that is unknown, finished, or another stream's.
@@ -211,8 +211,8 @@ class Calls:
                 sequence.inbox = inbox
 
     def cancel(self, request_id: int) -> None:
-        """End a request, if it has not ended. What no stream has and is not read is given up after
-        `NUM_UNREAD` more of the kind; from inside."""
+        """End a request, if it has not ended; the caller holds the lock. Unread events of a request that
+        belongs to no stream are dropped once `NUM_UNREAD` more such requests were cancelled."""
         sequence = self.stepper.requests.get(request_id)
         self.stepper.cancel(request_id)
         if sequence is None:

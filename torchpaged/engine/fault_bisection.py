@@ -13,8 +13,8 @@ It passes when each has a few more.
 - **Faulty** is a request that raises alone and, after another one passed, alone `RETRIES` times in a row
   without a token: an error that comes for a while and goes ends no request, and one that comes at times only
   if it came in each of these. Where nobody is left who passed, it raises `PROBES` times.
-- **Of the engine** is an error where none passes. As many as `PROBES` that raise alone, one behind the other,
-  are enough to say so.
+- **Of the engine** is an error where none passes. `PROBES` consecutive requests that raise alone are enough
+  to say so.
 - **Too large** is a group that raises and whose halves pass: steps take at most half as many from then on.
 
 A group that raises is split, and one of a single request is not retried until all are through: of ``n``

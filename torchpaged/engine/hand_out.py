@@ -1,7 +1,8 @@
 """HandOut: events of some requests on their way to the call that owns these.
 
-handed = HandOut(inbox)         # from inside
-for event in handed: ...        # outside, whatever other calls do meanwhile
+with calls.entered():           # holds the lock of all calls
+    handed = HandOut(inbox)
+for event in handed: ...        # without the lock, whatever other calls do meanwhile
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class HandOut:
     it is found: a stream may be suspended between two, and the other calls give what it has not given.
 
     Args:
-        inbox: whose events; from inside.
+        inbox: whose events; the caller holds the lock of `Calls`.
     """
 
     def __init__(self, inbox: Inbox) -> None:
@@ -65,7 +66,7 @@ class HandOut:
 
     def give_back(self) -> None:
         """After an interrupt in or behind `take`: the next call of the requests' owner gets them, unless
-        another thread has taken later ones of a request meanwhile. From inside."""
+        another thread has taken later ones of a request meanwhile. The caller holds the lock."""
         for sequence, first, end in self._places():
             if sequence.taker is self._mark and sequence.taken == end:
                 sequence.inbox.ready[sequence] = None

@@ -9,16 +9,20 @@ from torchpaged.engine.device import CopiedTokens, DecodeRows, TokenLogprobs
 from torchpaged.engine.sequence import Sequence
 from torchpaged.profiling import range as profile_range
 
-#: What a launch says of a row that was idle by then.
+#: The token of a row that was idle in a step.
 IDLE_TOKEN = -1
 
 
 class Launch(NamedTuple):
-    """Tokens on their way: where they will be, which column is whose, how many steps each column holds, and
-    in how many of the first columns prompts have not just ended. No tuple per column: see `EventLog`.
+    """A launch of decode steps, or a packed batch. No tuple per column: see `EventLog`.
 
-    ``number``: of a launch, in ``rows.ring``. ``copied``: of a packed batch, which has no number.
-    ``records``: what is told of the latter's tokens; None: not asked for.
+    Attributes:
+        number: of a launch of decode steps, in ``rows.ring``.
+        copied: tokens of a packed batch, which has no number.
+        columns: the request of each column of tokens; None: an idle row.
+        num_steps: tokens of a column.
+        decodes: the first so many columns are decodes; prompts ended in the others.
+        records: log probabilities of a packed batch; None: no request wants them.
     """
 
     number: int
@@ -63,7 +67,7 @@ class Launches:
             launch = self._in_flight.pop(0)
             self.steps_read += launch.num_steps
             with profile_range("collect", batch=len(launch.columns)):
-                told = self._told(launch)
+                records = self._logprobs(launch)
                 if launch.copied is not None:
                     steps = [launch.copied.read()]
                 else:
@@ -74,11 +78,11 @@ class Launches:
                     if column < launch.decodes:
                         for step in steps:
                             self.decoded += step[column] != IDLE_TOKEN
-            read.append((launch, steps, told))
+            read.append((launch, steps, records))
         return _per_request(read)
 
-    def _told(self, launch: Launch) -> TokenLogprobs | None:
-        """What is told of a launch's tokens, which were not read yet; None: nobody wants it."""
+    def _logprobs(self, launch: Launch) -> TokenLogprobs | None:
+        """Log probabilities of a launch's tokens, which were not read yet; None: no request wants them."""
         if not self._rows.stage.record_words or all(
             s is None or s.sampling.logprobs is None or s.finish_reason is not None for s in launch.columns
         ):
@@ -91,7 +95,7 @@ class Launches:
 def _per_request(
     read: list[tuple[Launch, list[list[int]], TokenLogprobs | None]],
 ) -> Iterator[tuple[Sequence, list[int], list[dict[int, float]] | None]]:
-    for launch, steps, told in read:
+    for launch, steps, records in read:
         only = steps[0] if len(steps) == 1 else None
         for column, sequence in enumerate(launch.columns):
             if sequence is None or sequence.finish_reason is not None:
@@ -102,7 +106,7 @@ def _per_request(
             else:
                 tokens = [step[column] for step in steps if step[column] != IDLE_TOKEN]
             logprobs = None
-            if told is not None and (count := sequence.sampling.logprobs) is not None:
+            if records is not None and (count := sequence.sampling.logprobs) is not None:
                 places = [n for n, step in enumerate(steps) if step[column] != IDLE_TOKEN]
-                logprobs = [told.of(n * len(steps[0]) + column, count) for n in places]
+                logprobs = [records.of(n * len(steps[0]) + column, count) for n in places]
             yield sequence, tokens, logprobs

@@ -114,8 +114,8 @@ class RequestCalls:
     def generate(
         self, prompts: str | Seq[str | Seq[int]], sampling: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Run ``prompts`` to their ends, in one continuous batch; results in their order, ``n`` samples of a
-        prompt one behind the other.
+        """Run ``prompts`` to their ends, in one continuous batch; results in their order, the ``n`` samples
+        of a prompt next to each other.
 
         Args:
             prompts: strings or lists of token ids. One string is one prompt, as if it stood in a list.

@@ -78,7 +78,7 @@ class _Fusion:
         self.changed.append((module, name, value))
 
     def overlaid(self) -> bool:
-        """Whether a forward that was given here has another one on top, such as `compile_layers`'."""
+        """Whether a forward that was replaced here has been replaced again since, as by `compile_layers`."""
         return any(
             getattr(vars(m).get(name), "__func__", None) is not value
             for m, name, value in self.changed

@@ -155,7 +155,7 @@ class KimiDeltaPlan(StatePlan):
         q, k, v = (x.unflatten(-1, (-1, width)) for x in mixed.chunk(3, dim=-1))
         g, beta = self.decay(step, f), b.sigmoid().unflatten(0, step.shape)
         out = cached.attend(q, k, v, g, beta, scale=width**-0.5, delta_rule=True)
-        # the op for norms with gates has silu, and these are sigmoids
+        # gated_rms_norm has silu gates; this one is a sigmoid
         out = normed(ops, out.reshape(-1, width), mixer.o_norm).view(f.shape[0], -1)
         gate = linear(ops, gate, mixer.g_b_proj) if hasattr(mixer, "g_b_proj") else gate
         return out * gate.sigmoid()

@@ -245,8 +245,8 @@ class CacheMasks:
         self._asked.add(asked.local_size)
 
     def take_padding(self, batch: int, query_length: int) -> list[int] | None:
-        """The padding of each row of the forward that is about to write its first tokens, which forgets it;
-        None: there is none. No tokens: the rows are made ahead of the forward.
+        """Return, and forget, the padding of each row of the forward that is about to write its first tokens;
+        None: there is none. ``query_length`` 0: the rows are made ahead of the forward.
 
         Raises:
             UnsupportedModelError: its masks were asked for as for a forward of another size.

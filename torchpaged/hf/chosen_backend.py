@@ -98,7 +98,7 @@ class ChosenBackend:
             if layer.spec is not None and self._asks(layer.spec) in wanted:
                 self.give_workspace(layer, layer.spec)
             else:
-                layer.spec = layer.asked = None  # what it asked for elsewhere, or in another dtype
+                layer.spec = layer.asked = None  # of another device or dtype
 
     def choose_for(self, config: Any, key_states: Tensor, head_dim_v: int | None = None) -> None:
         """Choose when the first keys show device and dtype; layers that made calls keep what these asked.

@@ -71,7 +71,7 @@ def continuous_attention_forward(
 
     Args:
         module: the attention layer that calls; its ``layer_idx`` names the layer of the cache.
-        query: ``[1, num_heads, num_tokens, head_dim]``, requests one behind the other.
+        query: ``[1, num_heads, num_tokens, head_dim]``, of all requests, packed.
         key, value: ``[1, num_kv_heads, num_tokens, head_dim(_v)]``, those of this step.
         attention_mask: None.
         scaling, sliding_window, softcap, s_aux, sinks: as in `torchpaged.hf.attention`.

@@ -25,7 +25,7 @@ asked = threading.local()
 
 
 def transformed(module: nn.Module) -> UnsupportedModelError:
-    """The error of keys and values that are the pools no longer."""
+    """The error of a module that attends with other keys and values than the pools."""
     if torch.compiler.is_compiling() and getattr(module, "is_kv_shared_layer", False):
         return UnsupportedModelError(
             f"{type(module).__name__} shares another layer's pools and takes them through Tensor.to, "

@@ -29,7 +29,7 @@ def encoder_metadata(
     of one, and a row's table counts its tokens.
 
     Args:
-        lens: tokens of each row; the rows stand one behind the other.
+        lens: tokens of each row; the rows are packed in this order.
         max_len: upper bound of the lengths, and width of the table; default: the longest row.
         device: where the tensors go.
 

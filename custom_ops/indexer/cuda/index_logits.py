@@ -88,7 +88,7 @@ def why_not(call: IndexCall, capability: tuple[int, int]) -> str | None:
     if reason := unaligned(("q", q, 2), ("k_cache", keys, 2)):
         return reason
     if keys.stride(1) != WIDTH:
-        return f"k_cache with strides {tuple(keys.stride())}: tokens one behind the other"
+        return f"k_cache with strides {tuple(keys.stride())}: tokens of a block must be contiguous"
     if scales is not None and (scales.data_ptr() % 16 or scales.stride(0) % 4 or scales.stride(1) != 1):
         return f"k_scale with strides {scales.stride()}: blocks that begin at multiples of 16 bytes"
     return None

@@ -71,9 +71,9 @@ def why_not(logits: Tensor, indices: Tensor, capability: tuple[int, int]) -> str
     if logits.shape[1] > MAX_CLUSTER * _MOST_VECTORS * _FEWEST:
         return f"rows of {logits.shape[1]} logits, not {MAX_CLUSTER * _MOST_VECTORS * _FEWEST}"
     if logits.stride(1) != 1 or logits.stride(0) % 4 or logits.data_ptr() % 16:
-        return f"logits with strides {logits.stride()}: rows that begin at multiples of 16 bytes"
+        return f"logits with strides {logits.stride()}: rows must begin at multiples of 16 bytes"
     if indices.stride(1) != 1:
-        return f"indices with strides {indices.stride()}: positions one behind the other"
+        return f"indices with strides {indices.stride()}: a token's positions must be contiguous"
     return None
 
 

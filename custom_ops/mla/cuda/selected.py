@@ -125,7 +125,7 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
     if rank % 128 or not 0 < rank <= 512 or q.shape[2] % 64 or not 0 < q.shape[2] - rank <= 64:
         return f"{rank} + {q.shape[2] - rank} columns"
     if indices.shape[1] > MAX_KEYS * MAX_CLUSTER or indices.stride(1) != 1:
-        return f"{indices.shape[1]} positions, not {MAX_KEYS * MAX_CLUSTER} one behind the other"
+        return f"{indices.shape[1]} positions: at most {MAX_KEYS * MAX_CLUSTER}, contiguous"
     if pool.shape[0] * pool.shape[1] >= 2**31:
         return f"kv_cache with {pool.shape[0]} blocks"
     return unaligned(("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3))

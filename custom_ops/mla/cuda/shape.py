@@ -90,7 +90,7 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return None
     box = pool_box(tuple(pool.shape), pool.stride())
     if box is None:
-        return f"kv_cache with strides {tuple(pool.stride())}: tokens one behind the other"
+        return f"kv_cache with strides {tuple(pool.stride())}: tokens of a block must be contiguous"
     if max(box.sizes) > _MAX_COORDINATE or pool.shape[0] * box.block_group > _MAX_COORDINATE:
         return f"kv_cache with {pool.shape[0]} blocks"
     return None

@@ -41,7 +41,7 @@ class AttentionCase:
         dtype: of queries and outputs.
         kv_dtype: of the caches.
         suite: the suite it belongs to.
-        shuffled: whether a request's blocks lie in random order; else one behind the other.
+        shuffled: whether a request's blocks lie in random order; else in ascending order.
         block_sparse: the mask that hides blocks of keys, if there is one.
     """
 

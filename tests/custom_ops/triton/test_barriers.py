@@ -190,7 +190,7 @@ ATTENTION = (
 )
 
 
-@pytest.mark.slow_cases(but=("fp8_of_48", "window_0_of_59", "padded_slots"))
+@pytest.mark.slow_cases(but=("fp8_of_48", "padded_slots"))
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str) -> None:
     """Kernel by kernel as ``paged_attention`` launches them for a Hopper GPU."""
@@ -204,7 +204,7 @@ def test_attention(name: str) -> None:
 
 @pytest.mark.slow
 def test_attention_on_other_gpus() -> None:
-    case = SEEN["padded_slots"]
+    case = SEEN["fp8_of_48"]
     with launched.recorded() as launches:
         run_paged_attention(TRITON, make_hanging_batch(case), **case.options)
     check([launch for launch in launches if launch.name == "prefill_kernel"], "sm_100")
@@ -323,4 +323,4 @@ def test_under_another_triton(folder: str) -> None:
     )
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed, done.stdout[-500:]
-    assert int(passed[1]) >= 30, done.stdout[-500:]
+    assert int(passed[1]) >= 29, done.stdout[-500:]

@@ -29,6 +29,7 @@ from decode_step.peers import PEERS
 from decode_step.screen import StepScreen
 from decode_step.shape import measure_shape
 from torchpaged.bench import conditions
+from torchpaged.bench.options import split
 from torchpaged.bench.timing import measure_bandwidth
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 
@@ -103,12 +104,8 @@ def exit_code(document: dict[str, Any]) -> int:
     return 1 if own_fault or not any(row["status"] == "timed" for row in rows) else 0
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in _names(text))
+    return tuple(int(number) for number in split(text))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--shapes",
-        type=_names,
+        type=split,
         default=default.shapes,
         help=f"some of {', '.join(SHAPES)}, separated by commas",
     )
@@ -129,14 +126,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=default.context, help="KV tokens per request")
     parser.add_argument(
         "--only",
-        type=_names,
+        type=split,
         default=default.only,
         help="own contenders: logits or k1, k4 ..., with +fuse, +compile or +layers; "
         f"'' for none; default: {','.join(VARIANTS)}",
     )
-    parser.add_argument("--skip", type=_names, default=(), help="contenders to leave out")
+    parser.add_argument("--skip", type=split, default=(), help="contenders to leave out")
     parser.add_argument(
-        "--peers", type=_names, default=(), help=f"some of {', '.join(PEERS)}; minutes for the larger shapes"
+        "--peers", type=split, default=(), help=f"some of {', '.join(PEERS)}; minutes for the larger shapes"
     )
     parser.add_argument("--device", default=default.device, help="auto, cpu, cuda")
     parser.add_argument("--dtype", default=default.dtype, help=", ".join(DTYPES))
@@ -152,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="for these batches; default: the smallest and the largest",
     )
     parser.add_argument(
-        "--idle-only", type=_names, default=(), help="for these contenders; default: the last one"
+        "--idle-only", type=split, default=(), help="for these contenders; default: the last one"
     )
     parser.add_argument(
         "--no-trace",

@@ -9,7 +9,6 @@ a group share the KV pools.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import statistics
 import time
@@ -26,6 +25,7 @@ from decode_step.options import BLOCK_SIZE, DTYPES, Options
 from decode_step.own import OwnStep, Variant, ours
 from decode_step.peers import PEERS
 from decode_step.screen import StepScreen
+from torchpaged.bench.attention.case import free_memory
 
 BURST_STEPS = 16  # timed between two resets of the requests' lengths
 HOST_LAUNCHES = 20
@@ -81,14 +81,14 @@ class _Shape:
                 if reference is None and self.variants:
                     self.screen.note(f"{self.shape.name}: float32 reference")
                     reference = make_reference(model, min(MAX_ROWS, max(self.batches)))
-                _free(self.device)
+                free_memory(self.device)
             except Exception as error:
                 yield from self._all_failed([v.name for v in variants] + (peers if plain else []), error)
                 continue
             if variants and reference is not None:
                 yield from self._own(model, variants, reference, fused, layers)
                 torch.compiler.reset()  # compiled steps keep their pools alive
-                _free(self.device)
+                free_memory(self.device)
             # the smallest and the largest batch first: minutes may pass in a peer's compiler, and a time
             # limit cuts the others
             for name, batch in itertools.product(
@@ -96,7 +96,7 @@ class _Shape:
             ):
                 yield self._peer(model, name, batch)
             del model
-            _free(self.device)
+            free_memory(self.device)
 
     def _own(
         self, model: Any, variants: Sequence[Variant], reference: Reference, fused: bool, layers: bool
@@ -111,7 +111,7 @@ class _Shape:
         prepared = time.perf_counter() - begun
         for variant in variants:
             yield from self._variant(paged, variant, reference, prepared)
-            _free(self.device)
+            free_memory(self.device)
 
     def _paged(self, model: Any, fused: bool, layers: bool) -> Any:
         """``model`` changed as asked, over pools of random keys and values."""
@@ -240,7 +240,7 @@ class _Shape:
             entry |= result | self._figures(batch, result["ms"]) | {"status": "timed"}
         except Exception as error:
             entry |= _failure(error)
-        _free(self.device)
+        free_memory(self.device)
         return entry
 
     def _all_failed(self, names: Sequence[str], error: Exception) -> Iterator[dict[str, Any]]:
@@ -282,9 +282,3 @@ def _failure(error: Exception) -> dict[str, Any]:
         "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:400]} "
         f"({where.name}:{where.lineno})",
     }
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

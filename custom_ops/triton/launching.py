@@ -37,6 +37,13 @@ def capability(device: torch.device) -> tuple[int, int]:
     return gpu.capability(device.index or 0)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether the device has compute capability 9.x; in the interpreter all do."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return INTERPRET
+    return capability(device)[0] == 9
+
+
 def early_launch(device: torch.device) -> dict[str, Any]:
     """Options of a kernel with the constexpr ``PDL``, which waits for the kernels before it by itself where
     it can."""

@@ -16,6 +16,12 @@ def model(make_llama: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
+def llama(make_llama: Callable[..., Any]) -> Any:
+    """A Llama of `TINY` sizes."""
+    return make_llama(**TINY)
+
+
+@pytest.fixture(scope="module")
 def faulty(make_llama: Callable[..., Any]) -> Any:
     """A `faulty_model` of `TINY` sizes."""
     return faulty_model(make_llama(**TINY))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_requests import EACH, LONG, PROMPTS, TINY
+from engine_requests import EACH, LONG, PROMPTS
 from engine_requests import ENGINES as WAYS
 from many_threads import in_threads, random_requests, run_threads
 
@@ -30,11 +30,6 @@ from torchpaged.engine.calls import NUM_UNREAD
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
 ENGINES = {**WAYS, "few blocks": {"num_blocks": 20}}
-
-
-@pytest.fixture(scope="module")
-def llama(make_llama: Callable[..., Any]) -> Any:
-    return make_llama(**TINY)
 
 
 def engine(llama: Any, **options: Any) -> Generator:

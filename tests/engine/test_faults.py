@@ -34,11 +34,6 @@ FEW_BLOCKS: dict[str, Any] = {"num_blocks": 14, "host_cache_memory": 2**20, "pre
 
 
 @pytest.fixture(scope="module")
-def llama(make_llama: Callable[..., Any]) -> Any:
-    return make_llama(**TINY)
-
-
-@pytest.fixture(scope="module")
 def model(llama: Any) -> Any:
     return faulty_model(llama)
 

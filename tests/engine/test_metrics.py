@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +14,6 @@ from torchpaged.engine.latency import BOUNDS, LatencyHistogram
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)
 SAMPLE = re.compile(r'[a-z_]+(\{(le|reason)="([^"\\\n]|\\[\\"n])+"\})? [\d.e+-]+')
-
-
-@pytest.fixture(scope="module")
-def llama(make_llama: Callable[..., Any]) -> Any:
-    return make_llama(vocab_size=99, hidden_size=32, intermediate_size=48, max_position_embeddings=256)
 
 
 @pytest.fixture

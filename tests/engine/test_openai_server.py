@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,6 @@ class Words:
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> dict[str, list[int]]:
         return self(messages[-1]["content"])
-
-
-@pytest.fixture(scope="module")
-def llama(make_llama: Callable[..., Any]) -> Any:
-    return make_llama(vocab_size=99, hidden_size=32, intermediate_size=48, max_position_embeddings=256)
 
 
 @pytest.fixture(scope="module")

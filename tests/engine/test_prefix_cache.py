@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_requests import tokens_of
 
 from torchpaged import ArgumentError, BlockPool
 from torchpaged.cache import LRU, PrefixCache
@@ -22,10 +23,6 @@ SYSTEM = [3 + i * 7 % 90 for i in range(21)]
 PROMPTS = [[*SYSTEM, 5, 6, 7], [*SYSTEM, 9], SYSTEM[:9], [*SYSTEM, 5, 6, 7, 8, 9], [40, *SYSTEM], SYSTEM]
 TEN = SamplingParams(max_new_tokens=10, ignore_eos=True)
 SIZES: dict[str, Any] = {"block_size": 4, "max_seq_len": 64}
-
-
-def tokens_of(outputs: Any) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 def each(seed: int) -> list[SamplingParams]:

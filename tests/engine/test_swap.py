@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_requests import tokens_of
 
 from torchpaged import ArgumentError
 from torchpaged.cache.host_blocks import HostBlocks
@@ -26,10 +27,6 @@ PARAMS = [
 ]
 SIZES: dict[str, Any] = {"block_size": 4, "max_seq_len": 64}
 SMALL: dict[str, Any] = {**SIZES, "num_blocks": 19, "max_batch_size": 6, "host_cache_memory": 2**20}
-
-
-def tokens_of(outputs: Any) -> list[list[int]]:
-    return [output.token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.attention.triton.paged_attention import paged_attention
 from torchpaged.custom_ops.mla.triton import config as latent_config
 from torchpaged.custom_ops.mla.triton import mla_attention
-from torchpaged.custom_ops.state.triton import chunks
 from torchpaged.custom_ops.step_end.triton import sample_tokens
 from torchpaged.custom_ops.triton import launching
 
@@ -76,14 +75,13 @@ def recorded(target: str = "sm_90") -> Iterator[list[Launch]]:
         (launching, "INTERPRET", True),  # what lets CPU tensors pass
         (sample_tokens, "INTERPRET", False),  # its tiles are those of a GPU
         (launching, "num_sms", lambda device: 132),
+        (launching, "is_hopper", lambda device: target == "sm_90"),
         (config, "num_programs", lambda device, tiles: 132 * tiles.programs_per_sm),
         (config, "has_large_tiles", lambda device: target in ("sm_90", "sm_100")),
         (config, "decode_tiles", functools.partial(config.decode_tiles, hip=hip)),
         (config, "decode_options", decode_options),
         (latent_config, "tiles", functools.partial(latent_config.tiles, hip=hip)),
-        (mla_attention, "_is_hopper", lambda device: target == "sm_90"),
         (mla_attention, "_takes_ptx", lambda: not hip),
-        (chunks, "_is_hopper", lambda device: target == "sm_90"),
     ]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:

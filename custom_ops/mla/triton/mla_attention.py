@@ -168,7 +168,7 @@ def _launch(call: LatentCall, rank: int, rope: int, num_reqs: int) -> None:
     rows = heads * launching.next_power_of_2(min(call.max_query_len, num_tokens))
     rank_pad, rope_pad = (max(16, launching.next_power_of_2(size)) for size in (rank, rope))
     fp8 = call.kv_cache.dtype == ROW_DTYPE
-    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device), fp8)
+    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), launching.is_hopper(device), fp8)
     tile_heads = min(chosen.rows, heads)
     tokens, head_tiles = chosen.rows // tile_heads, -(-num_heads // tile_heads)
     per_req = -(-call.max_query_len // tokens)
@@ -222,7 +222,7 @@ def _launch_selected(call: LatentCall, indices: torch.Tensor, rank: int, rope: i
     rank_pad, rope_pad = (max(16, launching.next_power_of_2(size)) for size in (rank, rope))
     rows = launching.next_power_of_2(num_heads)
     fp8 = call.kv_cache.dtype == ROW_DTYPE
-    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), _is_hopper(device), fp8)
+    chosen = config.tiles(rank_pad + rope_pad, rows, q.element_size(), launching.is_hopper(device), fp8)
     programs = num_tokens * -(-num_heads // chosen.rows)
     num_parts = config.num_parts(programs, indices.shape[1], device, chosen)
     parts, results = Parts.of(call, num_parts), Results.of(call)
@@ -243,12 +243,6 @@ def _launch_selected(call: LatentCall, indices: torch.Tensor, rank: int, rope: i
     options = {"SIZES": sizes, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     Launch(_SELECTED, (programs * num_parts,), arguments, options)()
     MergeArguments(num_reqs, num_parts, call.query_start_loc, results, parts).launch(sizes)
-
-
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return launching.INTERPRET
-    return launching.capability(device)[0] == 9
 
 
 def _takes_ptx() -> bool:

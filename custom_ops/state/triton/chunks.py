@@ -60,14 +60,8 @@ def has_long_rows(call: LinearAttentionCall) -> bool:
         and call.g.dim() == 2
         and q.shape[2] in KEY_DIMS[call.delta_rule]
         and v.shape[2] % MULTIPLE == 0
-        and _is_hopper(v.device)
+        and launching.is_hopper(v.device)
     )
-
-
-def _is_hopper(device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return launching.INTERPRET
-    return launching.capability(device)[0] == 9
 
 
 def even(x: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def at_reading(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) 
     if generator.loop is None:
         switch.before(patch, generator._stepper._acceptor, "accept")
     else:
-        switch.before(patch, generator.loop, "collect")
+        switch.before(patch, generator.loop.launches, "collect")
 
 
 def at_third_token(generator: Generator, switch: Switch, patch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,12 @@ def test_attention_matches_the_oracle(spec: str, variant: str) -> None:
     assert_as_oracle(TRITON, batch, **ATTENTION_VARIANTS[variant])
 
 
-@pytest.mark.slow_cases("tree_full-window-torch.float32", "tree_uneven-chunked_local-torch.float32")
+@pytest.mark.slow_cases(
+    "tree_full-window-torch.float32",
+    "tree_mixed-causal-torch.float32",
+    "tree_small-window-torch.bfloat16",
+    "tree_uneven-chunked_local-torch.float32",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("spec", "variant"),

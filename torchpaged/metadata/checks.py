@@ -88,8 +88,8 @@ def check_batch(
         if len(blocks) < needed:
             raise ArgumentError(
                 "block_tables",
-                f"{needed} blocks of {block_size} for {seq_len} tokens in row {row}",
-                f"{len(blocks)}",
+                f"{counted(needed, 'block')} of {block_size} for {counted(seq_len, 'token')} in row {row}",
+                str(len(blocks)),
                 "allocate before building the batch",
             )
         ids = every[start : start + needed]

@@ -56,7 +56,7 @@ COSTS: dict[tuple[int, int] | None, CascadeCosts] = {
     (9, 0): CascadeCosts(
         18.0, 4.0e-6, 1.0e7, 3.0e8, "fitted on an H200: benchmarks/results/h200_cascade_op.json"
     ),
-    None: CascadeCosts(32.0, 3.0e-5, 2.0e6, 1.0e8, "not verified here: derived with caution from Hopper's"),
+    None: CascadeCosts(32.0, 3.0e-5, 2.0e6, 1.0e8, "not verified here: estimated from Hopper's"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from model_coverage import architectures, checks, encoder_decoders, encoders, vision_language, vision_models
 from model_coverage.checks import TOLERANCE, Beat, Row
 
-_DECODERS = """# Architectures
+_DECODERS = """# Architectures: which models run
 
 Every decoder architecture that transformers maps to a causal LM, tiny and random, through
 `torchpaged.hf.PagedCache` without further arguments, against transformers' own eager attention in float32:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -118,9 +118,9 @@ class IdleBlocks:
         self._policy = policy
         self._refused: dict[int, None] = {}  # that its add() raised for, in order
         self._unpinned = set[int]()
-        # These, that left longest ago first. A block that was taken out stays there, and is passed over as
-        # often as `_stale` says: so blocks come and go many at a time.
-        self._order = deque[int]()
+        # These, that left longest ago first, from place `_first` on. A block that was taken out stays there,
+        # and is passed over as often as `_stale` says: so blocks come and go many at a time.
+        self._order, self._first = list[int](), 0
         self._stale: dict[int, int] = {}
         self._priorities: dict[int, int] = {}  # of pinned ones
         self._pinned: dict[int, OrderedDict[int, None]] = {}  # these by priority, longest left first
@@ -140,11 +140,7 @@ class IdleBlocks:
 
     def _in_order(self) -> Iterator[int]:
         stale = dict(self._stale)
-        for block in self._order:
-            if stale.get(block):
-                stale[block] -= 1
-            else:
-                yield block
+        return (block for block in self._order[self._first :] if not _is_stale(block, stale))
 
     @property
     def num_pinned(self) -> int:
@@ -251,19 +247,16 @@ class IdleBlocks:
 
     def _oldest(self, count: int) -> list[int]:
         """The first ``count`` of `_order`, taken out of it."""
-        first, stale, oldest = self._order.popleft, self._stale, list[int]()
-        while stale and len(oldest) < count:
-            block = first()
-            if block in stale:
-                self._passed_over(block)
-            else:
-                oldest.append(block)
-        return oldest + [first() for _ in range(count - len(oldest))]
-
-    def _passed_over(self, block: int) -> None:
-        self._stale[block] -= 1
-        if not self._stale[block]:
-            del self._stale[block]
+        stale, oldest = self._stale, list[int]()
+        while len(oldest) < count:
+            some = self._order[self._first : self._first + count - len(oldest)]
+            self._first += len(some)
+            known = stale.keys().isdisjoint(some)
+            oldest += some if known else [block for block in some if not _is_stale(block, stale)]
+        if self._first > _MOST_STALE and 2 * self._first > len(self._order):
+            del self._order[: self._first]
+            self._first = 0
+        return oldest
 
     # ------------------------------------------------------------------------------------------------- pins
     def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
@@ -339,11 +332,19 @@ class IdleBlocks:
         stale = self._stale
         for block in blocks:
             stale[block] = stale.get(block, 0) + 1
-        if len(self._order) > 2 * len(self._unpinned) + _MOST_STALE:
-            self._order, self._stale = deque(self._in_order()), {}
+        if len(self._order) - self._first > 2 * len(self._unpinned) + _MOST_STALE:
+            self._order, self._first, self._stale = list(self._in_order()), 0, {}
 
     def _place_again(self, block: int) -> None:
         """The pins of a block have changed."""
         if block in self:
             self.hit([block])
             self.add([block])
+
+
+def _is_stale(block: int, stale: dict[int, int]) -> bool:
+    """Whether this place of ``block`` in the order is one to pass over, which is noted."""
+    times = stale.pop(block, 0)
+    if times > 1:
+        stale[block] = times - 1
+    return times > 0

@@ -107,10 +107,10 @@ class Run:
     def lose(self, blocks: list[int], at: int) -> Sequence[int]:
         """Those from ``at`` on, as far as they are its last ones, last first, or one are not known any more;
         their places. Costs O(1) per block, of one that is not its last O(blocks of the run)."""
-        own, count = self.blocks, 0
-        most = min(len(own), len(blocks) - at)
-        while count < most and own[-1 - count] == blocks[at + count]:
-            count += 1
+        own = self.blocks
+        count = most = min(len(own), len(blocks) - at)
+        if own[: -most - 1 : -1] != blocks[at : at + most]:
+            count = next(n for n in range(most) if own[-1 - n] != blocks[at + n])
         places: Sequence[int] = range(len(own) - 1, len(own) - count - 1, -1)
         if count:
             del own[-count:]

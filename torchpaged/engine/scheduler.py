@@ -116,50 +116,53 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
-        if self.waiting:
-            self._admit()
-        # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
-        begun = [
-            sequence for sequence in self.running if sequence.row is not None or self.blocks.begin(sequence)
-        ]
-        if not begun:
-            begun = [s for s in self.running if s.arrival is not None and self.blocks.arrived(s, waits=True)]
         step, budget = Schedule(), -1
-        decodes, put_back = step.decodes, step.put_back
+        asking, step.decodes = self._split()
+        if self.waiting:
+            asking += self._admit(asking)
+        # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
+        begun = [sequence for sequence in asking if sequence.row is not None or self.blocks.begin(sequence)]
+        if not begun and not step.decodes:
+            begun = [s for s in asking if s.arrival is not None and self.blocks.arrived(s, waits=True)]
         for sequence in begun:
-            if put_back and sequence in put_back:
+            if step.put_back and sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
-            if sequence.row is not None and sequence.has_room_until >= sequence.step_count.most:
-                decodes.append(sequence)  # all that is asked of most of them, without a call
-                continue
             if self._has_room(sequence):
-                decodes.append(sequence)
-                continue
-            if sequence.decodes:
+                step.decodes.append(sequence)
+            elif sequence.decodes:
                 if self._reserve(sequence, self._tokens_ahead(sequence), step):
-                    decodes.append(sequence)
-                continue
-            budget = self._prompt_tokens() if budget < 0 else budget
-            count = min(sequence.remaining, budget, self._max_query_len)
-            if count and sequence.cached is not None:
-                count = sequence.cached.chunk(sequence.num_computed, count)
-            if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
-                step.chunks.append((sequence, count))
-                budget = 0 if self._one_prompt_per_step else budget - count
+                    step.decodes.append(sequence)
+            else:
+                budget = self._prompt_tokens(asking) if budget < 0 else budget
+                count = min(sequence.remaining, budget, self._max_query_len)
+                if count and sequence.cached is not None:
+                    count = sequence.cached.chunk(sequence.num_computed, count)
+                if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
+                    step.chunks.append((sequence, count))
+                    budget = 0 if self._one_prompt_per_step else budget - count
         self._give(step)
-        if put_back:
-            step.decodes = [sequence for sequence in decodes if sequence not in put_back]
-            step.chunks = [(one, count) for one, count in step.chunks if one not in put_back]
-        self._look_ahead(step)
+        if step.put_back:
+            step.decodes = [sequence for sequence in step.decodes if sequence not in step.put_back]
+            step.chunks = [(one, count) for one, count in step.chunks if one not in step.put_back]
+        if any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in asking):
+            self._look_ahead(step)
         if self.prefixes is not None and self.prefixes.host is not None:
             self.prefixes.host.flush()
         return step
 
-    def _prompt_tokens(self) -> int:
+    def _split(self) -> tuple[list[Sequence], list[Sequence]]:
+        """The running requests that are asked what they need, and those whose blocks are known to hold the
+        next step: most of a large batch, which cost no call."""
+        asking, ready = list[Sequence](), list[Sequence]()
+        for s in self.running:
+            (asking if s.row is None or s.has_room_until < s.step_count.most else ready).append(s)
+        return asking, ready
+
+    def _prompt_tokens(self, asking: list[Sequence]) -> int:
         """Prompt tokens of the next step at most."""
         most, decodes = self.prefill_chunk_size, 0
         if any(s.wants_token for s in self.running):  # or else none decodes: rows run all together
-            decodes = sum([s.row is not None or s.decodes for s in self.running])
+            decodes = len(self.running) - sum([not s.decodes for s in asking])
         if self._mixes:
             most = max(most - decodes, -(-most // 2))
         return min(most, self.budget.tokens) if self.budget is not None and decodes else most
@@ -171,15 +174,11 @@ class Scheduler:
 
     def short_of_blocks(self) -> bool:
         """Whether the next `schedule` may have to put a request back."""
-        missing, size = 0, self.block_size
-        for sequence in self.running:
-            if sequence.row is not None and sequence.has_room_until >= sequence.step_count.most:
-                continue  # most of them, without a call
-            if self._has_room(sequence):
-                continue
-            decodes, left = sequence.decodes, sequence.remaining
-            tokens = self._tokens_ahead(sequence) if decodes else self._tokens_after(sequence, left)
-            if tokens > len(sequence.blocks) * size:
+        missing = 0
+        for sequence in self._split()[0]:
+            if not self._has_room(sequence):
+                decodes, left = sequence.decodes, sequence.remaining
+                tokens = self._tokens_ahead(sequence) if decodes else self._tokens_after(sequence, left)
                 missing += self.blocks.missing(sequence, tokens)
         return missing > 0 and missing > self._room()
 
@@ -211,18 +210,23 @@ class Scheduler:
         return min(len(sequence.tokens) + 1 + self.ahead, sequence.max_len - 1)
 
     def _look_ahead(self, step: Schedule) -> None:
-        """Blocks for ``lookahead`` more tokens each, once a request has used up its own."""
+        """Blocks for ``lookahead`` more tokens, once a request has used up its own: for all that have used
+        half of theirs."""
         if not self.lookahead or self.waiting or not step.blocks_added:
             return
-        if not any(s.row is not None and len(s.blocks) > s.blocks_on_device for s in step.decodes):
-            return
-        extra, size, more = list[int](), self.block_size, self.ahead + self.lookahead
+        more = list[tuple[Sequence, int]]()
+        room = (self.pool.num_free - self.pool.num_pinned) // 2
         for s in step.decodes:
-            tokens = min(len(s.tokens) + s.in_flight + more, s.max_len - 1)
-            extra.append(max(0, -(-tokens // size) - len(s.blocks)))
-        if 2 * sum(extra) <= self.pool.num_free - self.pool.num_pinned:
-            self.blocks.give(list(zip(step.decodes, extra, strict=True)))
-            self._are_ahead = True
+            if s.row is None or s.has_room_until < s.step_count.most + self.lookahead // 2:
+                tokens = min(len(s.tokens) + s.in_flight + self.ahead + self.lookahead, s.max_len - 1)
+                more.append((s, self.blocks.missing(s, tokens)))
+                room -= more[-1][1]
+                if room < 0:
+                    return
+        self.blocks.give(more)
+        self._are_ahead = True
+        for s, _ in more:
+            self._has_room(s)
 
     def _trim(self) -> None:
         """Take back the blocks that were given ahead of need."""
@@ -237,24 +241,28 @@ class Scheduler:
                 sequence.blocks_on_device = min(sequence.blocks_on_device, len(sequence.blocks))
                 sequence.has_room_until = -1
 
-    def _admit(self) -> None:
-        """Start waiting requests while there are rows, and blocks for all their tokens and one more."""
+    def _admit(self, asking: list[Sequence]) -> list[Sequence]:
+        """Start waiting requests while there are rows, and blocks for all their tokens and one more; those
+        that were started. ``asking``: of those that ran before, all with tokens of their prompt left."""
+        admitted = list[Sequence]()
         if len(self.running) >= self.max_running:
-            return
-        promised = sum(self.blocks.need(s) for s in self.running if s.row is None and not s.decodes)
+            return admitted
+        promised = sum([self.blocks.need(s) for s in asking if not s.decodes])
         while self.waiting and len(self.running) < self.max_running:
             need = self.blocks.need(self.waiting[0])
             if self.running and need + promised > self.pool.num_free - self.pool.num_pinned:
                 self._trim()
                 if need + promised > self.pool.num_free - self.pool.num_pinned:
-                    return
+                    break
             promised += need
             # Behind the others, whatever its id, which a thread may have got before it got in: put back for
             # it would be one whose tokens in flight were not read.
             self.running.append(sequence := self.waiting.popleft())
+            admitted.append(sequence)
             if sequence.began is None:
                 sequence.began = time.perf_counter()
                 self.queue.add(sequence.began - sequence.submitted)
+        return admitted
 
     def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
         """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
@@ -264,13 +272,13 @@ class Scheduler:
         if step.num_promised + missing > self._room():
             self._give(step)
             self._trim()
-        # Never for the oldest alone: `max_len` keeps a request within the pool.
-        while missing > self._room():
-            youngest = self.running[-1]
-            self._put_back(youngest)
-            step.put_back.append(youngest)
-            if youngest is sequence:
-                return False
+            # Never for the oldest alone: `max_len` keeps a request within the pool.
+            while missing > self._room():
+                youngest = self.running[-1]
+                self._put_back(youngest)
+                step.put_back.append(youngest)
+                if youngest is sequence:
+                    return False
         step.promised.append((sequence, missing))
         step.num_promised += missing
         return True

@@ -11,9 +11,9 @@ from cache_machine import run_machines
 from torchpaged import ArgumentError
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.eviction import IdleBlocks
-from torchpaged.cache.prefix_books import PrefixBooks
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.row_blocks import RowBlocks
+from torchpaged.cache.runs import Runs
 
 pytest.importorskip("safetensors", reason="safetensors is not installed")
 
@@ -34,12 +34,12 @@ def test_any_order_of_many_operations(seed: int) -> None:
     assert run_machines(seed, 100_000)["hit tokens"] > 2000
 
 
-def no_salt(cache: Any, front: Any, tokens: bytes, extra: Any) -> Any:
-    return (*front, None, tokens)
+def no_salt(runs: Any, front: Any, data: Any, place: int, extra: Any) -> Any:
+    return (*front, None, bytes(data[place * runs.step : (place + 1) * runs.step]))
 
 
-def stays_open(cache: Any, run: Any, end: int = 0) -> None:
-    del run.tokens[len(run.blocks) * cache._step :]
+def stays_open(runs: Any, run: Any, end: int = 0) -> None:
+    del run.tokens[len(run.blocks) * runs.step :]
 
 
 def lost(pool: Any, blocks: Any) -> None:
@@ -53,8 +53,8 @@ def pinned_first(idle: Any, most: int = 1) -> list[int]:
 
 
 FAULTS: dict[str, tuple[type, str, Callable[..., Any]]] = {
-    "tenants share": (PrefixBooks, "key", no_salt),
-    "what was behind other tokens is found": (PrefixBooks, "_cut", stays_open),
+    "tenants share": (Runs, "key", no_salt),
+    "what was behind other tokens is found": (Runs, "cut", stays_open),
     "other weights' blocks are found": (PrefixCache, "clear", lambda cache, reason: None),
     "freed blocks are lost": (BlockPool, "free", lost),
     "a forked row writes without a copy": (CacheRequests, "_shared_tails", lambda rows, lens: []),

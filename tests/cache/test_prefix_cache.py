@@ -278,7 +278,7 @@ def test_what_is_remembered_is_bounded_by_the_pool() -> None:
         written(cache, [number] * 40)
         for before in range(max(number - 20, 0), number):
             written(cache, [before] * 4)
-        assert sum(len(run.tokens) for run in cache._runs.values()) < 4 * 41 * cache._step
+        assert sum(len(run.tokens) for run in cache._runs.by_key.values()) < 4 * 41 * cache._runs.step
 
 
 # ------------------------------------------------------------------------------------------------- refusals

@@ -17,9 +17,11 @@ disk_arrival.py  the way back from it
 row_holds.py     how forked requests share blocks
 row_blocks.py    the blocks of a batch's rows, and what they share
 prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike
-prefix_books.py  which block holds what, beneath it; its counters are `PrefixCacheStats`
+prefix_books.py  its books and counters, `PrefixCacheStats`
+runs.py          which blocks hold which tokens, beneath these
 checkpoints.py   `CheckpointedPrefixCache`: a `PrefixCache` for layers that keep a state or a ring per request
 cached_text.py   `CachedText`: one request's text, and how far it is known
+tiered_text.py   the same where a `HostTier` has copies of blocks
 eviction.py      which of these blocks are given up first: an `EvictionPolicy`, `LRU` by default, and a `Pin`
 snapshots.py     what a `PrefixCache` knows, in a safetensors file
 rolling.py       `RollingBlocks`: rings of blocks, for layers with a sliding window

@@ -259,10 +259,17 @@ class BlockPool:
         self._idle = IdleBlocks(policy)
 
     def keep(self, blocks: Sequence[int], what: Any) -> None:
-        """What ``blocks``, which have holders, hold may outlive these: ``what`` is told to `watch`."""
+        """What ``blocks``, which have holders, hold may outlive these: ``what`` is told to `watch`.
+
+        Raises:
+            ArgumentError: a block that is free, or kept already.
+        """
         if not self._held.issuperset(blocks):
             for block in blocks:
                 self._check(block)
+        if not self._kept.keys().isdisjoint(blocks):
+            block = next(block for block in blocks if block in self._kept)
+            raise ArgumentError("blocks", "blocks of these tokens alone", f"block {block} of other tokens")
         self._kept.update(zip(blocks, repeat(what), strict=False))
 
     def drop(self, block: int) -> None:

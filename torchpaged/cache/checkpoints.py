@@ -21,8 +21,9 @@ from collections.abc import Hashable, Sequence
 from torchpaged.cache.block_pool import BlockPool
 from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.eviction import EvictionPolicy
-from torchpaged.cache.prefix_books import EVICTED, Resumed, Run
+from torchpaged.cache.prefix_books import EVICTED, Resumed
 from torchpaged.cache.prefix_cache import PrefixCache
+from torchpaged.cache.runs import Run
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
@@ -111,7 +112,6 @@ class CheckpointedPrefixCache(PrefixCache):
         if made is not None:
             self._unused[block] = None
             made.append(block)
-        self._version += 1
         self.stats.checkpoints += 1
         return self._of_block[block]
 
@@ -210,18 +210,19 @@ class CheckpointedText(CachedText):
             return None
         self._kept = num_tokens
         self._answer(num_tokens)
-        if self._last in cache._of_block:
+        run, last = self._place
+        block = run.block(last)
+        if not block or block in cache._of_block:
             return None
-        return cache._add(self._last, self._made if on_the_way else None)
+        return cache._add(block, self._made if on_the_way else None)
 
     def _answer(self, num_tokens: int | None = None) -> None:
         """Who waits for its checkpoint behind so many tokens, or for any, waits no longer."""
-        cache = self._cache
-        for block, text in list(cache._coming.items()):
-            if text is self and (num_tokens is None or num_tokens >= self._shared * cache.block_size):
-                del cache._coming[block]
-        self._wanted = {n for n in self._wanted if num_tokens not in (None, n * cache.block_size)}
-        cache._version += 1
+        coming, size = self._cache._coming, self._cache.block_size
+        for block, text in list(coming.items()):
+            if text is self and (num_tokens is None or num_tokens >= self._shared * size):
+                del coming[block]
+        self._wanted = {n for n in self._wanted if num_tokens not in (None, n * size)}
 
     def leave(self) -> None:
         """See `CachedText`."""

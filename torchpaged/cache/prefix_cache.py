@@ -25,6 +25,7 @@ from collections.abc import Hashable, Sequence
 from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.eviction import Pin
 from torchpaged.cache.prefix_books import PrefixBooks
+from torchpaged.cache.tiered_text import TieredText
 from torchpaged.custom_ops.errors import ArgumentError
 
 
@@ -66,7 +67,8 @@ class PrefixCache(PrefixBooks):
             hash(extra)
         except TypeError as error:
             raise ArgumentError("extra", "something that can be hashed", repr(extra)) from error
-        return self._TEXT(self, tokens, extra)
+        kind = self._TEXT if self.host is None else TieredText
+        return kind(self, tokens, extra)
 
     def pin(
         self,
@@ -95,12 +97,10 @@ class PrefixCache(PrefixBooks):
         if not self.keeps:
             raise ArgumentError("keep", "True for pins: blocks without holders are given up at once", "False")
         blocks = self.text(tokens, extra).known()
-        self._version += 1
         return self.pool.pin(blocks, len(blocks) * self.block_size, ttl, priority)
 
     def unpin(self, pin: Pin) -> None:
         """End a pin; nothing if it has ended."""
-        self._version += 1
         self.pool.unpin(pin)
 
     def save_none(self, blocks: Sequence[int]) -> None:

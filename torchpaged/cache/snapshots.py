@@ -13,16 +13,17 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchpaged.cache.block_pool import NULL_BLOCK
 from torchpaged.cache.kv_cache import PagedKVCache
-from torchpaged.cache.prefix_books import KnownBlock
 from torchpaged.cache.prefix_cache import PrefixCache
+from torchpaged.cache.runs import TOKEN_BYTES, Place, Run, Runs
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.whole_files import replacing
 
@@ -53,7 +54,7 @@ def save_prefixes(
     from safetensors.torch import save
 
     layout = _layout(prefixes, cache)
-    known = prefixes.known()
+    known = _known(prefixes._runs)
     extras = [text.extra for text, _ in known]
     for extra in extras:
         if type(extra) not in (str, int, type(None)):
@@ -99,16 +100,16 @@ def load_prefixes(
     count = len(manifest["extras"])
     pools = {name: pool.detach().view(torch.uint8) for name, pool in cache.tensors().items()}
     sizes: dict[str, tuple[int, ...]] = {name: (count, pool[0].numel()) for name, pool in pools.items()}
-    sizes |= {_TOKENS: (count * cache.block_size * 8,), _PARENTS: (count,)}
+    sizes |= {_TOKENS: (count * cache.block_size * TOKEN_BYTES,), _PARENTS: (count,)}
     if {name: tuple(tensor.shape) for name, tensor in tensors.items()} != sizes:
         raise _broken(path, "other tensors than its manifest says")
     parents, ids = tensors[_PARENTS].tolist(), tensors[_TOKENS].numpy().tobytes()
-    step = cache.block_size * 8
+    step = cache.block_size * TOKEN_BYTES
     texts = [
-        KnownBlock(parent, ids[place * step : (place + 1) * step], extra)
+        _KnownBlock(parent, ids[place * step : (place + 1) * step], extra)
         for place, (parent, extra) in enumerate(zip(parents, manifest["extras"], strict=True))
     ]
-    found = prefixes.find(texts)
+    found = _find(prefixes._runs, texts)
     new = [place for place, block in enumerate(found) if block is None]
     with contextlib.ExitStack() as held:
         known = prefixes.pool.fork([block for block in found if block is not None])
@@ -123,8 +124,63 @@ def load_prefixes(
             pool.index_copy_(0, index, values)
         _settle(cache.device)
         taken = dict(zip(new, own, strict=True))
-        prefixes.publish(texts, [taken[i] if block is None else block for i, block in enumerate(found)])
+        _publish(
+            prefixes._runs, texts, [taken[i] if block is None else block for i, block in enumerate(found)]
+        )
     return len(new) * cache.block_size
+
+
+class _KnownBlock(NamedTuple):
+    """A block's ``tokens``, 8 bytes each; ``parent``: the place of the block in front in a list of such, -1:
+    it begins a text; ``extra``: what `PrefixCache.text` was told of this."""
+
+    parent: int
+    tokens: bytes
+    extra: Hashable
+
+
+def _known(runs: Runs) -> list[tuple[_KnownBlock, int]]:
+    """What is known, and in which block, what is in front of a block before it. Blocks whose beginning was
+    given up are left out: they are not found."""
+    behind: dict[Place, list[Run]] = {}
+    for run in runs.by_key.values():
+        behind.setdefault(run.key[:2], []).append(run)
+    # Runs, with the place in `found` of what is in front.
+    ahead = [(run, -1, run.key[2]) for run in behind.get(runs.origin, ())]
+    found: list[tuple[_KnownBlock, int]] = []
+    for run, parent, extra in ahead:  # it grows meanwhile
+        for place, block in enumerate(run.blocks):
+            if block == NULL_BLOCK:
+                break
+            tokens = bytes(run.tokens[place * runs.step : (place + 1) * runs.step])
+            found.append((_KnownBlock(parent, tokens, extra), block))
+            parent, extra = len(found) - 1, None
+            ahead += [(child, parent, None) for child in behind.get((run, place), ())]
+    return found
+
+
+def _find(runs: Runs, texts: Sequence[_KnownBlock]) -> list[int | None]:
+    """The blocks that hold these; None: unknown."""
+    places = list[Place]()
+    for text in texts:
+        front = places[text.parent] if text.parent >= 0 else runs.origin
+        run, place, _, key = runs.follow(front, text.tokens, 0, 1, text.extra)
+        places.append((run, place) if key is None and run.block(place) else (Run(), 0))
+    return [run.block(place) or None for run, place in places]
+
+
+def _publish(runs: Runs, texts: Sequence[_KnownBlock], blocks: Sequence[int]) -> None:
+    """Each of ``texts`` is in one of ``blocks``, which the caller holds: others find it from now on. What is
+    known already stays where it is."""
+    places: list[Place] = []
+    for text, block in zip(texts, blocks, strict=True):
+        front = places[text.parent] if text.parent >= 0 else runs.origin
+        run, place, _, key = runs.follow(front, text.tokens, 0, 1, text.extra)
+        if key is not None:
+            run, place = runs.append(key, text.tokens, [block])
+        else:
+            runs.fill(run, place, [block])
+        places.append((run, place))
 
 
 def _layout(prefixes: PrefixCache, cache: PagedKVCache) -> dict[str, Any]:

@@ -114,15 +114,17 @@ class Books:
         pool, cache = self.pool, self.prefixes
         known = {block: run for run in {*pool._kept.values()} for block in run.blocks if block}
         assert pool._kept == known, "a block in two runs, or in none"
-        for key, run in cache._runs.items():
+        for key, run in cache._runs.by_key.items():
             front, place, _, tokens = run.key
             assert key == run.key
             assert run.tokens.startswith(tokens)
-            assert not front.tokens.startswith(tokens, (place + 1) * cache._step), "one place has two runs"
-        for run in {*pool._kept.values(), *cache._runs.values()}:
-            assert len(run.blocks) <= len(run.tokens) // cache._step
+            assert not front.tokens.startswith(tokens, (place + 1) * cache._runs.step), (
+                "one place has two runs"
+            )
+        for run in {*pool._kept.values(), *cache._runs.by_key.values()}:
+            assert len(run.blocks) <= len(run.tokens) // cache._runs.step
             assert not run.blocks or run.blocks[-1]
-        assert cache._num_lost < pool.num_blocks + (0 if self.host is None else self.host.num_slots)
+        assert cache._runs.num_lost < pool.num_blocks + (0 if self.host is None else self.host.num_slots)
         assert set(cache._promised.values()) <= {one.text for one in self.requests}
         stats = cache.stats
         assert stats.queried_tokens == stats.hit_tokens + sum(stats.missed_tokens.values())

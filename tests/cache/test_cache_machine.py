@@ -47,7 +47,7 @@ def lost(pool: Any, blocks: Any) -> None:
 
 
 def pinned_first(idle: Any, most: int = 1) -> list[int]:
-    block = next(iter([*idle._priorities, *idle._unpinned]))
+    block = next(iter([*idle._priorities, *idle._in_order()]))
     idle.drop(block)
     return [block]
 

@@ -208,7 +208,7 @@ def test_pins_go_last_and_lower_priorities_first() -> None:
 
 def test_pins_that_ended_early_are_not_kept(clock: list[float]) -> None:
     """A server pins a prefix for each request, and gives it up long before its time."""
-    idle = IdleBlocks()
+    idle = IdleBlocks(None, {1: None}, set())
     idle.add([1])
     kept = idle.pin([1], 4, 5.0, 1)
     for _ in range(1000):
@@ -288,7 +288,8 @@ def test_pins_that_cannot_be(asked: dict[str, Any], match: str) -> None:
 def test_any_order_of_operations(seed: int, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a model that keeps lists and looks through all of them."""
     monkeypatch.setattr("torchpaged.cache.eviction._MOST_STALE", 3)
-    draw, idle = random.Random(seed), IdleBlocks()
+    draw, held = random.Random(seed), set(range(1, 12))
+    idle = IdleBlocks(None, dict.fromkeys(held), held)
     left: list[int] = []  # idle, longest left first
     pins: list[tuple[Pin, set[int]]] = []
 
@@ -334,4 +335,7 @@ def test_any_order_of_operations(seed: int, clock: list[float], monkeypatch: pyt
             gone = pins.pop(draw.randrange(len(pins)))
             idle.unpin(gone[0])
             moved(gone[1], dict.fromkeys(b for b in reversed(gone[0].blocks) if b in left))
+        held.difference_update(left)
+        held.update(set(range(1, 12)).difference(left))
         assert set(idle) == set(left)
+        assert len(idle) == len(left)

@@ -63,7 +63,7 @@ class BlockPool:
         self._more: dict[int, int] = {}  # holders besides the first, of blocks that have some
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the block freed last is the warmest
         self._kept: dict[int, Any] = {}  # blocks that outlive their holders, and what they hold
-        self._idle = IdleBlocks()  # those of `_kept` without holders
+        self._idle = IdleBlocks(None, self._kept, self._held)  # those of `_kept` without holders
         self._given_up: Callable[[list[int], dict[int, Any]], None] | None = None
         self._flush: Callable[[], None] | None = None
         self._keeps_idle = True
@@ -73,8 +73,9 @@ class BlockPool:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy: who knows what the blocks hold is not copied with it."""
-        free, idle = [*self._free, *reversed(list(self._idle))], IdleBlocks()
-        forgotten: dict[str, Any] = {"_free": free, "_kept": {}, "_idle": idle, "_given_up": None}
+        free, kept = [*self._free, *reversed(list(self._idle))], dict[int, Any]()
+        idle = IdleBlocks(None, kept, self._held)
+        forgotten: dict[str, Any] = {"_free": free, "_kept": kept, "_idle": idle, "_given_up": None}
         return self.__dict__ | forgotten | {"_copier": None, "_flush": None, "is_alone": True}
 
     @property
@@ -256,7 +257,7 @@ class BlockPool:
         if self._given_up is not None:
             raise ArgumentError("pool", "a BlockPool of no other PrefixCache", "one that has one")
         self._given_up, self._keeps_idle, self._flush = given_up, keeps_idle, flush
-        self._idle = IdleBlocks(policy)
+        self._idle = IdleBlocks(policy, self._kept, self._held)
 
     def keep(self, blocks: Sequence[int], what: Any) -> None:
         """What ``blocks``, which have holders, hold may outlive these: ``what`` is told to `watch`.
@@ -274,15 +275,17 @@ class BlockPool:
 
     def drop(self, block: int) -> None:
         """What ``block`` holds is of no use any more; nothing if it was not kept."""
-        self._kept.pop(block, None)
         if block in self._idle:
             self._free.append(block)
-        self._idle.drop(block)
+        try:
+            self._idle.drop(block)
+        finally:
+            self._kept.pop(block, None)
 
     def drop_all(self) -> None:
         """The same, of all blocks."""
         self._free += reversed(list(self._idle))
-        self._kept = {}
+        self._kept.clear()
         self._idle.drop_all()
 
     def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
@@ -314,7 +317,8 @@ class BlockPool:
         """Forget all holders, and what blocks hold: every block is free. For an owner whose own books are
         lost."""
         self._give_up(list(reversed(self._kept)))  # of a run the last first, which costs less
-        self._held, self._more, self._kept = set(), {}, {}
+        for books in (self._held, self._more, self._kept):
+            books.clear()
         self._free = list(range(self.num_blocks - 1, 0, -1))
         self._idle.drop_all()
 
@@ -323,5 +327,5 @@ class BlockPool:
             raise ArgumentError(
                 "blocks", f"block ids in [1, {self.num_blocks})", repr(block), "block 0 is the null block"
             )
-        if held and block not in self._held and block not in self._idle:
+        if held and block not in self._held and block not in self._kept:
             raise ArgumentError("blocks", "blocks that are held", f"block {block}, which is free")

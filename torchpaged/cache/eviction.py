@@ -23,9 +23,10 @@ import heapq
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import Protocol, runtime_checkable
 
 from torchpaged.custom_ops.checks import is_int
@@ -112,15 +113,18 @@ class IdleBlocks:
 
     Args:
         policy: for those without a pin; None: the one left longest ago goes first, as `LRU` says.
+        kept, held: blocks whose contents are kept, and blocks with holders, as the pool has them; who is in
+            the former and not in the latter is idle.
     """
 
-    def __init__(self, policy: EvictionPolicy | None = None) -> None:
-        self._policy = policy
+    def __init__(
+        self, policy: EvictionPolicy | None, kept: Mapping[int, object], held: AbstractSet[int]
+    ) -> None:
+        self._policy, self._kept, self._held = policy, kept, held
         self._refused: dict[int, None] = {}  # that its add() raised for, in order
-        self._unpinned = set[int]()
-        # These, that left longest ago first, from place `_first` on. A block that was taken out stays there,
-        # and is passed over as often as `_stale` says: so blocks come and go many at a time.
-        self._order, self._first = list[int](), 0
+        # Those without a pin, that left longest ago first, from place `_first` on. A block that was taken out
+        # stays there, and is passed over as often as `_stale` says: so blocks come and go many at a time.
+        self._order, self._first, self._num_unpinned = list[int](), 0, 0
         self._stale: dict[int, int] = {}
         self._priorities: dict[int, int] = {}  # of pinned ones
         self._pinned: dict[int, OrderedDict[int, None]] = {}  # these by priority, longest left first
@@ -130,10 +134,10 @@ class IdleBlocks:
         self._prune_at = 16
 
     def __len__(self) -> int:
-        return len(self._unpinned) + len(self._priorities)
+        return self._num_unpinned + len(self._priorities)
 
     def __contains__(self, block: object) -> bool:
-        return block in self._unpinned or block in self._priorities
+        return block in self._kept and block not in self._held
 
     def __iter__(self) -> Iterator[int]:
         return chain(self._in_order(), self._priorities)
@@ -151,11 +155,12 @@ class IdleBlocks:
 
     def has_all(self, blocks: Sequence[int]) -> bool:
         """Whether all of ``blocks`` are idle."""
-        return self._unpinned.issuperset(blocks) or all(block in self for block in blocks)
+        return all(block in self for block in blocks)
 
     def num_unpinned(self, blocks: Sequence[int]) -> int:
-        """How many of ``blocks`` are idle without a pin."""
-        return sum(map(self._unpinned.__contains__, blocks))
+        """How many of ``blocks``, which are kept, are idle without a pin."""
+        idle = filterfalse(self._held.__contains__, blocks)
+        return len(list(filterfalse(self._priorities.__contains__, idle)))
 
     def add(self, blocks: Sequence[int]) -> None:
         """``blocks`` have lost their last holders, one after the other."""
@@ -165,8 +170,8 @@ class IdleBlocks:
             for block in blocks:
                 if block in pins_of:
                     self._place(block, max(pin.priority for pin in pins_of[block]))
-        self._unpinned.update(unpinned)
-        self._order.extend(unpinned)
+        self._order += unpinned
+        self._num_unpinned += len(unpinned)
         if self._policy is not None:
             self._give(self._policy, unpinned)
 
@@ -188,7 +193,7 @@ class IdleBlocks:
             told = list[int]()
             try:
                 for block in blocks:
-                    if block in self._unpinned and block not in self._refused:
+                    if block not in self._priorities and block not in self._refused:
                         self._policy.hit(block)
                         told.append(block)
             except BaseException:
@@ -226,17 +231,15 @@ class IdleBlocks:
         """
         if self._ends and self._priorities:
             self._expire()
-        if not self._unpinned:
+        if not self._num_unpinned:
             block = next(iter(self._pinned[min(self._pinned)]))
             self.drop(block)
             return [block]
         if self._policy is None:
-            evicted = self._oldest(min(most, len(self._unpinned)))
-            self._unpinned.difference_update(evicted)
-            return evicted
-        all_refused = len(self._refused) == len(self._unpinned)
+            return self._oldest(min(most, self._num_unpinned))
+        all_refused = len(self._refused) == self._num_unpinned
         block = next(iter(self._refused)) if all_refused else self._policy.evict()
-        if block not in self._unpinned:
+        if block not in self or block in self._priorities:
             raise ArgumentError(
                 "eviction",
                 "a policy whose evict() gives a block that it was given by add() and that is still idle",
@@ -248,6 +251,7 @@ class IdleBlocks:
     def _oldest(self, count: int) -> list[int]:
         """The first ``count`` of `_order`, taken out of it."""
         stale, oldest = self._stale, list[int]()
+        self._num_unpinned -= count
         while len(oldest) < count:
             some = self._order[self._first : self._first + count - len(oldest)]
             self._first += len(some)
@@ -326,13 +330,13 @@ class IdleBlocks:
         return False
 
     def _take_unpinned(self, blocks: Sequence[int]) -> None:
-        self._unpinned.difference_update(blocks)
+        self._num_unpinned -= len(blocks)
         for block in filter(self._refused.__contains__, blocks):
             del self._refused[block]
         stale = self._stale
         for block in blocks:
             stale[block] = stale.get(block, 0) + 1
-        if len(self._order) - self._first > 2 * len(self._unpinned) + _MOST_STALE:
+        if len(self._order) - self._first > 2 * self._num_unpinned + _MOST_STALE:
             self._order, self._first, self._stale = list(self._in_order()), 0, {}
 
     def _place_again(self, block: int) -> None:

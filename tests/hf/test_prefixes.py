@@ -94,7 +94,7 @@ def test_tokens_taken_back(passes: list[int]) -> None:
         model.set_attn_implementation("torchpaged")
         model(ids.expand(2, -1), past_key_values=cache)
         cache.reorder_cache(torch.tensor([0, 0]))
-        step = cache.prefixes._runs.step
+        step = cache.prefixes._step
         assert cache.prefixes.active
         assert step is not None
         assert step.shared.lens.tolist()[0] == 12

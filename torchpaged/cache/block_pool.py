@@ -187,7 +187,7 @@ class BlockPool:
         self._held.difference_update(left)
         idle = [block for block in left if block in kept] if kept else []
         if len(idle) < len(left):
-            self._free += [block for block in left if block not in kept] if idle else left
+            self._free += filterfalse(kept.__contains__, left) if idle else left
         if idle and self._keeps_idle:
             self._idle.add(idle)
         elif idle:

@@ -87,7 +87,7 @@ class CachedText:
         if self.has_begun:
             return 0
         promised = self._num_promised() if self._find() else 0
-        return self._num_costing_nothing(self._blocks) + promised
+        return promised + (self._num_costing_nothing(self._blocks) if self._blocks else 0)
 
     def _num_promised(self) -> int:
         """How many of its blocks from `_next` on the text computes that has promised this one; 0: none."""
@@ -95,8 +95,8 @@ class CachedText:
         if other is None:
             return 0
         place = len(self._blocks)  # as that of the other text's block: the same blocks are in front
-        count = min(self._most, other._promised_end) - place
-        return num_alike(other._data, place, self._data, place, count, self._runs.step)
+        end = min(self._most, other._promised_end)
+        return num_alike(other._data, place, self._data, place, end, self._runs.step)
 
     def _num_costing_nothing(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks`` are none of those that are free and not pinned."""

@@ -86,9 +86,7 @@ class CheckpointedPrefixCache(PrefixCache):
         super().clear(reason)
         self._free_all()
 
-    def _forgotten(
-        self, blocks: list[int], run_of: dict[int, Run]
-    ) -> list[tuple[Run, Sequence[int], list[int]]]:
+    def _forgotten(self, blocks: list[int], run_of: dict[int, Run]) -> list[tuple[Run, int, list[int]]]:
         self._evicted.difference_update(blocks)
         for block in blocks:
             self._coming.pop(block, None)

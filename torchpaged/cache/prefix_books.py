@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,9 +126,9 @@ class PrefixBooks(NotCopied):
     def _given_up(self, blocks: list[int], run_of: dict[int, Run]) -> None:
         """The pool needs ``blocks`` of these runs, or they have no holders and nothing is kept."""
         host, not_saved = self.host, self._not_saved
-        for run, places, lost in self._forgotten(blocks, run_of):
+        for run, end, lost in self._forgotten(blocks, run_of):
             if host is not None:
-                for place, block in zip(places, lost, strict=True):
+                for place, block in zip(range(end - 1, -1, -1), lost, strict=False):
                     if block not in not_saved:
                         self._runs.num_lost -= host.has((run, place))  # it takes no other copy's slot
                         host.save((run, place), block)
@@ -140,10 +139,8 @@ class PrefixBooks(NotCopied):
         if host is not None:
             not_saved.difference_update(blocks)
 
-    def _forgotten(
-        self, blocks: list[int], run_of: dict[int, Run]
-    ) -> list[tuple[Run, Sequence[int], list[int]]]:
-        """What ``blocks`` of these runs hold is not known any more; runs, places and blocks, in parts."""
+    def _forgotten(self, blocks: list[int], run_of: dict[int, Run]) -> list[tuple[Run, int, list[int]]]:
+        """What ``blocks`` of these runs hold is not known any more; as `Runs.lose`."""
         self._drops += 1
         return self._runs.lose(blocks, run_of)
 

@@ -7,7 +7,7 @@ the bytes of the tokens behind it, so that nothing rests on a hash. Host data on
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torchpaged.cache.block_pool import NULL_BLOCK, BlockPool
@@ -37,22 +37,22 @@ class Run:
         """The one at a place; `NULL_BLOCK`: it is not known."""
         return self.blocks[place] if place < len(self.blocks) else NULL_BLOCK
 
-    def lose(self, blocks: list[int], at: int) -> Sequence[int]:
-        """Those from ``at`` on, as far as they are its last ones, last first, or one are not known any more;
-        their places. Costs O(1) per block, of one that is not its last O(blocks of the run)."""
-        own = self.blocks
-        count = most = min(len(own), len(blocks) - at)
+    def lose(self, blocks: list[int], at: int) -> tuple[int, int]:
+        """Those from ``at`` on, as far as they are its last ones, last first, or one are not known any more:
+        the end of their places, and how many. Costs O(1) per block, of one that is not its last O(blocks of
+        the run)."""
+        own, end = self.blocks, len(self.blocks)
+        count = most = min(end, len(blocks) - at)
         if own[: -most - 1 : -1] != blocks[at : at + most]:
             count = next(n for n in range(most) if own[-1 - n] != blocks[at + n])
-        places: Sequence[int] = range(len(own) - 1, len(own) - count - 1, -1)
         if count:
             del own[-count:]
         else:
-            places = [own.index(blocks[at])]
-            own[places[0]] = NULL_BLOCK
+            end, count = own.index(blocks[at]) + 1, 1
+            own[end - 1] = NULL_BLOCK
         while own and own[-1] == NULL_BLOCK:
             own.pop()
-        return places
+        return end, count
 
 
 #: A run, and the place of a block in it; -1: in front of the first.
@@ -106,14 +106,15 @@ class Runs:
         known or remembered: a run, the place of the first, and how many are there in a row. None is: 0, and
         the first one's key."""
         run, at = front
-        count = self._num_alike(run, at + 1, data, place, end)
-        if count:
-            return run, at + 1, count, None
+        if len(run.tokens) > (at + 1) * self.step:
+            count = num_alike(run.tokens, at + 1, data, place, end, self.step)
+            if count:
+                return run, at + 1, count, None
         key = self.key(front, data, place, extra)
         child = self.by_key.get(key)
         if child is None:
             return run, at + 1, 0, key
-        return child, 0, self._num_alike(child, 0, data, place, end), None
+        return child, 0, num_alike(child.tokens, 0, data, place, end, self.step), None
 
     def find(
         self, front: Place, data: bytes | bytearray, place: int, end: int, extra: Hashable
@@ -135,12 +136,6 @@ class Runs:
             if len(known) < count:
                 return blocks, front, self.key(front, data, place, extra), True
         return blocks, front, None, False
-
-    def _num_alike(self, run: Run, at: int, data: bytes | bytearray, place: int, end: int) -> int:
-        """How many of a text's blocks from ``place`` on, up to ``end``, have the tokens of a run's from place
-        ``at`` on."""
-        count = min(len(run.tokens) // self.step - at, end - place)
-        return num_alike(run.tokens, at, data, place, count, self.step) if count > 0 else 0
 
     # ------------------------------------------------------------------------------------ known, and given up
     def append(self, key: Key, tokens: bytes, blocks: list[int]) -> Place:
@@ -167,14 +162,17 @@ class Runs:
         for n in new:
             run.blocks[place + n] = blocks[n]
 
-    def lose(self, blocks: list[int], run_of: dict[int, Run]) -> list[tuple[Run, Sequence[int], list[int]]]:
-        """What ``blocks`` of these runs hold is not known any more; runs, places and blocks, in parts."""
-        parts, at = list[tuple[Run, Sequence[int], list[int]]](), 0
+    def lose(self, blocks: list[int], run_of: Mapping[int, Run]) -> list[tuple[Run, int, list[int]]]:
+        """What ``blocks`` of these runs hold is not known any more. In parts: a run, the end of the places,
+        and the blocks there, last first."""
+        parts, at, ends = list[tuple[Run, int, list[int]]](), 0, self._lost
         while at < len(blocks):
             run = run_of[blocks[at]]
-            places = run.lose(blocks, at)
-            parts.append((run, places, blocks[at : at + len(places)]))
-            self._lost[run], at = max(self._lost.get(run, 0), places[0] + 1), at + len(places)
+            end, count = run.lose(blocks, at)
+            parts.append((run, end, blocks[at : at + count]))
+            if end > ends.get(run, 0):
+                ends[run] = end
+            at += count
         self.num_lost += at
         if self.num_lost >= self._remembered:
             oldest, self._lost_before = self._lost_before, self._lost
@@ -193,14 +191,16 @@ class Runs:
             del self.by_key[run.key]
 
 
-def num_alike(one: bytearray, at: int, other: bytes | bytearray, place: int, count: int, step: int) -> int:
-    """How many of ``count`` blocks of ``step`` bytes, from ``at`` and from ``place`` on, are the same up to
-    the first that is not. What is compared is at most a few times what is the same."""
+def num_alike(one: bytearray, at: int, other: bytes | bytearray, place: int, end: int, step: int) -> int:
+    """How many blocks of ``step`` bytes of one text, from ``at`` on, are those of another from ``place`` on,
+    at most to its ``end``, up to the first that is not. What is compared is at most a few times what is the
+    same."""
 
     def are_alike(begin: int, end: int) -> bool:
         mine = one[(at + begin) * step : (at + end) * step]
         return mine == other[(place + begin) * step : (place + end) * step]
 
+    count = min(len(one) // step - at, end - place)
     same, most = 0, min(count, 8)
     while are_alike(same, most):
         if most == count:

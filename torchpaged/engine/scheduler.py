@@ -127,17 +127,15 @@ class Scheduler:
         for sequence in begun:
             if step.put_back and sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
-            if self._has_room(sequence):
-                step.decodes.append(sequence)
-            elif sequence.decodes:
-                if self._reserve(sequence, self._tokens_ahead(sequence), step):
+            if sequence.decodes:
+                if self._reserve(sequence, self._lacks(sequence), step):
                     step.decodes.append(sequence)
             else:
                 budget = self._prompt_tokens(asking) if budget < 0 else budget
                 count = min(sequence.remaining, budget, self._max_query_len)
                 if count and sequence.cached is not None:
                     count = sequence.cached.chunk(sequence.num_computed, count)
-                if count and self._reserve(sequence, self._tokens_after(sequence, count), step):
+                if count and self._reserve(sequence, self._lacks_after(sequence, count), step):
                     step.chunks.append((sequence, count))
                     budget = 0 if self._one_prompt_per_step else budget - count
         self._give(step)
@@ -175,11 +173,8 @@ class Scheduler:
     def short_of_blocks(self) -> bool:
         """Whether the next `schedule` may have to put a request back."""
         missing = 0
-        for sequence in self._split()[0]:
-            if not self._has_room(sequence):
-                decodes, left = sequence.decodes, sequence.remaining
-                tokens = self._tokens_ahead(sequence) if decodes else self._tokens_after(sequence, left)
-                missing += self.blocks.missing(sequence, tokens)
+        for s in self._split()[0]:
+            missing += self._lacks(s) if s.decodes else self._lacks_after(s, s.remaining)
         return missing > 0 and missing > self._room()
 
     def _room(self) -> int:
@@ -187,14 +182,14 @@ class Scheduler:
         can make room for."""
         return self.pool.num_free - (self.pool.num_pinned if len(self.running) > 1 else 0)
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Whether a sequence with a row has blocks for the next step, and until when it will have: until then
-        nobody asks again."""
-        if sequence.row is None:
-            return False
-        left = len(sequence.blocks) * self.block_size - len(sequence.tokens) - sequence.in_flight - self.ahead
-        sequence.has_room_until = sequence.step_count.most + left if left >= 0 else -1
-        return left >= 0
+    def _lacks(self, sequence: Sequence) -> int:
+        """Blocks that a decoding request lacks for the next step; of one with a row also until when it will
+        have them: until then nobody asks again."""
+        tokens = self._tokens_ahead(sequence)
+        if sequence.row is not None:
+            left = len(sequence.blocks) * self.block_size - tokens
+            sequence.has_room_until = sequence.step_count.most + left if left >= 0 else -1
+        return self.blocks.missing(sequence, tokens)
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
         """Tokens that a decoding request needs room for. Keys and values of a request's last token are
@@ -202,12 +197,13 @@ class Scheduler:
         tokens, most = len(sequence.tokens) + sequence.in_flight + self.ahead, sequence.max_len - 1
         return tokens if tokens < most else most
 
-    def _tokens_after(self, sequence: Sequence, count: int) -> int:
-        """Tokens that need room when ``count`` more of the prompt are computed; with the last of them
-        decoding begins."""
-        if count < sequence.remaining or not self.ahead:
-            return sequence.num_computed + count
-        return min(len(sequence.tokens) + 1 + self.ahead, sequence.max_len - 1)
+    def _lacks_after(self, sequence: Sequence, count: int) -> int:
+        """Blocks that a request lacks when ``count`` more tokens of its prompt are computed; with the last of
+        them decoding begins."""
+        tokens = sequence.num_computed + count
+        if count == sequence.remaining and self.ahead:
+            tokens = min(len(sequence.tokens) + 1 + self.ahead, sequence.max_len - 1)
+        return self.blocks.missing(sequence, tokens)
 
     def _look_ahead(self, step: Schedule) -> None:
         """Blocks for ``lookahead`` more tokens, once a request has used up its own: for all that have used
@@ -226,7 +222,7 @@ class Scheduler:
         self.blocks.give(more)
         self._are_ahead = True
         for s, _ in more:
-            self._has_room(s)
+            self._lacks(s)
 
     def _trim(self) -> None:
         """Take back the blocks that were given ahead of need."""
@@ -264,10 +260,9 @@ class Scheduler:
                 self.queue.add(sequence.began - sequence.submitted)
         return admitted
 
-    def _reserve(self, sequence: Sequence, num_tokens: int, step: Schedule) -> bool:
-        """Give ``sequence`` blocks for ``num_tokens`` tokens, putting back younger requests if need be."""
-        missing = self.blocks.missing(sequence, num_tokens)
-        if missing <= 0:
+    def _reserve(self, sequence: Sequence, missing: int, step: Schedule) -> bool:
+        """Give ``sequence`` so many more blocks, putting back younger requests if need be."""
+        if not missing:
             return True
         if step.num_promised + missing > self._room():
             self._give(step)

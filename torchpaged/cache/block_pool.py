@@ -152,7 +152,7 @@ class BlockPool:
         """
         held, more, known = self._held, self._more, self._are_different(blocks)
         idle = list(filterfalse(held.__contains__, blocks)) if known else []
-        if not known or not self._idle.has_all(idle):
+        if not known or not all(map(self._kept.__contains__, idle)):
             for block in blocks:
                 self._check(block)
             if len(set(blocks)) < len(blocks):

@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
@@ -125,7 +125,7 @@ class IdleBlocks:
         # Those without a pin, that left longest ago first, from place `_first` on. A block that was taken out
         # stays there, and is passed over as often as `_stale` says: so blocks come and go many at a time.
         self._order, self._first, self._num_unpinned = list[int](), 0, 0
-        self._stale: dict[int, int] = {}
+        self._stale = Counter[int]()
         self._priorities: dict[int, int] = {}  # of pinned ones
         self._pinned: dict[int, OrderedDict[int, None]] = {}  # these by priority, longest left first
         self._pins: dict[int, dict[Pin, None]] = {}  # by block, idle or held
@@ -143,7 +143,7 @@ class IdleBlocks:
         return chain(self._in_order(), self._priorities)
 
     def _in_order(self) -> Iterator[int]:
-        stale = dict(self._stale)
+        stale = self._stale.copy()
         return (block for block in self._order[self._first :] if not _is_stale(block, stale))
 
     @property
@@ -152,10 +152,6 @@ class IdleBlocks:
         if self._ends:
             self._expire()
         return len(self._priorities)
-
-    def has_all(self, blocks: Sequence[int]) -> bool:
-        """Whether all of ``blocks`` are idle."""
-        return all(block in self for block in blocks)
 
     def num_unpinned(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks``, which are kept, are idle without a pin."""
@@ -333,11 +329,9 @@ class IdleBlocks:
         self._num_unpinned -= len(blocks)
         for block in filter(self._refused.__contains__, blocks):
             del self._refused[block]
-        stale = self._stale
-        for block in blocks:
-            stale[block] = stale.get(block, 0) + 1
+        self._stale.update(blocks)
         if len(self._order) - self._first > 2 * self._num_unpinned + _MOST_STALE:
-            self._order, self._first, self._stale = list(self._in_order()), 0, {}
+            self._order, self._first, self._stale = list(self._in_order()), 0, Counter()
 
     def _place_again(self, block: int) -> None:
         """The pins of a block have changed."""
@@ -346,7 +340,7 @@ class IdleBlocks:
             self.add([block])
 
 
-def _is_stale(block: int, stale: dict[int, int]) -> bool:
+def _is_stale(block: int, stale: Counter[int]) -> bool:
     """Whether this place of ``block`` in the order is one to pass over, which is noted."""
     times = stale.pop(block, 0)
     if times > 1:

@@ -106,11 +106,16 @@ def test_times_of_each_request(llama: Any, clock: list[float], graphs: bool) -> 
     params = SamplingParams(max_new_tokens=5, ignore_eos=True)
     with engine(llama, max_batch_size=1, graphs=graphs, compile=False) as generator:
         sequences = [generator._requests[generator.submit([5, 6, 7], params)] for _request in range(3)]
+        events = []
         while len(generator._requests) > 1:
             clock[0] += 2.0
-            generator.step()
+            events += generator.step()
         generator.cancel(sequences[2].request_id)
+        events += generator.step()
+        ends = {event.request_id: event.times for event in events if event.finish_reason}
+        assert [event.times for event in events if event.finish_reason is None] == [None] * 8
         first, second, cancelled = (sequence.result().times for sequence in sequences)
+        assert [ends[sequence.request_id] for sequence in sequences] == [first, second, cancelled]
         metrics = generator.metrics()
         [unmeasured] = generator.generate([[5, 6, 7]], params)
     for times in (first, second):

@@ -53,7 +53,7 @@ class HandOut:
             for index in range(first, end):
                 if not self._take(sequence, index, index + 1):
                     break
-                yield sequence.log[index]
+                yield sequence.event(index)
 
     def take(self) -> list[TokenEvent]:
         """All at once."""
@@ -61,7 +61,7 @@ class HandOut:
             event
             for sequence, first, end in self._places()
             if self._take(sequence, first, end)
-            for event in map(sequence.log.__getitem__, range(first, end))
+            for event in map(sequence.event, range(first, end))
         ]
 
     def give_back(self) -> None:

@@ -25,7 +25,8 @@ class TokenEvent:
     what became certain with it. ``finish_reason``: None, "stop", "length", "out_of_blocks", "cancelled" or
     "error"; then ``error`` says what it was, its ``__cause__`` is what was raised. ``logprobs``: natural
     logarithms of probabilities by token id, where ``SamplingParams.logprobs`` asks for them: first of the
-    token itself, then of the likeliest ones, which it may be among.
+    token itself, then of the likeliest ones, which it may be among. ``times``: of the request, in its last
+    event; two equal events may differ in them.
     """
 
     request_id: int
@@ -34,6 +35,7 @@ class TokenEvent:
     finish_reason: str | None = None
     error: RequestError | None = None
     logprobs: dict[int, float] | None = field(default=None, hash=False)
+    times: RequestTimes | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return repr_of_fields(self)
@@ -64,8 +66,8 @@ class RequestTimes:
 class RequestOutput:
     """A finished request. ``finish_reason`` and ``error`` as in `TokenEvent`: with "error" the tokens are
     those before it. ``token_ids`` ends with the token that ended the request, if one did. ``logprobs``: as in
-    `TokenEvent`, of each token; None where they were not asked for. ``times``: as `Generator.generate`
-    measured them, which two equal results may differ in."""
+    `TokenEvent`, of each token; None where they were not asked for. ``times``: two equal results may differ
+    in them."""
 
     request_id: int
     prompt_token_ids: list[int]

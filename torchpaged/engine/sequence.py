@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.host_blocks import Arrival
@@ -201,6 +201,11 @@ class Sequence:
         if self.finish_reason is None:
             self.stream = self.stream.replayed(known)
             self.num_computed = min(self.num_computed, len(self.tokens) - 1)
+
+    def event(self, index: int) -> TokenEvent:
+        """One of ``log``; the last has the times."""
+        event = self.log[index]
+        return event if event.finish_reason is None else replace(event, times=self._times())
 
     def result(self) -> RequestOutput:
         """What the caller gets."""

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import filterfalse
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.engine.chunk_budget import ChunkBudget
@@ -116,8 +117,8 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step and allocate its blocks."""
-        step, budget = Schedule(), -1
-        asking, step.decodes = self._split()
+        step, budget, asking = Schedule(), -1, self._asking()
+        step.decodes += filterfalse(set(asking).__contains__, self.running)
         if self.waiting:
             asking += self._admit(asking)
         # First: whose prompt is known but for its last token decodes, and leaves the chunks one token less.
@@ -148,13 +149,10 @@ class Scheduler:
             self.prefixes.host.flush()
         return step
 
-    def _split(self) -> tuple[list[Sequence], list[Sequence]]:
-        """The running requests that are asked what they need, and those whose blocks are known to hold the
-        next step: most of a large batch, which cost no call."""
-        asking, ready = list[Sequence](), list[Sequence]()
-        for s in self.running:
-            (asking if s.row is None or s.has_room_until < s.step_count.most else ready).append(s)
-        return asking, ready
+    def _asking(self) -> list[Sequence]:
+        """The running requests but those whose blocks are known to hold the next step: most of a large batch,
+        which cost no call."""
+        return [s for s in self.running if s.row is None or s.has_room_until < s.step_count.most]
 
     def _prompt_tokens(self, asking: list[Sequence]) -> int:
         """Prompt tokens of the next step at most."""
@@ -173,7 +171,7 @@ class Scheduler:
     def short_of_blocks(self) -> bool:
         """Whether the next `schedule` may have to put a request back."""
         missing = 0
-        for s in self._split()[0]:
+        for s in self._asking():
             missing += self._lacks(s) if s.decodes else self._lacks_after(s, s.remaining)
         return missing > 0 and missing > self._room()
 
@@ -185,11 +183,10 @@ class Scheduler:
     def _lacks(self, sequence: Sequence) -> int:
         """Blocks that a decoding request lacks for the next step; of one with a row also until when it will
         have them: until then nobody asks again."""
-        tokens = self._tokens_ahead(sequence)
+        left = len(sequence.blocks) * self.block_size - self._tokens_ahead(sequence)
         if sequence.row is not None:
-            left = len(sequence.blocks) * self.block_size - tokens
             sequence.has_room_until = sequence.step_count.most + left if left >= 0 else -1
-        return self.blocks.missing(sequence, tokens)
+        return 0 if left >= 0 else -(left // self.block_size)
 
     def _tokens_ahead(self, sequence: Sequence) -> int:
         """Tokens that a decoding request needs room for. Keys and values of a request's last token are
@@ -210,7 +207,7 @@ class Scheduler:
         half of theirs."""
         if not self.lookahead or self.waiting or not step.blocks_added:
             return
-        more = list[tuple[Sequence, int]]()
+        more, size = list[tuple[Sequence, int]](), self.block_size
         room = (self.pool.num_free - self.pool.num_pinned) // 2
         for s in step.decodes:
             if s.row is None or s.has_room_until < s.step_count.most + self.lookahead // 2:
@@ -221,8 +218,8 @@ class Scheduler:
                     return
         self.blocks.give(more)
         self._are_ahead = True
-        for s, _ in more:
-            self._lacks(s)
+        for s, count in more:
+            s.has_room_until += count * size  # at least: of one that has just asked it is -1
 
     def _trim(self) -> None:
         """Take back the blocks that were given ahead of need."""

@@ -209,8 +209,9 @@ class IdleBlocks:
 
     def drop_all(self) -> None:
         """The same of all blocks."""
-        dropped = [block for block in list(self) if self._take(block)]
-        self._pins, self._ends = {}, []
+        dropped = [block for block in self._in_order() if block not in self._refused]
+        self._order, self._first, self._num_unpinned, self._stale = [], 0, 0, Counter()
+        self._refused, self._priorities, self._pinned, self._pins, self._ends = {}, {}, {}, {}, []
         if self._policy is not None:
             with ExitStack() as told:  # of all, whatever it raises
                 for block in reversed(dropped):
@@ -250,6 +251,7 @@ class IdleBlocks:
         self._num_unpinned -= count
         while len(oldest) < count:
             some = self._order[self._first : self._first + count - len(oldest)]
+            assert some, "fewer idle blocks than were counted"
             self._first += len(some)
             known = stale.keys().isdisjoint(some)
             oldest += some if known else [block for block in some if not _is_stale(block, stale)]

@@ -103,8 +103,8 @@ class Runs:
         self, front: Place, data: bytes | bytearray, place: int, end: int, extra: Hashable
     ) -> tuple[Run, int, int, Key | None]:
         """Where the tokens of a text's blocks from ``place`` on, at most to ``end``, are behind ``front``,
-        known or remembered: a run, the place of the first, and how many are there in a row. None is: 0, and
-        the first one's key."""
+        known or remembered: a run, the place of the first, and how many are there in a row. If none is: 0,
+        and the key of the first."""
         run, at = front
         if len(run.tokens) > (at + 1) * self.step:
             count = num_alike(run.tokens, at + 1, data, place, end, self.step)

@@ -132,7 +132,7 @@ class Scheduler:
                 if self._reserve(sequence, self._lacks(sequence), step):
                     step.decodes.append(sequence)
             else:
-                budget = self._prompt_tokens(asking) if budget < 0 else budget
+                budget = self._prompt_tokens(asking, step) if budget < 0 else budget
                 count = min(sequence.remaining, budget, self._max_query_len)
                 if count and sequence.cached is not None:
                     count = sequence.cached.chunk(sequence.num_computed, count)
@@ -154,11 +154,12 @@ class Scheduler:
         which cost no call."""
         return [s for s in self.running if s.row is None or s.has_room_until < s.step_count.most]
 
-    def _prompt_tokens(self, asking: list[Sequence]) -> int:
-        """Prompt tokens of the next step at most."""
+    def _prompt_tokens(self, asking: list[Sequence], step: Schedule) -> int:
+        """Prompt tokens of the next step at most; ``asking``: of the running requests, as of `_asking`."""
         most, decodes = self.prefill_chunk_size, 0
         if any(s.wants_token for s in self.running):  # or else none decodes: rows run all together
-            decodes = len(self.running) - sum([not s.decodes for s in asking])
+            prompts = [s for s in asking if not s.decodes and s not in step.put_back]
+            decodes = len(self.running) - len(prompts)
         if self._mixes:
             most = max(most - decodes, -(-most // 2))
         return min(most, self.budget.tokens) if self.budget is not None and decodes else most

@@ -69,17 +69,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 def test_generate_with_a_compiled_forward_and_a_fresh_cache(name: str, padded: bool) -> None:
     """``model.forward = torch.compile(model.forward)``: prefill and set-up are inside, as a graph break."""
     torch._dynamo.reset()
-    model, inputs = MODELS[name](), padded_prompts()
+    model, inputs, options = MODELS[name](), padded_prompts(), {**GREEDY, "max_new_tokens": 2}
     if not padded:
         del inputs["attention_mask"]
     model.set_attn_implementation("eager")
-    want = model.generate(**inputs, **GREEDY)
+    want = model.generate(**inputs, **options)
     model.set_attn_implementation("torchpaged")
     model.forward = torch.compile(model.forward, backend="eager")
     cache = PagedCache(model.config, 2, 64, block_size=4)
-    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), want)
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), want)
     cache.reset()  # rows get their blocks anew while the pools exist
-    assert torch.equal(model.generate(**inputs, **GREEDY, past_key_values=cache), want)
+    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), want)
 
 
 @pytest.mark.slow_cases("Gemma3")
@@ -87,7 +87,7 @@ def test_generate_with_a_compiled_forward_and_a_fresh_cache(name: str, padded: b
 def test_chunks_of_a_padded_prompt_compiled(name: str) -> None:
     """As generate() does it on a GPU: the mask that carries the padding enters compiled code."""
     torch._dynamo.reset()
-    model, inputs = tiny(name), padded_prompts()
+    model, inputs = tiny(name, num_hidden_layers=2), padded_prompts()
     want = model.generate(**inputs, **GREEDY)
     model.set_attn_implementation("torchpaged")
     options = CompileConfig(backend="aot_eager", mode=None)
@@ -142,7 +142,7 @@ def test_a_decode_step_is_one_graph(name: str) -> None:
 def test_a_first_forward_in_one_graph_says_what_to_do() -> None:
     """And with pools made ahead it runs."""
     torch._dynamo.reset()
-    model, ids = tiny("Llama"), torch.randint(3, 99, (1, 5))
+    model, ids = tiny("Llama", num_hidden_layers=2), torch.randint(3, 99, (1, 5))
     model.set_attn_implementation("torchpaged")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache = PagedCache(model.config, 1, 32)

@@ -103,7 +103,7 @@ def test_several_turns_on_one_cache(name: str) -> None:
 def test_generates_own_compile_path(name: str) -> None:
     """generate() compiles the decode step itself: one graph for every length and every new cache."""
     torch._dynamo.reset()
-    model, inputs = tiny(name), padded_prompts()
+    model, inputs = tiny(name, num_hidden_layers=2), padded_prompts()
     COUNT.clear()
     config = CompileConfig(backend=counting, mode=None, fullgraph=True)
     config._compile_all_devices = True  # transformers' own switch for testing the path on a CPU
@@ -150,7 +150,7 @@ def test_tokens_taken_back_from_rows_that_share_blocks() -> None:
 def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile(model, fullgraph=True) by hand: the decode step, over growing lengths."""
     torch._dynamo.reset()
-    model = tiny("Llama")
+    model = tiny("Llama", num_hidden_layers=2)
     model.set_attn_implementation("torchpaged")
     counter = CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -190,7 +190,7 @@ def test_a_compiled_model_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overlong_compiled_steps_fail_loudly() -> None:
     """Nothing on the host counts when a step is compiled by hand: the in-graph assertion fires."""
     torch._dynamo.reset()
-    model = tiny("Llama")
+    model = tiny("Llama", num_hidden_layers=2)
     model.set_attn_implementation("torchpaged")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     cache = PagedCache(model.config, 1, 8, block_size=4)
@@ -205,7 +205,7 @@ def test_overlong_compiled_steps_fail_loudly() -> None:
 def test_compiled_steps_look_at_their_masks_and_rows() -> None:
     """What an eager step refuses, the graph's own assertions refuse; the right mask passes."""
     torch._dynamo.reset()
-    model, inputs = tiny("Llama"), padded_prompts()
+    model, inputs = tiny("Llama", num_hidden_layers=2), padded_prompts()
     want = model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
     model.set_attn_implementation("torchpaged")
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -237,8 +237,9 @@ def test_compiled_steps_look_at_their_masks_and_rows() -> None:
 
 
 @pytest.mark.slow
-def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
-    """SmolLM2 in float32, 24 tokens each: five prompts decoded eagerly, two of them by generate()'s compiled
+@pytest.mark.parametrize(("eagerly", "compiled"), [(2, 1), (5, 2)])
+def test_golden_tokens_of_a_real_model(smollm2_path: Any, eagerly: int, compiled: int) -> None:
+    """SmolLM2 in float32, 24 tokens each: of so many prompts decoded eagerly, and by generate()'s compiled
     decode."""
     import json
     from pathlib import Path
@@ -252,7 +253,7 @@ def test_golden_tokens_of_a_real_model(smollm2_path: Any) -> None:
     COUNT.clear()
     config = CompileConfig(backend=counting, mode=None, fullgraph=True)
     config._compile_all_devices = True
-    for options, prompts in (({}, golden), ({"compile_config": config}, golden[:2])):
+    for options, prompts in (({}, golden[:eagerly]), ({"compile_config": config}, golden[:compiled])):
         for prompt in prompts:
             ids = torch.tensor([prompt["input_ids"]])
             cache = PagedCache(model.config, 1, 64)

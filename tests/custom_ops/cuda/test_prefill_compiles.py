@@ -132,7 +132,7 @@ def config(**options: Any) -> Config:
 
 
 @needs_nvcc
-@pytest.mark.slow_cases(but_every=5)
+@pytest.mark.slow_cases(but_every=6)
 @pytest.mark.parametrize("name", SHAPES)
 def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None:
     values = config(**SHAPES[name])

@@ -110,6 +110,7 @@ def innermost_loop(ptx: str) -> str:
     return "\n".join(lines[label:end])
 
 
+@pytest.mark.slow_cases("8")
 @pytest.mark.parametrize("group", [4, 8])
 def test_decode_loop_stays_in_registers(group: int) -> None:
     """Scores become probabilities without a trip through shared memory; 8 queries fill a product; loads of 16

@@ -176,8 +176,8 @@ class CachedText:
             run, place, count, key = runs.follow(self._place, self._data, at, end, self._extra)
             if key is not None:
                 count = end - at
-                tokens = bytes(self._data[at * runs.step : end * runs.step])
-                self._place = runs.append(key, tokens, list(blocks[at:end]))
+                tokens = self._data[at * runs.step : end * runs.step]
+                self._place = runs.append(key, tokens, blocks[at:end])
             else:  # known to others, too, or known before
                 runs.fill(run, place, blocks[at : at + count])
                 self._place = run, place + count - 1

@@ -138,7 +138,7 @@ class Runs:
         return blocks, front, None, False
 
     # ------------------------------------------------------------------------------------ known, and given up
-    def append(self, key: Key, tokens: bytes, blocks: list[int]) -> Place:
+    def append(self, key: Key, tokens: bytes | bytearray, blocks: Sequence[int]) -> Place:
         """Keys and values of ``tokens`` are in ``blocks``: the first of them, which has this key, is nowhere
         yet. The place of the last of them."""
         run, place = key[0], key[1] + 1

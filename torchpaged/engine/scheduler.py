@@ -27,15 +27,15 @@ from torchpaged.engine.sequence import Sequence
 @dataclass
 class Schedule:
     """One step: sequences that decode, chunks ``(sequence, tokens)`` to prefill, those put back to wait, and
-    whether any was given blocks. ``promised``: ``(sequence, blocks)`` to be given, ``num_promised`` in
-    all."""
+    whether any was given blocks. ``promised``: ``(sequence, blocks)`` to be given; ``room``: blocks that are
+    left then."""
 
     decodes: list[Sequence] = field(default_factory=list)
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     put_back: list[Sequence] = field(default_factory=list)
     blocks_added: bool = False
     promised: list[tuple[Sequence, int]] = field(default_factory=list)
-    num_promised: int = 0
+    room: int = 0
 
 
 class Scheduler:
@@ -125,6 +125,7 @@ class Scheduler:
         begun = [sequence for sequence in asking if sequence.row is not None or self.blocks.begin(sequence)]
         if not begun and not step.decodes:
             begun = [s for s in asking if s.arrival is not None and self.blocks.arrived(s, waits=True)]
+        step.room = self._room()
         for sequence in begun:
             if step.put_back and sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one
@@ -262,18 +263,20 @@ class Scheduler:
         """Give ``sequence`` so many more blocks, putting back younger requests if need be."""
         if not missing:
             return True
-        if step.num_promised + missing > self._room():
+        if missing > step.room:
             self._give(step)
             self._trim()
+            step.room = self._room()
             # Never for the oldest alone: `max_len` keeps a request within the pool.
-            while missing > self._room():
+            while missing > step.room:
                 youngest = self.running[-1]
                 self._put_back(youngest)
                 step.put_back.append(youngest)
+                step.room = self._room()
                 if youngest is sequence:
                     return False
         step.promised.append((sequence, missing))
-        step.num_promised += missing
+        step.room -= missing
         return True
 
     def _give(self, step: Schedule) -> None:
@@ -281,7 +284,7 @@ class Scheduler:
         the rest of the step."""
         if step.promised:
             self.blocks.give(step.promised)
-            step.promised, step.num_promised, step.blocks_added = [], 0, True
+            step.promised, step.blocks_added = [], True
 
     def _put_back(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

@@ -125,7 +125,8 @@ class Scheduler:
         begun = [sequence for sequence in asking if sequence.row is not None or self.blocks.begin(sequence)]
         if not begun and not step.decodes:
             begun = [s for s in asking if s.arrival is not None and self.blocks.arrived(s, waits=True)]
-        step.room = self._room()
+        if begun:
+            step.room = self._room()
         for sequence in begun:
             if step.put_back and sequence in step.put_back:
                 continue  # meanwhile, to make room for an older one

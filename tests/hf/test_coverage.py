@@ -13,7 +13,9 @@ import torch
 from cover_models import app
 from model_coverage import Row, Table, examine, markdown, vision_language
 from model_coverage.architectures import LEFT_OUT, model_types
+from model_coverage.hybrids import HYBRIDS, OTHER_HYBRIDS
 from model_coverage.table import versions
+from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from torchpaged import ArgumentError
@@ -251,6 +253,19 @@ def test_the_committed_table(path: Path) -> None:
         counts[name] >= n
         for name, n in zip(("paged", "latent", "states", "dense", "one graph"), least, strict=True)
     )
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_every_architecture_with_states_is_tested_or_has_a_reason(path: Path) -> None:
+    """In the engine, in `generate_batch` and in a `PagedCache`, by the tests over `HYBRIDS`."""
+    states = {
+        name
+        for name, row in Table.load(path).rows.items()
+        if name in CONFIG_MAPPING and {"linear", "conv", "hybrid"} & {*row.kind.replace(",", "").split()}
+    }
+    assert "qwen3_next" in states
+    assert not set(HYBRIDS) & set(OTHER_HYBRIDS)
+    assert states <= {*HYBRIDS, *OTHER_HYBRIDS}
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -33,8 +33,17 @@ HYBRIDS = (
     "mamba2",
     "falcon_mamba",
     "recurrent_gemma",
-    *({"bailing_hybrid"} & {*CONFIG_MAPPING}),  # not in transformers 5.17
+    # not in transformers 5.17
+    *(name for name in ("bailing_hybrid", "lara_mini", "lfm3") if name in CONFIG_MAPPING),
 )
+#: Those that no engine takes: why.
+OTHER_HYBRIDS = {
+    "zamba": "its Mamba 1 has products for each head",
+    "zaya": "its convolutions make keys",
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "a bias by positions: keys are gathered"),
+    "inkling2_loop_text": "keeps the keys of each pass through its loop",
+    "qwen4_exp_text": "caches an indexer beside keys",
+}
 #: Changes of configs by which the op does not take a mixer's convolution: too wide, another activation.
 UNSERVED = {"lfm2": {"conv_L_cache": 9}, "bamba": {"hidden_act": "gelu"}}
 

@@ -1,4 +1,5 @@
-"""Gated delta nets over the states of a paged cache: those of Qwen3-Next, Qwen3.5 and OLMo hybrid.
+"""Gated delta nets over the states of a paged cache: those of Qwen3-Next, Qwen3.5, Lara mini and OLMo
+hybrid.
 
 The modules' fields are not public; ``tests/engine/test_states.py`` runs every class under each supported
 transformers.
@@ -57,6 +58,7 @@ def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 _CLASSES = (
+    "LaraMiniGatedDeltaNet",
     "OlmoHybridGatedDeltaNet",
     "Qwen3NextGatedDeltaNet",
     "Qwen3_5GatedDeltaNet",
@@ -64,7 +66,7 @@ _CLASSES = (
 )
 register_family(
     Family(
-        ("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+        ("lara_mini", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         packed=dict.fromkeys(_CLASSES, _forward),
         functions=packed_functions,
         layer=state_of_attached,

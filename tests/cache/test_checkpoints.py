@@ -88,6 +88,16 @@ def test_the_end_of_what_is_shared_gets_a_checkpoint() -> None:
     assert cache.stats.checkpoints == 1
 
 
+@pytest.mark.parametrize("own", [5, 105])
+def test_how_long_the_own_part_is_costs_no_hits(own: int) -> None:
+    """64 questions about a text of 250 tokens: 63 hit, however far behind the text they end. A cache with a
+    state at a prompt's last block alone would lose all of them to 100 tokens more."""
+    cache, text = make(num_blocks=512, num_checkpoints=8, every=64), list(range(250))
+    found = [hit(cache, [*text, *range(1000 * i, 1000 * i + own)]) for i in range(1, 65)]
+    assert found == [0, 192] + 62 * [248]
+    assert cache.stats.missed_tokens["no checkpoint"] == 248 - 192
+
+
 def test_the_least_recently_used_goes_first() -> None:
     cache = make(num_checkpoints=2)
     texts = [[100 * i + j for j in range(17)] for i in range(3)]

@@ -115,10 +115,20 @@ _RECORDS: dict[str, Callable[..., Any]] = {
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
 #: .cpu overload, but for those of `_ON_NATIVE_OPS`.
-NATIVE_OPS = frozenset({"write_kv", "paged_attention", "merge_attn_states", "copy_blocks", "advance_step"})
+NATIVE_OPS = frozenset(
+    {
+        "write_kv",
+        "paged_attention",
+        "merge_attn_states",
+        "copy_blocks",
+        "advance_step",
+        "causal_conv",
+        "linear_attention",
+    }
+)
 
-#: Ops that a file ``cpu.py`` of their family makes of native ones, or of products of torch.
-_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent", "linear_attention"})
+#: Ops that a file ``cpu.py`` of their family makes of native ones.
+_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent"})
 
 
 class BackendOps(NamedTuple):
@@ -252,13 +262,13 @@ def _register() -> None:
         LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
         LIBRARY.impl(op, _of_this_gpu(op) if op in _CUDA_OPS else triton, "CUDA")
     # Registers the default and the .cpu overload of these for the CPU key.
-    loaded = native.load({op: SCHEMAS[op] for op in NATIVE_OPS})
+    served = native.load({op: SCHEMAS[op] for op in NATIVE_OPS})
     for op in SCHEMAS:
         reference = _reference(op)
-        if not loaded:
+        if not served:
             LIBRARY.impl(op, native.raise_absent if native.wrong else reference, "CPU")
             LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
-        elif op not in NATIVE_OPS:
+        elif op not in served:
             module = f"torchpaged.custom_ops.{_FAMILY[op]}.cpu"
             kernel = _lazy(module, op) if op in _ON_NATIVE_OPS else reference
             LIBRARY.impl(op, kernel, "CPU")

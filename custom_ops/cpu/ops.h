@@ -18,6 +18,12 @@ void paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tabl
                      std::optional<Tensor> /*semaphore: for kernels that merge on a device*/);
 void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor out,
                        std::optional<Tensor> lse, std::optional<Tensor> output_scale);
+void causal_conv(Tensor x, Tensor weight, Tensor conv_state, Tensor state_slots, Tensor seq_lens,
+                 Tensor query_start_loc, Tensor out, std::optional<Tensor> bias, int64_t max_query_len,
+                 std::string activation, std::optional<Tensor> in_gate, std::optional<Tensor> out_gate);
+void linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor state, Tensor state_slots,
+                      Tensor seq_lens, Tensor query_start_loc, Tensor out, std::optional<Tensor> beta,
+                      int64_t max_query_len, double scale, bool delta_rule, bool normalize);
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping);
 void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
                   Tensor seq_lens, Tensor slot_mapping, int64_t block_size);

@@ -5,8 +5,8 @@
 // How many arguments each kernel takes, which custom_ops/native.py looks for in the file before it loads it:
 // a library built from other sources would fail at every call.
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_ops[] =
-    "torchpaged native ops: advance_step 7, copy_blocks 3, merge_attn_states 7, paged_attention 23, "
-    "write_kv 8;";
+    "torchpaged native ops: advance_step 7, causal_conv 12, copy_blocks 3, linear_attention 14, "
+    "merge_attn_states 7, paged_attention 23, write_kv 8;";
 
 STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
   m.impl("write_kv", TORCH_BOX(&torchpaged::write_kv));
@@ -17,6 +17,10 @@ STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
   m.impl("merge_attn_states.cpu", TORCH_BOX(&torchpaged::merge_attn_states));
   m.impl("copy_blocks", TORCH_BOX(&torchpaged::copy_blocks));
   m.impl("copy_blocks.cpu", TORCH_BOX(&torchpaged::copy_blocks));
+  m.impl("causal_conv", TORCH_BOX(&torchpaged::causal_conv));
+  m.impl("causal_conv.cpu", TORCH_BOX(&torchpaged::causal_conv));
+  m.impl("linear_attention", TORCH_BOX(&torchpaged::linear_attention));
+  m.impl("linear_attention.cpu", TORCH_BOX(&torchpaged::linear_attention));
   m.impl("advance_step", TORCH_BOX(&torchpaged::advance_step));
   m.impl("advance_step.cpu", TORCH_BOX(&torchpaged::advance_step));
 }

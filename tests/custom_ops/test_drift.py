@@ -28,13 +28,14 @@ def test_decodes_are_the_recurrence(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_long_prompts_do_not_drift(name: str) -> None:
-    """100,000 tokens in prompts of 500: chunks sum in float32 over fewer steps."""
+def test_long_runs_do_not_drift(name: str) -> None:
+    """100,000 tokens, in prompts of 500 and one by one."""
     found = errors_of(name, 100_000, reference=False)
     for case, of_reference in (
         ("float32", "float32"),
         ("states of float32", "float32"),
         ("states of bfloat16", "states of bfloat16"),
     ):
-        for at, error in found[case, "prompts"].items():
-            assert error <= 1.5 * found[of_reference, "recurrence"][at], (case, at)
+        for way in ("prompts", "decode"):
+            for at, error in found[case, way].items():
+                assert error <= 1.5 * found[of_reference, "recurrence"][at], (case, way, at)

@@ -18,6 +18,7 @@ from op_inputs.state import (
     make_conv_inputs,
     make_linear_inputs,
 )
+from op_inputs.state_fuzz import fuzz_states
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torchpaged import ArgumentError
@@ -49,10 +50,18 @@ def test_linear_attention_matches_the_oracle(batch: str, family: str, backend: s
 def test_dtypes(dtype: torch.dtype, state_dtype: torch.dtype | None) -> None:
     if dtype == torch.float64 and state_dtype is not None:
         pytest.skip("float64 is kept in float64")
-    batch = STATE_BATCHES["chunks"]
-    assert_state_close(REFERENCE, REFERENCE, "causal_conv", make_conv_inputs(batch, dtype=dtype))
-    inputs = make_linear_inputs(batch, dtype=dtype, state_dtype=state_dtype or dtype, out_dtype=state_dtype)
-    assert_state_close(REFERENCE, REFERENCE, "linear_attention", inputs)
+    batch, dtypes = STATE_BATCHES["chunks"], {"state_dtype": state_dtype or dtype, "out_dtype": state_dtype}
+    for ops in (REFERENCE, BACKEND_OPS["cpu"]):
+        inputs = make_conv_inputs(batch, dtype=dtype, gated=True)
+        assert_state_close(ops, REFERENCE, "causal_conv", inputs)
+        inputs = make_linear_inputs(batch, dtype=dtype, **dtypes)
+        assert_state_close(ops, REFERENCE, "linear_attention", inputs)
+
+
+@pytest.mark.parametrize("share", [range(12), pytest.param(range(12, 1000), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_random_runs_match_the_oracle(backend: str, share: range) -> None:
+    assert sum(fuzz_states(BACKEND_OPS[backend], REFERENCE, seed) for seed in share) >= 4 * len(share)
 
 
 def split(inputs: dict[str, Any], chunk: slice, context: int) -> dict[str, Any]:
@@ -168,16 +177,50 @@ BAD_LINEAR: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = 
     + [("linear_attention", case) for case in (*BAD, *BAD_LINEAR)],
 )
 def test_what_is_refused(op: str, case: str) -> None:
+    """By the reference, and by the native kernels as a RuntimeError, before anything is written."""
     is_conv = op == "causal_conv"
     given = (make_conv_inputs if is_conv else make_linear_inputs)(STATE_BATCHES["chunks"])
     name, change = (BAD | (BAD_CONV if is_conv else BAD_LINEAR))[case]
     given |= change(given)
     before = clone(given)
-    with pytest.raises(ArgumentError, match=f"^{name}: expected"):
-        getattr(REFERENCE, op)(**given)
+    for backend, error in (("reference", ArgumentError), ("cpu", (ArgumentError, RuntimeError))):
+        with pytest.raises(error, match=rf"\b{name}: expected"):
+            getattr(BACKEND_OPS[backend], op)(**given)
     for pool in ("conv_state", "state", "out"):
         if pool in given:
             torch.testing.assert_close(given[pool], before[pool], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
+def test_threads_do_not_change_the_answer(op: str) -> None:
+    """Rows and heads, or channels, are shared out among them; each state is one thread's."""
+    batch, before = STATE_BATCHES["long"], torch.get_num_threads()
+    if op == "causal_conv":
+        inputs = make_conv_inputs(batch, channels=3000)
+    else:
+        inputs = make_linear_inputs(batch, heads=8, key_dim=64, value_dim=128)
+    again = clone(inputs)
+    try:
+        for threads, given in ((1, inputs), (3, again)):
+            torch.set_num_threads(threads)
+            getattr(BACKEND_OPS["cpu"], op)(**given)
+    finally:
+        torch.set_num_threads(before)
+    for name in ("out", "conv_state" if op == "causal_conv" else "state"):
+        torch.testing.assert_close(inputs[name], again[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "heads", "key_dim", "value_dim"),
+    [(1, 300, 1, 1), (150, 300, 1, 1), (1, 200, 16, 1), (3, 150, 21, 1), (1, 3, 5, 130)],
+)
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("by_key", [False, True])
+def test_widths(key_heads: int, heads: int, key_dim: int, value_dim: int, delta: bool, by_key: bool) -> None:
+    """Heads of one value column, taken together, and of one number; columns behind the last whole tile."""
+    sizes = {"key_heads": key_heads, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+    inputs = make_linear_inputs(STATE_BATCHES["mixed_empty"], **sizes, delta=delta, by_key=by_key)
+    assert_state_close(BACKEND_OPS["cpu"], REFERENCE, "linear_attention", inputs)
 
 
 def test_one_graph_for_all_batches() -> None:

@@ -85,12 +85,14 @@ def test_a_library_of_other_ops_is_not_loaded(monkeypatch: pytest.MonkeyPatch, t
     loaded: list[str] = []
     monkeypatch.setattr(torch.ops, "load_library", loaded.append)
     monkeypatch.setattr(native, "_candidates", lambda: [old])
-    schemas = {"write_kv": "(Tensor k, *, bool causal=True) -> ()"}
+    schemas = {"write_kv": "(Tensor k, *, bool causal=True) -> ()", "linear": "(Tensor x) -> ()"}
     assert not native.load(schemas)
     assert "old.so was built from other sources" in native.status()[1]
     monkeypatch.setattr(native, "_candidates", lambda: [old, new])
-    assert native.load(schemas)
+    assert native.load(schemas) == {"write_kv"}  # of a library from before an op had a kernel
     assert loaded == [str(new)]
+    new.write_bytes(b"...torchpaged native ops: write_kv 2, gone 1;...")
+    assert not native.load(schemas)
 
 
 @pytest.mark.parametrize("text", ["~nouser/x", None])

@@ -1,0 +1,117 @@
+// Numbers of any dtype to those of sums and back, and their exponentials. VEC_WIDTH as in vec.h.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "state_kernel.h"
+#include "../../cpu/vec.h"
+
+namespace {
+
+using namespace torchpaged;
+
+// 64 bytes of numbers; compilers make as many registers of them as an instruction set needs.
+template <typename A> struct Wide;
+template <> struct Wide<float> {
+  typedef float type __attribute__((vector_size(64), aligned(4), may_alias));
+};
+template <> struct Wide<double> {
+  typedef double type __attribute__((vector_size(64), aligned(8), may_alias));
+};
+template <typename A> using W = typename Wide<A>::type;
+template <typename A> constexpr int64_t LANES = 64 / sizeof(A);
+template <typename A> constexpr int64_t TILE = 4 * LANES<A>;  // value columns whose sums stay in registers
+
+template <typename A> inline const W<A>& wide(const A* p) { return *reinterpret_cast<const W<A>*>(p); }
+template <typename A> inline W<A>& wide(A* p) { return *reinterpret_cast<W<A>*>(p); }
+template <typename A> inline A total(const W<A>& v) {
+  A sum = 0;
+  for (int64_t i = 0; i < LANES<A>; ++i) sum += v[i];
+  return sum;
+}
+
+inline double to_float(double x) { return x; }
+inline void from_float(double x, double* out) { *out = x; }
+
+template <typename A, typename F>
+inline void by_dtype(Number dtype, const F& body) {
+  if constexpr (sizeof(A) == 8) { body(static_cast<double*>(nullptr)); return; }
+  else switch (dtype) {
+    case Number::BFloat16: body(static_cast<bf16*>(nullptr)); return;
+    case Number::Half: body(static_cast<fp16*>(nullptr)); return;
+    default: body(static_cast<float*>(nullptr)); return;
+  }
+}
+
+// n numbers at element `at`, with `stride` elements between them.
+template <typename A>
+inline void read(const Operand& t, int64_t at, int64_t n, A* to, int64_t stride = 1) {
+  by_dtype<A>(t.dtype, [&](auto* dtype) {
+    const auto* from = static_cast<decltype(dtype)>(t.data) + at;
+    if (stride == 1)
+      for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
+    else
+      for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i * stride]);
+  });
+}
+template <typename A>
+inline void write(const Operand& t, int64_t at, int64_t n, const A* from, int64_t stride = 1) {
+  by_dtype<A>(t.dtype, [&](auto* dtype) {
+    auto* to = static_cast<decltype(dtype)>(t.data) + at;
+    if (stride == 1)
+      for (int64_t i = 0; i < n; ++i) from_float(from[i], to + i);
+    else
+      for (int64_t i = 0; i < n; ++i) from_float(from[i], to + i * stride);
+  });
+}
+// To the dtype of `t` and back.
+template <typename A>
+inline void round_to(const Operand& t, int64_t n, A* x) {
+  by_dtype<A>(t.dtype, [&](auto* dtype) {
+    for (int64_t i = 0; i < n; ++i) {
+      std::remove_pointer_t<decltype(dtype)> rounded;
+      from_float(x[i], &rounded);
+      x[i] = to_float(rounded);
+    }
+  });
+}
+
+template <typename A> struct Exponent;
+template <> struct Exponent<float> {
+  typedef int32_t bits;
+  static constexpr float least = -87.3f, most = 88.7f, magic = 12582912.0f, ln2_high = 0.693359375f,
+                         ln2_low = -2.12194440e-4f;
+  static constexpr int terms = 8, bias = 127, mantissa = 23;
+};
+template <> struct Exponent<double> {
+  typedef int64_t bits;
+  static constexpr double least = -708.0, most = 709.7, magic = 6755399441055744.0,
+                          ln2_high = 6.93145751953125e-1, ln2_low = 1.42860682030941723212e-6;
+  static constexpr int terms = 14, bias = 1023, mantissa = 52;
+};
+
+// exp(x) as keep + change: 1 and exp(x) - 1 where x is next to 0, else 0 and exp(x). A decay that is constant
+// would else be rounded alike at every token, and its error add up.
+template <typename A>
+inline void split_exp(A x, A* keep, A* change) {
+  typedef Exponent<A> E;
+  const A clipped = x < E::least ? E::least : x > E::most ? E::most : x;
+  const A n = (clipped * A(1.44269504088896340736) + E::magic) - E::magic;
+  const A r = (clipped - n * E::ln2_high) - n * E::ln2_low;
+  A p = 1;  // of 1 + r / 2 (1 + r / 3 (1 + ...)), times r: exp(r) - 1
+  for (int i = E::terms; i > 1; --i) p = p * (r * (A(1) / i)) + 1;
+  p *= r;
+  const typename E::bits power = (typename E::bits(n) + E::bias) << E::mantissa;
+  A scale;
+  std::memcpy(&scale, &power, sizeof scale);
+  *keep = n == 0 ? A(1) : A(0);
+  *change = x < E::least ? A(0) : x > E::most ? A(__builtin_inf()) : n == 0 ? p : scale + scale * p;
+}
+template <typename A>
+inline void split_exps(const A* x, int64_t n, A* keep, A* change) {
+  for (int64_t i = 0; i < n; ++i) split_exp(x[i], keep + i, change + i);
+}
+
+}  // namespace

@@ -1,0 +1,207 @@
+// linear_attention; part of state_kernel_impl.h.
+#pragma once
+#include <cmath>
+#include <vector>
+
+#include "numbers.h"
+
+namespace {
+
+constexpr double NORM_EPS = 1e-6;  // as in custom_ops/state/call.py
+
+template <typename A>
+struct Scratch {
+  std::vector<A> numbers, q, k, keep, change;
+  A* state;  // at a cache line
+  void fit(int64_t size, int64_t key_dim, int64_t decays) {
+    numbers.resize(size + LANES<A>);
+    state = reinterpret_cast<A*>((reinterpret_cast<uintptr_t>(numbers.data()) + 63) & ~uintptr_t(63));
+    for (auto* each : {&q, &k}) each->resize(key_dim);
+    for (auto* each : {&keep, &change}) each->resize(decays);
+  }
+};
+template <typename A> thread_local Scratch<A> scratch;
+
+template <typename A>
+void read_key(const Recurrence& p, const Operand& t, int64_t token, int64_t key_head, A scale, A* to) {
+  read(t, token * t.token + key_head * t.head, p.key_dim, to);
+  if (p.normalize) {
+    W<A> squares{};
+    int64_t i = 0;
+    for (; i + LANES<A> <= p.key_dim; i += LANES<A>) squares += wide(to + i) * wide(to + i);
+    A norm = total<A>(squares);
+    for (; i < p.key_dim; ++i) norm += to[i] * to[i];
+    scale /= std::sqrt(norm + A(NORM_EPS));
+  }
+  for (int64_t i = 0; i < p.key_dim; ++i) to[i] *= scale;
+}
+
+template <typename A>
+A beta_of(const Recurrence& p, int64_t token, int64_t head) {
+  A beta = 1;
+  if (p.beta.data) read(p.beta, token * p.beta.token + head, 1, &beta);
+  return beta;
+}
+
+// A token's step over a tile of value columns; v becomes the output.
+template <typename A, bool BY_KEY>
+void step(const Recurrence& p, const Scratch<A>& s, A* __restrict state, A beta, A* v) {
+  const A *__restrict q = s.q.data(), *__restrict k = s.k.data(), *__restrict keep = s.keep.data(),
+          *__restrict change = s.change.data();
+  const int64_t rows = p.key_dim;
+  W<A> u[4], out[4] = {};
+  for (int i = 0; i < 4; ++i) u[i] = wide(v + i * LANES<A>);
+  if (p.delta_rule) {
+    W<A> seen[4] = {};
+    for (int64_t r = 0; r < rows; ++r) {
+      const A key = k[r] * (keep[BY_KEY ? r : 0] + change[BY_KEY ? r : 0]);
+      for (int i = 0; i < 4; ++i) seen[i] += key * wide(state + r * TILE<A> + i * LANES<A>);
+    }
+    for (int i = 0; i < 4; ++i) u[i] -= seen[i];
+  }
+  for (int i = 0; i < 4; ++i) u[i] *= beta;
+  for (int64_t r = 0; r < rows; ++r) {
+    const A kept = keep[BY_KEY ? r : 0], changed = change[BY_KEY ? r : 0], key = k[r], query = q[r];
+    for (int i = 0; i < 4; ++i) {
+      W<A>& at = wide(state + r * TILE<A> + i * LANES<A>);
+      const W<A> made = kept * at + (changed * at + key * u[i]);
+      at = made;
+      out[i] += query * made;
+    }
+  }
+  for (int i = 0; i < 4; ++i) wide(v + i * LANES<A>) = out[i];
+}
+
+template <typename A, bool BY_KEY>
+void recur_tiles(const Recurrence& p, const Row& row, int64_t head) {
+  Scratch<A>& s = scratch<A>;
+  const int64_t decays = BY_KEY ? p.key_dim : 1;
+  s.fit(p.key_dim * TILE<A>, p.key_dim, decays);
+  A v[TILE<A>];
+  for (int64_t c = 0; c < p.value_dim; c += TILE<A>) {
+    const int64_t n = std::min(TILE<A>, p.value_dim - c);
+    const int64_t place = row.slot * p.state.token + head * p.state.head + c;
+    if (row.begins || n < TILE<A>) std::fill(s.state, s.state + p.key_dim * TILE<A>, A(0));
+    if (!row.begins)
+      for (int64_t r = 0; r < p.key_dim; ++r)
+        read(p.state, place + r * p.state_key, n, s.state + r * TILE<A>);
+    std::fill(v, v + TILE<A>, A(0));
+    for (int64_t t = row.begin; t < row.end; ++t) {
+      read_key(p, p.q, t, head / p.group, A(p.scale), s.q.data());
+      read_key(p, p.k, t, head / p.group, A(1), s.k.data());
+      // g is float32, or float64 over float64
+      const A* g = static_cast<const A*>(p.g.data) + t * p.g.token + head * (BY_KEY ? p.g.head : 1);
+      split_exps(g, decays, s.keep.data(), s.change.data());
+      read(p.v, t * p.v.token + head * p.v.head + c, n, v);
+      step<A, BY_KEY>(p, s, s.state, beta_of<A>(p, t, head), v);
+      write(p.out, t * p.out.token + head * p.out.head + c, n, v);
+      std::fill(v + n, v + TILE<A>, A(0));
+    }
+    for (int64_t r = 0; r < p.key_dim; ++r)
+      write(p.state, place + r * p.state_key, n, s.state + r * TILE<A>);
+  }
+}
+
+// A head of one value column: a state is a vector.
+template <typename A, bool BY_KEY>
+A column(const Recurrence& p, const Scratch<A>& s, A* state, const A* keep, const A* change, A v, A beta) {
+  const int64_t whole = p.key_dim / LANES<A> * LANES<A>;
+  W<A> kept = *keep + W<A>{}, changed = *change + W<A>{};
+  const auto look_up = [&](int64_t r) {
+    if (BY_KEY) kept = wide(keep + r), changed = wide(change + r);
+  };
+  A u = v;
+  if (p.delta_rule) {
+    W<A> seen{};
+    for (int64_t r = 0; r < whole; r += LANES<A>) {
+      look_up(r);
+      seen += wide(s.k.data() + r) * (kept + changed) * wide(state + r);
+    }
+    u -= total<A>(seen);
+    for (int64_t r = whole; r < p.key_dim; ++r) {
+      const int64_t d = BY_KEY ? r : 0;
+      u -= s.k[r] * (keep[d] + change[d]) * state[r];
+    }
+  }
+  u *= beta;
+  W<A> sums{};
+  for (int64_t r = 0; r < whole; r += LANES<A>) {
+    look_up(r);
+    const W<A> old = wide(state + r), made = kept * old + (changed * old + wide(s.k.data() + r) * u);
+    wide(state + r) = made;
+    sums += wide(s.q.data() + r) * made;
+  }
+  A out = total<A>(sums);
+  for (int64_t r = whole; r < p.key_dim; ++r) {
+    const int64_t d = BY_KEY ? r : 0;
+    state[r] = keep[d] * state[r] + (change[d] * state[r] + s.k[r] * u);
+    out += s.q[r] * state[r];
+  }
+  return out;
+}
+
+constexpr int64_t COLUMNS = 128;  // heads of one value column that are taken together
+
+template <typename A, bool BY_KEY>
+void recur_columns(const Recurrence& p, const Row& row, int64_t first, int64_t n) {
+  Scratch<A>& s = scratch<A>;
+  const int64_t keys = p.key_dim, decays = BY_KEY ? keys : 1;
+  s.fit(n * keys, keys, n * decays);
+  A v[COLUMNS], beta[COLUMNS];
+  const int64_t place = row.slot * p.state.token + first * p.state.head;
+  const bool joined = p.state.head == keys && (p.state_key == 1 || keys == 1);
+  A* state = s.state;
+  if (row.begins) std::fill(state, state + n * keys, A(0));
+  else if (joined) read(p.state, place, n * keys, state);
+  else for (int64_t h = 0; h < n; ++h)
+    read(p.state, place + h * p.state.head, keys, state + h * keys, p.state_key);
+  std::fill(beta, beta + n, A(1));
+  for (int64_t t = row.begin; t < row.end; ++t) {
+    read(p.v, t * p.v.token + first * p.v.head, n, v, p.v.head);
+    if (p.beta.data) read(p.beta, t * p.beta.token + first, n, beta);
+    const A* g = static_cast<const A*>(p.g.data) + t * p.g.token + first * (BY_KEY ? p.g.head : 1);
+    if (!BY_KEY || p.g.head == keys) split_exps(g, n * decays, s.keep.data(), s.change.data());
+    else for (int64_t h = 0; h < n; ++h)
+      split_exps(g + h * p.g.head, keys, s.keep.data() + h * keys, s.change.data() + h * keys);
+    const bool is_scalar = keys == 1 && first / p.group == (first + n - 1) / p.group;
+    if (is_scalar) {  // of one key head: numbers side by side
+      read_key(p, p.q, t, first / p.group, A(p.scale), s.q.data());
+      read_key(p, p.k, t, first / p.group, A(1), s.k.data());
+      const A query = s.q[0], key = s.k[0], *keep = s.keep.data(), *change = s.change.data();
+      for (int64_t h = 0; h < n; ++h) {
+        const A u = beta[h] * (p.delta_rule ? v[h] - key * (keep[h] + change[h]) * state[h] : v[h]);
+        const A made = keep[h] * state[h] + (change[h] * state[h] + key * u);
+        state[h] = made;
+        v[h] = query * made;
+      }
+    }
+    int64_t key_head = -1;
+    for (int64_t h = is_scalar ? n : 0; h < n; ++h) {
+      if ((first + h) / p.group != key_head) {
+        key_head = (first + h) / p.group;
+        read_key(p, p.q, t, key_head, A(p.scale), s.q.data());
+        read_key(p, p.k, t, key_head, A(1), s.k.data());
+      }
+      const int64_t d = h * decays;
+      v[h] = column<A, BY_KEY>(p, s, state + h * keys, s.keep.data() + d, s.change.data() + d, v[h], beta[h]);
+    }
+    write(p.out, t * p.out.token + first * p.out.head, n, v, p.out.head);
+  }
+  if (joined) write(p.state, place, n * keys, state);
+  else for (int64_t h = 0; h < n; ++h)
+    write(p.state, place + h * p.state.head, keys, state + h * keys, p.state_key);
+}
+
+template <typename A>
+void recur(const Recurrence& p, const Row& row, int64_t first, int64_t end) {
+  if (p.value_dim == 1)
+    for (int64_t h = first; h < end; h += COLUMNS) {
+      const int64_t n = std::min(COLUMNS, end - h);
+      p.decays_by_key ? recur_columns<A, true>(p, row, h, n) : recur_columns<A, false>(p, row, h, n);
+    }
+  else
+    for (int64_t h = first; h < end; ++h)
+      p.decays_by_key ? recur_tiles<A, true>(p, row, h) : recur_tiles<A, false>(p, row, h);
+}
+
+}  // namespace

@@ -1,0 +1,48 @@
+// causal_conv and linear_attention over packed rows: token by token, a state's numbers in registers and the
+// first cache. Compiled once per instruction set by kernel_*.cpp, chosen at run time by state_ops.cpp.
+#pragma once
+#include <cstdint>
+
+namespace torchpaged {
+
+enum class Number { Float, BFloat16, Half, Double };
+
+// A tensor whose last dimension is contiguous; strides in elements. data may be null: there is none.
+struct Operand {
+  Number dtype;
+  void* data;
+  int64_t token, head;
+};
+
+// A row that writes: its slot, its tokens that are no padding, and whether it begins from zeros.
+struct Row { int64_t slot, begin, end; bool begins; };
+
+constexpr int64_t MAX_WIDTH = 8;  // of a convolution
+
+// Layouts: custom_ops/state/schema.py. All have the dtype of x.
+struct Convolution {
+  Operand x, weight, bias, in_gate, out_gate, out;  // weight.token: from channel to channel
+  Operand state;  // token: from slot to slot, head: from input to input
+  int64_t width;
+  bool silu;
+};
+
+struct Recurrence {
+  Operand q, k, v, g, beta, out;
+  Operand state;  // token: from slot to slot, head: from head to head
+  int64_t state_key, num_heads, group, key_dim, value_dim;  // group: heads of a key head
+  double scale;
+  bool delta_rule, normalize, decays_by_key;
+};
+
+// Channels [first, end) of all rows; heads [first, end) of one row.
+struct StateKernels {
+  void (*convolve)(const Convolution&, const Row* rows, int64_t num_rows, int64_t first, int64_t end);
+  void (*recur)(const Recurrence&, const Row&, int64_t first, int64_t end);
+};
+
+StateKernels state_kernels_generic(bool is_double);
+StateKernels state_kernels_avx2(bool is_double);
+StateKernels state_kernels_avx512(bool is_double);
+
+}  // namespace torchpaged

@@ -1,0 +1,12 @@
+// The kernels behind state_kernel.h; include once per translation unit after defining VEC_WIDTH.
+#include "convolution.h"
+#include "recurrence.h"
+
+namespace {
+
+StateKernels kernels_for(bool is_double) {
+  if (is_double) return {&convolve<double>, &recur<double>};
+  return {&convolve<float>, &recur<float>};
+}
+
+}  // namespace

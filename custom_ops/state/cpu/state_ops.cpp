@@ -1,0 +1,227 @@
+// causal_conv and linear_attention: checks, the rows that write, and their pieces for threads.
+#include <vector>
+
+#include "state_kernel.h"
+#include "../../cpu/ops.h"
+#include "../../cpu/parallel.h"
+
+namespace torchpaged {
+namespace {
+
+constexpr int64_t PIECE_CHANNELS = 256, PIECE_COLUMNS = 128;
+
+StateKernels choose(bool is_double) {
+#if defined(__x86_64__)
+  static const int level = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      return 2;
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return avx2 && __builtin_cpu_supports("f16c") ? 1 : 0;
+  }();
+  if (level == 2) return state_kernels_avx512(is_double);
+  if (level == 1) return state_kernels_avx2(is_double);
+#endif
+  return state_kernels_generic(is_double);
+}
+
+Number number_of(const char* name, const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return Number::Float;
+    case ScalarType::BFloat16: return Number::BFloat16;
+    case ScalarType::Half: return Number::Half;
+    case ScalarType::Double: return Number::Double;
+    default:
+      STD_TORCH_CHECK(false, name, ": expected torch.bfloat16, torch.float16, torch.float32 or "
+                      "torch.float64, got another dtype");
+  }
+}
+
+// What the op reads: its size, place and strides; `dims` of -1 are any.
+Operand operand(const char* name, const Tensor& t, std::initializer_list<int64_t> dims) {
+  check_dims(name, t, dims);
+  check_cpu(name, t);
+  check_last_dim(name, t);
+  void* data = const_cast<void*>(t.const_data_ptr());
+  return {number_of(name, t), data, t.stride(0), t.dim() > 2 ? t.stride(1) : 1};
+}
+
+void check_as(const char* name, const Tensor& t, ScalarType own, ScalarType other) {
+  STD_TORCH_CHECK(t.scalar_type() == own || t.scalar_type() == other, name,
+                  ": expected the inputs' dtype or the one of sums, got another");
+}
+
+struct Named { const char* name; const Tensor* tensor; };
+
+void check_written(const char* target, const Tensor& written, std::initializer_list<Named> read) {
+  check_own_elements(target, written);
+  for (const Named& each : read)
+    if (each.tensor) check_apart(each.name, *each.tensor, target, written);
+}
+
+// The rows that write, and zeros in `out [tokens, ...]` wherever none of them does.
+std::vector<Row> rows_of(const Tensor& state_slots, const Tensor& seq_lens, const Tensor& query_start_loc,
+                         int64_t max_query_len, int64_t num_slots, const Tensor& out) {
+  check_dims("state_slots", state_slots, {-1});
+  const int64_t num_reqs = state_slots.size(0), num_tokens = out.size(0);
+  check_dims("seq_lens", seq_lens, {num_reqs});
+  check_dims("query_start_loc", query_start_loc, {num_reqs + 1});
+  const Named batch[] = {{"state_slots", &state_slots}, {"seq_lens", &seq_lens},
+                         {"query_start_loc", &query_start_loc}};
+  for (const Named& each : batch) {
+    check_dtype(each.name, *each.tensor, ScalarType::Int, "torch.int32");
+    check_cpu(each.name, *each.tensor);
+    check_last_dim(each.name, *each.tensor);
+  }
+  STD_TORCH_CHECK(max_query_len >= 1, "max_query_len: expected at least 1, got ", max_query_len);
+  const int32_t *slots = data<int32_t>(state_slots), *lens = data<int32_t>(seq_lens),
+                *starts = data<int32_t>(query_start_loc);
+  STD_TORCH_CHECK(starts[0] == 0, "query_start_loc: expected 0 first, got ", starts[0]);
+  std::vector<Row> rows;
+  std::vector<int32_t> taken;
+  for (int64_t r = 0; r < num_reqs; ++r) {
+    const int64_t begin = starts[r], end = starts[r + 1], len = end - begin;
+    STD_TORCH_CHECK(len >= 0 && end <= num_tokens, "query_start_loc: expected not decreasing, at most ",
+                    num_tokens, " tokens, got ", end, " in row ", r + 1);
+    STD_TORCH_CHECK(len <= max_query_len, "max_query_len: expected at least the longest query (", len,
+                    "), got ", max_query_len);
+    STD_TORCH_CHECK(slots[r] >= 0 && slots[r] < num_slots, "state_slots: expected slots in [0, ", num_slots,
+                    "), got ", slots[r]);
+    const int64_t first = std::min(std::max<int64_t>(len - lens[r], 0), len);
+    if (!slots[r] || first == len) continue;
+    rows.push_back({slots[r], begin + first, end, lens[r] <= len});
+    taken.push_back(slots[r]);
+  }
+  std::sort(taken.begin(), taken.end());
+  const auto twice = std::adjacent_find(taken.begin(), taken.end());
+  STD_TORCH_CHECK(twice == taken.end(), "state_slots: expected one request per slot (slot 0 excepted), got ",
+                  "slot ", twice == taken.end() ? 0 : *twice, " several times");
+  return rows;
+}
+
+// All zeros are zero bytes. `out` has contiguous numbers in its last dimension alone.
+void zero_elsewhere(const Tensor& out, const std::vector<Row>& rows) {
+  char* base = static_cast<char*>(out.mutable_data_ptr());
+  const int64_t size = out.element_size(), heads = out.dim() == 3 ? out.size(1) : 1,
+                bytes = out.size(out.dim() - 1) * size, head = out.dim() == 3 ? out.stride(1) * size : 0;
+  const auto zero = [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t)
+      for (int64_t h = 0; h < heads; ++h) std::memset(base + t * out.stride(0) * size + h * head, 0, bytes);
+  };
+  int64_t done = 0;
+  for (const Row& row : rows) {
+    zero(done, row.begin);
+    done = row.end;
+  }
+  zero(done, out.size(0));
+}
+
+int64_t tokens_of(const std::vector<Row>& rows) {
+  int64_t tokens = 0;
+  for (const Row& row : rows) tokens += row.end - row.begin;
+  return tokens;
+}
+
+const Tensor* pointer(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
+
+}  // namespace
+
+void causal_conv(Tensor x, Tensor weight, Tensor conv_state, Tensor state_slots, Tensor seq_lens,
+                 Tensor query_start_loc, Tensor out, std::optional<Tensor> bias, int64_t max_query_len,
+                 std::string activation, std::optional<Tensor> in_gate, std::optional<Tensor> out_gate) {
+  Convolution p{};
+  p.x = operand("x", x, {-1, -1});
+  const int64_t tokens = x.size(0), channels = x.size(1);
+  p.weight = operand("weight", weight, {channels, -1});
+  p.width = weight.size(1);
+  STD_TORCH_CHECK(p.width >= 2 && p.width <= MAX_WIDTH, "weight: expected a width of 2 to ", MAX_WIDTH,
+                  ", got ", shape_of(weight));
+  p.state = operand("conv_state", conv_state, {-1, p.width - 1, channels});
+  p.out = operand("out", out, {tokens, channels});
+  if (bias) p.bias = operand("bias", *bias, {channels});
+  if (in_gate) p.in_gate = operand("in_gate", *in_gate, {tokens, channels});
+  if (out_gate) p.out_gate = operand("out_gate", *out_gate, {tokens, channels});
+  const Named same[] = {{"weight", &weight}, {"conv_state", &conv_state}, {"out", &out},
+                        {"bias", pointer(bias)}, {"in_gate", pointer(in_gate)},
+                        {"out_gate", pointer(out_gate)}};
+  for (const Named& each : same)
+    STD_TORCH_CHECK(!each.tensor || each.tensor->scalar_type() == x.scalar_type(), each.name,
+                    ": expected the dtype of x, got another");
+  p.silu = activation == "silu";
+  STD_TORCH_CHECK(p.silu || activation == "none", "activation: expected one of none, silu, got '", activation,
+                  "'");
+  check_written("conv_state", conv_state, {{"x", &x}, {"weight", &weight}, {"out", &out},
+                {"bias", pointer(bias)}, {"in_gate", pointer(in_gate)}, {"out_gate", pointer(out_gate)}});
+  check_written("out", out, {{"x", &x}, {"weight", &weight}, {"bias", pointer(bias)},
+                {"in_gate", pointer(in_gate)}, {"out_gate", pointer(out_gate)}});
+  const std::vector<Row> rows =
+      rows_of(state_slots, seq_lens, query_start_loc, max_query_len, conv_state.size(0), out);
+  zero_elsewhere(out, rows);
+  if (rows.empty()) return;
+  const StateKernels kernels = choose(p.x.dtype == Number::Double);
+  const int64_t work = tokens_of(rows) * (p.width + 8) + int64_t(rows.size()) * 2 * p.width;
+  for_each_range((channels + PIECE_CHANNELS - 1) / PIECE_CHANNELS, PIECE_CHANNELS * work,
+                 [&](int64_t begin, int64_t end) {
+                   kernels.convolve(p, rows.data(), int64_t(rows.size()), begin * PIECE_CHANNELS,
+                                    std::min(end * PIECE_CHANNELS, channels));
+                 });
+}
+
+void linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor state, Tensor state_slots,
+                      Tensor seq_lens, Tensor query_start_loc, Tensor out, std::optional<Tensor> beta,
+                      int64_t max_query_len, double scale, bool delta_rule, bool normalize) {
+  Recurrence p{};
+  p.v = operand("v", v, {-1, -1, -1});
+  const int64_t tokens = v.size(0);
+  p.num_heads = v.size(1); p.value_dim = v.size(2);
+  p.q = operand("q", q, {tokens, -1, -1});
+  const int64_t key_heads = q.size(1);
+  p.key_dim = q.size(2);
+  STD_TORCH_CHECK(key_heads > 0 && p.num_heads % key_heads == 0,
+                  "q: expected a number of heads that divides v's ", p.num_heads, ", got ", shape_of(q));
+  p.group = p.num_heads / key_heads;
+  p.k = operand("k", k, {tokens, key_heads, p.key_dim});
+  p.state = operand("state", state, {-1, p.num_heads, p.key_dim, p.value_dim});
+  p.state_key = state.stride(2);
+  for (int i = 0; i < 4; ++i)
+    STD_TORCH_CHECK(state.size(i) > 0, "state: expected at least one slot, head, row and column, got ",
+                    shape_of(state));
+  p.out = operand("out", out, {tokens, p.num_heads, p.value_dim});
+  p.decays_by_key = g.dim() == 3;
+  p.g = p.decays_by_key ? operand("g", g, {tokens, p.num_heads, p.key_dim})
+                        : operand("g", g, {tokens, p.num_heads});
+  if (beta) p.beta = operand("beta", *beta, {tokens, p.num_heads});
+  const ScalarType own = v.scalar_type(),
+                   sums = own == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const Named keys[] = {{"q", &q}, {"k", &k}};
+  for (const Named& each : keys) check_as(each.name, *each.tensor, own, own);
+  check_as("g", g, sums, sums);
+  check_as("out", out, own, sums);
+  check_as("state", state, own, sums);
+  if (beta) check_as("beta", *beta, own, sums);
+  STD_TORCH_CHECK(scale > 0 && scale <= 3.4028234663852886e38,
+                  "scale: expected a positive number that float32 holds, got ", scale);
+  check_written("state", state,
+                {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", pointer(beta)}, {"out", &out}});
+  check_written("out", out, {{"q", &q}, {"k", &k}, {"v", &v}, {"g", &g}, {"beta", pointer(beta)}});
+  p.scale = scale; p.delta_rule = delta_rule; p.normalize = normalize;
+  const std::vector<Row> rows =
+      rows_of(state_slots, seq_lens, query_start_loc, max_query_len, state.size(0), out);
+  zero_elsewhere(out, rows);
+  if (rows.empty()) return;
+  const StateKernels kernels = choose(own == ScalarType::Double);
+  const int64_t count = int64_t(rows.size()), piece = p.value_dim == 1 ? PIECE_COLUMNS : 1,
+                pieces = (p.num_heads + piece - 1) / piece,
+                numbers = piece * p.key_dim * p.value_dim;
+  // of each token three multiply-adds, of each row a state read and written
+  const int64_t work = numbers * (3 * tokens_of(rows) / count + int64_t(state.element_size()));
+  for_each_range(count * pieces, work, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t first = i % pieces * piece;
+      kernels.recur(p, rows[i / pieces], first, std::min(first + piece, p.num_heads));
+    }
+  });
+}
+
+}  // namespace torchpaged

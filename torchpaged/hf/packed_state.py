@@ -18,10 +18,9 @@ from torchpaged.cache import LayerStates, StateLayerSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
-from torchpaged.custom_ops.words import counted
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.state_layer import StateLayer
-from torchpaged.hf.state_past import StatePast
+from torchpaged.hf.state_past import TakesBack
 from torchpaged.metadata import AttentionMetadata
 
 _SET_UP = (
@@ -30,7 +29,7 @@ _SET_UP = (
 )
 
 
-class PackedState(StateLayer):
+class PackedState(TakesBack, StateLayer):
     """Pools of one layer.
 
     Args:
@@ -40,7 +39,6 @@ class PackedState(StateLayer):
     Attributes:
         pools: the `LayerStates`; made here by the first forward, until `adopt_as` gives the layer others.
         is_first, is_last, has_written: as those of a `PagedLayer`.
-        records_past: whether tokens of the last forward can be taken back.
     """
 
     pools: LayerStates
@@ -51,7 +49,7 @@ class PackedState(StateLayer):
         super().__init__()
         self.cache, self.index = cache, index
         self.is_initialized = self.is_first = self.is_last = self.has_written = False
-        self.records_past, self._past = False, list[StatePast]()
+        self.forget_past()
 
     @property
     def stored(self) -> StateLayerSpec:
@@ -110,7 +108,7 @@ class PackedState(StateLayer):
         refuse_grad(x=x)
         self.prepared(x, width, channels)
         step = self.cache.advance(self, x.shape[0], x.shape[1])
-        self._past = []  # in compiled forwards, too, or what an eager one before them left is taken back
+        self.past = []  # in compiled forwards, too, or what an eager one before them left is taken back
         return step
 
     def prepared(self, x: Tensor, width: int, channels: int) -> BackendOps:
@@ -125,20 +123,11 @@ class PackedState(StateLayer):
         """``[batch, query_len, channels]`` through ``conv``, a depthwise ``nn.Conv1d``; a new tensor.
         ``gates``: none, or factors of the inputs and of what comes out, like ``x``."""
         weight, bias = conv.weight[:, 0].to(x.dtype), conv.bias
-        slots, step = self._slots_of(self.begin(x, weight.shape[1], x.shape[2]))
+        step = self.begin(x, weight.shape[1], x.shape[2])
         tokens = tuple(each.flatten(0, 1) for each in (x, *gates))
         options = (weight, None if bias is None else bias.to(x.dtype), activation)
-        if not torch.compiler.is_compiling() and self.records_past:
-            run = partial(self._convolve, options=options)
-            self._past.append(StatePast(self.pools.conv_state, run, tokens, *x.shape[:2]))
-        return self._convolve(
-            *tokens,
-            options=options,
-            slots=slots,
-            seq_lens=step.seq_lens,
-            starts=step.query_start_loc,
-            max_query_len=step.max_query_len,
-        ).view(x.shape)
+        run = partial(self._convolve, options=options)
+        return self.over_rows(self.pools.conv_state, run, tokens, x.shape, step).view(x.shape)
 
     def _convolve(
         self,
@@ -174,21 +163,11 @@ class PackedState(StateLayer):
         if self.pools.state is None:
             self._make_matrices(v.shape[2], q.shape[3], v)
         assert self.pools.state is not None
-        slots, step = self._slots_of(self.cache.metadata_of(self, v.shape[0], v.shape[1]))
+        step = self.cache.metadata_of(self, v.shape[0], v.shape[1])
         given = (q, k, v, g.to(_exact(v)), *(() if beta is None else (beta,)))
         tokens = tuple(x.flatten(0, 1) for x in given)
-        if not torch.compiler.is_compiling() and self.records_past:
-            run = partial(self._attend, scale=scale, delta_rule=delta_rule)
-            self._past.append(StatePast(self.pools.state, run, tokens, *v.shape[:2]))
-        return self._attend(
-            *tokens,
-            scale=scale,
-            delta_rule=delta_rule,
-            slots=slots,
-            seq_lens=step.seq_lens,
-            starts=step.query_start_loc,
-            max_query_len=step.max_query_len,
-        ).view(v.shape)
+        run = partial(self._attend, scale=scale, delta_rule=delta_rule)
+        return self.over_rows(self.pools.state, run, tokens, v.shape, step).view(v.shape)
 
     def _attend(
         self,
@@ -231,68 +210,15 @@ class PackedState(StateLayer):
         """The session's; before there is one, as while a model is looked at, the reference."""
         return self.cache.backend.ops if self.cache.ready else BACKEND_OPS["reference"]
 
-    def _slots_of(self, step: AttentionMetadata) -> tuple[Tensor, AttentionMetadata]:
-        """Slots of a step's requests, and the step."""
-        slots = self.cache.state_slots
-        assert slots is not None
-        if step.features:
-            raise UnsupportedModelError(
-                f"{self.cache.name}: layer {self.index} keeps a state, which goes from token to token, and "
-                f"the batch has a {step.features[0]}; run its branches as requests of their own"
-            )
-        return slots[: step.num_reqs], step
-
     # ----------------------------------------------------------------------------- between a cache's forwards
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row ``i`` goes on from the states of row ``beam_idx[i]``, in place."""
-        self._past = []
+        self.past = []
         if not self.is_initialized:
             return
         for pool in self.stored.block_tensors(self.pools).values():
             chosen = pool.index_select(0, beam_idx.to(pool.device) + 1)
             pool[1 : 1 + chosen.shape[0]].copy_(chosen)
-
-    def require_croppable(self, count: int = 1) -> None:
-        """Refuse to take back more tokens than the last forward had, or any if it was not recorded: a state
-        is that of its last token alone.
-
-        Raises:
-            UnsupportedModelError: so it is.
-        """
-        recorded = self._past[0].query_len if self._past else 0
-        if count > recorded:
-            raise UnsupportedModelError(
-                f"{self.cache.name}: layer {self.index} keeps a state per row, that of its last token alone, "
-                f"so that {counted(recorded, 'token')} can be taken back (crop), and not {count}; call "
-                "cache.activate_past_recording() before a forward whose tokens may be, as assisted decoding "
-                "does, or cache.reset() and run the tokens that stay"
-            )
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take tokens of the last forward back, see `require_croppable`; before the rows do."""
-        count, past = -tokens_to_remove, self._past
-        if count:
-            self.require_croppable(count)
-            assert self.cache.state_slots is not None
-            rows = slice(past[0].batch)
-            seq_lens = (self.cache.rows.seq_lens[rows] - count).clamp_min(0)
-            for part in past:
-                part.take_back(count, self.cache.state_slots[rows], seq_lens)
-        self._past = []
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether tokens of the next forward can be taken back."""
-        return self.records_past
-
-    def activate_past_recording(self) -> None:
-        """Keep what it takes to take the tokens of the latest forward back, until `reset`; not of compiled
-        ones."""
-        self.records_past = True
-
-    def reset(self) -> None:
-        """Before another batch."""
-        self.records_past, self._past = False, []
 
     def unknown(self) -> UnsupportedModelError:
         """Of a layer whose mixer does not call this one."""

@@ -3,11 +3,16 @@ it, and the op over its tokens, which is run once more over those that stay. No 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.custom_ops.words import counted
+from torchpaged.hf.owner import PagedOwner
+from torchpaged.metadata import AttentionMetadata
 
 #: A state op: called with tokens, ``[batch * query_len, ...]`` each, and ``slots``, ``seq_lens``, ``starts``
 #: and ``max_query_len`` of their rows.
@@ -49,3 +54,90 @@ class StatePast:
             starts=torch.arange(self.batch + 1, **options) * kept,
             max_query_len=kept,
         )
+
+
+class TakesBack:
+    """Of a layer with states per row: its ops over a step's tokens, and tokens of the last forward taken
+    back.
+
+    Attributes:
+        cache, index: as those of a `torchpaged.hf.packed_state.PackedState`.
+        records_past: whether tokens of the next forward can be taken back.
+        past: what the last forward did to each pool; empty if nothing of it can be taken back.
+    """
+
+    cache: PagedOwner
+    index: int
+    past: list[StatePast]
+
+    def forget_past(self) -> None:
+        """Before another batch."""
+        self.records_past, self.past = False, []
+
+    def over_rows(
+        self,
+        pool: Tensor,
+        run: StateOp,
+        tokens: tuple[Tensor, ...],
+        sizes: Sequence[int],
+        step: AttentionMetadata,
+    ) -> Tensor:
+        """``run`` over the tokens of a step's requests, of ``sizes [batch, query_len, *]``, and what is kept
+        of it."""
+        if step.features:
+            raise UnsupportedModelError(
+                f"{self.cache.name}: layer {self.index} keeps a state, which goes from token to token, and "
+                f"the batch has a {step.features[0]}; run its branches as requests of their own"
+            )
+        if not torch.compiler.is_compiling() and self.records_past:
+            self.past.append(StatePast(pool, run, tokens, sizes[0], sizes[1]))
+        assert self.cache.state_slots is not None
+        return run(
+            *tokens,
+            slots=self.cache.state_slots[: step.num_reqs],
+            seq_lens=step.seq_lens,
+            starts=step.query_start_loc,
+            max_query_len=step.max_query_len,
+        )
+
+    def require_croppable(self, count: int = 1) -> None:
+        """Refuse to take back more tokens than the last forward had, or any if it was not recorded: a state
+        is that of its last token alone.
+
+        Raises:
+            UnsupportedModelError: so it is.
+        """
+        recorded = self.past[0].query_len if self.past else 0
+        if count > recorded:
+            raise UnsupportedModelError(
+                f"{self.cache.name}: layer {self.index} keeps a state per row, that of its last token alone, "
+                f"so that {counted(recorded, 'token')} can be taken back (crop), and not {count}; call "
+                "cache.activate_past_recording() before a forward whose tokens may be, as assisted decoding "
+                "does, or cache.reset() and run the tokens that stay"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take tokens of the last forward back, see `require_croppable`; before the rows do."""
+        count, past = -tokens_to_remove, self.past
+        if count:
+            self.require_croppable(count)
+            assert self.cache.state_slots is not None
+            rows = slice(past[0].batch)
+            seq_lens = (self.cache.rows.seq_lens[rows] - count).clamp_min(0)
+            for part in past:
+                part.take_back(count, self.cache.state_slots[rows], seq_lens)
+        self.past = []
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether tokens of the next forward can be taken back."""
+        return self.records_past
+
+    def activate_past_recording(self) -> None:
+        """Keep what it takes to take the tokens of the latest forward back, until `reset`; not of compiled
+        ones."""
+        self.records_past = True
+
+    def reset(self) -> None:
+        """Before another batch."""
+        self.forget_past()

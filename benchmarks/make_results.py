@@ -168,6 +168,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         tables.write_kv,
         tables.cpu_decode,
         tables.cpu_engine,
+        tables.cpu_states,
         steps.step,
         steps.step_variants,
         steps.idle,

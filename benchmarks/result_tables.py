@@ -280,6 +280,19 @@ def cpu_decode() -> list[str]:
     return table(["case", "native", "gathered, SDPA", "×", "gathered, products", "×"], lines)
 
 
+def cpu_states() -> list[str]:
+    """Microseconds of one layer's mixer without its projections, and milliseconds of whole steps."""
+    lines = []
+    for row in load("cpu_states")["rows"]:
+        op, step = row["op_us"], row["step_us"]
+        figures = [figure(op["paged_cache"]), figure(op["transformers"]), ratio(row["op_ratio"])]
+        figures += [ratio(row["mixer_ratio"]), figure(step["engine"] / 1000, 1)]
+        figures += [figure(step["transformers"] / 1000, 1), ratio(row["step_ratio"])]
+        lines.append([f"{row['family']}, {row['model']}, {row['batch']}", *figures])
+    heads = ["layer, model, rows", "op, µs", "transformers", "×", "mixer ×", "step, ms", "transformers", "×"]
+    return table(heads, lines)
+
+
 def cpu_engine() -> list[str]:
     """Tokens a second."""
     of = load("cpu_engine")

@@ -18,7 +18,6 @@ from op_inputs.state import (
     make_linear_inputs,
     with_odd_strides,
 )
-from op_inputs.state_fuzz import fuzz_states
 from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inputs, make_gates_inputs
 
 from torchpaged import ArgumentError
@@ -39,11 +38,6 @@ def test_convolution_matches_the_oracle(batch: str, width: int) -> None:
     bias, activation = (True, "silu") if width == 4 else (False, "none")
     inputs = make_conv_inputs(STATE_BATCHES[batch], width=width, bias=bias, activation=activation)
     assert_state_close(TRITON, REFERENCE, "causal_conv", inputs)
-
-
-@pytest.mark.parametrize("share", [range(2), pytest.param(range(2, 40), marks=pytest.mark.slow)], ids=str)
-def test_random_runs_match_the_oracle(share: range) -> None:
-    assert sum(fuzz_states(TRITON, REFERENCE, seed) for seed in share) >= 4 * len(share)
 
 
 def test_convolution_of_many_channels_and_a_width_of_eight() -> None:

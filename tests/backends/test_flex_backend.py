@@ -257,7 +257,7 @@ def test_what_flex_can_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # -------------------------------------------------------------------------------------- compiled by Inductor
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["decode_edges", "mixed_padded"])
+@pytest.mark.parametrize("name", ["decode_one", "mixed_padded"])
 def test_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused, and as one op of a compiled call around it."""
     monkeypatch.setenv("TORCHPAGED_FLEX_COMPILER", "inductor")

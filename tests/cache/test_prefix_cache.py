@@ -283,7 +283,7 @@ def test_what_is_remembered_is_bounded_by_the_pool() -> None:
 
 # ------------------------------------------------------------------------------------------------- refusals
 def test_refusals(cache: PrefixCache) -> None:
-    for tokens in ([2**63], ["a"], [1.5], None):
+    for tokens in ([2**63], ["a"], [1.5], None, b"8 bytes.", bytearray(8)):
         with pytest.raises(ArgumentError, match="tokens: expected ids, signed 64-bit integers"):
             cache.text(tokens)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="extra: expected something that can be hashed"):

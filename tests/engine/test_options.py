@@ -303,6 +303,7 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"buckets": "8"}, "buckets: expected batch sizes"
     yield {"buckets": [1.5, 8]}, "buckets: expected batch sizes"
     yield {"prefill_buckets": [3.5]}, "prefill_buckets: expected numbers of tokens from 1"
+    yield {"checkpoint_every": 6}, "checkpoint_every: expected None, or a multiple of the block size, 16"
     yield {"buckets": [1, 2]}, "buckets: expected .* the largest 8"
 
 

@@ -242,22 +242,27 @@ def _compile(shape: Shape, mods: Mods) -> Compiled:
     """The call of this shape, which compiles when it first runs."""
     from torch.nn.attention import flex_attention as theirs
 
-    options = _kernel_options(shape)
+    options, on_cpu = _kernel_options(shape), shape.device.type == "cpu"
 
     def call(given: _Inputs) -> tuple[Tensor, Tensor | None]:
-        return _flex(theirs, options, shape, mods, given)
+        tiles = _flex(theirs, options, shape, mods, given)
+        return tiles if on_cpu else _packed(shape, given, *tiles)
 
     # dynamo counts compilations per code object, and gives up at a few: each shape has one of its own
     own = types.FunctionType(
         call.__code__.replace(), call.__globals__, "flex_call", call.__defaults__, call.__closure__
     )
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=shape.compiler)
+    compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=shape.compiler)
+    if not on_cpu:
+        return compiled
+    # Inductor's template for CPUs raises where something is fused behind it, as of one token's tile.
+    return lambda given: _packed(shape, given, *compiled(given))
 
 
 def _flex(
     theirs: Any, options: Any, shape: Shape, mods: Mods, given: _Inputs
 ) -> tuple[Tensor, Tensor | None]:
-    """``[T, H, head_dim_v]`` and, where it is needed, the log-sum-exp ``[T, H]``; traced."""
+    """``[N, H, TILE_Q, head_dim_v]`` and, where it is needed, the log-sum-exp ``[N, H, TILE_Q]``; traced."""
     block_mask = theirs.BlockMask.from_kv_blocks(
         given.num_listed,
         given.listed,
@@ -278,11 +283,16 @@ def _flex(
         kernel_options=options,
         return_aux=theirs.AuxRequest(lse=shape.lse or shape.sinks),
     )
+    return y, aux.lse
+
+
+def _packed(shape: Shape, given: _Inputs, y: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The rows of the tiles in the order of the tokens: ``[T, H, head_dim_v]`` and ``[T, H]``."""
     row, is_query = given.tiles.row_of_token, given.tiles.is_query
     y = y.transpose(1, 2).flatten(0, 1)[row]
-    if not (shape.lse or shape.sinks):
+    if lse is None:
         return torch.where(is_query[:, None, None], y, 0.0), None
-    total = aux.lse.transpose(1, 2).flatten(0, 1)[row]
+    total = lse.transpose(1, 2).flatten(0, 1)[row]
     nothing = ~is_query[:, None] | (total == float("-inf"))
     if given.sinks is not None:
         with_sink = torch.logaddexp(total, given.sinks.float())

@@ -56,6 +56,8 @@ class CachedText:
             ArgumentError: as `PrefixCache.text`.
         """
         try:
+            if isinstance(tokens, bytes | bytearray):  # of which an array takes eight for a number
+                raise TypeError(type(tokens).__name__)
             self._data += array("q", tokens).tobytes()
         except (TypeError, OverflowError) as error:
             raise ArgumentError("tokens", "ids, signed 64-bit integers", str(error)) from error

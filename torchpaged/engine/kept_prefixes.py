@@ -46,9 +46,12 @@ def make_prefix_cache(
             to ``disk_cache_path``.
         ArgumentError: ``checkpoint_every`` is no multiple of the block size.
     """
+    block_size, every = cache.block_size, options.checkpoint_every
+    if every is not None and every % block_size:
+        expected = f"None, or a multiple of the block size, {block_size}"
+        raise ArgumentError("checkpoint_every", expected, str(every))
     if not decided.shares:
         return None
-    block_size = cache.block_size
     if rings is None:
         try:
             host = _host_tier(options, cache, max_seq_len)
@@ -56,12 +59,8 @@ def make_prefix_cache(
             argument, *rest = error.args
             raise ArgumentError(_OPTIONS.get(argument, argument), *rest) from error
         return PrefixCache(pool, block_size, keep=decided.keeps, eviction=options.eviction, host=host)
-    every = options.checkpoint_every
     if every is None:
         every = max(min(options.prefill_chunk_size, max_seq_len) // block_size, 1) * block_size
-    elif every % block_size:
-        expected = f"None, or a multiple of the block size, {block_size}"
-        raise ArgumentError("checkpoint_every", expected, str(every))
     count = rings.num_checkpoints
     kept: dict[str, Any] = {"keep": decided.keeps, "eviction": options.eviction}
     return CheckpointedPrefixCache(pool, block_size, num_checkpoints=count, every=every, **kept)

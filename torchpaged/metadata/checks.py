@@ -13,6 +13,9 @@ from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
 
+#: An array that is made of these takes several of their bytes for a number.
+_BYTES = {bytes, bytearray}
+
 
 def integers(name: str, values: Iterable[int], bits: int = 64, given: object = None) -> Sequence[int]:
     """The numbers of a list, an array or a tensor as Python's own; raises `ArgumentError` of what is no
@@ -66,6 +69,8 @@ def check_batch(
             f"one row and one length per request ({len(seq_lens)})",
             f"{len(query_lens)} query_lens, {len(seq_lens)} seq_lens, {len(block_tables)} rows",
         )
+    if not _BYTES.isdisjoint(map(type, block_tables)):
+        raise ArgumentError("block_tables", "a list of blocks for each request", reprlib.repr(block_tables))
     every = integers("block_tables", itertools.chain.from_iterable(block_tables), 32, block_tables)
     most = math.inf if num_blocks is None else num_blocks - 1
     # of all rows at once; a row is looked at by itself where what lies behind some length may be garbage

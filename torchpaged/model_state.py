@@ -28,6 +28,9 @@ _WATCHERS = ("transformers.utils.output_capturing", "torchpaged.profiling.kernel
 #: Of a config: what says nothing about a model's numbers that its tensors don't.
 _NO_NUMBERS = ("_name_or_path", "architectures", "dtype", "transformers_version")
 _AT_ONCE = 1 << 24  # numbers
+#: How often `torchpaged.fuse` moved weights of any model: by which a step that replays kernels at addresses
+#: knows when to look at them.
+MOVES = [0]
 P = ParamSpec("P")
 Modules = Mapping[str, nn.Module]
 

@@ -356,3 +356,22 @@ def test_an_engine_goes_on_over_a_model_that_was_unfused(name: str) -> None:
     plain.close()
     graphs.close()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("unfused", [False, True])
+def test_graphs_do_not_go_on_behind_an_engine_that_fused_their_model(unfused: bool) -> None:
+    """In the middle of a request, too: graphs of a GPU hold addresses of weights."""
+    model = build("Llama", attached=False)
+    first = Generator(model, max_batch_size=2, block_size=4, graphs=True)
+    request = first.submit([5, 6, 7], SamplingParams(max_new_tokens=9))
+    first.step()
+    second = Generator(model, max_batch_size=2, block_size=4, fuse=True)
+    if unfused:
+        second.close()
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="its graphs were made with"):
+            first.step()
+    first.cancel(request)
+    first.close()
+    second.close()
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -256,6 +256,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             prefixes,
             decided.mixes,
             self._stage,
+            self._state,
         )
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats

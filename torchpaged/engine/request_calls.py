@@ -21,7 +21,6 @@ from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.stepper import Stepper
-from torchpaged.model_state import ModelState
 
 
 class RequestCalls:
@@ -38,7 +37,6 @@ class RequestCalls:
     _next_id: int
     _requests: dict[int, Sequence]
     _stage: LogitsStage
-    _state: ModelState
     _stepper: Stepper
 
     def submit(self, prompt: str | Seq[int], sampling: SamplingParams | None = None) -> int:
@@ -184,12 +182,7 @@ class RequestCalls:
 
     def _require_unchanged(self) -> None:
         """Refuse to replay graphs over a model that changed."""
-        if self.loop is not None:
-            self._state.require_unchanged(
-                "its graphs were made with",
-                "make a new Generator (unaccelerate and accelerate again), or give graphs=False, which looks "
-                "at them at every step",
-            )
+        self._stepper.require_unchanged()
 
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""

@@ -37,6 +37,7 @@ from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.start_report import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.engine.step_times import StepTimes
+from torchpaged.model_state import MOVES, ModelState
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
@@ -60,6 +61,7 @@ class Stepper:
         prefixes: finds the groups of decode steps without a loop; None: no groups.
         mixes: decodes and chunks run in one pass.
         stage: as in `PackedSteps`.
+        state: of the modules that ``loop`` was captured with.
 
     Attributes:
         requests: by id, those that wait or run.
@@ -76,7 +78,9 @@ class Stepper:
         prefixes: AutomaticPrefixes | None = None,
         mixes: bool = False,
         stage: LogitsStage | None = None,
+        state: ModelState | None = None,
     ) -> None:
+        self._state, self._moves = state, MOVES[0]
         self._model, self._scheduler, self._loop, self._mixes = model, scheduler, loop, mixes
         rows = None if loop is None else loop.rows
         self._packed = PackedSteps(model, prefill_graphs, prefixes, rows, stage)
@@ -139,11 +143,15 @@ class Stepper:
 
         Raises:
             TorchpagedError: another engine has the model's cache.
+            ArgumentError: the model was fused or unfused since its graphs were made.
             Exception: none of them got through a step alone, so that it is no matter of a request. They go on
                 with the next step.
         """
         if self.requests:
             self.require_cache()
+            if self._moves != MOVES[0]:
+                self.require_unchanged()
+                self._moves = MOVES[0]
         if self._limited_for and not any(sequence.finish_reason is None for sequence in self._limited_for):
             self._limited_for, self._scheduler.max_running = [], self._scheduler.max_batch_size
         named, error = profile_range("step", self.stats.steps), None
@@ -204,6 +212,15 @@ class Stepper:
         """
         if self._owner.require():
             self.forget_prefixes("another Generator had the pools")
+
+    def require_unchanged(self) -> None:
+        """Refuse to replay graphs over a model that changed."""
+        if self._loop is not None and self._state is not None:
+            self._state.require_unchanged(
+                "its graphs were made with",
+                "make a new Generator (unaccelerate and accelerate again), or give graphs=False, which looks "
+                "at them at every step",
+            )
 
     def forget_prefixes(self, reason: str) -> None:
         """What blocks hold is of no use to requests that begin from now on."""

@@ -39,7 +39,7 @@ from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.packed_mixers import pack_mixer
 from torchpaged.hf.switch import unpack_mixers
 from torchpaged.hf.wrapped import unwrapped
-from torchpaged.model_state import ModelState
+from torchpaged.model_state import MOVES, ModelState
 
 
 class _Fusion:
@@ -222,6 +222,7 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
     fusion.handles.append(base.register_load_state_dict_post_hook(_refresh_after_load))
     fusion.handles.append(base.register_forward_pre_hook(_require_unchanged, with_kwargs=True))
     fusion.look(model)
+    MOVES[0] += 1
     report.after = count_launches(model) if count else None
     return report
 
@@ -251,3 +252,4 @@ def unfuse(model: PreTrainedModel) -> None:
     with torch.no_grad():
         for plan in fusion.plans:
             plan.separate()
+    MOVES[0] += 1

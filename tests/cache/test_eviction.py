@@ -136,20 +136,27 @@ def test_blocks_that_a_policy_let_go_before_it_raised_are_given_up_still() -> No
 
 
 class Refuses(LRU):
-    """Raises for one of the blocks that it is told of."""
+    """Raises for one of the blocks that it is told of, ``after`` so many others."""
 
     def __init__(self, call: str) -> None:
         super().__init__()
-        self.call, self.raises = call, True
+        self.call, self.raises, self.after = call, True, 0
 
     def told(self, call: str, block: int) -> None:
-        if call == self.call and self.raises:
+        if call != self.call or not self.raises:
+            return
+        if not self.after:
             self.raises = False
             raise KeyError(block)
+        self.after -= 1
 
     def add(self, block: int) -> None:
         self.told("add", block)
         super().add(block)
+
+    def hit(self, block: int) -> None:
+        self.told("hit", block)
+        super().hit(block)
 
     def drop(self, block: int) -> None:
         super().hit(block)
@@ -172,6 +179,21 @@ def test_blocks_that_a_policy_refused_come_back(then: str) -> None:
     if then == "forget":
         cache.clear("a test")
         assert len(policy._order) == 0
+    assert sorted(pool.allocate(7)) == list(range(1, 8))
+
+
+def test_no_pin_is_left_where_a_policy_raises() -> None:
+    policy, pool = Refuses("hit"), BlockPool(8)
+    cache = PrefixCache(pool, 4, eviction=policy)
+    tokens = fill(cache, 10, 3)
+    policy.after = 2  # of three blocks
+    with pytest.raises(KeyError):
+        cache.pin(tokens)
+    assert (pool.num_pinned, pool.num_idle) == (0, 3)
+    pin, policy.call, policy.raises = cache.pin(tokens), "add", True
+    with pytest.raises(KeyError):
+        cache.unpin(pin)
+    assert (pool.num_pinned, pool.num_idle) == (0, 3)
     assert sorted(pool.allocate(7)) == list(range(1, 8))
 
 
@@ -204,6 +226,14 @@ def test_pins_go_last_and_lower_priorities_first() -> None:
     assert (cache.pool.num_pinned, cache.pool.num_free) == (0, 11)
     fill(cache, 10)
     assert cache.pool.num_pinned == 0, "a pin ends with what its blocks held"
+
+
+def test_of_a_pinned_text_the_last_block_goes_first() -> None:
+    cache = PrefixCache(BlockPool(8), 4)
+    tokens = fill(cache, 10, 3)
+    cache.pin(tokens)
+    give_up(cache, 1)
+    assert known(cache, tokens) == 2
 
 
 def test_pins_that_ended_early_are_not_kept(clock: list[float]) -> None:
@@ -330,7 +360,7 @@ def test_any_order_of_operations(seed: int, clock: list[float], monkeypatch: pyt
             some = draw.sample(range(1, 12), 3)
             ttl = draw.choice([None, draw.random() * 20])
             pins.append((idle.pin(some, 0, ttl, draw.randrange(3)), set(some)))
-            moved(set(some), dict.fromkeys(b for b in some if b in left))
+            moved(set(some), dict.fromkeys(b for b in reversed(some) if b in left))
         elif what == "u" and pins:
             gone = pins.pop(draw.randrange(len(pins)))
             idle.unpin(gone[0])

@@ -263,7 +263,7 @@ class IdleBlocks:
     # ------------------------------------------------------------------------------------------------- pins
     def pin(self, blocks: Sequence[int], num_tokens: int, ttl: float | None, priority: int) -> Pin:
         """Give up these blocks, idle or held, after all without a pin; several pins of a block count as the
-        one of the highest priority.
+        one of the highest priority. Idle ones are then those that were left last, the last of them first.
 
         Args:
             blocks: with contents that are kept.
@@ -279,9 +279,11 @@ class IdleBlocks:
         if not is_int(priority):
             raise ArgumentError("priority", "an integer", repr(priority))
         pin = Pin(blocks, num_tokens, priority, math.inf if ttl is None else time.monotonic() + ttl)
+        idle = [block for block in dict.fromkeys(reversed(pin.blocks)) if block in self]
+        self.hit(idle)  # first: where the policy raises, nothing is pinned
         for block in pin.blocks:
             self._pins.setdefault(block, {})[pin] = None
-            self._place_again(block)
+        self.add(idle)
         if ttl is not None:
             if len(self._ends) >= self._prune_at:  # those that ended early would stay until their time
                 self._ends = [end for end in self._ends if self._lives(end[2])]
@@ -293,13 +295,14 @@ class IdleBlocks:
 
     def unpin(self, pin: Pin) -> None:
         """End a pin; nothing if it has ended. Its idle blocks are those that were left last."""
-        for block in reversed(pin.blocks):
-            pins = self._pins.get(block, {})
-            if pin in pins:
-                del pins[pin]
-                if not pins:
-                    del self._pins[block]
-                self._place_again(block)
+        blocks = [block for block in dict.fromkeys(reversed(pin.blocks)) if pin in self._pins.get(block, ())]
+        idle = [block for block in blocks if block in self]
+        self.hit(idle)
+        for block in blocks:
+            del self._pins[block][pin]
+            if not self._pins[block]:
+                del self._pins[block]
+        self.add(idle)  # last: where the policy raises, none is pinned any more
 
     def _lives(self, pin: Pin) -> bool:
         """Whether a block has it."""
@@ -334,12 +337,6 @@ class IdleBlocks:
         self._stale.update(blocks)
         if len(self._order) - self._first > 2 * self._num_unpinned + _MOST_STALE:
             self._order, self._first, self._stale = list(self._in_order()), 0, Counter()
-
-    def _place_again(self, block: int) -> None:
-        """The pins of a block have changed."""
-        if block in self:
-            self.hit([block])
-            self.add([block])
 
 
 def _is_stale(block: int, stale: Counter[int]) -> bool:

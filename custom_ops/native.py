@@ -22,6 +22,7 @@ _HOW = (
 )
 _state: tuple[bool, str] = (False, "not looked for yet")
 wrong = ""  #: what is wrong with the variable's value, if it is invalid
+missing: tuple[str, ...] = ()  #: ops without a kernel in the loaded library, built before they had one
 
 
 def _candidates() -> list[Path]:
@@ -54,7 +55,7 @@ def load(schemas: dict[str, str]) -> frozenset[str]:
     """Load the library of these ops if it is there; returns the ops that it has. Honours
     ``TORCHPAGED_NATIVE=0`` (do not load); an invalid value raises where a caller asks what was loaded, and in
     every op on a CPU: not in an import."""
-    global _state, wrong
+    global _state, missing, wrong
     try:
         wanted = variables.get("TORCHPAGED_NATIVE")
     except ValueError as error:
@@ -78,7 +79,7 @@ def load(schemas: dict[str, str]) -> frozenset[str]:
         # built against another libtorch or CPU: say so, keep the pure-Python package alive
         _state = (False, f"{path.name} could not be loaded ({error}); " + _HOW)
         return frozenset()
-    _state = (True, str(path))
+    _state, missing = (True, str(path)), tuple(sorted(schemas.keys() - ops))
     return ops
 
 

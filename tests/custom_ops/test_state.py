@@ -112,6 +112,26 @@ def test_decays_that_leave_nothing() -> None:
     assert_state_close(BACKEND_OPS["cpu"], REFERENCE, "linear_attention", inputs)
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 88.7), (torch.float64, 709.7)], ids=str)
+def test_exponentials_next_to_the_largest_number(dtype: torch.dtype, most: float) -> None:
+    """Powers of two are infinite before the exponentials are: no NaN comes of them, in a decay or in silu."""
+    x = torch.linspace(most - 2, most - 1e-3, 48, dtype=dtype)
+    row = {name: torch.tensor([1], dtype=torch.int32) for name in ("state_slots", "seq_lens")}
+    row |= {"query_start_loc": torch.tensor([0, 1], dtype=torch.int32)}
+    out, weight = torch.empty(1, 48, dtype=dtype), torch.tensor([0.0, 1.0], dtype=dtype).expand(48, 2)
+    pool = torch.zeros(2, 1, 48, dtype=dtype)
+    BACKEND_OPS["cpu"].causal_conv(-x[None], weight, pool, **row, out=out, max_query_len=1, activation="silu")
+    torch.testing.assert_close(out[0], -x * (-x).exp(), rtol=1e-4, atol=0)
+
+    row["seq_lens"] = row["seq_lens"] + 1  # it goes on
+    one, v = torch.ones(1, 1, 1, dtype=dtype), torch.zeros(1, 48, 4, dtype=dtype)
+    pool, out = torch.full((2, 48, 1, 4), 1e-9, dtype=dtype), torch.empty_like(v)
+    BACKEND_OPS["cpu"].linear_attention(
+        one, one, v, x[None], pool, **row, out=out, max_query_len=1, scale=1.0
+    )
+    torch.testing.assert_close(out[0, :, 0], 1e-9 * x.exp(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
 def test_a_slot_is_used_again(op: str) -> None:
     """By a request that begins: what the one before left in it, NaN too, has no part in anything."""

@@ -78,7 +78,8 @@ def test_native_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_library_of_other_ops_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that an editable install keeps from before the ops changed; a fitting one behind it is taken."""
-    monkeypatch.setattr(native, "_state", native._state)
+    for name in ("_state", "missing"):
+        monkeypatch.setattr(native, name, getattr(native, name))
     old, new = tmp_path / "old.so", tmp_path / "new.so"
     old.write_bytes(b"...torchpaged native ops: write_kv 7;...")
     new.write_bytes(b"...torchpaged native ops: write_kv 2;...")
@@ -91,6 +92,7 @@ def test_a_library_of_other_ops_is_not_loaded(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(native, "_candidates", lambda: [old, new])
     assert native.load(schemas) == {"write_kv"}  # of a library from before an op had a kernel
     assert loaded == [str(new)]
+    assert native.missing == ("linear",)
     new.write_bytes(b"...torchpaged native ops: write_kv 2, gone 1;...")
     assert not native.load(schemas)
 

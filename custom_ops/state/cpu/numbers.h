@@ -98,7 +98,8 @@ template <typename A>
 inline void split_exp(A x, A* keep, A* change) {
   typedef Exponent<A> E;
   const A clipped = x < E::least ? E::least : x > E::most ? E::most : x;
-  const A n = (clipped * A(1.44269504088896340736) + E::magic) - E::magic;
+  const A rounded = (clipped * A(1.44269504088896340736) + E::magic) - E::magic;
+  const A n = rounded > E::bias ? A(E::bias) : rounded;  // a power above is infinite, exp(x) not yet
   const A r = (clipped - n * E::ln2_high) - n * E::ln2_low;
   A p = 1;  // of 1 + r / 2 (1 + r / 3 (1 + ...)), times r: exp(r) - 1
   for (int i = E::terms; i > 1; --i) p = p * (r * (A(1) / i)) + 1;

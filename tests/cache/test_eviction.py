@@ -206,6 +206,18 @@ def test_all_blocks_are_forgotten_though_a_policy_raises() -> None:
     assert sorted(pool.allocate(7)) == list(range(1, 8))
 
 
+def test_a_text_is_forgotten_though_a_policy_raises() -> None:
+    cache = PrefixCache(BlockPool(8), 4, eviction=Refuses("drop"))
+    pool, text = cache.pool, cache.text([*range(12), 7])
+    assert text.take() == []
+    text.computed(12, blocks := pool.allocate(3))
+    pool.free(blocks)
+    with pytest.raises(KeyError):
+        text.forget()
+    assert (pool.num_idle, pool.num_free) == (0, 7)
+    assert sorted(pool.allocate(7)) == list(range(1, 8))
+
+
 @pytest.mark.parametrize("eviction", ["lru", LRU, object()], ids=["str", "class", "object"])
 def test_what_is_no_policy(eviction: Any) -> None:
     pool = BlockPool(8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 
 from torchpaged.cache.host_blocks import Arrival
 from torchpaged.cache.prefix_books import EVICTED, NEW, TAIL, PrefixBooks, Resumed
@@ -216,13 +217,14 @@ class CachedText:
         blocks.reverse()  # the last first: see `Run.lose`
         cache._forgotten(blocks, cache.pool._kept)
         cache._not_saved.difference_update(blocks)
-        for block in blocks:
-            cache.pool.drop(block)
         if done:  # who computes the first block again finds nothing behind it
             key = runs.key(runs.origin, self._data, 0, self._extra)
             runs.by_key.pop(key, None)
             cache._note(key, "failed")
         self.leave()
+        with ExitStack() as drops:  # of all, whatever an eviction policy raises
+            for block in reversed(blocks):
+                drops.callback(cache.pool.drop, block)
 
     def leave(self) -> None:
         """It computes nothing more: who waits for what it promised does so itself. Before its blocks are

@@ -159,7 +159,7 @@ SPARSE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"dtype": torch.float32}, "torch.float32 and torch.float32, not bfloat16 or float16"),
     "another rank": ({"width": 320, "rank": 192}, "192 + 128 columns"),
     "e4m3 out": ({"output_scale": torch.empty(1, device="meta")}, "output_scale"),
-    "many positions": ({"top_k": 40000}, "40000 positions, not 16384"),
+    "many positions": ({"top_k": 40000}, "40000 positions: at most 16384, contiguous"),
     "q apart": (
         {"q": torch.empty(2, 16, 580, dtype=torch.bfloat16, device="meta")[..., :576]},
         "q with strides (9280, 580, 1)",

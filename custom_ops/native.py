@@ -7,7 +7,6 @@ The library (``torchpaged_C``, built by CMakeLists.txt on LibTorch's stable ABI)
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +21,6 @@ _HOW = (
 )
 _state: tuple[bool, str] = (False, "not looked for yet")
 wrong = ""  #: what is wrong with the variable's value, if it is invalid
-missing: tuple[str, ...] = ()  #: ops without a kernel in the loaded library, built before they had one
 
 
 def _candidates() -> list[Path]:
@@ -38,49 +36,45 @@ def _candidates() -> list[Path]:
     return [path for path in found if path.is_file()]
 
 
-def served(path: Path, schemas: dict[str, str]) -> frozenset[str]:
-    """The ops of a library, by what it has in its file (registration.cpp): how many arguments each takes.
-    None of them if one takes others here. A library built before an op had a kernel serves the rest."""
-    stamp = re.search(rb"torchpaged native ops: ([\w, ]+);", path.read_bytes())
-    counts = dict(each.split() for each in stamp[1].decode().split(", ")) if stamp else {}
-    here = {op: text[: text.rindex("->")].strip()[1:-1].split(",") for op, text in schemas.items()}
-    fits = all(
-        op in here and sum(argument.strip() != "*" for argument in here[op]) == int(count)
-        for op, count in counts.items()
-    )
-    return frozenset(counts) if fits else frozenset()
+def stamp(schemas: dict[str, str]) -> str:
+    """What a library of these ops has in its file (registration.cpp): how many arguments each takes."""
+    counts = []
+    for op, schema in sorted(schemas.items()):
+        arguments = schema[: schema.rindex("->")].strip()[1:-1].split(",")
+        counts.append(f"{op} {sum(argument.strip() != '*' for argument in arguments)}")
+    return f"torchpaged native ops: {', '.join(counts)};"
 
 
-def load(schemas: dict[str, str]) -> frozenset[str]:
-    """Load the library of these ops if it is there; returns the ops that it has. Honours
-    ``TORCHPAGED_NATIVE=0`` (do not load); an invalid value raises where a caller asks what was loaded, and in
-    every op on a CPU: not in an import."""
-    global _state, missing, wrong
+def load(schemas: dict[str, str]) -> bool:
+    """Load the library of these ops if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load); an
+    invalid value raises where a caller asks what was loaded, and in every op on a CPU: not in an import."""
+    global _state, wrong
     try:
         wanted = variables.get("TORCHPAGED_NATIVE")
     except ValueError as error:
         wrong = str(error)
         _state = (False, wrong)
-        return frozenset()
+        return False
     if not wanted:
         _state = (False, "switched off by TORCHPAGED_NATIVE=0")
-        return frozenset()
+        return False
     found = _candidates()
     if not found:
         _state = (False, "the native CPU kernel library torchpaged_C is not installed; " + _HOW)
-        return frozenset()
-    ops, path = max(((served(path, schemas), path) for path in found), key=lambda each: len(each[0]))
-    if not ops:
-        _state = (False, f"{found[0].name} was built from other sources than these; " + _HOW)
-        return frozenset()
+        return False
+    built = found[0]
+    found = [path for path in found if stamp(schemas).encode() in path.read_bytes()]
+    if not found:
+        _state = (False, f"{built.name} was built from other sources than these; " + _HOW)
+        return False
     try:
-        torch.ops.load_library(str(path))
+        torch.ops.load_library(str(found[0]))
     except OSError as error:
         # built against another libtorch or CPU: say so, keep the pure-Python package alive
-        _state = (False, f"{path.name} could not be loaded ({error}); " + _HOW)
-        return frozenset()
-    _state, missing = (True, str(path)), tuple(sorted(schemas.keys() - ops))
-    return ops
+        _state = (False, f"{found[0].name} could not be loaded ({error}); " + _HOW)
+        return False
+    _state = (True, str(found[0]))
+    return True
 
 
 def status() -> tuple[bool, str]:

@@ -262,13 +262,13 @@ def _register() -> None:
         LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
         LIBRARY.impl(op, _of_this_gpu(op) if op in _CUDA_OPS else triton, "CUDA")
     # Registers the default and the .cpu overload of these for the CPU key.
-    served = native.load({op: SCHEMAS[op] for op in NATIVE_OPS})
+    loaded = native.load({op: SCHEMAS[op] for op in NATIVE_OPS})
     for op in SCHEMAS:
         reference = _reference(op)
-        if not served:
+        if not loaded:
             LIBRARY.impl(op, native.raise_absent if native.wrong else reference, "CPU")
             LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
-        elif op not in served:
+        elif op not in NATIVE_OPS:
             module = f"torchpaged.custom_ops.{_FAMILY[op]}.cpu"
             kernel = _lazy(module, op) if op in _ON_NATIVE_OPS else reference
             LIBRARY.impl(op, kernel, "CPU")

@@ -11,7 +11,7 @@ import torch
 
 from torchpaged.backends import get_backend, list_backends
 from torchpaged.bench.conditions import of_gpu, of_torch, versions
-from torchpaged.custom_ops import native, native_status
+from torchpaged.custom_ops import native_status
 from torchpaged.custom_ops.variables import VARIABLES
 
 _PACKAGES = (
@@ -41,7 +41,6 @@ def collect() -> dict[str, Any]:
             "capability": torch.backends.cpu.get_cpu_capability(),
             "native_kernels": loaded,
             "detail": detail,
-            "built_without": list(native.missing),
         },
         "gpus": [of_gpu(index) for index in range(gpus)],
         "backends": {name: get_backend(name).unavailable() or "available" for name in list_backends()},

@@ -10,6 +10,7 @@
 #endif
 
 #include "attention_kernel.h"
+#include "../../cpu/instruction_set.h"
 #include "../../cpu/ops.h"
 #include "../../cpu/parallel.h"
 
@@ -34,21 +35,12 @@ bool may_use_amx() {
 
 Kernels choose(Dtype dtype) {
 #if defined(__x86_64__)
-  static const int level = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+  const int level = instruction_level();
 #if defined(TORCHPAGED_AMX)
-      return may_use_amx() ? 3 : 2;
-#else
-      return 2;
+  static const bool amx = level == 2 && may_use_amx();
+  if (amx) return kernels_amx(dtype);
 #endif
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
-  }();
-#if defined(TORCHPAGED_AMX)
-  if (level == 3) return kernels_amx(dtype);
-#endif
-  if (level >= 2) return kernels_avx512(dtype);
+  if (level == 2) return kernels_avx512(dtype);
   if (level == 1) return kernels_avx2(dtype);
 #endif
   return kernels_generic(dtype);

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "state_kernel.h"
+#include "../../cpu/instruction_set.h"
 #include "../../cpu/ops.h"
 #include "../../cpu/parallel.h"
 
@@ -12,14 +13,7 @@ constexpr int64_t PIECE_CHANNELS = 256, PIECE_COLUMNS = 128;
 
 StateKernels choose(bool is_double) {
 #if defined(__x86_64__)
-  static const int level = [] {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-      return 2;
-    // GCC before 11 can't be asked for F16C; a processor with AVX2 has it
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
-  }();
+  const int level = instruction_level();
   if (level == 2) return state_kernels_avx512(is_double);
   if (level == 1) return state_kernels_avx2(is_double);
 #endif

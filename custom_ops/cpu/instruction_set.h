@@ -1,0 +1,23 @@
+// Which kernels this processor runs. Only for units that are compiled for every processor.
+#pragma once
+
+namespace torchpaged {
+
+// 2: AVX-512 F, BW, VL and DQ; 1: AVX2 with FMA; 0: neither.
+inline int instruction_level() {
+#if defined(__x86_64__)
+  static const int level = [] {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+      return 2;
+    // GCC before 11 can't be asked for F16C; a processor with AVX2 has it
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
+  }();
+  return level;
+#else
+  return 0;
+#endif
+}
+
+}  // namespace torchpaged

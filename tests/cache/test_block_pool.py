@@ -88,3 +88,16 @@ def test_sizes() -> None:
                 call([block])  # type: ignore[list-item, operator]
     assert pool.ref_count(1) == 1
     assert pool.num_free == 1
+
+
+def test_all_is_free_after_a_reset_though_who_is_told_raises() -> None:
+    def raises(blocks: list[int], what: dict[int, object]) -> None:
+        raise KeyError(blocks[0])
+
+    pool = BlockPool(8)
+    pool.watch(raises)
+    pool.keep(pool.allocate(3), "text")
+    with pytest.raises(KeyError):
+        pool.reset()
+    assert (pool.num_used, pool.num_idle, pool.num_free) == (0, 0, 7)
+    assert sorted(pool.allocate(7)) == list(range(1, 8))

@@ -218,6 +218,16 @@ def test_a_text_is_forgotten_though_a_policy_raises() -> None:
     assert sorted(pool.allocate(7)) == list(range(1, 8))
 
 
+def test_blocks_whose_pin_has_ended_cost_a_text_what_others_do(clock: list[float]) -> None:
+    cache = PrefixCache(BlockPool(12), 4)
+    tokens = fill(cache, 10)
+    cache.pin(tokens, ttl=5)
+    text = cache.text(tokens)
+    assert text.num_shared() == 2, "as long as they are pinned, no other text could have them"
+    clock[0] += 5
+    assert text.num_shared() == 0
+
+
 @pytest.mark.parametrize("eviction", ["lru", LRU, object()], ids=["str", "class", "object"])
 def test_what_is_no_policy(eviction: Any) -> None:
     pool = BlockPool(8)

@@ -316,11 +316,13 @@ class BlockPool:
     def reset(self) -> None:
         """Forget all holders, and what blocks hold: every block is free. For an owner whose own books are
         lost."""
-        self._give_up(list(reversed(self._kept)))  # of a run the last first, which costs less
-        for books in (self._held, self._more, self._kept):
-            books.clear()
-        self._free = list(range(self.num_blocks - 1, 0, -1))
-        self._idle.drop_all()
+        try:
+            self._give_up(list(reversed(self._kept)))  # of a run the last first, which costs less
+        finally:  # what is told of it may raise: all is free even then
+            for books in (self._held, self._more, self._kept):
+                books.clear()
+            self._free = list(range(self.num_blocks - 1, 0, -1))
+            self._idle.drop_all()
 
     def _check(self, block: int, held: bool = True) -> None:
         if not is_int(block) or not NULL_BLOCK < block < self.num_blocks:

@@ -155,6 +155,8 @@ class IdleBlocks:
 
     def num_unpinned(self, blocks: Sequence[int]) -> int:
         """How many of ``blocks``, which are kept, are idle without a pin."""
+        if self._ends:
+            self._expire()
         idle = filterfalse(self._held.__contains__, blocks)
         return len(list(filterfalse(self._priorities.__contains__, idle)))
 

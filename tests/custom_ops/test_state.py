@@ -26,6 +26,7 @@ from torchpaged.custom_ops import BACKEND_OPS
 
 REFERENCE = BACKEND_OPS["reference"]
 BACKENDS = ("cpu", "reference", "default")
+INF = float("inf")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -130,6 +131,33 @@ def test_exponentials_next_to_the_largest_number(dtype: torch.dtype, most: float
         one, one, v, x[None], pool, **row, out=out, max_query_len=1, scale=1.0
     )
     torch.testing.assert_close(out[0, :, 0], 1e-9 * x.exp(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("batch", ["decode", "chunks"])
+@pytest.mark.parametrize("value_dim", [1, 24, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_infinite_state_is_the_references(
+    family: str, value_dim: int, batch: str, dtype: torch.dtype
+) -> None:
+    """Where it stays infinite and where it becomes NaN, with decays of 1, next to it, and of 0; and one that
+    becomes infinite between two tokens."""
+    inputs = make_linear_inputs(
+        STATE_BATCHES[batch], **FAMILIES[family], value_dim=value_dim, dtype=dtype, state_dtype=dtype
+    )
+    states = inputs["state"][inputs["state_slots"][0]], inputs["state"][inputs["state_slots"][1]]
+    states[0][0, 3, 0], states[0][1, 5, -1], states[1][2, 0, 0] = INF, -INF, INF
+    inputs["g"][0, :2], inputs["g"][:, 2], inputs["g"][-1, 3] = 0.0, -1e-3, -300.0
+    if not inputs["delta_rule"]:  # whose products of the same token may differ
+        states[1][2, 0, 0] = torch.finfo(dtype).max
+        inputs["g"][inputs["query_start_loc"][1], 2] = 1.0
+    others = clone(inputs)
+    BACKEND_OPS["cpu"].linear_attention(**inputs)
+    REFERENCE.linear_attention(**others)
+    assert others["delta_rule"] or inputs["state"].isinf().any()
+    tolerance = {torch.float64: 1e-9, torch.float32: 2e-4, torch.float16: 1e-2}[dtype]
+    for name in ("out", "state"):
+        torch.testing.assert_close(inputs[name], others[name], rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])

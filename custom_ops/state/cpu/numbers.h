@@ -27,9 +27,11 @@ template <typename A> constexpr int64_t TILE = 4 * LANES<A>;  // value columns w
 template <typename A> inline const W<A>& wide(const A* p) { return *reinterpret_cast<const W<A>*>(p); }
 template <typename A> inline W<A>& wide(A* p) { return *reinterpret_cast<W<A>*>(p); }
 template <typename A> inline A total(const W<A>& v) {
-  A sum = 0;
-  for (int64_t i = 0; i < LANES<A>; ++i) sum += v[i];
-  return sum;
+  A sums[LANES<A>];
+  std::memcpy(sums, &v, sizeof sums);
+  for (int64_t half = LANES<A> / 2; half; half /= 2)  // no chain of additions, each of which waits
+    for (int64_t i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
 }
 
 inline double to_float(double x) { return x; }
@@ -101,8 +103,9 @@ inline void split_exp(A x, A* keep, A* change) {
   const A rounded = (clipped * A(1.44269504088896340736) + E::magic) - E::magic;
   const A n = rounded > E::bias ? A(E::bias) : rounded;  // a power above is infinite, exp(x) not yet
   const A r = (clipped - n * E::ln2_high) - n * E::ln2_low;
-  A p = 1;  // of 1 + r / 2 (1 + r / 3 (1 + ...)), times r: exp(r) - 1
-  for (int i = E::terms; i > 1; --i) p = p * (r * (A(1) / i)) + 1;
+  A factorial = 1, p = 0;  // of the terms r^i / i!, from the last on: exp(r) - 1
+  for (int i = 2; i <= E::terms; ++i) factorial *= i;
+  for (int i = E::terms; i; factorial /= i--) p = p * r + 1 / factorial;
   p *= r;
   const typename E::bits power = (typename E::bits(n) + E::bias) << E::mantissa;
   A scale;

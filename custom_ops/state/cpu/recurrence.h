@@ -43,9 +43,38 @@ A beta_of(const Recurrence& p, int64_t token, int64_t head) {
   return beta;
 }
 
-// A token's step over a tile of value columns; v becomes the output.
-template <typename A, bool BY_KEY>
-void step(const Recurrence& p, const Scratch<A>& s, A* __restrict state, A beta, A* v) {
+// Whether all of rows of n numbers are finite.
+template <typename A>
+bool are_finite(const A* x, int64_t n, int64_t rows = 1, int64_t stride = 0) {
+  const int64_t whole = n / LANES<A> * LANES<A>;
+  W<A> zeros{};  // NaN, once a number is not
+  A rest = 0;
+  for (int64_t r = 0; r < rows; ++r, x += stride) {
+    for (int64_t i = 0; i < whole; i += LANES<A>) zeros += wide(x + i) * 0;
+    for (int64_t i = whole; i < n; ++i) rest += x[i] * 0;
+  }
+  return total<A>(zeros) + rest == 0;
+}
+
+// Decays of one part: those of two make NaN of a number that is infinite, and stays so.
+template <typename A>
+void join(int64_t n, A* keep, A* change) {
+  for (int64_t i = 0; i < n; ++i) change[i] += keep[i];
+}
+
+// Whether states need no copy while a row's tokens are taken.
+template <typename A>
+bool stays(const Recurrence& p, const Row& row) {
+  const Number own = sizeof(A) == 8 ? Number::Double : Number::Float;
+  return p.state.dtype == own && !row.begins && row.end - row.begin == 1;
+}
+template <typename A> A* in_pool(const Recurrence& p, int64_t place) {
+  return static_cast<A*>(p.state.data) + place;
+}
+
+// A token's step over a tile of value columns, `stride` numbers from row to row; v becomes the output.
+template <typename A, bool BY_KEY, bool JOINED>
+void step(const Recurrence& p, const Scratch<A>& s, A* __restrict state, int64_t stride, A beta, A* v) {
   const A *__restrict q = s.q.data(), *__restrict k = s.k.data(), *__restrict keep = s.keep.data(),
           *__restrict change = s.change.data();
   const int64_t rows = p.key_dim;
@@ -54,8 +83,9 @@ void step(const Recurrence& p, const Scratch<A>& s, A* __restrict state, A beta,
   if (p.delta_rule) {
     W<A> seen[4] = {};
     for (int64_t r = 0; r < rows; ++r) {
-      const A key = k[r] * (keep[BY_KEY ? r : 0] + change[BY_KEY ? r : 0]);
-      for (int i = 0; i < 4; ++i) seen[i] += key * wide(state + r * TILE<A> + i * LANES<A>);
+      const int64_t d = BY_KEY ? r : 0;
+      const A key = k[r] * (JOINED ? change[d] : keep[d] + change[d]);
+      for (int i = 0; i < 4; ++i) seen[i] += key * wide(state + r * stride + i * LANES<A>);
     }
     for (int i = 0; i < 4; ++i) u[i] -= seen[i];
   }
@@ -63,10 +93,10 @@ void step(const Recurrence& p, const Scratch<A>& s, A* __restrict state, A beta,
   for (int64_t r = 0; r < rows; ++r) {
     const A kept = keep[BY_KEY ? r : 0], changed = change[BY_KEY ? r : 0], key = k[r], query = q[r];
     for (int i = 0; i < 4; ++i) {
-      W<A>& at = wide(state + r * TILE<A> + i * LANES<A>);
-      const W<A> made = kept * at + (changed * at + key * u[i]);
-      at = made;
-      out[i] += query * made;
+      W<A>& at = wide(state + r * stride + i * LANES<A>);
+      const W<A> added = changed * at + key * u[i];
+      at = JOINED ? added : kept * at + added;
+      out[i] += query * at;
     }
   }
   for (int i = 0; i < 4; ++i) wide(v + i * LANES<A>) = out[i];
@@ -81,10 +111,13 @@ void recur_tiles(const Recurrence& p, const Row& row, int64_t head) {
   for (int64_t c = 0; c < p.value_dim; c += TILE<A>) {
     const int64_t n = std::min(TILE<A>, p.value_dim - c);
     const int64_t place = row.slot * p.state.token + head * p.state.head + c;
+    const bool copies = !stays<A>(p, row) || n < TILE<A>;
+    A* state = copies ? s.state : in_pool<A>(p, place);
+    const int64_t stride = copies ? TILE<A> : p.state_key;
     if (row.begins || n < TILE<A>) std::fill(s.state, s.state + p.key_dim * TILE<A>, A(0));
-    if (!row.begins)
-      for (int64_t r = 0; r < p.key_dim; ++r)
-        read(p.state, place + r * p.state_key, n, s.state + r * TILE<A>);
+    if (copies && !row.begins)
+      for (int64_t r = 0; r < p.key_dim; ++r) read(p.state, place + r * p.state_key, n, state + r * stride);
+    bool finite = row.begins || are_finite(state, TILE<A>, p.key_dim, stride);
     std::fill(v, v + TILE<A>, A(0));
     for (int64_t t = row.begin; t < row.end; ++t) {
       read_key(p, p.q, t, head / p.group, A(p.scale), s.q.data());
@@ -93,17 +126,23 @@ void recur_tiles(const Recurrence& p, const Row& row, int64_t head) {
       const A* g = static_cast<const A*>(p.g.data) + t * p.g.token + head * (BY_KEY ? p.g.head : 1);
       split_exps(g, decays, s.keep.data(), s.change.data());
       read(p.v, t * p.v.token + head * p.v.head + c, n, v);
-      step<A, BY_KEY>(p, s, s.state, beta_of<A>(p, t, head), v);
+      const A beta = beta_of<A>(p, t, head);
+      if (finite) step<A, BY_KEY, false>(p, s, state, stride, beta, v);
+      else {
+        join(decays, s.keep.data(), s.change.data());
+        step<A, BY_KEY, true>(p, s, state, stride, beta, v);
+      }
+      finite = finite && are_finite(v, TILE<A>);  // where a number of a column is not, its output is neither
       write(p.out, t * p.out.token + head * p.out.head + c, n, v);
       std::fill(v + n, v + TILE<A>, A(0));
     }
-    for (int64_t r = 0; r < p.key_dim; ++r)
-      write(p.state, place + r * p.state_key, n, s.state + r * TILE<A>);
+    for (int64_t r = 0; copies && r < p.key_dim; ++r)
+      write(p.state, place + r * p.state_key, n, state + r * stride);
   }
 }
 
 // A head of one value column: a state is a vector.
-template <typename A, bool BY_KEY>
+template <typename A, bool BY_KEY, bool JOINED>
 A column(const Recurrence& p, const Scratch<A>& s, A* state, const A* keep, const A* change, A v, A beta) {
   const int64_t whole = p.key_dim / LANES<A> * LANES<A>;
   W<A> kept = *keep + W<A>{}, changed = *change + W<A>{};
@@ -115,29 +154,62 @@ A column(const Recurrence& p, const Scratch<A>& s, A* state, const A* keep, cons
     W<A> seen{};
     for (int64_t r = 0; r < whole; r += LANES<A>) {
       look_up(r);
-      seen += wide(s.k.data() + r) * (kept + changed) * wide(state + r);
+      seen += wide(s.k.data() + r) * (JOINED ? changed : kept + changed) * wide(state + r);
     }
     u -= total<A>(seen);
     for (int64_t r = whole; r < p.key_dim; ++r) {
       const int64_t d = BY_KEY ? r : 0;
-      u -= s.k[r] * (keep[d] + change[d]) * state[r];
+      u -= s.k[r] * (JOINED ? change[d] : keep[d] + change[d]) * state[r];
     }
   }
   u *= beta;
   W<A> sums{};
   for (int64_t r = 0; r < whole; r += LANES<A>) {
     look_up(r);
-    const W<A> old = wide(state + r), made = kept * old + (changed * old + wide(s.k.data() + r) * u);
-    wide(state + r) = made;
-    sums += wide(s.q.data() + r) * made;
+    W<A>& at = wide(state + r);
+    const W<A> added = changed * at + wide(s.k.data() + r) * u;
+    at = JOINED ? added : kept * at + added;
+    sums += wide(s.q.data() + r) * at;
   }
   A out = total<A>(sums);
   for (int64_t r = whole; r < p.key_dim; ++r) {
     const int64_t d = BY_KEY ? r : 0;
-    state[r] = keep[d] * state[r] + (change[d] * state[r] + s.k[r] * u);
+    const A added = change[d] * state[r] + s.k[r] * u;
+    state[r] = JOINED ? added : keep[d] * state[r] + added;
     out += s.q[r] * state[r];
   }
   return out;
+}
+
+// Heads [first, first + n) of one token, whose decays are made; v becomes the output.
+template <typename A, bool BY_KEY, bool JOINED>
+void columns(const Recurrence& p, Scratch<A>& s, int64_t t, int64_t first, int64_t n, A* __restrict state,
+             const A* __restrict beta, A* __restrict v) {
+  const int64_t keys = p.key_dim, decays = BY_KEY ? keys : 1;
+  const auto read_keys = [&](int64_t key_head) {
+    read_key(p, p.q, t, key_head, A(p.scale), s.q.data());
+    read_key(p, p.k, t, key_head, A(1), s.k.data());
+  };
+  A *__restrict keep = s.keep.data(), *__restrict change = s.change.data();
+  if (JOINED) join(n * decays, keep, change);
+  if (keys == 1 && first / p.group == (first + n - 1) / p.group) {  // of one key head: numbers side by side
+    read_keys(first / p.group);
+    const A query = s.q[0], key = s.k[0];
+    for (int64_t h = 0; h < n; ++h) {
+      const A seen = key * (JOINED ? change[h] : keep[h] + change[h]) * state[h];
+      const A u = beta[h] * (p.delta_rule ? v[h] - seen : v[h]);
+      const A added = change[h] * state[h] + key * u;
+      state[h] = JOINED ? added : keep[h] * state[h] + added;
+      v[h] = query * state[h];
+    }
+    return;
+  }
+  int64_t key_head = -1;
+  for (int64_t h = 0; h < n; ++h) {
+    if ((first + h) / p.group != key_head) read_keys(key_head = (first + h) / p.group);
+    const int64_t d = h * decays;
+    v[h] = column<A, BY_KEY, JOINED>(p, s, state + h * keys, keep + d, change + d, v[h], beta[h]);
+  }
 }
 
 constexpr int64_t COLUMNS = 128;  // heads of one value column that are taken together
@@ -150,11 +222,14 @@ void recur_columns(const Recurrence& p, const Row& row, int64_t first, int64_t n
   A v[COLUMNS], beta[COLUMNS];
   const int64_t place = row.slot * p.state.token + first * p.state.head;
   const bool joined = p.state.head == keys && (p.state_key == 1 || keys == 1);
-  A* state = s.state;
+  const bool copies = !joined || !stays<A>(p, row);
+  A* state = copies ? s.state : in_pool<A>(p, place);
   if (row.begins) std::fill(state, state + n * keys, A(0));
-  else if (joined) read(p.state, place, n * keys, state);
-  else for (int64_t h = 0; h < n; ++h)
-    read(p.state, place + h * p.state.head, keys, state + h * keys, p.state_key);
+  else if (copies && joined) read(p.state, place, n * keys, state);
+  else if (copies)
+    for (int64_t h = 0; h < n; ++h)
+      read(p.state, place + h * p.state.head, keys, state + h * keys, p.state_key);
+  bool finite = row.begins || are_finite(state, n * keys);
   std::fill(beta, beta + n, A(1));
   for (int64_t t = row.begin; t < row.end; ++t) {
     read(p.v, t * p.v.token + first * p.v.head, n, v, p.v.head);
@@ -163,33 +238,15 @@ void recur_columns(const Recurrence& p, const Row& row, int64_t first, int64_t n
     if (!BY_KEY || p.g.head == keys) split_exps(g, n * decays, s.keep.data(), s.change.data());
     else for (int64_t h = 0; h < n; ++h)
       split_exps(g + h * p.g.head, keys, s.keep.data() + h * keys, s.change.data() + h * keys);
-    const bool is_scalar = keys == 1 && first / p.group == (first + n - 1) / p.group;
-    if (is_scalar) {  // of one key head: numbers side by side
-      read_key(p, p.q, t, first / p.group, A(p.scale), s.q.data());
-      read_key(p, p.k, t, first / p.group, A(1), s.k.data());
-      const A query = s.q[0], key = s.k[0], *keep = s.keep.data(), *change = s.change.data();
-      for (int64_t h = 0; h < n; ++h) {
-        const A u = beta[h] * (p.delta_rule ? v[h] - key * (keep[h] + change[h]) * state[h] : v[h]);
-        const A made = keep[h] * state[h] + (change[h] * state[h] + key * u);
-        state[h] = made;
-        v[h] = query * made;
-      }
-    }
-    int64_t key_head = -1;
-    for (int64_t h = is_scalar ? n : 0; h < n; ++h) {
-      if ((first + h) / p.group != key_head) {
-        key_head = (first + h) / p.group;
-        read_key(p, p.q, t, key_head, A(p.scale), s.q.data());
-        read_key(p, p.k, t, key_head, A(1), s.k.data());
-      }
-      const int64_t d = h * decays;
-      v[h] = column<A, BY_KEY>(p, s, state + h * keys, s.keep.data() + d, s.change.data() + d, v[h], beta[h]);
-    }
+    if (finite) columns<A, BY_KEY, false>(p, s, t, first, n, state, beta, v);
+    else columns<A, BY_KEY, true>(p, s, t, first, n, state, beta, v);
+    finite = finite && are_finite(v, n);
     write(p.out, t * p.out.token + first * p.out.head, n, v, p.out.head);
   }
-  if (joined) write(p.state, place, n * keys, state);
-  else for (int64_t h = 0; h < n; ++h)
-    write(p.state, place + h * p.state.head, keys, state + h * keys, p.state_key);
+  if (copies && joined) write(p.state, place, n * keys, state);
+  else if (copies)
+    for (int64_t h = 0; h < n; ++h)
+      write(p.state, place + h * p.state.head, keys, state + h * keys, p.state_key);
 }
 
 template <typename A>

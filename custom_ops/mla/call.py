@@ -37,6 +37,11 @@ class LatentCall(NamedTuple):
         """Columns of a latent, which are its value."""
         return self.out.shape[2]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are neither ``indices`` nor an ``output_scale``."""
+        return self.indices is None and self.output_scale is None
+
     def as_attention(self) -> AttentionCall:
         """The same as a call of ``paged_attention``: values are the first columns of the keys. Without
         the indices, which that has not: selection.py; nor an ``output_scale``."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.check import as_keys_and_values, check_mla_attention, check_write_latent
-from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, store
+from torchpaged.custom_ops.mla.fp8_rows import store
 from torchpaged.custom_ops.mla.selection import attend_densely
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,16 +17,45 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def mla_attention(call: LatentCall) -> None:
     """Arguments: ``custom_ops/mla/schema.py``."""
+    attend = torch.ops.torchpaged.paged_attention.cpu
+    try:
+        if _is_one_call(call):  # which the kernel checks, before it writes, in a fraction of the time
+            q, pool, *batch = call[:5]
+            options = {"max_query_len": call.max_query_len, "scale": call.scale, "causal": call.causal}
+            attend(q, pool, pool[..., : call.rank], *batch, call.out, call.lse, **options)
+            return
+    except (IndexError, RuntimeError):
+        _check(call)  # says it of this op's arguments
+        raise
+    _check(call)
+    attend_densely(call, attend)
+
+
+def _is_one_call(call: LatentCall) -> bool:
+    """Whether it is one of ``paged_attention`` over the same pool, if nothing is wrong with it; a pool of
+    several heads is, of which that op would not know."""
+    pool = call.kv_cache
+    return call.is_plain and pool.dtype in _DTYPES and pool.dim() == 4 and pool.shape[2] == 1
+
+
+def _check(call: LatentCall) -> None:
     check_mla_attention(call)
     check_dtype("q", call.q, *_DTYPES)
-    attend_densely(call, torch.ops.torchpaged.paged_attention.cpu)
 
 
 def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Arguments: ``custom_ops/mla/schema.py``."""
-    check_write_latent(kv_c, k_pe, kv_cache, slot_mapping)
+    try:
+        if kv_cache.dtype in _DTYPES:
+            torch.ops.torchpaged.write_kv.cpu(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)
+            return
+    except (IndexError, RuntimeError):
+        _check_write(kv_c, k_pe, kv_cache, slot_mapping)
+        raise
+    _check_write(kv_c, k_pe, kv_cache, slot_mapping)
+    store(kv_c, k_pe, kv_cache, slot_mapping)
+
+
+def _check_write(kv_c: Tensor, *others: Tensor) -> None:
+    check_write_latent(kv_c, *others)
     check_dtype("kv_c", kv_c, *_DTYPES)
-    if kv_cache.dtype == ROW_DTYPE:
-        store(kv_c, k_pe, kv_cache, slot_mapping)
-        return
-    torch.ops.torchpaged.write_kv.cpu(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)

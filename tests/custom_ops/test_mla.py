@@ -84,6 +84,14 @@ BAD: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
     "lengths_of_fewer_rows": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"][:1]}),
     "a_length_past_the_table": ("seq_lens", lambda a: {"seq_lens": a["seq_lens"] + 4000}),
     "a_block_that_is_none": ("block_table", lambda a: {"block_table": a["block_table"] * 0 - 1}),
+    "a_block_twice": (
+        "block_table",
+        lambda a: {"block_table": a["block_table"][:, :1].expand_as(a["block_table"])},
+    ),
+    "lse_in_the_result": ("out", lambda a: {"lse": a["out"].view(-1)[:28].view(7, 4)}),
+    "no_dimension_for_heads": ("q", lambda a: {"q": a["q"][:, 0]}),
+    "a_result_without_heads": ("out", lambda a: {"out": a["out"][:, 0]}),
+    "no_maximum": ("max_query_len", lambda a: {"max_query_len": 0}),
     "too_small_a_maximum": ("max_query_len", lambda a: {"max_query_len": 2}),
     "no_scale": ("scale", lambda a: {"scale": 0.0}),
 }
@@ -107,6 +115,8 @@ def test_what_is_refused(case: str) -> None:
         ("kv_c, k_pe", {"k_pe": torch.zeros(2, 7)}),
         ("kv_c", {"kv_c": torch.zeros(3, 16)}),
         ("k_pe", {"k_pe": torch.zeros(2, 8).half()}),
+        ("kv_c", {"kv_c": torch.ones(2)}),
+        ("kv_cache", {"kv_cache": torch.zeros(3, 4, 2, 24)}),
         ("slot_mapping", {"slot_mapping": torch.tensor([4, 99])}),
         ("slot_mapping", {"slot_mapping": torch.tensor([4, 4])}),
         ("slot_mapping", {"slot_mapping": torch.tensor([4, 5], dtype=torch.int32)}),

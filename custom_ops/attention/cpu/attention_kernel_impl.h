@@ -13,10 +13,11 @@ namespace {
 using namespace torchpaged;
 
 constexpr float NEG_INF = -__builtin_inff();
+constexpr int64_t WIDE_ROWS = 2 * ROW_TILE;  // query rows for which a tile's numbers are converted once
 
 // Scratch that lives as long as its thread: allocation per work item would cost more than a short decode.
 struct Scratch {
-  std::vector<float> q, scores, acc;
+  std::vector<float> q, scores, acc, keys, values;
   std::vector<float> maximum, total;
 };
 thread_local Scratch scratch;
@@ -62,7 +63,7 @@ int64_t first_bit(uint64_t word) { return __builtin_ctzll(word); }
 int64_t behind_last_bit(uint64_t word) { return 64 - __builtin_clzll(word); }
 
 // scores[r][0..3] = q[r] . k[0..3] for ROWS rows; q is padded to whole vectors with zeros, k is not.
-template <typename T, int ROWS>
+template <typename T, int KEYS, int ROWS>
 void dot_tile(const float* q, int64_t q_stride, const T* const* keys, int64_t head_dim, float* scores) {
   vf acc[ROWS][4] = {};
   int64_t d = 0;
@@ -83,11 +84,11 @@ void dot_tile(const float* q, int64_t q_stride, const T* const* keys, int64_t he
     }
   }
   for (int r = 0; r < ROWS; ++r)
-    sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * Products<T>::KEYS);
+    sum4(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * KEYS);
 }
 
 // acc[r] += sum over keys of weight[r][key] * v[key], for ROWS rows and VECS vectors of the value's width.
-template <typename T, int ROWS, int VECS>
+template <typename T, int KEYS, int ROWS, int VECS>
 void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, float* acc,
                 int64_t acc_stride, int tail) {
   vf sums[ROWS][VECS];
@@ -99,7 +100,7 @@ void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, 
       v[c] = tail && c == VECS - 1 ? load_tail(values[key] + c * VEC_WIDTH, tail)
                                    : load(values[key] + c * VEC_WIDTH);
     for (int r = 0; r < ROWS; ++r) {
-      const vf w = splat(weights[r * Products<T>::KEYS + key]);
+      const vf w = splat(weights[r * KEYS + key]);
       for (int c = 0; c < VECS; ++c) sums[r][c] += w * v[c];
     }
   }
@@ -107,7 +108,7 @@ void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, 
     for (int c = 0; c < VECS; ++c) store(acc + r * acc_stride + c * VEC_WIDTH, sums[r][c]);
 }
 
-template <typename T, int ROWS>
+template <typename T, int KEYS, int ROWS>
 void weigh_rows(const float* weights, const T* const* values, int64_t num_keys, float* acc, int64_t stride,
                 int64_t head_dim_v) {
   const T* shifted[TILE_KV];
@@ -117,10 +118,11 @@ void weigh_rows(const float* weights, const T* const* values, int64_t num_keys, 
     return static_cast<const T* const*>(shifted);
   };
   for (; c + 4 * VEC_WIDTH <= head_dim_v; c += 4 * VEC_WIDTH)
-    weigh_tile<T, ROWS, 4>(weights, at(c), num_keys, acc + c, stride, 0);
+    weigh_tile<T, KEYS, ROWS, 4>(weights, at(c), num_keys, acc + c, stride, 0);
   for (; c + VEC_WIDTH <= head_dim_v; c += VEC_WIDTH)
-    weigh_tile<T, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, 0);
-  if (c < head_dim_v) weigh_tile<T, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, int(head_dim_v - c));
+    weigh_tile<T, KEYS, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, 0);
+  if (c < head_dim_v)
+    weigh_tile<T, KEYS, ROWS, 1>(weights, at(c), num_keys, acc + c, stride, int(head_dim_v - c));
 }
 
 template <typename T>
@@ -159,6 +161,20 @@ bool any_nonfinite(const T* const* values, int64_t count, int64_t head_dim_v) {
     if (most == exponent) return true;
   }
   return false;
+}
+
+// Rows of a tile as floats in `memory`, `at` their places: where many query rows read them, each number is
+// converted once.
+template <typename T>
+void widen(const T* const* rows, int64_t count, int64_t width, std::vector<float>* memory, const float** at) {
+  memory->resize(count * width);
+  for (int64_t i = 0; i < count; ++i) {
+    float* const to = memory->data() + i * width;
+    int64_t d = 0;
+    for (; d + VEC_WIDTH <= width; d += VEC_WIDTH) store(to + d, load(rows[i] + d));
+    for (; d < width; ++d) to[d] = to_float(rows[i][d]);
+    at[i] = to;
+  }
 }
 
 template <typename T>
@@ -211,6 +227,8 @@ void run_item(const Problem& p, const WorkItem& w) {
     slopes[r] = p.alibi_slopes ? p.alibi_slopes[w.head(r)] : 0.0f;
   }
   const T *keys[KEYS + 3], *values[KEYS];
+  const float *wide_keys[KEYS + 3], *wide_values[KEYS];
+  const bool widens = !std::is_same_v<T, float> && rows >= WIDE_ROWS;
   for (int64_t tile = w.first_key; tile < w.end_key; tile += KEYS) {
     const int64_t count = std::min(KEYS, w.end_key - tile);
     uint64_t any[WORDS] = {}, any_word = 0;  // of the keys that any row sees
@@ -226,13 +244,22 @@ void run_item(const Problem& p, const WorkItem& w) {
     const bool in_tiles = products.score(keys, values, any, count, s.scores.data());
     if (!in_tiles) {
       if (s.q.empty()) scale_queries<T>(p, w, padded_dim, padded_rows);
-      for (int64_t i = count; i < count + 3; ++i) keys[i] = keys[count - 1];
-      for (int64_t word = 0; word < WORDS; ++word)
-        each_seeing(seen[word], rows, [&](int64_t r, auto at_once) {
-          for (int64_t i = word * TILE_KV; i < std::min(count, (word + 1) * TILE_KV); i += 4)
-            dot_tile<T, at_once()>(s.q.data() + r * padded_dim, padded_dim, keys + i, p.head_dim,
-                                   s.scores.data() + r * KEYS + i);
-        });
+      const auto score = [&](auto** rows_of_keys) {
+        using Key = std::remove_const_t<std::remove_pointer_t<std::remove_pointer_t<decltype(rows_of_keys)>>>;
+        for (int64_t i = count; i < count + 3; ++i) rows_of_keys[i] = rows_of_keys[count - 1];
+        for (int64_t word = 0; word < WORDS; ++word)
+          each_seeing(seen[word], rows, [&](int64_t r, auto at_once) {
+            for (int64_t i = word * TILE_KV; i < std::min(count, (word + 1) * TILE_KV); i += 4)
+              dot_tile<Key, KEYS, at_once()>(s.q.data() + r * padded_dim, padded_dim, rows_of_keys + i,
+                                             p.head_dim, s.scores.data() + r * KEYS + i);
+          });
+      };
+      if (widens) {
+        widen(keys, count, p.head_dim, &s.keys, wide_keys);
+        if (values[0] == keys[0]) std::copy_n(wide_keys, count, wide_values);  // the first columns of latents
+        else widen(values, count, p.head_dim_v, &s.values, wide_values);
+        score(wide_keys);
+      } else score(keys);
     }
     bool same = true;  // all rows see the same keys
     for (int64_t r = 0; r < padded_rows; ++r) {
@@ -299,9 +326,13 @@ void run_item(const Problem& p, const WorkItem& w) {
         for (int64_t i = r; i < last; ++i) { some |= seen[word][i]; all &= seen[word][i]; }
         const int64_t first = first_bit(some), upto = behind_last_bit(some);
         auto weigh = [&](int64_t row, int64_t begin, int64_t end_at, auto rows_at_once) {
-          weigh_rows<T, decltype(rows_at_once)::value>(s.scores.data() + row * KEYS + base + begin,
-                                                       values + base + begin, end_at - begin,
-                                                       s.acc.data() + row * stride, stride, p.head_dim_v);
+          constexpr int ROWS = decltype(rows_at_once)::value;
+          const float* const weights = s.scores.data() + row * KEYS + base + begin;
+          float* const acc = s.acc.data() + row * stride;
+          const int64_t at = base + begin, n = end_at - begin;
+          if (widens && !in_tiles)
+            weigh_rows<float, KEYS, ROWS>(weights, wide_values + at, n, acc, stride, p.head_dim_v);
+          else weigh_rows<T, KEYS, ROWS>(weights, values + at, n, acc, stride, p.head_dim_v);
         };
         if (all != bits(first, upto) && any_nonfinite<T>(values + base + first, upto - first, p.head_dim_v)) {
           for (int64_t i = r; i < last; ++i)

@@ -125,6 +125,7 @@ template <int N> void wgmma_wait() {
     }
     t.groups.erase(t.groups.begin());
   }
+  __syncwarp();  // what a lane lets go behind the wait, no other lane still reads
 }
 inline const bool forgets = (forget = [] {
   barriers.clear();

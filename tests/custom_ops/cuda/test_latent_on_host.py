@@ -72,6 +72,10 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
     "not causal": ({"num_heads": 4, "causal": False}, BatchSpec("g", (100, 30), (4, 4))),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("h", (300,), (1,))),
     "fp8": ({"num_heads": 5, "rank": 512, "fp8": True}, BatchSpec("i", (300, 1, 0, 65), (1,) * 4)),
+    "fp8, many tiles": (
+        {"num_heads": 16, "rank": 512, "fp8": True, "block_size": 32},
+        BatchSpec("k", (900, 130), (1, 1)),
+    ),
     "fp8, fp16, drafts": (
         {"num_heads": 10, "rank": 512, "fp8": True, "dtype": torch.float16, "block_size": 16},
         BatchSpec("j", (200, 70, -2), (3, 2, 3), padded_tokens=2),

@@ -17,9 +17,10 @@ for _package in ("typer", "rich", "transformers"):
     pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
 
 
-def generate(folder: str, *arguments: str, stdin: str = "") -> Done:
+def generate(folder: str, *arguments: str, stdin: str | bytes = "") -> Done:
+    bytes_of_it = stdin if isinstance(stdin, bytes) else stdin.encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.stdin", io.StringIO(stdin))
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(bytes_of_it), "utf-8"))
         return run("generate", *arguments, "--model", folder, "--max-new-tokens", "4", "--ignore-eos")
 
 
@@ -106,12 +107,14 @@ def test_prompts_from_stdin(folder: str) -> None:
     assert [o["prompt"] for o in json.loads(done.stdout)["outputs"]] == ["hello", "a longer prompt"]
 
 
-BAD = {
+BAD: dict[str, tuple[str | bytes, str]] = {
     "no JSON": ("hello", "line 1"),
     "no object": ("[1]", "line 1"),
     "another field": ('{"prompt": "hello", "temperature": 1}', "line 1"),
     "no text": ('{"prompt": [1, 2]}', "line 1"),
     "an id twice": ('{"id": 1, "prompt": "a"}\n{"id": 1, "prompt": "b"}', "1 in line 2"),
+    "too deep": ("[" * 100_000, "line 1"),
+    "no UTF-8": (b'{"prompt": "\xff"}', "UTF-8"),
     "no id": ('{"id": null, "prompt": "a"}', "None in line 1"),
 }
 
@@ -127,9 +130,34 @@ def test_bad_input(folder: str, tmp_path: Path, case: str) -> None:
     assert not output.exists()
 
 
-@pytest.mark.parametrize("content", ["mine\nand more", "a line", '{"id": 1, "prompt": "hello"}\n'], ids=repr)
+def test_stdin_that_is_no_text(folder: str) -> None:
+    done = generate(folder, "-", stdin=b"hello\n\xff\xfe\n")
+    assert done.returncode == 2
+    assert "stdin: expected text in UTF-8, got bytes such as b'\\xff'" in done.stderr
+
+
+def test_an_output_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
+    """Said before a model is loaded."""
+    for output in (tmp_path / "none" / "out.jsonl", tmp_path):
+        done = generate(folder, "--input", "-", "--output", str(output), stdin='{"prompt": "hello"}')
+        assert done.returncode == 2
+        assert "--output: expected a file" in done.stderr
+        assert "model:" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "mine\nand more",
+        "a line",
+        '{"id": 1, "prompt": "hello"}\n',
+        '{"id": [1], "finish_reason": "stop"}\n',
+        "[" * 100_000 + "\n",
+    ],
+    ids=lambda content: repr(content[:40]),
+)
 def test_what_is_not_an_output_is_left_alone(folder: str, tmp_path: Path, content: str) -> None:
-    """Notes, a line without an end, an input."""
+    """Notes, a line without an end, an input, ids that are no ids."""
     output = tmp_path / "notes.txt"
     output.write_text(content)
     done = generate(folder, "--input", "-", "--output", str(output), stdin='{"prompt": "hello"}')

@@ -281,7 +281,9 @@ def bad_options() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"block_size": 0}, "block_size: expected at least 1"
     yield {"max_seq_len": 500}, "max_seq_len: expected 2 to 128"
     yield {"max_seq_len": "64"}, "max_seq_len: expected None or an integer"
-    yield {"num_blocks": 9.5}, "num_blocks: expected None or an integer"
+    for blocks in (9.5, 1, -1):
+        yield {"num_blocks": blocks}, "num_blocks: expected None or an integer of at least 2"
+    yield {"steps_per_launch": 129}, "steps_per_launch: expected at most max_seq_len, 128.* got 129"
     for graphs in ("auto", False):  # said, though nothing would be captured
         yield {"capture": 3, "graphs": graphs}, "capture: expected 'auto' or a CaptureBackend, got 3"
         yield (

@@ -14,31 +14,39 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine import Generator, RequestOutput
+from torchpaged.profiling.ranges import check_writable
 
 #: How each line of an output begins.
 _ROW = b'{"id": '
 
 
-@contextlib.contextmanager
-def _opened(path: str) -> Iterator[TextIO]:
-    """A file to be read; "-": stdin."""
-    if path == "-":
-        yield sys.stdin
-    else:
-        with open(path, encoding="utf-8") as file:
-            yield file
+def _lines(path: str, name: str) -> Iterator[str]:
+    """Of a file, an argument of that name; "-": of stdin."""
+    try:
+        if path == "-":
+            yield from sys.stdin
+        else:
+            with open(path, encoding="utf-8") as file:
+                yield from file
+    except UnicodeDecodeError as error:
+        wrong = error.object[error.start : error.end]
+        raise ArgumentError(name, "text in UTF-8", f"bytes such as {wrong!r}", "convert it first") from error
 
 
 def lines_of_stdin() -> list[str]:
-    """Each line that is not empty, a prompt."""
-    return [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    """Each line that is not empty, a prompt.
+
+    Raises:
+        ArgumentError: stdin is no text.
+    """
+    return [line.rstrip("\n") for line in _lines("-", "stdin") if line.strip()]
 
 
 def _id_of(line: bytes, where: str) -> Any:
@@ -46,7 +54,8 @@ def _id_of(line: bytes, where: str) -> Any:
     try:
         row = json.loads(line)
         name, _ = row["id"], row["finish_reason"]
-    except (ValueError, KeyError, TypeError) as error:
+        hash(name)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         expected = "a file that this command wrote, or none"
         raise ArgumentError("--output", expected, f"{where}: {error}") from error
     return name
@@ -54,7 +63,7 @@ def _id_of(line: bytes, where: str) -> Any:
 
 def _is_cut(line: bytes) -> bool:
     """Whether a line without an end is the beginning of one that this command writes."""
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         json.loads(line)
         return False
     return _ROW.startswith(line[: len(_ROW)])
@@ -83,27 +92,28 @@ def read_prompts(source: str, output: str) -> dict[int | str, str]:
     """Prompts by their ids, those left out that ``output`` has.
 
     Raises:
-        ArgumentError: a line that is no such object, an id that occurs twice, or another file as the output.
+        ArgumentError: bytes that are no text, a line that is no such object, an id that occurs twice, or as
+            the output another file, or one that can't be written.
         OSError: a file can't be read.
     """
+    check_writable(output, "--output")
     found: dict[int | str, str] = {}
-    with _opened(source) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise ArgumentError("--input", "a JSON object per line", f"line {number}: {error}") from error
-            known = isinstance(row, dict) and not set(row) - {"id", "prompt"}
-            if not known or not isinstance(row.get("prompt"), str):
-                raise ArgumentError("--input", 'lines with "prompt", text, and "id" alone', f"line {number}")
-            name = row.get("id", number)
-            if not isinstance(name, (int, str)) or isinstance(name, bool) or name in found:
-                raise ArgumentError(
-                    "--input", "ids that are text or integers, each once", f"{name!r} in line {number}"
-                )
-            found[name] = row["prompt"]
+    for number, line in enumerate(_lines(source, "--input"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ArgumentError("--input", "a JSON object per line", f"line {number}: {error}") from error
+        known = isinstance(row, dict) and not set(row) - {"id", "prompt"}
+        if not known or not isinstance(row.get("prompt"), str):
+            raise ArgumentError("--input", 'lines with "prompt", text, and "id" alone', f"line {number}")
+        name = row.get("id", number)
+        if not isinstance(name, (int, str)) or isinstance(name, bool) or name in found:
+            raise ArgumentError(
+                "--input", "ids that are text or integers, each once", f"{name!r} in line {number}"
+            )
+        found[name] = row["prompt"]
     done = _done(output)
     return {name: prompt for name, prompt in found.items() if name not in done}
 

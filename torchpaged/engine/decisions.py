@@ -76,6 +76,12 @@ def decide(options: GeneratorOptions, model: PagedModelProtocol, max_seq_len: in
             f"1 with backend {model.choice.name!r}, which plans every step on the host",
             str(options.steps_per_launch),
         )
+    if options.steps_per_launch > max_seq_len:
+        raise ArgumentError(
+            "steps_per_launch",
+            f"at most max_seq_len, {max_seq_len}: no request has more tokens",
+            str(options.steps_per_launch),
+        )
     if options.max_logprobs is not None and options.max_logprobs > model.vocab_size:
         expected = f"None, or at most the {model.vocab_size} tokens of the vocabulary"
         raise ArgumentError("max_logprobs", expected, str(options.max_logprobs))

@@ -96,9 +96,9 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             "auto": if the backend can; `graph_reason` says what was decided.
         buckets: batch sizes to capture, the largest of them ``max_batch_size``, with graphs; None:
             `torchpaged.graphs.buckets.default_buckets`, on a CPU every size (no padding).
-        steps_per_launch: decode steps in one graph, with graphs. More cost the host less per token; a
-            request's tokens come in groups, and one that ends inside a group leaves its row idle until
-            the next.
+        steps_per_launch: decode steps in one graph, with graphs; at most ``max_seq_len``. More cost the host
+            less per token; a request's tokens come in groups, and one that ends inside a group leaves its
+            row idle until the next.
         prefill_buckets: numbers of tokens, of prompts and decodes together, for which steps that compute
             prompts are captured as well; none above ``prefill_chunk_size``. A step of more tokens is launched
             from Python. None or []: all are; "auto": on a GPU with graphs, up to 2048

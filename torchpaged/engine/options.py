@@ -162,7 +162,7 @@ class GeneratorOptions:
 
     def _check_memory(self) -> None:
         blocks, memory = self.num_blocks, self.kv_cache_memory
-        if blocks is not None and as_integer(blocks) is None:
+        if blocks is not None and (as_integer(blocks) is None or blocks < 2):
             raise ArgumentError(
                 "num_blocks", "None or an integer of at least 2 (block 0 is the null block)", repr(blocks)
             )

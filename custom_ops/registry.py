@@ -52,6 +52,7 @@ from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
 from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
 from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
+from torchpaged.custom_ops.callers_modes import apart_from_modes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.fake import FAKES as INDEXER_FAKES
@@ -170,14 +171,16 @@ def _recorded(op: str, function: Callable[..., None]) -> Callable[..., None]:
     return function if record is None else lambda *args, **kwargs: function(record(*args, **kwargs))
 
 
-def _lazy(module: str, function: str) -> Any:
-    """A kernel whose module is imported at its first launch, so that importing torchpaged stays light."""
+def _lazy(module: str, function: str, of_torch: bool = False) -> Any:
+    """A kernel whose module is imported at its first launch, so that importing torchpaged stays light;
+    ``of_torch``: it consists of torch's ops."""
     cached: Any = None
 
     def launch(*args: Any, **kwargs: Any) -> None:
         nonlocal cached
         if cached is None:
             cached = _recorded(function, getattr(importlib.import_module(module), function))
+            cached = apart_from_modes(cached) if of_torch else cached
         device = args[0].device
         foreign = device.type == "cuda" and device.index != torch.cuda.current_device()
         if foreign or launches.around is not None:
@@ -228,7 +231,7 @@ def _of_this_gpu(op: str) -> Any:
 
 
 def _reference(op: str) -> Any:
-    return _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.reference", op)
+    return _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.reference", op, of_torch=True)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -270,7 +273,7 @@ def _register() -> None:
             LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
         elif op not in NATIVE_OPS:
             module = f"torchpaged.custom_ops.{_FAMILY[op]}.cpu"
-            kernel = _lazy(module, op) if op in _ON_NATIVE_OPS else reference
+            kernel = _lazy(module, op, of_torch=True) if op in _ON_NATIVE_OPS else reference
             LIBRARY.impl(op, kernel, "CPU")
             LIBRARY.impl(f"{op}.cpu", kernel, "CPU")
 

@@ -1,0 +1,60 @@
+"""Ops that consist of torch's own compute the same under whatever modes their caller has on."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.opcheck import opcheck_cases
+from torch import Tensor
+
+from torchpaged import paged_attention, use_backend
+from torchpaged.testing.batches import BATCH_SPECS, make_batch
+
+
+def written(overload: str, case: str, autocast: bool, inference: bool = False) -> list[Tensor]:
+    """The tensors of a case after its op has run, NaN as a number."""
+    torch.manual_seed(0)
+    with torch.inference_mode(inference):
+        op, args, options = copy.deepcopy(opcheck_cases()[case])
+    handle = getattr(getattr(torch.ops.torchpaged, op), overload)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+        handle(*args, **options)
+    tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+    return [x.double().nan_to_num(-7.0) for x in tensors]
+
+
+@pytest.mark.parametrize("case", opcheck_cases())
+@pytest.mark.parametrize("overload", ["reference", "default"])
+def test_autocast_changes_no_bit(overload: str, case: str) -> None:
+    """Products of float32 are not rounded to bfloat16."""
+    want = written(overload, case, autocast=False)
+    for got, expected in zip(written(overload, case, autocast=True), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("case", opcheck_cases())
+@pytest.mark.parametrize("overload", ["reference", "default"])
+def test_tensors_of_inference_mode_are_written_outside_of_it(overload: str, case: str) -> None:
+    want = written(overload, case, autocast=False)
+    for got, expected in zip(written(overload, case, False, inference=True), want, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch_sdpa", "flex"])
+def test_autocast_around_a_backend_of_torch(backend: str) -> None:
+    batch = make_batch(BATCH_SPECS["mixed_padded"], dtype=torch.float32)
+    for pool in (batch.k_cache, batch.v_cache):
+        pool.nan_to_num_(0.5)
+
+    def run() -> Any:
+        return paged_attention(*batch.tensors, max_query_len=batch.max_query_len, scale=batch.scale)
+
+    with use_backend(backend), torch.no_grad():
+        want = run()
+        with torch.autocast("cpu", torch.bfloat16):
+            got = run()
+    assert got.dtype is torch.float32
+    assert torch.equal(got, want)

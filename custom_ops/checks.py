@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch import _is_functional_tensor as is_functional
+from torch._C._functorch import is_batchedtensor as is_batched
 from torch._subclasses import FakeTensor
 from torch.autograd.forward_ad import unpack_dual
 
@@ -112,13 +113,13 @@ def given(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 def check_tensors(**tensors: object) -> None:
     """All of these are tensors, not lists or None, and have memory: values and addresses are checked, which
-    fake and functional tensors have none of. Not asked in a trace, which has no others."""
+    fake, functional, sparse and vmap's tensors have none of. Not asked in a trace, which has no others."""
     if torch.compiler.is_compiling():
         return
     for name, tensor in tensors.items():
-        if type(tensor) is Tensor and not is_functional(tensor):  # most are
+        if type(tensor) is Tensor and _address(tensor):  # most are
             continue
-        # Neither is public; tests/project/test_meta_device.py notices a change.
+        # None of the three is public; tests/project/test_meta_device.py notices a change.
         if isinstance(tensor, FakeTensor) or (isinstance(tensor, Tensor) and is_functional(tensor)):
             raise ArgumentError(
                 name,
@@ -133,6 +134,19 @@ def check_tensors(**tensors: object) -> None:
                 type(tensor).__name__,
                 "make one with torch.tensor(...)" if tensor is not None else "",
             )
+        if tensor.layout is not torch.strided:
+            raise ArgumentError(name, "a dense tensor", str(tensor.layout), "convert it with .to_dense()")
+        if is_batched(tensor):
+            fix = "make one call of all requests: rows of a batch are packed"
+            raise ArgumentError(name, "a tensor with memory", "one of torch.vmap", fix)
+
+
+def _address(tensor: Tensor) -> int:
+    """0 where there is no memory, or none that has an address."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:

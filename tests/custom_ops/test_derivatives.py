@@ -78,6 +78,14 @@ def merge() -> tuple[Call, dict[str, Tensor], PagedKVCache]:
     return torchpaged.merge_attn_states, given, pools()
 
 
+def copy() -> tuple[Call, dict[str, Tensor], PagedKVCache]:
+    def call(k_cache: Tensor, v_cache: Tensor) -> None:
+        torchpaged.copy_blocks(k_cache, v_cache, torch.tensor([[1, 2]]))
+
+    pool = torch.zeros(4, 4, KV_HEADS, DIM)
+    return call, {"k_cache": pool, "v_cache": pool.clone()}, pools()
+
+
 def module() -> tuple[Call, dict[str, Tensor], PagedKVCache]:
     layer, cache, metadata = PagedAttention(HEADS, DIM, KV_HEADS), pools(), batch()
 
@@ -115,6 +123,7 @@ DOORS = {
     "rope_write_kv": rope_write,
     "paged_attention": attention,
     "merge_attn_states": merge,
+    "copy_blocks": copy,
     "PagedAttention": module,
     "MLAAttention": latent_module,
     "flash_attn_varlen_func": dense,

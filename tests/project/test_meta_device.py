@@ -189,8 +189,8 @@ def test_memory_found_in_inference_mode_takes_a_state_dict_later(built: Layer) -
 
 
 def test_tensors_without_memory_are_refused_by_name(built: Layer) -> None:
-    """Fake and functional ones, whose values and addresses can't be checked; ops take fake ones, and a trace
-    over real ones is served."""
+    """Fake and functional ones, whose values and addresses can't be checked, and those of vmap and sparse
+    ones; ops take fake ones, and a trace over real ones is served."""
     x, (k_cache, v_cache, *_), metadata = batch()
     k = x.view(-1, 1, 32)[:, :, :DIM].expand(-1, KV_HEADS, DIM).contiguous()
 
@@ -205,6 +205,12 @@ def test_tensors_without_memory_are_refused_by_name(built: Layer) -> None:
             make_fx(write, tracing_mode=tracing_mode)(*arguments)
     with pytest.raises(ArgumentError, match=f"^k: {said}"):
         torch.func.functionalize(write)(*arguments)
+    with pytest.raises(ArgumentError, match="^k: expected a tensor with memory, got one of torch.vmap; "):
+        torch.vmap(write, (0, None, None, None))(k[None], *arguments[1:])
+    for place, name in enumerate(("k", "k_cache", "v_cache", "slot_mapping")):
+        given = [*arguments[:place], arguments[place].to_sparse(), *arguments[place + 1 :]]
+        with pytest.raises(ArgumentError, match=f"^{name}: expected a dense tensor, got torch.sparse_coo; "):
+            write(*given)
     with FakeTensorMode() as mode, torch.no_grad():
         fake = [mode.from_tensor(tensor) for tensor in arguments]
         with pytest.raises(ArgumentError, match=f"^k: {said}"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchpaged.backends.choose.for_call import device_ops
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks
-from torchpaged.custom_ops.checks import check_tensors
+from torchpaged.custom_ops.checks import check_tensors, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.functional.arguments import run_op
 
@@ -59,7 +59,10 @@ def copy_blocks(
         BackendUnavailableError: the backend that was asked for is not usable here; with all reasons.
     """
     check_tensors(k_cache=k_cache, v_cache=v_cache)
-    if not isinstance(block_mapping, Tensor):
+    refuse_grad(k_cache=k_cache, v_cache=v_cache)
+    if isinstance(block_mapping, Tensor):
+        check_tensors(block_mapping=block_mapping)
+    else:
         host = _pairs(block_mapping)
         block_mapping = host.to(k_cache.device)
         check_copy_blocks(k_cache, v_cache, block_mapping)

@@ -159,6 +159,7 @@ Kernels kernels_generic(Dtype dtype);
 #if defined(__x86_64__)
 Kernels kernels_avx2(Dtype dtype);
 Kernels kernels_avx512(Dtype dtype);
+Kernels kernels_avx512_bf16(Dtype dtype);
 Kernels kernels_amx(Dtype dtype);
 #endif
 

@@ -40,6 +40,10 @@ Kernels choose(Dtype dtype) {
   static const bool amx = level == 2 && may_use_amx();
   if (amx) return kernels_amx(dtype);
 #endif
+#if defined(TORCHPAGED_AVX512_BF16)
+  static const bool products = level == 2 && __builtin_cpu_supports("avx512bf16");
+  if (products) return kernels_avx512_bf16(dtype);
+#endif
   if (level == 2) return kernels_avx512(dtype);
   if (level == 1) return kernels_avx2(dtype);
 #endif

@@ -40,7 +40,7 @@ def forward_mamba1(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
         norm_c(c)[:, :, None],
         norm_b(b)[:, :, None],
         x[..., None],
-        -exact(self.A_log).exp() * dt[..., None],
+        exact(self.A_log).exp() * -dt[..., None],
         dt,
         scale=1.0,
         delta_rule=False,

@@ -1,4 +1,4 @@
-"""Products of many tokens by cuBLASLt: right, the residual left as it was, the same bits in a graph."""
+"""Products of more than 64 tokens by cuBLASLt: right, the residual as it was, the same bits in a graph."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "depth", "width", "has_residual"),
     [
+        (65, 512, 512, True),
+        (72, 4096, 4096, True),
+        (128, 14336, 4096, True),
+        (256, 4096, 28672, False),
+        (509, 2048, 2048, True),
         (1024, 4096, 6144, False),
         (1027, 512, 512, True),
         (2048, 4096, 28672, False),

@@ -3,6 +3,7 @@ captured and replayed."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.layers.call import LinearCall
 from torchpaged.custom_ops.layers.cuda.linear import unsupported
+from torchpaged.custom_ops.layers.cuda.linear_shape import MAX_TOKENS
 
 pytestmark = pytest.mark.gpu
 CUDA = BACKEND_OPS["cuda"].linear
@@ -106,19 +108,20 @@ def check(arguments: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 31, 64])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 31, 64, 65, 200])
 @pytest.mark.parametrize("features", FEATURES)
 def test_features(features: str, tokens: int, dtype: torch.dtype) -> None:
     check(make(tokens, (1024, 2048), features, dtype))
 
 
 @pytest.mark.parametrize("features", ["residual", "everything"])
-@pytest.mark.parametrize("tokens", [1, 5, 12, 32, 33, 64])
+@pytest.mark.parametrize("tokens", [1, 5, 12, 32, 33, 64, 65, 127, 256])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_shapes(shape: str, tokens: int, features: str) -> None:
     arguments = make(tokens, SHAPES[shape], features, torch.bfloat16)
     x, weight, norm_weight = (arguments[name] for name in ("x", "weight", "norm_weight"))
-    assert unsupported(LinearCall(x, weight, x, norm_weight=norm_weight)) is None
+    composed = unsupported(LinearCall(x, weight, x, norm_weight=norm_weight)) is not None
+    assert composed == (tokens > MAX_TOKENS)
     check(arguments)
 
 
@@ -130,7 +133,7 @@ def test_every_number_of_tokens(tokens: int) -> None:
 @pytest.mark.parametrize(
     "shape", [(6144, 4096), (28672, 4096), (4096, 14336), (16384, 2048), (128256, 2048)], ids=str
 )
-@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 96, 128, 256])
 def test_model_shapes(tokens: int, shape: tuple[int, int]) -> None:
     check(make(tokens, shape, "silu" if shape[0] in (28672, 16384) else "residual", torch.bfloat16))
 
@@ -165,7 +168,7 @@ def test_strides() -> None:
     assert torch.isnan(arguments["out"].as_strided((9, 24), (152, 1), 128)).all(), "written beside out"
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 24, 64])
+@pytest.mark.parametrize("tokens", [1, 8, 24, 64, 65, 192])
 @pytest.mark.parametrize("features", ["everything", "residual"])
 def test_bitwise_repeatable(tokens: int, features: str) -> None:
     arguments = make(tokens, (2048, 4096), features, torch.bfloat16)
@@ -209,3 +212,43 @@ def test_a_captured_chain_follows_its_input(tokens: int) -> None:
             torch.cuda.synchronize()
             CUDA(state, weight, want, residual=state, norm_weight=norm)
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("tokens", [65, 128, 300])
+def test_a_captured_chain_of_large_products_follows_its_input(tokens: int) -> None:
+    """Norms and gates start before the products of cuBLAS in front of them have finished."""
+    width, layers = 1024, 12
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cuda").to(torch.bfloat16)
+
+    weights = [
+        (random(4 * width, width) * width**-0.5, random(width, 2 * width) * width**-0.5)
+        for _ in range(layers)
+    ]
+    norm = 1 + random(width) * 0.1
+    state, inner = random(layers + 1, tokens, width), random(layers, tokens, 2 * width)
+
+    def chain(end: Callable[[], object] = lambda: None) -> None:
+        for i, (gate_up, down) in enumerate(weights):
+            CUDA(state[i], gate_up, inner[i], norm_weight=norm, activation="silu")
+            end()
+            CUDA(inner[i], down, state[i + 1], residual=state[i])
+            end()
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(4):
+        state[0].copy_(random(tokens, width))
+        inner.fill_(torch.nan)
+        state[1:].fill_(torch.nan)
+        graph.replay()
+        got = state.clone(), inner.clone()
+        chain(torch.cuda.synchronize)
+        assert torch.isfinite(state).all()
+        assert torch.equal(got[0], state)
+        assert torch.equal(got[1], inner)

@@ -1,5 +1,5 @@
-"""Large products by cuBLASLt: ``out = x @ weight.T``, or that and a residual which is read where
-it lies. torch copies an addend into the output first, which is 1 % of a prefill step.
+"""Products of more than 64 tokens by cuBLASLt: ``out = x @ weight.T``, or that and a residual which is read
+where it lies. torch copies an addend into the output first, a launch of its own (docs/log/large_steps.md).
 
 The library is the one that torch has loaded. Of the algorithms that it proposes for the sizes, in its order,
 the first one with the preferred tile is taken: sizes alone decide, nothing is timed.
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-#: From so many tokens on a product is the GPU's whole work, and this path is faster than torch's.
-MIN_TOKENS = 1024
+#: From so many tokens on this path is taken; fewer are another kernel's (linear_shape.py).
+MIN_TOKENS = 65
 _TYPES = {torch.float16: 2, torch.bfloat16: 14}  # cudaDataType
 _FLOAT32, _COMPUTE_32F, _TRANSPOSED = 0, 68, 1
 _OP_A, _MOST_WORKSPACE, _REDUCTIONS = 3, 1, 3  # attributes of a product, of a preference

@@ -114,16 +114,17 @@ def test_pictures_behind_others_in_the_cache_are_refused() -> None:
 @pytest.mark.skipif(
     transformers.__version__.startswith("5.17."), reason="it leaves the pictures of a prompt in chunks out"
 )
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("size", [4, 5, 6, 7, 20])
-def test_chunks_of_a_prompt(size: int) -> None:
+def test_chunks_of_a_prompt(size: int, dense: bool) -> None:
     """A picture at positions 3 to 6: behind the last one no chunk but the first can know that it ended."""
     model, call = case("gemma3", ("titt",))
     with paged(model):
         if size < 20:
             with pytest.raises(UnsupportedModelError, match="image"):
-                generate(model, call, cache_of(model), prefill_chunk_size=size)
+                generate(model, call, cache_of(model, dense=dense), prefill_chunk_size=size)
             return
-        got = generate(model, call, cache_of(model), prefill_chunk_size=size)
+        got = generate(model, call, cache_of(model, dense=dense), prefill_chunk_size=size)
     same_logits(got, generate(model, call))
 
 

@@ -195,6 +195,7 @@ def paged_mask(
         return _mask_without_cache(request, allow_is_causal_skip, kwargs)
     if cache.dense:
         cache.masks.require_next(request)
+        cache.masks.require_whole_spans(request)
         dense: Tensor | None = eager_mask(**request.arguments(), **kwargs)
         return dense
     marked: Tensor | None = cache.masks.observe(request)

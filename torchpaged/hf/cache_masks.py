@@ -19,7 +19,16 @@ from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.call_mask import CallMask, MaskRequest
 from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.mask_functions import MaskKind, Prompt, Spans, is_causal, kinds_of, sees_next
+from torchpaged.hf.mask_functions import (
+    MaskKind,
+    Prompt,
+    Rows,
+    Spans,
+    is_causal,
+    kinds_of,
+    sees_next,
+    whole_spans,
+)
 from torchpaged.hf.row_errors import ANOTHER_PROMPT, other_rows
 
 
@@ -198,7 +207,30 @@ class CacheMasks:
             rows.cut_padding &= max(padding) >= mask.shape[1]
         return holds
 
+    def require_whole_spans(self, asked: MaskRequest) -> None:
+        """Refuse of gathered keys, whose masks transformers makes, what `observe` refuses of spans.
+
+        Raises:
+            UnsupportedModelError: a chunk of a prompt that cuts one, or one behind others in the cache.
+        """
+        function, compiles = asked.mask_function, torch.compiler.is_compiling()
+        if not self._marks or compiles or asked.query_len == 1 or not is_causal(function):
+            return
+        prompt = Prompt(asked.batch, int(asked.q_offset), asked.query_len, (), asked.device)
+        self._require_uncut(asked, prompt)
+        if function not in (None, causal_mask_function):
+            self._note_cut(prompt, whole_spans(function, prompt))
+
     def _find_kinds(self, asked: MaskRequest, prompt: Prompt) -> dict[MaskKind, Spans]:
+        self._require_uncut(asked, prompt)
+        sizes = [(layer.window, layer.chunk) for layer in self._layers]
+        found = kinds_of(asked.mask_function, asked.local_size, prompt, sizes, self._marks)
+        self._learn_kinds(set(found))
+        for spans in found.values():
+            self._note_cut(prompt, spans.rows)
+        return found
+
+    def _require_uncut(self, asked: MaskRequest, prompt: Prompt) -> None:
         # A chunk of a prompt has the types of its own tokens alone, which don't tell that an image goes on
         # with a single one. Text without types asks for a plain mask, of its layers without a window.
         plain = asked.mask_function in (None, causal_mask_function) or asked.local_size is not None
@@ -207,13 +239,10 @@ class CacheMasks:
                 f"{self._name}: a chunk of the prompt ends inside or right behind an image whose tokens see "
                 "each other in both directions, and may not know of its rest; leave prefill_chunk_size out"
             )
-        sizes = [(layer.window, layer.chunk) for layer in self._layers]
-        found = kinds_of(asked.mask_function, asked.local_size, prompt, sizes, self._marks)
-        self._learn_kinds(set(found))
-        ends = {row[-1][1] for spans in found.values() for row in spans.rows if row}
-        if prompt.end in ends and not self._prompts_are_whole:
+
+    def _note_cut(self, prompt: Prompt, rows: Rows) -> None:
+        if any(row and row[-1][1] == prompt.end for row in rows) and not self._prompts_are_whole:
             self._cut = prompt.end
-        return found
 
     def expect_candidates(self) -> None:
         """What comes behind a prompt are candidates for its next tokens (assisted generation), no chunks of

@@ -200,15 +200,9 @@ def kinds_of(
     kinds = [MaskKind(True, *size) for size in dict.fromkeys([(None, None), *local, *layers])]
     causal = is_causal(mask_function)
     exact = exact and causal
-    if exact:
-        _require_first_forward(mask_function, prompt)
-    rows: Rows = find_spans(mask_function, prompt) if causal else ()
-    if exact and _cuts_a_span(mask_function, prompt):
-        raise UnsupportedModelError(
-            f"the prompt ends at position {prompt.end}, inside an image or another span of tokens that "
-            "see each other in both directions, so that its tokens would not see the rest of it; give "
-            "the whole span to one forward (prefill_chunk_size=None, or chunks that end between spans)"
-        )
+    rows: Rows = whole_spans(mask_function, prompt) if exact else ()
+    if causal and not exact:
+        rows = find_spans(mask_function, prompt)
     found: dict[MaskKind, Spans] = {}
     if rows or exact:
         found = _everywhere(mask_function, prompt, rows, kinds)
@@ -221,6 +215,23 @@ def kinds_of(
         "the model combines its causal mask with another one (image tokens, a prefix, packed sequences?), "
         f"which paged attention does not express (local_size={local_size}); use PagedCache(..., dense=True)"
     )
+
+
+def whole_spans(mask_function: Any, prompt: Prompt) -> Rows:
+    """`find_spans` of a model that marks tokens of other kinds than text.
+
+    Raises:
+        UnsupportedModelError: there are some behind others in the cache, or one goes on behind the prompt.
+    """
+    _require_first_forward(mask_function, prompt)
+    rows = find_spans(mask_function, prompt)
+    if _cuts_a_span(mask_function, prompt):
+        raise UnsupportedModelError(
+            f"the prompt ends at position {prompt.end}, inside an image or another span of tokens that "
+            "see each other in both directions, so that its tokens would not see the rest of it; give "
+            "the whole span to one forward (prefill_chunk_size=None, or chunks that end between spans)"
+        )
+    return rows
 
 
 def _require_first_forward(mask_function: Any, prompt: Prompt) -> None:

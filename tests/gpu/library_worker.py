@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from library_backends import attend, host_of, limits_of, spec_of, step_of
+from library_backends import attend, host_of, limits_of, spec_of
 
 from torchpaged import Limits, PlanError
 from torchpaged.backends import Backend, GraphSupport, flashinfer_prefix, get_backend
@@ -67,7 +67,7 @@ def compiled(backend: Backend, name: str) -> None:
     batch = batch_of(backend, name)
     session = backend.open([], limits_of(batch), DEVICE)
     workspace = session.workspace(spec_of(batch))
-    session.plan(step_of(batch), host_of(batch))
+    session.plan(batch, host_of(batch))
 
     call = caller(session, batch, workspace)
     assert_attention_close(torch.compile(call, fullgraph=True)(batch.q), None, batch)
@@ -354,7 +354,7 @@ def timed(
         return out
 
     capture = CudaCapture(device)
-    session.plan(step_of(batch), host)
+    session.plan(batch, host)
     with torch.inference_mode():
         capture.warmup(step, 2)
         graph = capture.capture(step, capture.new_pool())
@@ -370,7 +370,7 @@ def timed(
         for _ in range(10):
             torch.cuda.synchronize()
             began = time.perf_counter()
-            session.plan(step_of(batch), host)
+            session.plan(batch, host)
             plans.append((time.perf_counter() - began) * 1e6)
         torch.cuda.synchronize()
         result["plan_us"] = round(sorted(plans)[5])

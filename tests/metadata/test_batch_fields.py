@@ -136,7 +136,7 @@ def test_lengths_that_can_be_read_once_are_refused(name: str) -> None:
         AttentionMetadata.from_lists(**lens, block_tables=[[1], [2]], block_size=16, num_blocks=8)
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray])
+@pytest.mark.parametrize("kind", [bytes, bytearray, set, dict.fromkeys])
 def test_blocks_as_bytes_are_refused(kind: Callable[[list[int]], Any]) -> None:
     with pytest.raises(ArgumentError, match="block_tables: expected a list of blocks for each request"):
         AttentionMetadata.from_lists([1], [4], [kind([1, 2, 3, 4])], block_size=1)

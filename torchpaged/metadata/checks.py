@@ -13,8 +13,8 @@ from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
 
-#: An array that is made of these takes several of their bytes for a number.
-_BYTES = {bytes, bytearray}
+#: No rows: an array that is made of bytes takes several of them for a number, and sets have no order.
+_NO_ROWS = {bytes, bytearray, set, frozenset, dict}
 
 
 def integers(name: str, values: Iterable[int], bits: int = 64, given: object = None) -> Sequence[int]:
@@ -69,7 +69,7 @@ def check_batch(
             f"one row and one length per request ({len(seq_lens)})",
             f"{len(query_lens)} query_lens, {len(seq_lens)} seq_lens, {len(block_tables)} rows",
         )
-    if not _BYTES.isdisjoint(map(type, block_tables)):
+    if not _NO_ROWS.isdisjoint(map(type, block_tables)):
         raise ArgumentError("block_tables", "a list of blocks for each request", reprlib.repr(block_tables))
     every = integers("block_tables", itertools.chain.from_iterable(block_tables), 32, block_tables)
     most = math.inf if num_blocks is None else num_blocks - 1

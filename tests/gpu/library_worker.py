@@ -5,6 +5,7 @@ process its device.
     python tests/gpu/library_worker.py flashinfer prefill 'window|soft_cap'     # checks of that name alone
     python tests/gpu/library_worker.py flash_attn declared    # graph support and batch invariance
     python tests/gpu/library_worker.py flashinfer_xqa suite   # batches x features x eager, compiled, captured
+    python tests/gpu/library_worker.py flashinfer_gdn states  # prompts of gated delta nets; or engine
     python tests/gpu/library_worker.py flash_attn,cuda time 10    # no new case after 10 seconds of one
 
 Prints a line of JSON per check: its name, and its error if there was one; "time" prints microseconds per call
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from library_backends import attend, host_of, limits_of, spec_of
+from library_states import engine_checks, state_checks
 
 from torchpaged import Limits, PlanError
 from torchpaged.backends import Backend, GraphSupport, flashinfer_prefix, get_backend
@@ -207,7 +209,13 @@ def flex_checks(backend: Backend) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def checks(backend: Backend, part: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """The checks of a backend, cheap ones first, by name."""
-    parts = {"declared": declared_checks, "special": flex_checks, "suite": suite_checks}
+    parts = {
+        "declared": declared_checks,
+        "special": flex_checks,
+        "suite": suite_checks,
+        "states": state_checks,
+        "engine": engine_checks,
+    }
     if part in parts:
         yield from parts[part](backend)
         return

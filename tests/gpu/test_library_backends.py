@@ -26,6 +26,8 @@ PARTS = [
     ("flex", "all"),
     ("torch_sdpa", "all"),
     ("flex", "special"),
+    ("flashinfer_gdn", "states"),
+    ("flashinfer_gdn", "engine"),
     *((name, "declared") for name in ("flash_attn", "flashinfer", "flashinfer_xqa", "flex", "torch_sdpa")),
     *((name, "suite") for name in ("cuda", "triton", "flash_attn", "flashinfer_xqa", "torch_sdpa")),
 ]

@@ -99,6 +99,7 @@ OF_GRAPHS = (f"{OPS}.errors", f"{OPS}.checks", f"{OPS}.words")
 NAMES_KERNELS = (
     "torchpaged.compile.compile_cache",
     "torchpaged.backends.cuda",
+    "torchpaged.backends.flashinfer_gdn",
     "torchpaged.testing",
     "torchpaged.bench",
 )

@@ -32,6 +32,7 @@ LIBRARIES = {
     "flash_attn": ("flash_attn_interface", "flash_attn_config"),
     "flash_attn_4": ("flash_attn",),
     "flashinfer": ("flashinfer",),
+    "flashinfer_gdn": ("flashinfer",),
     "flashinfer_xqa": ("flashinfer",),
 }
 

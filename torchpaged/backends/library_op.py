@@ -59,8 +59,6 @@ def attention_op(
     Raises:
         ValueError: the namespace is taken.
     """
-    if namespace in _LIBRARIES:
-        raise ValueError(f"namespace: expected a new one, got {namespace!r}")
 
     def launch(*tensors: Any, **options: Any) -> None:
         kept = {name: options.pop(name, None) for name in further}
@@ -79,11 +77,27 @@ def attention_op(
     contract = SCHEMAS["paged_attention"]
     assert _SEMAPHORE in contract, "the contract has changed"
     schema = contract.replace(_SEMAPHORE, "".join(f", {kind} {name}=None" for name, kind in further.items()))
+    return defined(namespace, "paged_attention", schema, launch, fake)
+
+
+def defined(
+    namespace: str, op: str, schema: str, launch: Callable[..., None], fake: Callable[..., None]
+) -> dict[str, Any]:
+    """Define ``namespace::op`` with ``launch`` behind it on every device.
+
+    Returns:
+        The op's handle by its name, as `Backend` takes it.
+
+    Raises:
+        ValueError: the namespace is taken.
+    """
+    if namespace in _LIBRARIES:
+        raise ValueError(f"namespace: expected a new one, got {namespace!r}")
     library = _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    library.define("paged_attention" + schema, tags=_TAGS)
-    library.impl("paged_attention", launch, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{namespace}::paged_attention", fake, lib=library)
-    return {"paged_attention": getattr(torch.ops, namespace).paged_attention.default}
+    library.define(op + schema, tags=_TAGS)
+    library.impl(op, launch, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{namespace}::{op}", fake, lib=library)
+    return {op: getattr(getattr(torch.ops, namespace), op).default}
 
 
 def _refuse(call: AttentionCall, able: Capabilities | None, name: str) -> None:

@@ -38,6 +38,8 @@ from triton.runtime import JITFunction
 from torchpaged import custom_ops
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.block_ops.packing import BlockPacking
+from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.triton.library_rows import gather_states, library_rows, scatter_states
 from torchpaged.testing import run_paged_attention
 
 TRITON = BACKEND_OPS["triton"]
@@ -253,6 +255,14 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     )
 
 
+def rows_of_libraries() -> None:
+    """What the backends around libraries of states launch."""
+    sizes = {"key_dim": 128, "value_dim": 128}
+    call = LinearAttentionCall(**make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **sizes))
+    rows = library_rows(call)
+    scatter_states(gather_states(rows.reads, call.state), rows.writes, call.state)
+
+
 def kernel_sources() -> list[Path]:
     """Every file of Triton kernels, of whatever family of ops."""
     root = Path(custom_ops.__file__).parent
@@ -276,6 +286,7 @@ def test_every_other_kernel() -> None:
         for op, args, kwargs in small_ops():
             if op != "cascade_attention":  # two launches of attention's kernels, which are seen above
                 getattr(TRITON, op)(*args, **kwargs)
+        rows_of_libraries()
         pools = [torch.zeros(4, 64, dtype=torch.uint8) for _ in range(2)]
         BlockPacking(pools, [0, 64]).run(torch.zeros(2, 128, dtype=torch.uint8), torch.tensor([1, 3]), False)
     defined = {

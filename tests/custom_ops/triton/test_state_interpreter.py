@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from library_backends import stand_in
 from op_inputs.state import (
     FAMILIES,
     LONG_BATCHES,
@@ -16,11 +17,13 @@ from op_inputs.state import (
     assert_state_close,
     make_conv_inputs,
     make_linear_inputs,
+    with_nan_in_padding,
     with_odd_strides,
 )
 from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inputs, make_gates_inputs
 
 from torchpaged import ArgumentError
+from torchpaged.backends import flashinfer_gdn
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 
@@ -200,3 +203,18 @@ def test_no_rows_give_zeros() -> None:
         given["query_start_loc"] = given["query_start_loc"][:1]
         getattr(TRITON, op)(**given)
         assert not given["out"].any()
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("batch", ["long", "borders", "void_row"])
+def test_rows_for_a_library_match_the_oracle(
+    batch: str, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in takes what FlashInfer takes; NaN in the pool, in padding, beside the rows."""
+    monkeypatch.setattr(flashinfer_gdn, "splits_rows", lambda *_: splits)
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128, "key_heads": 1}
+    inputs = make_linear_inputs((STATE_BATCHES | LONG_BATCHES)[batch], heads=2, **sizes)
+    inputs = with_nan_in_padding(with_odd_strides(inputs))
+    assert flashinfer_gdn.why_own(LinearAttentionCall(**inputs)) is None
+    with stand_in("flashinfer_gdn") as backend:
+        assert_state_close(backend.ops, REFERENCE, "linear_attention", inputs, torch.bfloat16)

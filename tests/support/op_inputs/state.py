@@ -172,6 +172,17 @@ def with_odd_strides(inputs: dict[str, Any], extra: int = 5) -> dict[str, Any]:
     return inputs | {name: moved(inputs[name]) for name in "qkv"}
 
 
+def with_nan_in_padding(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same with NaN in all that tokens without a state give: padding, and rows without a slot."""
+    away = torch.ones(len(inputs["v"]), dtype=torch.bool)
+    for _, _, tokens in _tokens(inputs):
+        away[tokens.start : tokens.stop] = False
+    for name in ("q", "k", "v", "g", "beta"):
+        if inputs[name] is not None:
+            inputs[name][away] = NAN
+    return inputs
+
+
 def _tokens(inputs: dict[str, Any]) -> list[tuple[int, bool, range]]:
     """Of each row its slot, whether it begins, and its tokens that are no padding."""
     starts, found = inputs["query_start_loc"].tolist(), []

@@ -19,11 +19,16 @@ from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 
 #: Preference of the automatic choice behind the order of the device; registered ones go before that.
 AUTOMATIC = ["cuda", "triton", "cpu", "torch_sdpa", "flex", "reference"]
+_NAMED = (
+    "flash_attn",
+    "flash_attn_4",
+    "flashinfer",
+    "flashinfer_gdn",
+    "flashinfer_xqa",
+    "torch_varlen",
+)
 #: Backend name -> module with a ``BACKEND``; `register_backend` adds to it.
-MODULES = {
-    name: f"torchpaged.backends.{name}"
-    for name in (*AUTOMATIC, "flash_attn", "flash_attn_4", "flashinfer", "flashinfer_xqa", "torch_varlen")
-}
+MODULES = {name: f"torchpaged.backends.{name}" for name in (*AUTOMATIC, *_NAMED)}
 REGISTERED: dict[str, Backend] = {}
 # Of MODULES and of routes, those that were asked for: for a trace, which imports nothing.
 LOADED: dict[str, Backend] = {}

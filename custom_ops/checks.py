@@ -23,6 +23,9 @@ from torch.autograd.forward_ad import unpack_dual
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import ArgumentError
 
+#: Activations of a gate that the ops know; "gelu_tanh" is GELU's tanh approximation.
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
 
 def shape_of(tensor: Tensor) -> str:
     """For a message; a trace can't make one of a list of symbols."""

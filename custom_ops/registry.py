@@ -54,6 +54,9 @@ from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
 from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
 from torchpaged.custom_ops.callers_modes import apart_from_modes
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.experts.call import ExpertsCall, RouteCall
+from torchpaged.custom_ops.experts.fake import FAKES as EXPERTS_FAKES
+from torchpaged.custom_ops.experts.schema import SCHEMAS as EXPERTS
 from torchpaged.custom_ops.indexer.call import IndexCall
 from torchpaged.custom_ops.indexer.fake import FAKES as INDEXER_FAKES
 from torchpaged.custom_ops.indexer.schema import SCHEMAS as INDEXER
@@ -84,6 +87,7 @@ _SCHEMAS = {
     "block_ops": BLOCK_OPS,
     "step_end": STEP_END,
     "layers": LAYERS,
+    "experts": EXPERTS,
     "mla": MLA,
     "indexer": INDEXER,
     "state": STATE,
@@ -108,6 +112,8 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     "finish_step": FinishCall.of,
     "rms_norm": NormCall,
     "linear": LinearCall,
+    "route_experts": RouteCall,
+    "apply_experts": ExpertsCall,
     "causal_conv": ConvCall,
     "linear_attention": LinearAttentionCall,
     "delta_gates": GatesCall,
@@ -159,6 +165,8 @@ class BackendOps(NamedTuple):
     write_index_keys: Any
     index_logits: Any
     top_k_indices: Any
+    route_experts: Any
+    apply_experts: Any
 
     def __repr__(self) -> str:
         return one_line(self, *(f"{name}={op}" for name, op in self._asdict().items()))
@@ -246,6 +254,7 @@ _FAMILY_FAKES = (
     MLA_FAKES,
     STATE_FAKES,
     INDEXER_FAKES,
+    EXPERTS_FAKES,
 )
 #: Of each op that has facts to state, what a trace runs in its place, with flat arguments.
 FAKES = {op: _recorded(op, fake) for fakes in _FAMILY_FAKES for op, fake in fakes.items()}

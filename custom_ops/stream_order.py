@@ -303,7 +303,18 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="what stands behind it finds the step's metadata complete",
         ),
     ),
-    "rms_norm": (Launch("rms_norm.py:rms_norm_kernel", False, ("out", "residual"), waits="launch"),),
+    "rms_norm": (Launch("rms_norm.py:rms_norm_kernel", True, ("out", "residual"), "wait", ("weight",)),),
+    "route_experts": (
+        Launch("route_experts.py:router_logits_kernel", True, SCRATCH, "wait", ("weight",), case="scores"),
+        Launch("route_experts.py:choose_experts_kernel", True, ("ids", "weights"), "wait", case="choice"),
+    ),
+    "apply_experts": (
+        Launch("apply_experts.py:experts_inner_kernel", True, SCRATCH, "wait", case="gate and up"),
+        Launch("apply_experts.py:experts_down_kernel", True, SCRATCH, "wait", case="down"),
+        Launch(
+            "apply_experts.py:experts_sum_kernel", True, ("out",), "wait", case="sum of a token's experts"
+        ),
+    ),
     "act_and_mul": (Launch("act_and_mul.py:act_and_mul_kernel", False, ("out",), waits="launch"),),
     "linear": (
         Launch("linear.cu:linear", True, ("out",), "start", ("weight",), case="1 to 8 tokens"),

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.checks import (
+    ACTIVATIONS,
     check_device,
     check_dims,
     check_dtype,
@@ -22,10 +23,7 @@ from torchpaged.custom_ops.checks import (
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
-
-#: Activations of a gate that `act_and_mul` and `linear` know; "gelu_tanh" is GELU's tanh approximation.
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
-FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+from torchpaged.custom_ops.pools import FLOATS
 
 
 def _check_like(x: Tensor, rows: int, width: int, **tensors: Tensor | None) -> None:

@@ -314,6 +314,8 @@ def triton_launches() -> list[tuple[str, Any]]:
         "causal_conv",
         "delta_gates",
         "gated_rms_norm",
+        "route_experts",
+        "apply_experts",
     )
     for op in ("write_kv", "rope_write_kv", "rope_write_latent", "write_index_keys", "index_logits", *alone):
         _, args, kwargs = next(case for case in cases if case[0] == op)

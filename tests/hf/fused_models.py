@@ -18,6 +18,14 @@ MIXED = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_atte
 _HEADS = {"head_dim": 16, "sliding_window": 8}
 _GEMMA = {**_HEADS, "query_pre_attn_scalar": 16, "tie_word_embeddings": False, **MIXED}
 _GROUP = {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48}
+_ROUTED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_GLM = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 2,
+    "topk_group": 1,
+}
 ATTENTION = ["linear", "rope_write_kv", "paged_attention", "linear"]
 NO_ROTATION = ["linear", "write_kv", "paged_attention", "linear"]
 LATENTS = ["linear", "linear", "rope_write_latent", "mla_attention", "linear"]
@@ -26,6 +34,7 @@ DELTA_NET = ["linear", "causal_conv", "delta_gates", "linear_attention", "gated_
 KIMI_DELTA = ["linear", "causal_conv", "linear", "delta_gates", "linear_attention", "rms_norm"]
 KIMI_DELTA += ["linear", "linear"]
 MLP = ["linear", "linear"]
+EXPERTS = ("rms_norm", "route_experts", "apply_experts")
 
 
 class Known(NamedTuple):
@@ -34,8 +43,8 @@ class Known(NamedTuple):
     ``family``: of transformers' classes, with `COMMON` and ``options``; empty: of the model type, attached.
     ``mixers``: our ops of a layer that mix its tokens, by layer, repeated; ``mlp``: of one with a gated MLP;
     ``behind``: behind a block. ``others``: launches of each that are no op of ours; ``experts``: layers with
-    a mixture of experts, whose launches are not counted, or with an MLP that has no gate. ``rest``: outside
-    the layers.
+    a mixture of experts, and ``mixture``: their ops; none where it keeps its own forward, whose launches are
+    not counted, or is an MLP that has no gate. ``rest``: outside the layers.
     """
 
     family: str = ""
@@ -45,10 +54,12 @@ class Known(NamedTuple):
     mlp: list[str] = MLP
     behind: tuple[str, ...] = ()
     experts: int = 0
+    mixture: tuple[str, ...] = ()
     rest: int = 2
 
 
 _LATENT = Known(mixers=(LATENTS,), others=(1,))
+_LATENT_EXPERTS = _LATENT._replace(experts=1, mixture=EXPERTS)
 _SHORT = Known(mixers=(SHORT_CONV, ATTENTION), others=(0, 0))
 _MAMBA2 = Known(mixers=(DELTA_NET, ATTENTION), others=(0, 0))
 _GRANITE = Known(mixers=(DELTA_NET, NO_ROTATION), others=(2, 2), rest=4)
@@ -61,6 +72,15 @@ FAMILIES = {
     "Qwen2": Known("Qwen2"),
     "Qwen3": Known("Qwen3", {"head_dim": 32}),
     "Mistral": Known("Mistral", {"sliding_window": 8}),
+    "Mixtral": Known("Mixtral", {"num_local_experts": 4, "sliding_window": 8}, experts=3, mixture=EXPERTS),
+    "Qwen2Moe": Known(
+        "Qwen2Moe", _ROUTED | {"shared_expert_intermediate_size": 48}, experts=3, mixture=EXPERTS
+    ),
+    "Qwen3Moe": Known(
+        "Qwen3Moe", _ROUTED | {"head_dim": 32, "num_experts_per_tok": 2}, experts=3, mixture=EXPERTS
+    ),
+    "Glm4Moe": Known("Glm4Moe", _GLM | {"use_qk_norm": True}, experts=2, mixture=EXPERTS),
+    "Glm4MoeAir": Known("Glm4Moe", _GLM, experts=2, mixture=EXPERTS),
     "SmolLM3": Known(
         "SmolLM3",
         {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0]},
@@ -77,18 +97,19 @@ FAMILIES = {
     "GptOss": Known(
         "GptOss", {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, **MIXED}, experts=4
     ),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "axk1"), _LATENT._replace(experts=1)),
-    "deepseek_v2_lite": _LATENT._replace(
-        options={"q_lora_rank": None}, mixers=(LATENTS[1:],), experts=1
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _LATENT_EXPERTS),
+    "axk1": _LATENT_EXPERTS._replace(mixture=(*EXPERTS, "rms_norm")),
+    "deepseek_v2_lite": _LATENT_EXPERTS._replace(
+        options={"q_lora_rank": None}, mixers=(LATENTS[1:],)
     ),  # queries without a rank of their own
     "youtu": _LATENT._replace(options={"tie_word_embeddings": False}),
     "minicpm3": _LATENT._replace(options={"tie_word_embeddings": False}, others=(3,), rest=11),
     "lfm2": _SHORT,
-    "lfm2_moe": _SHORT._replace(experts=3),
+    "lfm2_moe": _SHORT._replace(experts=3, mixture=EXPERTS),
     "qwen3_next": _DELTA._replace(options={"num_experts": 0}, others=(1, 1, 1, 2)),
-    "qwen3_next_moe": _DELTA._replace(others=(1, 1, 1, 2), experts=4),
+    "qwen3_next_moe": _DELTA._replace(others=(1, 1, 1, 2), experts=4, mixture=EXPERTS),
     "qwen3_5_text": _DELTA,
-    "qwen3_5_moe_text": _DELTA._replace(experts=4),
+    "qwen3_5_moe_text": _DELTA._replace(experts=4, mixture=EXPERTS),
     "kimi_linear": Known(
         options={"mlp_layer_types": ["dense"] * 4}, mixers=(KIMI_DELTA, LATENTS[1:]), others=(4, 1)
     ),

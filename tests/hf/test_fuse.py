@@ -19,7 +19,12 @@ from torchpaged.hf import PagedCache, fuse, unfuse
 
 GRAPHS: list[Any] = []
 #: Family -> passes that do not apply to any of its layers.
-WITHOUT = {"GptOss": {"gate_up"}, "minicpm3": {"lm_head", "embedding"}, "granite_rope": {"rope"}}
+WITHOUT = {"minicpm3": {"lm_head", "embedding"}, "granite_rope": {"rope"}}
+#: Family -> passes that do not apply to some of its layers.
+KEPT = {
+    "nemotron_dense": {"gate_up"},
+    **{name: {"experts"} for name in ("GptOss", "granitemoehybrid", "nemotron_h")},
+}
 
 
 def counting(graph: Any, inputs: Any) -> Any:
@@ -63,20 +68,24 @@ def test_launches_of_a_decode_step(name: str) -> None:
     """By op; the layer and the report say the same."""
     known, report = FAMILIES[name], fuse(build(name))
     assert report.before and report.after
-    mixtures = report.skipped.get("gate_up", {})
+    kept = report.skipped.get("experts", {}) | report.skipped.get("gate_up", {})
+    mixtures = {*kept, *report.replaced.get("experts", ())}
     assert len(mixtures) == known.experts
-    assert all("mixture of experts" in why or "has no gate" in why for why in mixtures.values())
+    assert bool(kept) == (known.experts > 0 and not known.mixture)
+    assert all("mixture of experts" in why or "has no gate" in why for why in kept.values())
     for i, names in enumerate(report.after.names):
         kind = i % len(known.mixers)
-        mlp = ["rms_norm"] if f"layers.{i}" in mixtures else [*known.mlp, *known.behind]
+        mlp = [*known.mlp, *known.behind]
+        if f"layers.{i}" in mixtures:
+            mlp = [*(known.mixture or ["rms_norm"])]
         expected = [*known.mixers[kind], *known.behind, *mlp]
         assert [op.split(".")[1] for op in names if "torchpaged" in op] == expected, i
-        if f"layers.{i}" not in mixtures:
+        if f"layers.{i}" not in kept:
             assert report.after.layers[i] == len(expected) + known.others[kind]
         assert report.after.layers[i] < report.before.layers[i] - 4
     assert report.after.rest == known.rest < report.before.rest
     assert f"-> {report.after.per_layer()}," in str(report)
-    assert {*report.skipped} == {*WITHOUT.get(name, ()), *(["gate_up"] if mixtures else [])}
+    assert {*report.skipped} == {*WITHOUT.get(name, ()), *KEPT.get(name, ())}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -150,7 +159,9 @@ def test_every_pass_alone_and_left_out(name: str, passes: tuple[str, ...]) -> No
     want = logits(model)
     report = fuse(model, passes)
     torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
-    assert set(report.replaced) == set(passes) - WITHOUT.get(name, set())
+    without = WITHOUT.get(name, set()) | (set() if FAMILIES[name].mixture else {"experts"})
+    without |= {"gate_up"} if name == "GptOss" else set()
+    assert set(report.replaced) == set(passes) - without
     assert report.passes == passes
     assert report.before and report.after
     before, after = (sum(x.layers) + x.rest for x in (report.before, report.after))

@@ -103,7 +103,17 @@ NAMES_KERNELS = (
     "torchpaged.testing",
     "torchpaged.bench",
 )
-FAMILIES = ("attention", "block_ops", "cache_write", "indexer", "layers", "mla", "state", "step_end")
+FAMILIES = (
+    "attention",
+    "block_ops",
+    "cache_write",
+    "experts",
+    "indexer",
+    "layers",
+    "mla",
+    "state",
+    "step_end",
+)
 #: Part of a family -> the parts of its own family, and the folders shared by all, that it may import; the
 #: files of custom_ops itself always.
 PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -113,7 +123,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # a record of another family, too, that this one's is put in terms of
     "call": (("call", "mask"), ()),
     "fp8_rows": (("call",), ()),  # a format, which the contract and all kernels read
-    "check": (("call", "fp8_rows", "mask"), ()),
+    "check": (("call", "fp8_rows", "limits", "mask"), ()),
     "fake": (("call", "fp8_rows"), ()),
     "selection": (("call", "fp8_rows"), ()),
     "reference": (("call", "check", "fp8_rows", "mask", "selection"), ()),

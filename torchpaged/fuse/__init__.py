@@ -5,7 +5,7 @@ passes.py     fuse and unfuse;  held.py: for the time of an engine;  families.py
               `FusionReport`
 layers.py     the forward of a fused layer;  ends.py: before and behind the layers;  mixers.py: what mixes a
               layer's tokens, of the kinds in attention_layers.py, latent_layers.py and state_layers.py;
-              multipliers.py: Falcon-H1's;
+              experts.py: mixtures of experts;  multipliers.py: Falcon-H1's;
               stacked.py, rotations.py, rope_table.py: their constants
 """
 

@@ -152,9 +152,13 @@ class Architecture(NamedTuple):
             found.append(self._attention_of(layer))
         return found
 
+    def head_norms_of(self, attention: Any) -> tuple[str, ...]:
+        """The norms of its queries and keys; GLM-4-MoE's config can leave them out."""
+        return self.names.head_norms if self.qk_norm and getattr(attention, "use_qk_norm", True) else ()
+
     def _attention_of(self, layer: Any) -> Mixer:
         names = self.names
-        norms = dict.fromkeys(names.head_norms if self.qk_norm else (), "")
+        norms = dict.fromkeys(self.head_norms_of(getattr(layer, names.attention, None)), "")
         inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
         inner: tuple[str, ...] = ()
         if self.rotation:

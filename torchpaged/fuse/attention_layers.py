@@ -33,7 +33,7 @@ class AttentionPlan(MixerPlan):
         attn = self.mixer
         self.head_dim: int = attn.head_dim
         self._rotate = self._of_module("apply_rotary_pos_emb")
-        mistral = self.architecture.family == "Mistral"
+        mistral = self.architecture.family in ("Mistral", "Mixtral")
         window = getattr(attn.config, "sliding_window", None) if mistral else None
         self.attention_arguments: dict[str, Any] = {
             "scaling": attn.scaling,
@@ -49,8 +49,9 @@ class AttentionPlan(MixerPlan):
         """See `MixerPlan`."""
         self.norms_of_heads: list[Any] = []
         self.head_norms: dict[str, Any] = {}
-        if self.architecture.qk_norm:
-            self.norms_of_heads = [getattr(self.mixer, name) for name in self.architecture.names.head_norms]
+        names = self.architecture.head_norms_of(self.mixer)
+        if names:
+            self.norms_of_heads = [getattr(self.mixer, name) for name in names]
             weights = dict(zip(("q_norm", "k_norm"), (x.weight for x in self.norms_of_heads), strict=True))
             _, eps, offset = norm_of(self.norms_of_heads[0], self.architecture.norm_offset)
             self.head_norms = {**weights, "norm_eps": eps, "norm_offset": offset}

@@ -12,16 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchpaged.fuse.experts import name_of_activation, why_not_experts
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.multipliers import why_not_multiplied
 from torchpaged.hf.packed_mixers import is_packed, is_served
 from torchpaged.model_state import hooks_of
 
 #: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
-PASSES = ("qkv", "rope", "norm", "gate_up", "lm_head", "embedding")
-#: transformers' activation classes -> the name of `act_and_mul`. One of them with another way of computing it
-#: is refused.
-ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUTanh": "gelu_tanh", "GELUActivation": "gelu"}
+PASSES = ("qkv", "rope", "norm", "gate_up", "experts", "lm_head", "embedding")
 #: Rotations whose table depends on the length of the text: rotary_emb must run.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -37,11 +35,7 @@ def activation_of(layer: Any) -> str | None:
     architecture = ARCHITECTURES[type(layer).__name__]
     if architecture.activation:
         return architecture.activation
-    act = getattr(architecture.mlp_of(layer), architecture.names.activation)
-    # "gelu_python": the same formula, but not torch's function
-    if getattr(getattr(act, "act", None), "__self__", None) is act:
-        return None
-    return ACTIVATIONS.get(type(act).__name__)
+    return name_of_activation(getattr(architecture.mlp_of(layer), architecture.names.activation))
 
 
 def why_unknown(layer: Any) -> str | None:
@@ -117,14 +111,12 @@ def why_changed(layer: Any) -> str | None:
 def why_not(layer: Any, name: str) -> str | None:
     """Why pass ``name`` does not apply to a known ``layer``."""
     architecture = ARCHITECTURES[type(layer).__name__]
-    mlp = architecture.mlp_of(layer)
+    mlp, names = architecture.mlp_of(layer), architecture.names
     if name == "qkv":
         paths = [f"{mixer.name}.{each}" for mixer in architecture.mixers_of(layer) for each in mixer.inputs]
         if len({layer.get_submodule(path).bias is None for path in paths}) > 1:
             return f"only some of {', '.join(path.split('.', 1)[1] for path in paths)} have a bias"
     if name == "gate_up":
-        if architecture.has_experts(layer):
-            return "its MLP is a mixture of experts, which is left alone"
         if not architecture.gated_mlp:
             return "its MLP has no gate"
         if activation_of(layer) is None:
@@ -132,9 +124,13 @@ def why_not(layer: Any, name: str) -> str | None:
             return f"its activation {kind} is none of silu, gelu_tanh, gelu"
         if len({getattr(mlp, each).bias is None for each in architecture.names.linears[:-1]}) > 1:
             return "only one of gate and up has a bias"
-    if name == "rope" and architecture.qk_norm:
-        attention = getattr(layer, architecture.names.attention)
-        q_norm, k_norm = (getattr(attention, each) for each in architecture.names.head_norms)
+    if name == "experts":
+        if architecture.beside_of(layer) is not None or names.post_norms or architecture.residual_scale:
+            return "its mixture of experts stands beside an MLP, or is scaled or normed behind"
+        return why_not_experts(mlp, architecture.family)
+    attention = getattr(layer, names.attention, None)
+    if name == "rope" and architecture.head_norms_of(attention):
+        q_norm, k_norm = (getattr(attention, each) for each in names.head_norms)
         if q_norm.weight.dtype != k_norm.weight.dtype:
             return "q_norm and k_norm differ in dtype"
     return None

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import refuse_grad
+from torchpaged.fuse.experts import ExpertsPlan
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import activation_of, norm_of
 from torchpaged.fuse.mixers import MixerPlan, Step, linear, normed
@@ -58,7 +59,9 @@ class LayerPlan:
         gates: list[Any] = [getattr(self.mlp, name, None) for name in names.linears]
         self.down: Any = gates.pop()
         self.gate_up = Stacked(gates) if "gate_up" in passes else None
-        self._stacks = [stacked for stacked in (self.inputs, self.gate_up) if stacked is not None]
+        self.experts = ExpertsPlan(self.mlp, architecture.family) if "experts" in passes else None
+        shared = None if self.experts is None else self.experts.stacked
+        self._stacks = [stacked for stacked in (self.inputs, self.gate_up, shared) if stacked is not None]
         self.activation = activation_of(layer) if self.gate_up is not None else None
         self.fuses_norms = "norm" in passes
         self.norms: list[Any] = [getattr(layer, name) for name in names.norms]
@@ -87,8 +90,8 @@ class LayerPlan:
         for stacked in self._stacks:
             stacked.restack()
         self._look_up()
-        for mixer in self.mixers:
-            mixer.look_up()
+        for part in (*self.mixers, *([] if self.experts is None else [self.experts])):
+            part.look_up()
 
     def separate(self) -> None:
         """Undo what the plan did to the weights."""
@@ -171,6 +174,10 @@ class LayerPlan:
                 both[:, :width].mul_(self.gate_scale)
                 ops.act_and_mul(both, h, activation=self.activation)
             return self.after(ops, x, h, -1, self.down, self.mlp_scale)
+        if self.experts is not None and self.experts.takes(h):
+            if self.experts.post_norm is None:
+                return self.experts.run(ops, h, x)
+            return self._normed(ops, self.experts.run(ops, h, None), self.experts.post_norm, post_residual=x)
         h = h.unflatten(0, shape)
         y = self.mlp(h)
         y = y[0] if isinstance(y, tuple) else y  # a mixture of experts also gives its router's scores

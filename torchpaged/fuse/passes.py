@@ -121,10 +121,20 @@ def _refresh_after_load(module: Any, _keys: Any) -> None:
 
 
 def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a forward of the decoder by itself: `end_forwards` looks before one of the whole model."""
+    """Before a forward of the decoder. Changes where it runs by itself: `end_forwards` looks before one of
+    the whole model."""
     cache = args[3] if len(args) > 3 else cache_of(kwargs)
-    if base._torchpaged_fusion.ends.owner is None and paged_owner(cache) is not None:
-        base._torchpaged_fusion.ends.require_unchanged()
+    fusion: _Fusion = base._torchpaged_fusion
+    if fusion.ends.owner is None and paged_owner(cache) is not None:
+        fusion.ends.require_unchanged()
+    collected = kwargs.get("output_router_logits", getattr(base.config, "output_router_logits", False))
+    if collected and fusion.report.replaced.get("experts") and paged_owner(cache) is not None:
+        raise ArgumentError(
+            "output_router_logits",
+            "False: fused experts keep no scores of their router",
+            "True",
+            'fuse without the pass "experts"',
+        )
 
 
 def _fuse_layer(fusion: _Fusion, layer: Any, name: str, passes: Sequence[str], report: FusionReport) -> None:
@@ -135,6 +145,7 @@ def _fuse_layer(fusion: _Fusion, layer: Any, name: str, passes: Sequence[str], r
     left_out, taken = ["lm_head", "embedding", *([] if attends or architecture is None else ["rope"])], []
     if architecture is not None and not architecture.mixes_and_feeds:
         left_out += ["gate_up"] if mixers else ["qkv"]
+    left_out.append("gate_up" if architecture is not None and architecture.has_experts(layer) else "experts")
     for each in passes:
         if each in left_out:
             continue
@@ -169,7 +180,8 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
             device.
         passes: some of "qkv" (one product for q, k and v), "rope" (q/k norm, rotation and cache write in one
             kernel), "norm" (RMSNorm and residual adds inside the products), "gate_up" (gate, up and
-            activation in one product), "lm_head" (the final norm inside lm_head), "embedding" (a kernel that
+            activation in one product), "experts" (router, experts and shared expert of up to 64 tokens in two
+            ops), "lm_head" (the final norm inside lm_head), "embedding" (a kernel that
             starts early); default: all. One that does not apply to a layer is left out there, and the report
             says why.
         count: run one token before and after, to count the launches per layer for the report.

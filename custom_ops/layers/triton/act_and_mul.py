@@ -12,24 +12,12 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.check import check_act_and_mul
+from torchpaged.custom_ops.triton.activate import activate
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix
 
 _PIECE = 1024  # numbers per program: 4 warps of 8 per lane
-
-
-@triton.jit
-def activate(x, ACTIVATION: tl.constexpr):
-    """``silu``, ``gelu_tanh`` or ``gelu`` of float32 ``x``. The tanh of GELU's approximation is written as
-    a sigmoid."""
-    if ACTIVATION == "silu":
-        y = x * tl.sigmoid(x)
-    elif ACTIVATION == "gelu_tanh":
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))  # 2 * sqrt(2 / pi)
-    else:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    return y
 
 
 @triton.jit

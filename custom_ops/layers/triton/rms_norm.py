@@ -1,7 +1,7 @@
 """rms_norm: one program norms one token's row, with the residual adds before and after it.
 
 A row stays in registers between the sum of squares and the store, so that each number is read and written
-once. Everything is computed in float32 and rounded once.
+once. Everything is computed in float32 and rounded once. The weight is read early (stream_order.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.layers.call import NormCall
 from torchpaged.custom_ops.layers.check import check_rms_norm
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
-from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
+from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix
 
 
@@ -29,12 +29,16 @@ def rms_norm_kernel(
     offset,
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows: `Matrix`. Grid: (num_tokens,). A pointer that is None leaves its step out."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, WIDTH_PAD)
     here = d < WIDTH
     w = tl.load(weight_ptr + d, mask=here, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     z = tl.load(x.ptr + token * x.row + d, mask=here, other=0.0).to(tl.float32)
     if residual.ptr is not None:
         place = residual.ptr + token * residual.row + d
@@ -68,6 +72,7 @@ def launch(call: NormCall) -> None:
             WIDTH=width,
             WIDTH_PAD=next_power_of_2(width),
             num_warps=num_warps_of(width),
+            **early_launch(x.device),
         )
 
 

@@ -30,6 +30,7 @@ PARTS = {
         [
             "tests/custom_ops/triton/test_sampling_interpreter.py",
             "tests/custom_ops/triton/test_layers_interpreter.py",
+            "tests/custom_ops/triton/test_experts_interpreter.py",
             "tests/custom_ops/triton/test_mla_interpreter.py",
             "tests/custom_ops/triton/test_indexer_interpreter.py",
             "tests/custom_ops/triton/test_state_interpreter.py",
@@ -38,8 +39,8 @@ PARTS = {
             "tests/custom_ops/test_fuzz.py",
             "tests/custom_ops/test_fp8_writes.py",
         ],
-        175,
-        10,
+        205,
+        18,
     ),
 }
 

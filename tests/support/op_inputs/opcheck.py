@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from op_inputs.experts import make_experts_inputs, make_route_inputs
 from op_inputs.latent_writes import make_latent_writes
 from op_inputs.rope import ROPE_CASES, make_rope_inputs
 from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs
@@ -76,6 +77,9 @@ def opcheck_cases(
             make_gated_norm_inputs(ssd=True, dtype=dtype),
         )
     )
+    route = make_route_inputs(scoring="sigmoid", bias=True, norm_eps=1e-20, dtype=dtype, device=device)
+    experts = make_experts_inputs(shared=24, shared_gate=True, residual=True, dtype=dtype, device=device)
+    route["weights"].zero_(), experts["out"].zero_()
     latent_writes = make_latent_writes(normed=True, dtype=dtype, device=device)
     latent_writes["kv_cache"].nan_to_num_(0.5)
     no_groups = tuple(torch.zeros(size, dtype=torch.int32, device=device) for size in ((1, 2), (1,), (2,)))
@@ -137,6 +141,8 @@ def opcheck_cases(
             (latents.q, index_weights, *latent[1:], index_logits),
             {"max_query_len": latents.max_query_len},
         ),
+        "route": ("route_experts", (), route),
+        "experts": ("apply_experts", (), experts),
         "top_k": ("top_k_indices", (index_logits.clone().normal_(), positions.clone()), {}),
         "merge": (
             "merge_attn_states",

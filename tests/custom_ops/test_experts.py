@@ -1,0 +1,125 @@
+"""route_experts and apply_experts: the reference against plain formulas, the error budget, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.experts import (
+    EXPERTS_CASES,
+    ROUTE_CASES,
+    assert_experts_close,
+    make_experts_inputs,
+    make_route_inputs,
+)
+from torch import Tensor
+
+import torchpaged
+from torchpaged.custom_ops import BACKEND_OPS
+
+DEFAULT, REFERENCE = BACKEND_OPS["default"], BACKEND_OPS["reference"]
+
+
+@pytest.mark.parametrize("case", ROUTE_CASES)
+def test_choice_by_hand(case: str) -> None:
+    """Token by token, in lists."""
+    inputs = make_route_inputs(**ROUTE_CASES[case])
+    REFERENCE.route_experts(**inputs)
+    logits, options = inputs["x"] @ inputs["weight"].T, {**DEFAULTS, **inputs}
+    for token in range(len(logits)):
+        row = logits[token]
+        scores = (row.softmax(0) if options["scoring"] == "softmax" else row.sigmoid()).tolist()
+        bias = [0.0] * len(scores) if inputs["bias"] is None else inputs["bias"].tolist()
+        choice = [score + more for score, more in zip(scores, bias, strict=True)]
+        size = len(scores) // options["num_groups"]
+        groups = [list(range(n, n + size)) for n in range(0, len(scores), size)]
+        best = [sum(sorted(choice[e] for e in group)[-options["group_best"] :]) for group in groups]
+        top = sorted(range(len(groups)), key=lambda n: -best[n])[: options["top_groups"]]
+        left = sorted((e for n in sorted(top) for e in groups[n]), key=lambda e: -choice[e])
+        chosen = left[: inputs["ids"].shape[1]]
+        assert inputs["ids"][token].tolist() == chosen
+        total = sum(scores[e] for e in chosen) + options["norm_eps"] if options["norm_eps"] is not None else 1
+        want = torch.tensor([scores[e] / total * options["scale"] for e in chosen])
+        torch.testing.assert_close(inputs["weights"][token], want)
+
+
+DEFAULTS = {"scoring": "softmax", "num_groups": 1, "top_groups": 1, "group_best": 1, "norm_eps": None}
+DEFAULTS |= {"scale": 1.0}
+
+
+def test_scores_of_nan_give_weights_of_nan() -> None:
+    inputs = make_route_inputs(scoring="sigmoid")
+    inputs["weight"][5] = float("nan")
+    REFERENCE.route_experts(**inputs)
+    assert inputs["ids"][:, 0].tolist() == [5] * 5
+    assert inputs["weights"].isnan().sum(1).tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", EXPERTS_CASES)
+def test_experts_within_the_error_budget(case: str, dtype: torch.dtype) -> None:
+    assert_experts_close(DEFAULT, make_experts_inputs(**EXPERTS_CASES[case], dtype=dtype))
+
+
+def test_no_tokens() -> None:
+    inputs = make_experts_inputs(num_tokens=1)
+    none = {name: inputs[name][:0] for name in ("x", "ids", "weights", "out")}
+    DEFAULT.apply_experts(**{**inputs, **none})
+    route = make_route_inputs(num_tokens=1)
+    none = {name: route[name][:0] for name in ("x", "ids", "weights")}
+    DEFAULT.route_experts(**{**route, **none})
+
+
+def _zeros(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(size, dtype=dtype)
+
+
+#: Name -> (op, argument, what is changed).
+BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "x_dims": ("route_experts", "x", {"x": _zeros(40)}),
+    "columns": ("route_experts", "weight", {"weight": _zeros(8, 41)}),
+    "weight_dtype": ("route_experts", "weight", {"weight": _zeros(8, 40, dtype=torch.bfloat16)}),
+    "ids_dtype": ("route_experts", "ids", {"ids": _zeros(5, 2, dtype=torch.int64)}),
+    "too_many": ("route_experts", "ids", {"num_groups": 8, "top_groups": 1}),
+    "weights": ("route_experts", "weights", {"weights": _zeros(5, 3)}),
+    "bias": ("route_experts", "bias", {"bias": _zeros(7)}),
+    "scoring": ("route_experts", "scoring", {"scoring": "relu"}),
+    "groups": ("route_experts", "num_groups", {"num_groups": 3}),
+    "top_groups": ("route_experts", "top_groups", {"num_groups": 2, "top_groups": 3}),
+    "group_best": ("route_experts", "group_best", {"num_groups": 4, "top_groups": 2, "group_best": 3}),
+    "norm_eps": ("route_experts", "norm_eps", {"norm_eps": -1.0}),
+    "tokens": ("apply_experts", "x", make_experts_inputs(num_tokens=65)),
+    "gate_up": ("apply_experts", "gate_up", {"gate_up": _zeros(8, 63, 64)}),
+    "down": ("apply_experts", "down", {"down": _zeros(8, 63, 32)}),
+    "down_dtype": ("apply_experts", "down", {"down": _zeros(8, 64, 32, dtype=torch.float64)}),
+    "pairs": ("apply_experts", "ids", {"ids": _zeros(4, 3, dtype=torch.int32)}),
+    "ids_strides": ("apply_experts", "ids", {"ids": _zeros(3, 5, dtype=torch.int32).T}),
+    "shares": ("apply_experts", "weights", {"weights": _zeros(5, 2)}),
+    "shares_dtype": ("apply_experts", "weights", {"weights": _zeros(5, 3, dtype=torch.float64)}),
+    "activation": ("apply_experts", "activation", {"activation": "none"}),
+    "half_shared": ("apply_experts", "shared_down", {"shared_down": None}),
+    "shared_rows": ("apply_experts", "shared_gate_up", {"shared_gate_up": _zeros(46, 64)}),
+    "gate_alone": (
+        "apply_experts",
+        "shared_gate",
+        {"shared_down": None, "shared_gate_up": None, "shared_gate": _zeros(64)},
+    ),
+    "residual": ("apply_experts", "residual", {"residual": _zeros(4, 64)}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_is_written(name: str) -> None:
+    op, argument, change = BAD[name]
+    good = make_route_inputs() if op == "route_experts" else make_experts_inputs(shared=24, residual=True)
+    with pytest.raises(torchpaged.ArgumentError) as error:
+        getattr(REFERENCE, op)(**(good | change))
+    assert error.value.argument == argument
+    assert bool(good["weights" if op == "route_experts" else "out"].isnan().all())
+
+
+def test_outputs_apart_from_inputs() -> None:
+    inputs = make_experts_inputs()
+    with pytest.raises(torchpaged.ArgumentError, match="memory apart from out"):
+        REFERENCE.apply_experts(**{**inputs, "out": inputs["x"]})

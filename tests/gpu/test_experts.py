@@ -1,0 +1,114 @@
+"""Mixtures of experts on a GPU: the ops against the reference, in graphs, with tokens that do not depend on
+each other, and fused models against unfused ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from op_inputs.experts import (
+    EXPERTS_CASES,
+    ROUTE_CASES,
+    assert_experts_close,
+    assert_route_close,
+    make_experts_inputs,
+    make_route_inputs,
+)
+
+from torchpaged.custom_ops import BACKEND_OPS
+
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON = BACKEND_OPS["triton"]
+#: A layer of DeepSeek-V2-Lite, of Qwen3-Next with fewer experts, and half of Mixtral's.
+SIZES: dict[str, dict[str, Any]] = {
+    "v2_lite": {"num_experts": 64, "top_k": 6, "hidden": 2048, "inner": 1408, "shared": 2816},
+    "qwen3_next": {
+        "num_experts": 128,
+        "top_k": 10,
+        "hidden": 2048,
+        "inner": 512,
+        "shared": 512,
+        "shared_gate": True,
+    },
+    "mixtral": {"num_experts": 8, "top_k": 2, "hidden": 4096, "inner": 7168},
+}
+
+
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", ROUTE_CASES)
+def test_route(case: str, dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
+    options = {**ROUTE_CASES[case], "weight_dtype": weight_dtype or dtype}
+    assert_route_close(TRITON, make_route_inputs(**options, dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("width", [2048, 7168, 16384])
+def test_route_of_models(width: int) -> None:
+    options = ROUTE_CASES["v3"] | {"num_tokens": 64, "width": width}
+    assert_route_close(TRITON, make_route_inputs(**options, dtype=torch.bfloat16, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", EXPERTS_CASES)
+def test_experts(case: str, dtype: torch.dtype) -> None:
+    assert_experts_close(TRITON, make_experts_inputs(**EXPERTS_CASES[case], dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 64])
+@pytest.mark.parametrize("case", SIZES)
+def test_experts_of_models(case: str, num_tokens: int) -> None:
+    options = {**SIZES[case], "num_tokens": num_tokens, "residual": True}
+    assert_experts_close(TRITON, make_experts_inputs(**options, dtype=torch.bfloat16, device="cuda"))
+
+
+def test_a_token_does_not_depend_on_the_others() -> None:
+    """Bit for bit, whichever experts the others chose."""
+    inputs = make_experts_inputs(**SIZES["v2_lite"], num_tokens=24, dtype=torch.bfloat16, device="cuda")
+    TRITON.apply_experts(**inputs)
+    before = inputs["out"][3].clone()
+    for name in ("x", "ids"):
+        inputs[name][4:] = inputs[name][:4].repeat(5, 1)
+        inputs[name][:3] = inputs[name][5:8].clone()
+    TRITON.apply_experts(**inputs)
+    assert torch.equal(inputs["out"][3], before)
+
+
+def test_layers_in_a_graph() -> None:
+    """Ten mixtures one behind the other, whose kernels start early: what a replay gives for other tokens is
+    what eager calls give."""
+    layers = [
+        (
+            make_route_inputs(
+                num_experts=64, top_k=6, width=2048, seed=n, dtype=torch.bfloat16, device="cuda"
+            ),
+            make_experts_inputs(**SIZES["v2_lite"], seed=n, dtype=torch.bfloat16, device="cuda"),
+        )
+        for n in range(10)
+    ]
+    first = torch.randn(5, 2048, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> torch.Tensor:
+        x = first
+        for route, experts in layers:
+            TRITON.route_experts(**{**route, "x": x})
+            out = torch.empty_like(x)
+            routed = {"ids": route["ids"], "weights": route["weights"]}
+            TRITON.apply_experts(**{**experts, **routed, "x": x, "residual": x, "out": out})
+            x = out
+        return x
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        first.copy_(torch.randn(5, 2048))
+        graph.replay()
+        got = captured.clone()
+        torch.cuda.synchronize()
+        assert torch.equal(got, run())
+        assert bool(got.isfinite().all())

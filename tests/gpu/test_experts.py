@@ -81,7 +81,7 @@ def test_layers_in_a_graph() -> None:
     layers = [
         (
             make_route_inputs(
-                num_experts=64, top_k=6, width=2048, seed=n, dtype=torch.bfloat16, device="cuda"
+                num_experts=16, top_k=6, width=2048, seed=n, dtype=torch.bfloat16, device="cuda"
             ),
             make_experts_inputs(**SIZES["v2_lite"], seed=n, dtype=torch.bfloat16, device="cuda"),
         )

@@ -176,7 +176,7 @@ def assert_experts_close(ops: BackendOps, inputs: dict[str, Any]) -> None:
     """One backend's ``out`` against the reference in float64; the error budget is of each step rounded."""
 
     def copied(dtype: torch.dtype) -> dict[str, Any]:
-        own = {name: x.detach().cpu().clone() for name, x in inputs.items() if isinstance(x, Tensor)}
+        own = {name: x.detach().clone() for name, x in inputs.items() if isinstance(x, Tensor)}
         floats = {name: x.to(dtype) for name, x in own.items() if name not in ("ids", "weights")}
         return {**inputs, **own, **floats}
 

@@ -56,7 +56,8 @@ WAITS = ("first", "launch", "last")
 #: ``never``: the kernel behind begins when this one has ended.
 TRIGGERS = ("start", "wait", "issued", "never")
 
-METADATA = ("seq_lens", "query_start_loc", "block_table")
+LENGTHS = ("seq_lens", "query_start_loc")
+METADATA = (*LENGTHS, "block_table")
 CONTEXT = "context KV"  # keys and values at positions below seq_len - query_len
 QUERY_TOKENS = "query tokens' KV"
 ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "counters")
@@ -216,8 +217,18 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             "attend_selected.py:selected_kernel", False, SCRATCH, waits="launch", case="indices, in parts"
         ),
         Launch("merge.py:merge_kernel", False, OUT, waits="launch", case="merge of the parts"),
-        Launch("latent.cu:latent_decode", True, OUT, "start", case="cuda, short queries on Hopper"),
-        Launch("latent_merge.cu:latent_merge", True, OUT, "wait", case="cuda, merge of cut requests"),
+        Launch("latent.cu:latent_decode", True, OUT, "start", LENGTHS, case="cuda, short queries on Hopper"),
+        Launch(
+            "latent_pairs.cu:latent_pairs",
+            True,
+            OUT,
+            "start",
+            LENGTHS,
+            case="cuda, many rows on Hopper",
+        ),
+        Launch(
+            "latent_merge.cu:latent_merge", True, OUT, "wait", LENGTHS, case="cuda, merge of cut requests"
+        ),
         Launch("selected.cu:attend_selected", True, OUT, "start", METADATA, case="cuda, indices on Hopper"),
         Launch("selected_few.cu:attend_few", True, SCRATCH, "start", METADATA, case="cuda, few with indices"),
         Launch("selected_few_merge.cu:merge_few", True, OUT, "start", case="cuda, merge of these parts"),

@@ -186,6 +186,10 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 template <int THREADS_IN> __device__ __forceinline__ void barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS_IN) : "memory");
 }
+// Arrives there and goes on; of THREADS_IN threads in all, the others wait.
+template <int THREADS_IN> __device__ __forceinline__ void barrier_arrive(int id) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS_IN) : "memory");
+}
 __device__ __forceinline__ void fence_async() {  // what was stored is seen by products and copies
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,5 +1,6 @@
 """Small launches of every attention kernel, for compute-sanitizer: python
-tests/gpu/sanitize_cases.py BACKEND, or "sparse" for latent attention with indices and its indexer.
+tests/gpu/sanitize_cases.py BACKEND, "latent" for latent attention, or "sparse" for that with indices and its
+indexer.
 
 Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation of its own and a step outside
 it is seen. With ``every-lane`` behind the backend's name all lanes of the CUDA prefill kernel arrive at its
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import sys
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,9 @@ from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug
 from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_attention
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from op_inputs.latent import make_latent_batch, run_mla_attention
 
 
 def main(backend: str) -> None:
@@ -64,6 +69,30 @@ def main(backend: str) -> None:
     print(f"{backend}: done")
 
 
+def latent() -> None:
+    """Backend cuda: 8 to 128 query rows, whole requests, cut ones and ones without keys."""
+    specs = [
+        BatchSpec("cut", (900, 65, 0, 1), (1,) * 4, padded_tokens=1, padded_reqs=1),
+        BatchSpec("one length", (130,) * 5, (1,) * 5),
+        BatchSpec("drafts", (200, 3), (4, 2)),
+    ]
+    for (num_heads, dtype), spec in itertools.product(
+        (
+            (5, torch.bfloat16),
+            (16, torch.float16),
+            (32, torch.bfloat16),
+            (64, torch.bfloat16),
+            (128, torch.float16),
+        ),
+        specs,
+    ):
+        if num_heads * max(spec.query_lens) <= 128:
+            options = {"rank": 512, "rope": 64, "dtype": dtype, "device": "cuda", "block_size": 32}
+            run_mla_attention(BACKEND_OPS["cuda"], make_latent_batch(spec, num_heads=num_heads, **options))
+    torch.cuda.synchronize()
+    print("latent: done")
+
+
 def sparse() -> None:
     """Backend cuda: selected keys in parts, by one CTA and by a cluster, logits of both kinds of keys,
     top-k."""
@@ -93,8 +122,8 @@ def sparse() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "sparse":
-        sparse()
+    if sys.argv[1] in ("latent", "sparse"):
+        {"latent": latent, "sparse": sparse}[sys.argv[1]]()
         sys.exit()
     if "every-lane" in sys.argv[2:]:
         prefill.prefill = functools.partial(prefill.prefill, debug=Debug(every_lane=True))

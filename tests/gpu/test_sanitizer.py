@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -14,8 +15,13 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-@pytest.mark.parametrize("backend", ["cuda", "triton", "sparse"])
+@pytest.mark.parametrize(
+    ("backend", "tool"),
+    [
+        *itertools.product(("cuda", "triton", "sparse"), ("memcheck", "racecheck")),
+        ("latent", "memcheck"),  # docs/log/latent_pairs.md says what racecheck finds
+    ],
+)
 def test_sanitizer_is_clean(backend: str, tool: str) -> None:
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(sanitizer).exists():

@@ -1,4 +1,4 @@
-"""The constants of ``latent.cu`` and ``latent_merge.cu``."""
+"""The constants of ``latent.cu``, ``latent_pairs.cu`` and ``latent_merge.cu``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchpaged.custom_ops.cuda.config import Constant, Table
 
 LATENT = Table(
     "latent_config.cuh",
-    ("latent.cu", "latent_merge.cu"),
+    ("latent.cu", "latent_pairs.cu", "latent_merge.cu"),
     "DeepSeek-V3 on eight GPUs",
     (
         Constant("RANK", "int", "columns of a latent, which are its value"),
@@ -18,7 +18,6 @@ LATENT = Table(
         Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
         Constant("LSE", "bool", "log-sum-exp is stored"),
         Constant("ROWS", "int", "query rows (tokens x heads) of a CTA"),
-        Constant("WARPGROUPS", "int", "warpgroups that multiply"),
         Constant("STAGES", "int", "tiles of keys on their way or in use"),
         Constant("MIN_TILES", "int", "tiles of keys that a part of the work has at least"),
         Constant("MAX_GROUPS", "int", "parts that the work is cut into at most"),

@@ -1,5 +1,5 @@
-// Latent attention over a paged cache on Hopper, for short queries: one warp has the copy engine fetch
-// blocks of latents, each token's row once, and one or two warpgroups use it as key and, turned, as value.
+// Latent attention over a paged cache on Hopper, for up to 32 query rows of a request: one warp has the copy
+// engine fetch latents, each token's row once, and a warpgroup uses it as key and, turned, as value.
 // Rows of fp8 are fetched and converted by two warpgroups (latent_fp8.cuh).
 //
 // CTAs stay; who works on which keys says latent_scheduler.cuh, from lengths on the device. Why nothing here
@@ -27,16 +27,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __g
     fence_mbarrier_init();
     if constexpr (!FP8) prefetch_tensormap(&p.kv);
   }
+  int group;
+  const Walk walk = open_walk<THREADS>(p, (int *)(memory + SCAN_AT), group);
   griddepcontrol_wait();
-  const int group = blockIdx.x / p.row_tiles, row_tile = blockIdx.x - group * p.row_tiles;
-  Place place;
-  const Schedule schedule = open_schedule<THREADS>(p, group, (int *)(memory + SCAN_AT), place);
-  const bool has_work = group < schedule.groups && schedule.tiles > 0;
-  const int many = has_work ? schedule.begin(group + 1) - schedule.begin(group) : 0;
-  const Walk walk = {p, place.request, place.tile, many, row_tile, 0};
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
   if (warp >= CONSUMER_WARPS) {
-    if constexpr (SHARES_OUT_REGISTERS)
+    if constexpr (FP8)
       give_registers<PRODUCER_REGISTERS>();
 #if FP8
     const int producer = warp - CONSUMER_WARPS;
@@ -45,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __g
     if (warp == CONSUMER_WARPS) produce(p, shared, walk, threadIdx.x % 32);
 #endif
   } else {
-    if constexpr (SHARES_OUT_REGISTERS)
+    if constexpr (FP8)
       take_registers<CONSUMER_REGISTERS>();
     store_rows_without_keys(p, threadIdx.x, CONSUMER_THREADS);
     consume(p, memory, walk, group, threadIdx.x);

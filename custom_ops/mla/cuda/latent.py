@@ -1,4 +1,4 @@
-"""Launches of ``latent.cu`` and, behind it, of ``latent_merge.cu``."""
+"""Launches of ``latent.cu`` or ``latent_pairs.cu`` and, behind it, of ``latent_merge.cu``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_map
 from torchpaged.custom_ops.mla.cuda.shape import (
     LatentSpec,
+    kernel_of,
     latent_config,
     shared_bytes,
     slot_floats,
@@ -54,7 +55,9 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
     )
     keys, block_group = Map(), 0
     if not spec.fp8:
-        keys, block_group = pool_map(pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride())
+        keys, block_group = pool_map(
+            pool.data_ptr(), pool.dtype, tuple(pool.shape), pool.stride(), int(config["ROWS"] == 64)
+        )
     l_token, l_head = (0, 0) if lse is None else lse.stride()
     params = LatentParams(
         kv=keys,
@@ -94,6 +97,6 @@ def _specialised(index: int, spec: LatentSpec) -> tuple[jit.Kernel, jit.Kernel, 
     config = latent_config(spec)
     jit.compile_ahead("latent_merge.cu", config, gpu.capability(index))
     device = torch.device("cuda", index)
-    kernel = jit.kernel("latent.cu", "latent_decode", config, device, shared_bytes=shared_bytes(config))
+    kernel = jit.kernel(*kernel_of(config), config, device, shared_bytes=shared_bytes(config))
     merge = jit.kernel("latent_merge.cu", "latent_merge", config, device, shared_bytes=0)
     return kernel, merge, config

@@ -1,6 +1,6 @@
-// What latent.cu and latent_merge.cu are compiled for. Generated: each specialisation has one of its own. The
-// file of this name in the repository is an example, DeepSeek-V3 on eight GPUs, and no kernel is compiled
-// with it.
+// What latent.cu and latent_pairs.cu and latent_merge.cu are compiled for. Generated: each specialisation has
+// one of its own. The file of this name in the repository is an example, DeepSeek-V3 on eight GPUs, and no
+// kernel is compiled with it.
 #pragma once
 
 inline constexpr int RANK = 512;               // columns of a latent, which are its value
@@ -12,7 +12,6 @@ inline constexpr bool HALF = false;            // numbers are float16, else bflo
 inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
 inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr int ROWS = 16;                // query rows (tokens x heads) of a CTA
-inline constexpr int WARPGROUPS = 1;           // warpgroups that multiply
 inline constexpr int STAGES = 2;               // tiles of keys on their way or in use
 inline constexpr int MIN_TILES = 2;            // tiles of keys that a part of the work has at least
 inline constexpr int MAX_GROUPS = 132;         // parts that the work is cut into at most

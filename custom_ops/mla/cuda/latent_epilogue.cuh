@@ -14,6 +14,19 @@ __device__ __forceinline__ void store_turned(const Params &p, const Row &row, in
   *(u32 *)(at + 16) = high;
 }
 
+// The lanes of four have each a column of 4 x 4; afterwards each a row.
+__device__ __forceinline__ void turn_quad(u32 (&y)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int low = step == 1 ? n * 2 : n, high = low + step;
+      const bool odd = lane & step;
+      const u32 other = __shfl_xor_sync(ALL, odd ? y[low] : y[high], step);
+      (odd ? y[low] : y[high]) = other;
+    }
+}
+
 __device__ __forceinline__ void store_lse(const Params &p, const Row &row, float maximum, float total) {
   if (LSE && row.real)
     p.lse[row.token * p.l_token + row.head * p.l_head] =

@@ -3,7 +3,7 @@
 // copy engine would have brought them. While one warpgroup converts, the other one's tile is on its way.
 #pragma once
 
-#include "latent_scheduler.cuh"
+#include "latent_load.cuh"
 
 #if FP8
 constexpr int ROW_SCALES = RANK / 128, ROW_BYTES = RANK + ROW_SCALES * 4 + ROPE * 2;
@@ -89,7 +89,7 @@ __device__ __forceinline__ void produce_rows(const Params &p, char *memory, u32 
         rows.load(p, s, tile, warp, lane);
         // arrive: every consumer warp, when its products with what was in the stage have ended
         mbarrier_wait(shared + EMPTY_AT + slot * 8, phase ^ 1);
-        rows.store(memory + slot * STAGE_BYTES, warp, lane);
+        rows.store(memory + slot * TILE_BYTES, warp, lane);
         fence_async();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(shared + FULL_AT + slot * 8);

@@ -1,9 +1,9 @@
 // The instructions of latent attention that C++ has no words for, besides those of custom_ops/cuda: all of
 // them stand here. Needs sm_90a.
 //
-// Of its two products the operands are swapped: 64 keys (or, of their transpose, value columns) are the rows
-// of a warpgroup's instruction, query rows its columns, so that few query rows are padded to 8 and not to
-// 64.
+// Of up to 32 query rows the operands of both products are swapped: 64 keys (or, of their transpose, value
+// columns) are the rows of a warpgroup's instruction, query rows its columns, so that few query rows are
+// padded to 8 and not to 64. In tiles of 64 query rows these are the rows (latent_pairs.cu).
 #pragma once
 
 #include "../../cuda/bulk.cuh"
@@ -17,9 +17,10 @@ template <int N> __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// Lines of 128 bytes, swizzled; `groups`: bytes from 8 lines to the next 8.
-__device__ __forceinline__ u64 operand(u32 at, int groups) {
-  return (u64)(at >> 4 & 0x3fff) | (u64)1 << 16 | (u64)(groups >> 4) << 32 | (u64)1 << 62;
+// Lines of 128 bytes, swizzled; `groups`: bytes from 8 lines to the next 8; `columns`: from a square of 64
+// columns to the next one, where the instruction takes several.
+__device__ __forceinline__ u64 operand(u32 at, int groups = 1024, int columns = 16) {
+  return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)1 << 62;
 }
 
 // d += a @ b.T for 16 k, both in shared memory; TURNED: `a` lies as its transpose. d[n] is the fragment of
@@ -37,12 +38,6 @@ template <int TURNED> __device__ __forceinline__ void product16(float (&d)[4][4]
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, 1, 1, 1, %18, 0;"
         : D4(0), D4(1), D4(2), D4(3) : "l"(a), "l"(b), "n"(TURNED));
 }
-template <int TURNED> __device__ __forceinline__ void product16(float (&d)[8][4], u64 a, u64 b) {
-  WGMMA(HALF, "m64n64k16",
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
-        "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, %32, %33, 1, 1, 1, %34, 0;"
-        : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7) : "l"(a), "l"(b), "n"(TURNED));
-}
 #undef D4
 
 // Matrices of 8 x 8 numbers from a warp's fragments into shared memory, each on its side.
@@ -54,3 +49,36 @@ __device__ __forceinline__ void stmatrix_x2_trans(u32 at, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(at), "r"(a), "r"(b)
                : "memory");
 }
+
+#define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define F16(i) F4(i), F4(i + 4), F4(i + 8), F4(i + 12)
+#define F64(i) F16(i), F16(i + 16), F16(i + 32), F16(i + 48)
+#define R32 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15," \
+  "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define R128 R32 \
+  ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55" \
+  ",%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102" \
+  ",%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121" \
+  ",%122,%123,%124,%125,%126,%127"
+
+// d (+)= a @ b.T for 16 columns: 64 rows, 64 keys. ADD: 0 starts from zeros.
+template <int ADD> __device__ __forceinline__ void scores16(float (&d)[32], u64 a, u64 b) {
+  WGMMA(HALF, "m64n64k16", "{" R32 "}, %32, %33, %34, 1, 1, 0, 0;"
+               : F16(0), F16(16) : "l"(a), "l"(b), "n"(ADD));
+}
+// d += a @ b for 16 keys: 64 rows, 256 value columns contiguous in `b`; weights in registers, or in shared
+// memory.
+__device__ __forceinline__ void values16(float (&d)[128], const u32 (&a)[4], u64 b) {
+  WGMMA(HALF, "m64n256k16", "{" R128 "}, {%128,%129,%130,%131}, %132, 1, 1, 1, 1;"
+               : F64(0), F64(64) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void values16(float (&d)[128], u64 a, u64 b) {
+  WGMMA(HALF, "m64n256k16", "{" R128 "}, %128, %129, 1, 1, 1, 0, 1;" : F64(0), F64(64) : "l"(a), "l"(b));
+}
+#undef F4
+#undef F16
+#undef F64
+#undef R32
+#undef R128

@@ -5,12 +5,23 @@
 
 #include "latent_scheduler.cuh"
 
-// The lane's block of a tile; none past the last key: the copy engine fills those with zeros.
-__device__ __forceinline__ int block_of(const Params &p, const Segment &s, int tile, int lane) {
-  const int index = tile * TILE_BLOCKS + lane;
-  const bool seen = lane < TILE_BLOCKS && index * BLOCK_SIZE < s.seq_len;
-  return seen ? p.table[s.request * p.table_row + index] : p.num_blocks;
-}
+constexpr int GROUP_BYTES = SQUARES * 1024;  // 8 keys: their lines of each square, one behind the other
+constexpr int CONSUMER_THREADS = 128, CONSUMER_WARPS = 4;
+// and the producer, one warp; of fp8 two warpgroups, to which the consumers leave registers
+constexpr int THREADS = CONSUMER_THREADS + (FP8 ? 256 : 32);
+constexpr int FULL_ARRIVALS = FP8 ? 4 : 1;   // warps that fill a stage
+constexpr int PRODUCER_REGISTERS = ROWS == 32 ? 136 : 128, CONSUMER_REGISTERS = ROWS == 32 ? 232 : 240;
+constexpr int P_BYTES = ROWS * 128;
+static_assert(ROWS <= 32 && STAGES >= 2, "tiles in use and on their way");
+
+// Where things are, in bytes from the begin; custom_ops/mla/cuda/shape.py counts the same.
+constexpr int Q_AT = STAGES * TILE_BYTES, P_AT = Q_AT + Q_BYTES;
+constexpr int MAXIMA_AT = P_AT + P_BYTES;          // [4 warps, ROWS], of a step
+constexpr int STATE_AT = MAXIMA_AT + 4 * ROWS * 4;  // [ROWS, 2], maximum and sum
+constexpr int FULL_AT = STATE_AT + ROWS * 8, EMPTY_AT = FULL_AT + STAGES * 8;
+constexpr int SCAN_AT = EMPTY_AT + STAGES * 8;     // numbers of opening the schedule
+constexpr int SHARED_BYTES = SCAN_AT + SCAN_BYTES;
+static_assert(SHARED_BYTES <= 227 * 1024, "shared memory");
 
 __device__ __forceinline__ void produce(const Params &p, u32 shared, Walk walk, int lane) {
   int slot = 0, phase = 0;
@@ -21,10 +32,10 @@ __device__ __forceinline__ void produce(const Params &p, u32 shared, Walk walk, 
       const u32 full = shared + FULL_AT + slot * 8;
       // arrive: every consumer warp, when its products with what was in the stage have ended
       mbarrier_wait(shared + EMPTY_AT + slot * 8, phase ^ 1);
-      if (lane == 0) mbarrier_arrive_expect_tx(full, STAGE_BYTES);
+      if (lane == 0) mbarrier_arrive_expect_tx(full, TILE_BYTES);
       __syncwarp();
       if (lane < TILE_BLOCKS)
-        tma_load_4d(shared + slot * STAGE_BYTES + lane * (STAGE_BYTES / TILE_BLOCKS), &p.kv, 0, 0, 0,
+        tma_load_4d(shared + slot * TILE_BYTES + lane * (TILE_BYTES / TILE_BLOCKS), &p.kv, 0, 0, 0,
                     block * p.block_group, full);
       if (++slot == STAGES) {
         slot = 0;

@@ -1,4 +1,4 @@
-// The consumers: one warpgroup, or two that share the rows of the scores and the columns of the values.
+// The consumers, one warpgroup.
 //
 // A step: scores of 64 keys x ROWS rows; maxima of the rows over all warps, through shared memory; weights,
 // as an operand in shared memory; the accumulator, RANK value columns x ROWS rows, shrunk where a maximum
@@ -6,8 +6,10 @@
 #pragma once
 
 #include "latent_epilogue.cuh"
+#include "latent_load.cuh"
 
 constexpr int ALL_CONSUMERS = 1;  // a named barrier
+constexpr int VALUE_TILES = RANK / 64;
 
 // Queries of a tile of rows into shared memory, as the products read them; zeros behind the last row.
 __device__ __forceinline__ void load_queries(const Params &p, char *to, const Segment &s, int row_tile,
@@ -25,21 +27,18 @@ __device__ __forceinline__ void load_queries(const Params &p, char *to, const Se
 }
 
 __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk, int group, int thread) {
-  constexpr int J = MY_ROWS / 8;  // blocks of 8 rows of which this warpgroup has the scores
   const u32 shared = shared_address(memory);
-  const int warpgroup = WARPGROUPS == 1 ? 0 : __shfl_sync(ALL, thread / 128, 0), warp = thread / 32 % 4,
-            lane = thread % 32, row_tile = walk.row_tile;
-  float *maxima = (float *)(memory + MAXIMA_AT) + warpgroup * 4 * MY_ROWS;
-  float *state = (float *)(memory + STATE_AT), *shrinks = (float *)(memory + SHRINK_AT);
+  const int warp = thread / 32, lane = thread % 32, row_tile = walk.row_tile;
+  float *maxima = (float *)(memory + MAXIMA_AT), *state = (float *)(memory + STATE_AT);
   const u32 weights = shared + P_AT;
   int stage = 0, phase = 0;
   Segment s;
   while (walk.next(s)) {
     load_queries(p, memory + Q_AT, s, row_tile, thread);
     fence_async();
-    float maximum[J][2], total[J][2];
+    float maximum[BLOCKS_8][2], total[BLOCKS_8][2];
 #pragma unroll
-    for (int j = 0; j < J; ++j)
+    for (int j = 0; j < BLOCKS_8; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         maximum[j][e] = FLOOR;
@@ -47,9 +46,9 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
       }
     // keys below are seen by all rows
     const int seen_by_all = row_of(row_tile * ROWS, s.start, s.query_len, s.seq_len).end;
-    float acc[MY_TILES][BLOCKS_8][4];
+    float acc[VALUE_TILES][BLOCKS_8][4];
 #pragma unroll
-    for (int i = 0; i < MY_TILES; ++i)
+    for (int i = 0; i < VALUE_TILES; ++i)
 #pragma unroll
       for (int j = 0; j < BLOCKS_8; ++j)
 #pragma unroll
@@ -57,7 +56,7 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
     barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // the queries are there
 
     for (int tile = s.first; tile < s.last; ++tile) {
-      const u32 keys = shared + stage * STAGE_BYTES;
+      const u32 keys = shared + stage * TILE_BYTES;
       // arrive: the producer, with all bytes of the stage
       mbarrier_wait(shared + FULL_AT + stage * 8, phase);
       // behind the last key may stand anything, and 0 * NaN is NaN
@@ -65,18 +64,18 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
         const int real = s.seq_len - tile * TILE_KV;
         for (int i = real * SQUARES * 8 + thread; i < TILE_KV * SQUARES * 8; i += CONSUMER_THREADS) {
           const int key = i / (SQUARES * 8), in = i - key * (SQUARES * 8);
-          *(uint4 *)(memory + stage * STAGE_BYTES + key / 8 * GROUP_BYTES + in / 8 * 1024 + key % 8 * 128 +
+          *(uint4 *)(memory + stage * TILE_BYTES + key / 8 * GROUP_BYTES + in / 8 * 1024 + key % 8 * 128 +
                      in % 8 * 16) = uint4{0, 0, 0, 0};
         }
         fence_async();
         barrier<CONSUMER_THREADS>(ALL_CONSUMERS);
       }
-      float x[J][4];
+      float x[BLOCKS_8][4];
 #pragma unroll
-      for (int j = 0; j < J; ++j)
+      for (int j = 0; j < BLOCKS_8; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e) x[j][e] = 0.f;
-      const u32 queries = shared + Q_AT + warpgroup * MY_ROWS * 128;
+      const u32 queries = shared + Q_AT;
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < WIDTH / 16; ++k)
@@ -88,14 +87,14 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
       const int key = tile * TILE_KV + warp * 16 + lane / 4;
       const bool all_seen = (tile + 1) * TILE_KV <= seen_by_all;
 #pragma unroll
-      for (int j = 0; j < J; ++j) {
+      for (int j = 0; j < BLOCKS_8; ++j) {
         float2 top;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           x[j][e] *= p.scale;
           x[j][e + 2] *= p.scale;
           if (!all_seen) {
-            const int r = row_tile * ROWS + warpgroup * MY_ROWS + j * 8 + lane % 4 * 2 + e,
+            const int r = row_tile * ROWS + j * 8 + lane % 4 * 2 + e,
                       end = row_of(r, s.start, s.query_len, s.seq_len).end;
             if (key >= end) x[j][e] = -INF;
             if (key + 8 >= end) x[j][e + 2] = -INF;
@@ -105,19 +104,19 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
           for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
           (e ? top.y : top.x) = most;
         }
-        if (lane < 4) *(float2 *)(maxima + warp * MY_ROWS + j * 8 + lane * 2) = top;
+        if (lane < 4) *(float2 *)(maxima + warp * ROWS + j * 8 + lane * 2) = top;
       }
       // all: products with the weights of the step before have ended, too
       barrier<CONSUMER_THREADS>(ALL_CONSUMERS);
-      [[maybe_unused]] float shrink[J][2];
+      float shrink[BLOCKS_8][2];
       bool rose = false;
-      u32 packed[J][2];
+      u32 packed[BLOCKS_8][2];
 #pragma unroll
-      for (int j = 0; j < J; ++j) {
+      for (int j = 0; j < BLOCKS_8; ++j) {
         float top[2] = {maximum[j][0], maximum[j][1]};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-          const float2 of_warp = *(const float2 *)(maxima + w * MY_ROWS + j * 8 + lane % 4 * 2);
+          const float2 of_warp = *(const float2 *)(maxima + w * ROWS + j * 8 + lane % 4 * 2);
           top[0] = fmaxf(top[0], of_warp.x);
           top[1] = fmaxf(top[1], of_warp.y);
         }
@@ -135,50 +134,33 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
         packed[j][1] = pack<HALF>(x[j][2], x[j][3]);
       }
       // a row's 64 weights are a line: of this warp, 16-byte columns 2 * warp and 2 * warp + 1
-      const u32 line = weights + (warpgroup * MY_ROWS + lane % 8) * 128 +
-                       ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
-      if constexpr (J == 1) stmatrix_x2_trans(line, packed[0][0], packed[0][1]);
+      const u32 line = weights + lane % 8 * 128 + ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+      if constexpr (BLOCKS_8 == 1) stmatrix_x2_trans(line, packed[0][0], packed[0][1]);
       else
 #pragma unroll
-        for (int j = 0; j < J; j += 2)
+        for (int j = 0; j < BLOCKS_8; j += 2)
           stmatrix_x4_trans(line + (j + lane / 16) * 1024, packed[j][0], packed[j][1], packed[j + 1][0],
                             packed[j + 1][1]);
-      if constexpr (WARPGROUPS > 1) {
-        if (thread % 128 < 4)
-#pragma unroll
-          for (int j = 0; j < J; ++j)
-            *(float2 *)(shrinks + warpgroup * MY_ROWS + j * 8 + lane * 2) =
-                float2{shrink[j][0], shrink[j][1]};
-      }
       fence_async();
       barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // the weights are there
-      if constexpr (WARPGROUPS > 1) {
-        rose = false;
-#pragma unroll
-        for (int r = lane; r < ROWS; r += 32) rose |= shrinks[r] != 1.f;
-      }
       if (__any_sync(ALL, rose)) {
 #pragma unroll
         for (int j = 0; j < BLOCKS_8; ++j) {
-          float2 factor;
-          if constexpr (WARPGROUPS > 1) factor = *(const float2 *)(shrinks + j * 8 + lane % 4 * 2);
-          else factor = float2{shrink[j][0], shrink[j][1]};
 #pragma unroll
-          for (int i = 0; i < MY_TILES; ++i) {
-            acc[i][j][0] *= factor.x;
-            acc[i][j][1] *= factor.y;
-            acc[i][j][2] *= factor.x;
-            acc[i][j][3] *= factor.y;
+          for (int i = 0; i < VALUE_TILES; ++i) {
+            acc[i][j][0] *= shrink[j][0];
+            acc[i][j][1] *= shrink[j][1];
+            acc[i][j][2] *= shrink[j][0];
+            acc[i][j][3] *= shrink[j][1];
           }
         }
       }
-      const u32 values = keys + warpgroup * MY_TILES * 1024;
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < TILE_KV / 16; ++k)
 #pragma unroll
-        for (int i = 0; i < MY_TILES; ++i)
-          product16<1>(acc[i], operand(values + i * 1024 + k * 2 * GROUP_BYTES, GROUP_BYTES),
+        for (int i = 0; i < VALUE_TILES; ++i)
+          product16<1>(acc[i], operand(keys + i * 1024 + k * 2 * GROUP_BYTES, GROUP_BYTES),
                        operand(weights + k * 32, 1024));
       wgmma_commit();
       wgmma_wait<0>();
@@ -191,27 +173,27 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
 
     // sums of the rows over all warps, then known to all warps
 #pragma unroll
-    for (int j = 0; j < J; ++j) {
+    for (int j = 0; j < BLOCKS_8; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e)
 #pragma unroll
         for (int step = 4; step < 32; step *= 2)
           total[j][e] += __shfl_xor_sync(ALL, total[j][e], step);
       if (lane < 4)
-        *(float2 *)(maxima + warp * MY_ROWS + j * 8 + lane * 2) = float2{total[j][0], total[j][1]};
+        *(float2 *)(maxima + warp * ROWS + j * 8 + lane * 2) = float2{total[j][0], total[j][1]};
     }
     barrier<CONSUMER_THREADS>(ALL_CONSUMERS);
-    if (thread % 128 < 4)
+    if (thread < 4)
 #pragma unroll
-      for (int j = 0; j < J; ++j) {
+      for (int j = 0; j < BLOCKS_8; ++j) {
         float2 sum = {0.f, 0.f};
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-          const float2 of_warp = *(const float2 *)(maxima + w * MY_ROWS + j * 8 + lane * 2);
+          const float2 of_warp = *(const float2 *)(maxima + w * ROWS + j * 8 + lane * 2);
           sum.x += of_warp.x;
           sum.y += of_warp.y;
         }
-        *(float4 *)(state + (warpgroup * MY_ROWS + j * 8 + lane * 2) * 2) =
+        *(float4 *)(state + (j * 8 + lane * 2) * 2) =
             float4{maximum[j][0], sum.x, maximum[j][1], sum.y};
       }
     barrier<CONSUMER_THREADS>(ALL_CONSUMERS);
@@ -232,11 +214,11 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
           sees[e] =
               row_of(row_tile * ROWS + j * 8 + lane % 4 * 2 + e, s.start, s.query_len, s.seq_len).end > 0;
 #pragma unroll
-        for (int i = 0; i < MY_TILES; ++i) {
+        for (int i = 0; i < VALUE_TILES; ++i) {
           float y[4];
 #pragma unroll
           for (int e = 0; e < 4; ++e) y[e] = sees[e % 2] ? acc[i][j][e] * factor[e % 2] : 0.f;
-          store_turned(p, row, (warpgroup * MY_TILES + i) * 64 + warp * 16, lane, y);
+          store_turned(p, row, (i) * 64 + warp * 16, lane, y);
         }
       }
     } else {
@@ -244,10 +226,10 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
       if (thread < ROWS)
         *(float2 *)(slot + UNITS * 512 + thread * 2) = *(const float2 *)(state + thread * 2);
 #pragma unroll
-      for (int i = 0; i < MY_TILES; ++i)
+      for (int i = 0; i < VALUE_TILES; ++i)
 #pragma unroll
         for (int j = 0; j < BLOCKS_8; ++j)
-          ((float4 *)slot)[((warpgroup * MY_TILES + i) * BLOCKS_8 + j) * 128 + thread % 128] =
+          ((float4 *)slot)[((i) * BLOCKS_8 + j) * 128 + thread] =
               float4{acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]};
     }
   }

@@ -1,12 +1,18 @@
-// Who works on which keys. All tiles of keys of all requests, in order, are cut into as many ranges of equal
-// length as there are groups of CTAs; a group has one CTA for each tile of rows (query tokens x heads), so
+// Who works on which keys. All tiles of keys of all requests, in order, are cut into ranges of equal length,
+// at most one for each group of CTAs; a group has one CTA for each tile of rows (query tokens x heads), so
 // that CTAs that need the same keys read them at about the same time. A range goes over the borders of
 // requests; a request cut by the border of a range leaves a partial result in each, for latent_merge.cu.
+// There are no more ranges than the longest one asks for, and where all requests have equally many tiles a
+// few less, so that borders of ranges meet those of requests.
 //
-// Every CTA works all of this out from lengths on the device.
+// Every CTA works all of this out from lengths on the device, before it waits for the kernels ahead.
 #pragma once
 
 #include "latent_params.cuh"
+
+constexpr int SCAN_BYTES = 50 * 4;
+constexpr int ROUND_PARTS = 32;  // of a request, that the merge reads at once
+constexpr int CUT_TILES = 4;  // what parts cost, in tiles: other queries, partial results, the merge
 
 __device__ __forceinline__ int tiles_of(int query_len, int seq_len) {
   return query_len > 0 && seq_len > 0 ? (seq_len + TILE_KV - 1) / TILE_KV : 0;
@@ -32,30 +38,56 @@ struct Place {  // a tile of a request
   int request, tile;
 };
 
-// By all COUNT threads of a CTA: the schedule, and where the range of `group` begins. `scan`: 18 numbers of
+// By all COUNT threads of a CTA: the schedule, and where the range of `group` begins. `scan`: SCAN_BYTES of
 // shared memory.
 template <int COUNT>
 __device__ __forceinline__ Schedule open_schedule(const Params &p, int group, int *scan, Place &place) {
   static_assert(COUNT % 32 == 0 && COUNT / 32 <= 16, "room for the warps' sums");
   const int thread = threadIdx.x, lane = thread % 32, each = (p.num_reqs + COUNT - 1) / COUNT,
             first = min(thread * each, p.num_reqs), last = min(first + each, p.num_reqs);
-  int count = 0;
-  for (int r = first; r < last; ++r) count += tiles_of(p, r);
+  int count = 0, most = 0, some = 0;  // tiles, those of one request, requests with some
+  for (int r = first; r < last; ++r) {
+    const int many = tiles_of(load_l2(p.starts + r + 1) - load_l2(p.starts + r), load_l2(p.seq_lens + r));
+    count += many;
+    most = max(most, many);
+    some += many > 0;
+  }
+  load_and_forget_l1(p.starts + last);
   int upto = count;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int before = __shfl_up_sync(ALL, upto, step);
     if (lane >= step) upto += before;
   }
-  if (lane == 31) scan[thread / 32] = upto;
+#pragma unroll
+  for (int step = 16; step; step /= 2) {
+    most = max(most, __shfl_xor_sync(ALL, most, step));
+    some += __shfl_xor_sync(ALL, some, step);
+  }
+  if (lane == 31) {
+    scan[thread / 32] = upto;
+    scan[18 + thread / 32] = most;
+    scan[34 + thread / 32] = some;
+  }
   __syncthreads();
   Schedule s = {0, 0};
+  int requests = 0;
 #pragma unroll
   for (int warp = 0; warp < COUNT / 32; ++warp) {
     if (warp == thread / 32) upto += s.tiles;
     s.tiles += scan[warp];
+    most = max(most, scan[18 + warp]);
+    requests += scan[34 + warp];
   }
-  s.groups = max(1, min(p.groups, s.tiles / MIN_TILES));
+  const int few = min(CUT_TILES, (most + ROUND_PARTS - 1) / ROUND_PARTS),
+            range = max(max(MIN_TILES, few), (s.tiles + p.groups - 1) / p.groups);
+  s.groups = max(1, (s.tiles + range - 1) / range);
+  if (requests * most == s.tiles && s.tiles > 0) {  // all alike: equal parts of requests, or whole ones
+    const int parts = most / range, whole = (range + most - 1) / most;
+    if (parts > 0 && (most + parts - 1) / parts <= range + CUT_TILES) s.groups = requests * parts;
+    if (parts == 0 && requests % whole == 0 && whole * most <= range + CUT_TILES) s.groups = requests / whole;
+  }
+  s.groups = __shfl_sync(ALL, s.groups, 0);  // uniform, which spares registers
   if (group < s.groups && s.tiles > 0) {
     int left = s.begin(group) - (upto - count);
     if (left >= 0 && left < count) {
@@ -106,6 +138,23 @@ struct Walk {
     return false;
   }
 };
+
+// By all COUNT threads of a CTA of the kernels that work on keys.
+template <int COUNT> __device__ __forceinline__ Walk open_walk(const Params &p, int *scan, int &group) {
+  group = blockIdx.x / p.row_tiles;
+  Place place;
+  const Schedule schedule = open_schedule<COUNT>(p, group, scan, place);
+  const bool has_work = group < schedule.groups && schedule.tiles > 0;
+  const int many = has_work ? schedule.begin(group + 1) - schedule.begin(group) : 0;
+  return {p, place.request, place.tile, many, (int)blockIdx.x - group * p.row_tiles, 0};
+}
+
+// The lane's block of a tile; none past the last key: the copy engine fills those with zeros.
+__device__ __forceinline__ int block_of(const Params &p, const Segment &s, int tile, int lane) {
+  const int index = tile * TILE_BLOCKS + lane;
+  const bool seen = lane < TILE_BLOCKS && index * BLOCK_SIZE < s.seq_len;
+  return seen ? p.table[s.request * p.table_row + index] : p.num_blocks;
+}
 
 // A row of a tile of rows: its token row in q and out, its head, and one past the last key that it sees.
 // Rows behind the request's see nothing.

@@ -23,11 +23,11 @@ class PoolBox(NamedTuple):
     block_group: int
 
 
-def pool_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> PoolBox | None:
-    """A pool ``[num_blocks, block_size, 1, width]``, of which a box is a block; None: not to be seen like
-    this.
+def pool_box(shape: tuple[int, ...], strides: tuple[int, ...], squares: int = 0) -> PoolBox | None:
+    """A pool ``[num_blocks, block_size, 1, width]``, of which a box is a block, or some ``squares`` (64
+    columns) of one; None: not to be seen like this.
 
-    Dimensions: a square's columns; 8 tokens; squares; groups of 8 tokens. So a block comes as groups of 8
+    Dimensions: a square's columns; 8 tokens; squares; groups of 8 tokens. So a box comes as groups of 8
     tokens, each group one square after the other.
     """
     (blocks, block_size, _, width), (block_stride, token_stride, _, _) = shape, strides
@@ -42,17 +42,17 @@ def pool_box(shape: tuple[int, ...], strides: tuple[int, ...]) -> PoolBox | None
     return PoolBox(
         sizes,
         [token_stride, _SQUARE, group_stride],
-        [_SQUARE, 8, width // _SQUARE, groups],
+        [_SQUARE, 8, squares or width // _SQUARE, groups],
         block_group,
     )
 
 
 @functools.lru_cache(maxsize=4096)
 def pool_map(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], squares: int
 ) -> tuple[ctypes.Array[Any], int]:
     """The tensor map, and `PoolBox.block_group`."""
-    found = pool_box(shape, strides)
+    found = pool_box(shape, strides, squares)
     if found is None:
         raise ValueError(f"a pool of shape {shape} with strides {strides}: shape.why_not refuses it")
     return tensor_map(address, dtype, *found[:3], swizzle=128), found.block_group

@@ -82,8 +82,10 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return f"{rank} + {q.shape[2] - rank} columns"
     if pool.shape[1] not in (16, 32, 64):
         return f"blocks of {pool.shape[1]} tokens, not 16, 32 or 64"
-    if call.max_query_len * q.shape[1] > MAX_ROWS:
+    if rows > MAX_ROWS:
         return f"queries of up to {call.max_query_len} tokens x {q.shape[1]} heads, not {MAX_ROWS} rows"
+    if rows > 32 and call.scale <= 0:
+        return f"a scale of {call.scale}, not above 0"
     if reason := unaligned(("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3)):
         return reason
     if fp8:
@@ -98,31 +100,29 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
 
 def latent_config(spec: LatentSpec) -> Config:
     """The constants."""
-    stages = _MAX_STAGES
+    stages = 2 if spec.rows == 64 else _MAX_STAGES
     while _count(spec.rank + spec.rope, spec.rows, stages) > _SHARED:
         stages -= 1
     values = {name.upper(): int(value) for name, value in spec._asdict().items()}
     return LATENT.config(
         {
             **values,
-            "WARPGROUPS": 2 if spec.rows == 64 else 1,
             "STAGES": stages,
             "MIN_TILES": 2,
-            "MERGE_SHARE": max(1, spec.rows // 16),
+            "MERGE_SHARE": 1 if spec.rows <= 16 else 2,
         },
         exact=True,
     )
 
 
 def shared_bytes(config: Config) -> int:
-    """Dynamic shared memory of ``latent_decode``, as latent_params.cuh counts it."""
-    width, rows = config["RANK"] + config["ROPE"], config["ROWS"]
-    return _count(width, rows, config["STAGES"])
+    """Dynamic shared memory of `kernel_of`, as its source counts it."""
+    return _count(config["RANK"] + config["ROPE"], config["ROWS"], config["STAGES"])
 
 
 def _count(width: int, rows: int, stages: int) -> int:
-    tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 128
-    return tiles + 4 * rows * 4 + rows * 4 + rows * 8 + stages * 16 + 72
+    tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 24 + 200
+    return tiles + (width // 4 + 48 if rows == 64 else rows * 128 + stages * 16)
 
 
 def slot_floats(config: Config) -> int:
@@ -130,6 +130,13 @@ def slot_floats(config: Config) -> int:
     return config["ROWS"] * (config["RANK"] + 2)
 
 
+def kernel_of(config: Config) -> tuple[str, str]:
+    """Source and name of the kernel that works on keys."""
+    if config["ROWS"] == 64:
+        return "latent_pairs.cu", "latent_pairs"
+    return "latent.cu", "latent_decode"
+
+
 def threads_of(config: Config) -> int:
-    """Threads of a CTA of ``latent_decode``, ``THREADS``."""
-    return 160 if config["WARPGROUPS"] == 1 and not config["FP8"] else 384
+    """Threads of a CTA of `kernel_of`, ``THREADS``."""
+    return 384 if config["ROWS"] == 64 or config["FP8"] else 160

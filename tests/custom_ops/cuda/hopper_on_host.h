@@ -104,6 +104,13 @@ inline void __syncwarp() { exchange(0); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline void __syncthreads() { meet(named[cta()][0], cta_threads); }
 template <int COUNT> void barrier(int id) { meet(named[cta()][id], COUNT); }
+template <int COUNT> void barrier_arrive(int id) {
+  Meeting &m = named[cta()][id];
+  if (++m.count < COUNT) return;
+  m.count = 0;
+  ++m.generation;
+  ++moved;
+}
 template <int CTAS> void meet_cluster() { meet(of_cluster, cta_threads * cta_count); }
 
 // ------------------------------------------------------------------------------------------ shared memory
@@ -121,6 +128,7 @@ inline void fence_async() {}
 inline void griddepcontrol_wait() {}
 inline void griddepcontrol_launch_dependents() {}
 template <class T> T load_l2(const T *p) { return *p; }
+inline int load_and_forget_l1(const int *p) { return *p; }
 
 // ------------------------------------------------------------------------------------------------ numbers
 inline u32 __float_as_uint(float x) { u32 y; memcpy(&y, &x, 4); return y; }

@@ -5,7 +5,14 @@
 #pragma once
 #include "hopper_on_host.h"
 
-struct Product { float *d; u64 a, b; int columns; bool turned, add; };
+struct Product {
+  float *d;
+  u64 a, b;
+  int columns;  // eights of them
+  bool a_turned, b_turned, add;
+  bool kept = false;  // `a` was in registers
+  float of_a[2][16] = {};
+};
 struct Products {  // of a thread
   std::vector<std::vector<Product>> groups;  // committed, not waited for
   std::vector<Product> open;
@@ -85,18 +92,48 @@ template <int COUNT> void stmatrix_trans(u32 at, const u32 (&x)[COUNT]) {
 inline void stmatrix_x4_trans(u32 at, u32 a, u32 b, u32 c, u32 d) { stmatrix_trans(at, {a, b, c, d}); }
 inline void stmatrix_x2_trans(u32 at, u32 a, u32 b) { stmatrix_trans(at, {a, b}); }
 
-// Descriptors as the PTX ISA has them: begin, bytes between groups of 8 lines; 128-byte swizzle.
-inline u64 operand(u32 at, int groups) { return (u64)at | (u64)groups << 32; }
+// Descriptors as the PTX ISA has them: begin, bytes between groups of 8 lines and between squares of 64
+// columns; 128-byte swizzle.
+inline u64 operand(u32 at, int groups = 1024, int columns = 0) {
+  return (u64)at | (u64)(groups >> 4) << 32 | (u64)(columns >> 4) << 48;
+}
 inline float element(u64 of, bool turned, int row, int k) {
-  const u32 begin = (u32)of, groups = (u32)(of >> 32);
-  const u32 at = turned ? begin + k / 8 * groups + k % 8 * 128 + row * 2
-                        : begin + row / 8 * groups + row % 8 * 128 + k * 2;
+  const u32 groups = (u32)(of >> 32 & 0xffff) << 4, columns = (u32)(of >> 48) << 4,
+            begin = (u32)of + (turned ? row / 64 * columns + k / 8 * groups + k % 8 * 128 + row % 64 * 2
+                                      : row / 8 * groups + row % 8 * 128 + k * 2);
   u16 x;
-  memcpy(&x, memories + (at ^ (at >> 7 & 7) << 4), 2);
+  memcpy(&x, memories + (begin ^ (begin >> 7 & 7) << 4), 2);
   return number<HALF>(x);
 }
 template <int TURNED, int ADD = 1, int J> void product16(float (&d)[J][4], u64 a, u64 b) {
-  products[current].open.push_back({d[0], a, b, J, TURNED == 1, ADD == 1});
+  products[current].open.push_back({d[0], a, b, J, TURNED == 1, false, ADD == 1});
+}
+template <int ADD> void scores16(float (&d)[32], u64 a, u64 b) {
+  products[current].open.push_back({d, a, b, 8, false, false, ADD == 1});
+}
+inline void values16(float (&d)[128], u64 a, u64 b) {
+  products[current].open.push_back({d, a, b, 32, false, true, true});
+}
+inline void values16(float (&d)[128], const u32 (&a)[4], u64 b) {
+  Product made = {d, 0, b, 32, false, true, true, true};
+  for (int n = 0; n < 4; ++n) {
+    const u64 *all = exchange(a[n]);
+    for (int k = 0; k < 8; ++k)
+      made.of_a[n % 2][n / 2 * 8 + k] =
+          number<HALF>((u16)(all[current % 32 / 4 * 4 + k / 2] >> k % 2 * 16));
+  }
+  products[current].open.push_back(made);
+}
+inline void stmatrix_x4(u32 at, const u32 (&x)[4]) {
+  const int lane = current % 32;
+  for (int m = 0; m < 4; ++m) {
+    const u64 *all = exchange(x[m]);
+    if (lane / 8 == m)
+      for (int k = 0; k < 4; ++k) {
+        const u32 pair = (u32)all[lane % 8 * 4 + k];
+        memcpy(memories + at + k * 4, &pair, 4);
+      }
+  }
 }
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
@@ -113,13 +150,14 @@ template <int N> void wgmma_wait() {
       const int row = current % 128 / 32 * 16 + current % 32 / 4;
       float of_a[2][16];
       for (int r = 0; r < 2; ++r)
-        for (int k = 0; k < 16; ++k) of_a[r][k] = element(p.a, p.turned, row + r * 8, k);
+        for (int k = 0; k < 16; ++k)
+          of_a[r][k] = p.kept ? p.of_a[r][k] : element(p.a, p.a_turned, row + r * 8, k);
       for (int j = 0; j < p.columns; ++j)
         for (int e = 0; e < 2; ++e)
           for (int r = 0; r < 2; ++r) {
             float sum = p.add ? p.d[j * 4 + r * 2 + e] : 0.f;
             for (int k = 0; k < 16; ++k)
-              sum += of_a[r][k] * element(p.b, false, j * 8 + current % 4 * 2 + e, k);
+              sum += of_a[r][k] * element(p.b, p.b_turned, j * 8 + current % 4 * 2 + e, k);
             p.d[j * 4 + r * 2 + e] = sum;
           }
     }

@@ -20,7 +20,7 @@ from torchpaged.custom_ops.cuda.loaded_kernel import Map
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import latent
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
-from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
+from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, kernel_of, latent_config
 from torchpaged.testing import BatchSpec
 
 pytestmark = needs_gxx
@@ -44,8 +44,10 @@ def compiled(folder: Path, file: str, name: str, config: Config) -> ctypes.CDLL:
     return kernels_on_host.compiled(folder, file, name, config, "latent_on_host.h", replaced)
 
 
-def pool_map(address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    box = pool_box(sizes, strides)
+def pool_map(
+    address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], squares: int
+) -> Any:
+    box = pool_box(sizes, strides, squares)
     assert box is not None
     made = HostMap(
         address,
@@ -66,9 +68,14 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
         {"num_heads": 10, "dtype": torch.float16, "block_size": 32},
         BatchSpec("c", (300, 2, 5, 129), (3, 3, 2, 1)),
     ),
-    "64 rows": ({"num_heads": 64}, BatchSpec("d", (500, 0, 90), (1, 1, 1))),
-    "128 rows": ({"num_heads": 128}, BatchSpec("e", (200, 330), (1, 1), padded_tokens=1)),
-    "drafts": ({"num_heads": 20, "block_size": 16}, BatchSpec("f", (400, 7, -2, 64), (4, 4, 3, 1))),
+    "one length": ({"num_heads": 5}, BatchSpec("k", (300, 290, 0, 320, 257), (1,) * 5)),
+    "equal parts": ({"num_heads": 5}, BatchSpec("l", (700, 690), (1, 1))),
+    "64 rows": ({"num_heads": 64, "rank": 512}, BatchSpec("d", (500, 0, 90), (1, 1, 1))),
+    "128 rows": ({"num_heads": 128, "rank": 512}, BatchSpec("e", (200, 330), (1, 1), padded_tokens=1)),
+    "drafts": (
+        {"num_heads": 20, "block_size": 16, "rank": 512},
+        BatchSpec("f", (400, 7, -2, 64), (4, 4, 3, 1)),
+    ),
     "not causal": ({"num_heads": 4, "causal": False}, BatchSpec("g", (100, 30), (4, 4))),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("h", (300,), (1,))),
     "fp8": ({"num_heads": 5, "rank": 512, "fp8": True}, BatchSpec("i", (300, 1, 0, 65), (1,) * 4)),
@@ -98,12 +105,11 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 
     def specialised(_: int, spec: LatentSpec) -> tuple[HostKernel, HostKernel, Config]:
         config = latent_config(spec)
-        for file, entry in (("latent.cu", "latent_decode"), ("latent_merge.cu", "latent_merge")):
+        names = (kernel_of(config), ("latent_merge.cu", "latent_merge"))
+        for file, entry in names:
             if file not in libraries:
                 libraries[file] = compiled(tmp_path / file, file, entry, config)
-        kernel, merge = (
-            HostKernel(libraries[file], seed=seeds[-1]) for file in ("latent.cu", "latent_merge.cu")
-        )
+        kernel, merge = (HostKernel(libraries[file], seed=seeds[-1]) for file, _ in names)
         return kernel, merge, config
 
     monkeypatch.setattr(latent, "_specialised", specialised)

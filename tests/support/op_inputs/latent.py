@@ -71,29 +71,28 @@ def run_mla_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Te
 
 @on_host
 def assert_latent_close(out: Tensor, lse: Tensor | None, batch: Batch, **options: Any) -> None:
-    """``out`` and ``lse`` of a kernel against `paged_attention`'s reference in float64, keys and values in
-    pools of their own, within the error budget of the batch's dtype."""
-    rank = batch.v_cache.shape[-1]
-    cpu = batch.to("cpu")
-    pool = numbers_of(cpu)
+    """``out`` and ``lse`` of a kernel against `paged_attention`'s reference in float64, where the batch is,
+    keys and values in pools of their own, within the error budget of the batch's dtype."""
+    rank, device = batch.v_cache.shape[-1], batch.q.device
+    pool = numbers_of(batch)
     exact, exact_lse = (
-        torch.full((*cpu.q.shape[:2], rank), float("nan"), dtype=torch.float64),
-        torch.full(cpu.q.shape[:2], float("nan"), dtype=torch.float32),
+        torch.full((*batch.q.shape[:2], rank), float("nan"), dtype=torch.float64, device=device),
+        torch.full(batch.q.shape[:2], float("nan"), dtype=torch.float32, device=device),
     )
     BACKEND_OPS["reference"].paged_attention(
-        cpu.q.double(),
+        batch.q.double(),
         pool,
         pool[..., :rank].clone(),
-        cpu.block_table,
-        cpu.seq_lens,
-        cpu.query_start_loc,
+        batch.block_table,
+        batch.seq_lens,
+        batch.query_start_loc,
         exact,
         exact_lse,
-        max_query_len=cpu.max_query_len,
-        scale=cpu.scale,
+        max_query_len=batch.max_query_len,
+        scale=batch.scale,
         **options,
     )
-    same, _ = run_mla_attention(BACKEND_OPS["reference"], cpu, **options)
+    same, _ = run_mla_attention(BACKEND_OPS["reference"], batch, **options)
     factor = _FLOAT32_FACTOR if batch.q.dtype == torch.float32 else 2.0
     assert_within_budget(f"out[{batch.spec.name}]", out, same, exact, batch.q.dtype, factor)
     if lse is not None:

@@ -1,0 +1,42 @@
+// Latent attention over a paged cache on Hopper, for tiles of 64 query rows: as latent.cu, whose schedule of
+// the work it has, but with query rows as the rows of the products, two warpgroups that take turns at them,
+// and keys in pairs of tiles (latent_pairs_mainloop.cuh).
+//
+// Why nothing here waits for ever: squares of keys are filled and released in one order, which is that of the
+// products; both warpgroups go through the same tiles and meet at the weights of each; the producers wait for
+// them alone.
+//
+// Compiled by NVRTC for sm_90a; its constants: latent_config.cuh. Source of the schedule: the description of
+// FlashMLA's kernel of April 2025 (docs/20250422-new-kernel-deep-dive.md there).
+
+#include "latent_pairs_mainloop.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __grid_constant__ Params p) {
+  extern __shared__ __align__(1024) char memory[];
+  const u32 shared = shared_address(memory);
+  griddepcontrol_launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < 2; ++slot) {
+      for (int square = 0; square < SQUARES; ++square) mbarrier_init(full_at(shared, slot, square), 1);
+      for (int half = 0; half < 2; ++half) mbarrier_init(empty_at(shared, slot, half), 4);
+    }
+    mbarrier_init(shared + Q_FULL_AT, QUERY_THREADS);
+    mbarrier_init(shared + Q_EMPTY_AT, CONSUMER_THREADS / 32);
+    fence_mbarrier_init();
+    prefetch_tensormap(&p.kv);
+  }
+  int group;
+  const Walk walk = open_walk<THREADS>(p, (int *)(memory + SCAN_AT), group);
+  griddepcontrol_wait();
+  const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (warp >= CONSUMER_THREADS / 32) {
+    give_registers<PRODUCER_REGISTERS>();
+    if (warp == CONSUMER_THREADS / 32) produce_keys(p, shared, walk, lane);
+    else produce_queries(p, shared, walk, warp - CONSUMER_THREADS / 32 - 1, lane);
+    return;
+  }
+  take_registers<CONSUMER_REGISTERS>();
+  store_rows_without_keys(p, threadIdx.x, CONSUMER_THREADS);
+  if (warp < 4) Warpgroup<0>{p, memory, shared, (int)threadIdx.x, warp, lane}.run(walk, group);
+  else Warpgroup<1>{p, memory, shared, (int)threadIdx.x - 128, warp - 4, lane}.run(walk, group);
+}

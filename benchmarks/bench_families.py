@@ -8,7 +8,7 @@ Models have the sizes below and random weights, bf16 on a GPU; the engine runs w
 as many new tokens, halved likewise. ``prompts_ms``: all prompts and one token each. ``floor_ms`` is of the
 bytes alone, at ``--bandwidth`` (TB/s): every weight once, of routed experts as many as different tokens are
 expected to choose, a state read and written, keys or latents read. ``share`` is floor by step. ``--trace``:
-the kernels of a run, by name. The last line is one JSON document.
+the kernels of decode, by name. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -33,7 +34,8 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import attach
 
 SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
-#: Model type and config, with sizes of LFM2-1.2B, Qwen3.5-0.8B (its vocabulary cut) and DeepSeek-V2-Lite.
+#: Model type and config, with sizes of LFM2-1.2B, Qwen3.5-0.8B (its vocabulary cut), DeepSeek-V2-Lite,
+#: Granite 4.0 H 1B and Falcon-H1-1.5B; Kimi Linear's layers at sizes of a small model, without experts.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-1b": (
         "lfm2",
@@ -87,6 +89,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "vocab_size": 102400,
         },
     ),
+    "granite4-h-1b": (
+        "granitemoehybrid",
+        {
+            "hidden_size": 1536,
+            "shared_intermediate_size": 4096,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "num_local_experts": 0,
+            "layer_types": [("attention" if n % 10 == 5 else "mamba") for n in range(40)],
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "vocab_size": 100352,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "falcon-h1-1.5b": (
+        "falcon_h1",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 4096,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_d_ssm": 3072,
+            "mamba_n_heads": 48,
+            "mamba_d_head": 64,
+            "mamba_d_state": 256,
+            "vocab_size": 65536,
+        },
+    ),
+    "kimi-linear-1b": (
+        "kimi_linear",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "linear_num_heads": 16,
+            "layer_types": [("full_attention" if n % 4 == 3 else "linear_attention") for n in range(16)],
+            "mlp_layer_types": ["dense"] * 16,
+            "vocab_size": 65536,
+            "tie_word_embeddings": True,
+        },
+    ),
     "tiny": (
         "lfm2",
         {
@@ -116,7 +166,7 @@ def build(name: str, device: torch.device) -> Any:
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.requires_grad_(False)
-    return attach(model) if family == "deepseek_v2" else model  # latents need functions of the family
+    return attach(model) if hasattr(config, "kv_lora_rank") else model  # latents need functions of the family
 
 
 def weight_bytes(model: Any, batch: int) -> float:
@@ -152,13 +202,21 @@ def seconds_of(generator: Generator, batch: int, context: int, new: int, seed: i
 
 
 def kernels_of(call: Any, folder: Path, name: str) -> None:
-    """Microseconds and launches of each kernel in a call, largest first, as JSON."""
-    with torch.profiler.profile() as profile:
+    """Of each kernel in the last third of a call, which is decode: microseconds by which it ended later than
+    the one that ended before it, microseconds that it ran, launches; as JSON, largest first. The first are
+    all of the time; kernels that were launched early run while they wait."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
         call()
-    kernels = [
-        event for event in profile.key_averages() if event.device_type != torch.autograd.DeviceType.CPU
-    ]
-    rows = sorted(((e.self_device_time_total, e.count, e.key[:140]) for e in kernels), reverse=True)
+    events = [event for event in profile.events() if event.device_type != torch.autograd.DeviceType.CPU]
+    ranges = sorted((event.time_range.end, event.time_range.start, event.name[:140]) for event in events)
+    begin = ranges[0][0] + (ranges[-1][0] - ranges[0][0]) * 2 / 3
+    kernels: dict[str, list[float]] = {}
+    for (before, _, _), (end, start, key) in itertools.pairwise(ranges):
+        if before >= begin:
+            row = kernels.setdefault(key, [0.0, 0.0, 0])
+            row[0], row[1], row[2] = row[0] + end - before, row[1] + end - start, row[2] + 1
+    rows = sorted(((*map(round, row), key) for key, row in kernels.items()), reverse=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(rows[:60], indent=0))
 

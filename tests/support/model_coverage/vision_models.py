@@ -93,11 +93,29 @@ FAMILIES: dict[str, Family] = {
         vision_model="gemma4_vision",
     ),
     "glm4v": Family("patches", _mrope(3, 3, 2), _PATCHES, types="mm_token_type_ids"),
+    "glm5_next": Family(
+        "patches",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "mlp_layer_types": ["dense"] * 2,
+            "num_key_value_heads": 4,
+            "qk_rope_head_dim": 0,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "index_head_dim": 16,
+            "index_n_heads": 2,
+            "index_kpool": 4,
+        },
+        _PATCHES,
+    ),
     "got_ocr2": Family(),
     "idefics2": Family("tiles", {"sliding_window": 16}, {"patch_size": 8}),
     "idefics3": Family("tiles", options={"scale_factor": 1}),
     "internvl": Family(vision={"image_size": [16, 16], "patch_size": [4, 4]}),
     "lfm2_vl": Family("packed", OPTIONS["lfm2"], {"num_patches": 16}, {"downsample_factor": 2}),
+    "lfm3_vl": Family(
+        "patches", OPTIONS["lfm3"], {**_PATCHES, "num_key_value_heads": 4}, {"projector_hidden_size": 64}
+    ),
     "lighton_ocr": Family("sized"),
     "llama4": Family(
         text=OPTIONS["llama4_text"],

@@ -66,7 +66,13 @@ from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
 from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
 from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
 from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
-from torchpaged.custom_ops.state.call import ConvCall, GatedNormCall, GatesCall, LinearAttentionCall
+from torchpaged.custom_ops.state.call import (
+    ConvCall,
+    DeltaStepCall,
+    GatedNormCall,
+    GatesCall,
+    LinearAttentionCall,
+)
 from torchpaged.custom_ops.state.fake import FAKES as STATE_FAKES
 from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
 from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
@@ -118,6 +124,7 @@ _RECORDS: dict[str, Callable[..., Any]] = {
     "linear_attention": LinearAttentionCall,
     "delta_gates": GatesCall,
     "gated_rms_norm": GatedNormCall,
+    "delta_step": DeltaStepCall,
 }
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
@@ -135,7 +142,7 @@ NATIVE_OPS = frozenset(
 )
 
 #: Ops that a file ``cpu.py`` of their family makes of native ones.
-_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent"})
+_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent", "delta_step"})
 
 
 class BackendOps(NamedTuple):
@@ -162,6 +169,7 @@ class BackendOps(NamedTuple):
     linear_attention: Any
     delta_gates: Any
     gated_rms_norm: Any
+    delta_step: Any
     write_index_keys: Any
     index_logits: Any
     top_k_indices: Any
@@ -215,6 +223,7 @@ _CUDA_OPS = frozenset(
         "index_logits",
         "top_k_indices",
         "linear_attention",
+        "delta_step",
     }
 )
 

@@ -243,6 +243,16 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "causal_conv": (Launch("causal_conv.py:causal_conv_kernel", True, ("conv_state", "out"), "wait"),),
     "delta_gates": (Launch("delta_gates.py:delta_gates_kernel", True, ("g", "beta"), "wait"),),
     "gated_rms_norm": (Launch("gated_rms_norm.py:gated_rms_norm_kernel", True, ("out",), "wait"),),
+    "delta_step": (
+        Launch(
+            "delta_step.cu:delta_step",
+            True,
+            ("conv_state", "state", "out"),
+            "start",
+            ("weight", "bias"),
+            case="cuda, on Hopper",
+        ),
+    ),
     "linear_attention": (
         Launch("linear_decode.py:linear_decode_kernel", False, ("state", "out"), waits="launch"),
         Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),

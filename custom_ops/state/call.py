@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class GatesCall(NamedTuple):
     beta_scale: float = 1.0
     min_step: float = 0.0
     max_step: float | None = None
+    bound: float | None = None
 
 
 class GatedNormCall(NamedTuple):
@@ -72,6 +73,63 @@ class GatedNormCall(NamedTuple):
     gate_first: bool = False
     skip: Tensor | None = None
     skip_weight: Tensor | None = None
+    activation: str = "silu"
+
+
+class DeltaStepCall(NamedTuple):
+    """The arguments of ``delta_step``, with the schema's defaults."""
+
+    x: Tensor
+    weight: Tensor
+    conv_state: Tensor
+    a: Tensor
+    b: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    state: Tensor
+    gate: Tensor
+    norm_weight: Tensor
+    state_slots: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    beta_scale: float = 1.0
+    bound: float | None = None
+    eps: float = 1e-6
+    activation: str = "silu"
+
+    @property
+    def by_key(self) -> bool:
+        """Whether rows of the state decay one by one."""
+        return self.a.shape[1] * self.a.shape[2] != self.state.shape[1]
+
+    @property
+    def num_key_heads(self) -> int:
+        """Of what x is beside its values."""
+        _, num_heads, key_dim, value_dim = self.state.shape
+        return (self.x.shape[1] - num_heads * value_dim) // (2 * key_dim)
+
+    def parts(self) -> tuple[ConvCall, GatesCall, LinearAttentionCall, GatedNormCall]:
+        """The calls that one after the other are this one, over new memory between them."""
+        _, num_heads, key_dim, value_dim = self.state.shape
+        keys = self.num_key_heads * key_dim
+        exact = torch.float64 if self.x.dtype == torch.float64 else torch.float32
+        mixed, made = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.x, self.out))
+        q, k, v = mixed.split([keys, keys, num_heads * value_dim], dim=-1)
+        q, k, v = (each.unflatten(-1, (-1, n)) for each, n in ((q, key_dim), (k, key_dim), (v, value_dim)))
+        decays = num_heads * key_dim if self.by_key else num_heads
+        g, beta = (self.x.new_empty(self.x.shape[0], n, dtype=exact) for n in (decays, num_heads))
+        log_decay = g.unflatten(1, (num_heads, -1)) if self.by_key else g
+        rows = self.state_slots, self.seq_lens, self.query_start_loc
+        rule: dict[str, Any] = {"scale": self.scale, "delta_rule": True, "normalize": True}
+        return (
+            ConvCall(self.x, self.weight, self.conv_state, *rows, mixed, self.bias, activation="silu"),
+            GatesCall(self.a, self.b, self.a_log, self.dt_bias, g, beta, self.beta_scale, bound=self.bound),
+            LinearAttentionCall(q, k, v, log_decay, self.state, *rows, made, beta, **rule),
+            GatedNormCall(made, self.gate, self.norm_weight, self.out, self.eps, activation=self.activation),
+        )
 
 
 class Rows(NamedTuple):

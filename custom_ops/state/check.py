@@ -21,6 +21,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.state.call import (
     ConvCall,
+    DeltaStepCall,
     GatedNormCall,
     GatesCall,
     LinearAttentionCall,
@@ -29,7 +30,7 @@ from torchpaged.custom_ops.state.call import (
 
 #: Widths of a convolution.
 MIN_WIDTH, MAX_WIDTH = 2, 8
-ACTIVATIONS = ("none", "silu")
+ACTIVATIONS, GATE_ACTIVATIONS = ("none", "silu"), ("silu", "sigmoid")
 
 
 def _check_batch(call: ConvCall | LinearAttentionCall, pool: Tensor) -> None:
@@ -152,22 +153,28 @@ def check_delta_gates(call: GatesCall) -> None:
     a, b, a_log, dt_bias, g, beta = call[:6]
     check_dims("a", a, None, None, None)
     check_dtype("a", a, *FLOATS, torch.float64)
-    num_tokens, num_heads = a.shape[0], a.shape[1] * a.shape[2]
-    _check_groups("a", a, num_tokens, num_heads)
+    num_tokens, columns = a.shape[0], a.shape[1] * a.shape[2]
+    _check_groups("a", a, num_tokens, columns)
+    check_dims("a_log", a_log, None)
+    num_heads = a_log.shape[0]
+    if columns % num_heads if num_heads else columns:
+        raise ArgumentError("a_log", f"a number of heads that divides a's {columns} numbers", shape_of(a_log))
     if b is not None:
+        check_dims("b", b, num_tokens, a.shape[1], None)
         _check_groups("b", b, num_tokens, num_heads)
-        check_dims("b", b, *a.shape)
         check_dtype("b", b, a.dtype)
     if not call.min_step >= 0:
         raise ArgumentError("min_step", "a number of at least 0", str(call.min_step))
     if call.max_step is not None and not call.max_step >= call.min_step:
         raise ArgumentError("max_step", f"None or at least min_step, {call.min_step}", str(call.max_step))
-    for name, tensor in (("a_log", a_log), ("dt_bias", dt_bias)):
-        check_dims(name, tensor, num_heads)
+    if call.bound is not None and not call.bound < 0:
+        raise ArgumentError("bound", "None or a number below 0", str(call.bound))
+    for name, tensor, size in (("a_log", a_log, num_heads), ("dt_bias", dt_bias, columns)):
+        check_dims(name, tensor, size)
         check_dtype(name, tensor, a.dtype, torch.float32)
         check_last_dim(**{name: tensor})
-    for name, tensor in (("g", g), ("beta", beta)):
-        check_dims(name, tensor, num_tokens, num_heads)
+    for name, tensor, size in (("g", g, columns), ("beta", beta, columns if b is None else num_heads)):
+        check_dims(name, tensor, num_tokens, size)
         check_dtype(name, tensor, torch.float64 if a.dtype == torch.float64 else torch.float32)
         check_last_dim(**{name: tensor})
     check_device(a.device, b=b, a_log=a_log, dt_bias=dt_bias, g=g, beta=beta)
@@ -200,7 +207,51 @@ def check_gated_rms_norm(call: GatedNormCall) -> None:
     check_dtype("out", out, x.dtype)
     if not eps > 0:
         raise ArgumentError("eps", "a positive number", str(eps))
+    if call.activation not in GATE_ACTIVATIONS:
+        said = f"one of {', '.join(GATE_ACTIVATIONS)}"
+        raise ArgumentError("activation", said, repr(call.activation))
     check_last_dim(x=x, weight=weight, out=out)
     read = given(x=x, gate=gate, weight=weight, skip=skip, skip_weight=skip_weight)
     check_device(x.device, out=out, **read)
     check_apart({"out": out}, read, "allocate it with torch.empty")
+
+
+def check_delta_step(call: DeltaStepCall) -> None:
+    """Every argument of ``delta_step``; raises `ArgumentError` before anything is written."""
+    x, state, out, norm_weight = call.x, call.state, call.out, call.norm_weight
+    check_dims("x", x, None, None)
+    check_dims("state", state, None, None, None, None)
+    if min(state.shape) < 1:
+        raise ArgumentError("state", "at least one slot, head, row and column", shape_of(state))
+    _, num_heads, key_dim, value_dim = state.shape
+    keys, rest = divmod(x.shape[1] - num_heads * value_dim, 2 * key_dim)
+    if keys < 1 or rest or num_heads % keys:
+        raise ArgumentError(
+            "x",
+            f"queries and keys of {key_dim} and values of {value_dim} numbers, of {num_heads} heads or, of "
+            "queries and keys, of a number that divides it",
+            shape_of(x),
+        )
+    check_dims("out", out, x.shape[0], num_heads, value_dim)
+    check_dtype("out", out, x.dtype)
+    check_dims("a", call.a, x.shape[0], None, None)
+    if call.a.shape[1] * call.a.shape[2] not in (num_heads, num_heads * key_dim):
+        said = f"groups of {num_heads} or {num_heads * key_dim} numbers per token in all"
+        raise ArgumentError("a", said, shape_of(call.a))
+    check_dims("a_log", call.a_log, num_heads)
+    check_dims("norm_weight", norm_weight, *(state.shape[1:2] if norm_weight.dim() == 2 else ()), value_dim)
+    check_dtype("norm_weight", norm_weight, x.dtype, torch.float32)
+    check_last_dim(norm_weight=norm_weight)
+    conv, gates, attention, norm = call.parts()
+    check_causal_conv(conv)
+    check_delta_gates(gates)
+    check_linear_attention(attention)
+    check_gated_rms_norm(norm)
+    check_device(state.device, x=x, a=call.a)
+    read = given(
+        x=x, weight=call.weight, bias=call.bias, a=call.a, b=call.b, a_log=call.a_log, dt_bias=call.dt_bias
+    )
+    read |= {"gate": call.gate, "norm_weight": norm_weight}
+    check_apart({"conv_state": call.conv_state}, read | {"state": state, "out": out}, "pass a copy: .clone()")
+    check_apart({"state": state}, read | {"out": out}, "pass a copy: .clone()")
+    check_apart({"out": out}, read, "allocate out with torch.empty")

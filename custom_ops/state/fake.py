@@ -7,7 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.state.call import ConvCall, GatedNormCall, GatesCall, LinearAttentionCall
+from torchpaged.custom_ops.state.call import (
+    ConvCall,
+    DeltaStepCall,
+    GatedNormCall,
+    GatesCall,
+    LinearAttentionCall,
+)
 
 
 def _expect_dims(count: int, **tensors: Tensor) -> None:
@@ -71,12 +77,16 @@ def _linear_attention(call: LinearAttentionCall) -> None:
 
 def _delta_gates(call: GatesCall) -> None:
     _expect_dims(3, a=call.a)
+    _expect_dims(1, a_log=call.a_log, dt_bias=call.dt_bias)
     sizes = (call.a.shape[0], call.a.shape[1] * call.a.shape[2])
-    torch._check(call.b is None or call.b.shape == call.a.shape, lambda: "b: expected a's shape")
-    for name, x in (("a_log", call.a_log), ("dt_bias", call.dt_bias)):
-        torch._check(x.shape == sizes[1:], lambda name=name: f"{name}: expected a number per head")
-    for name, x in (("g", call.g), ("beta", call.beta)):
-        torch._check(x.shape == sizes, lambda name=name: f"{name}: expected a number per token and head")
+    of_heads = sizes if call.b is None else (sizes[0], call.a_log.shape[0])
+    torch._check(
+        call.b is None or (call.b.shape[0], call.b.shape[1] * call.b.shape[2]) == of_heads,
+        lambda: "b: expected a number per token and head",
+    )
+    torch._check(call.dt_bias.shape == sizes[1:], lambda: "dt_bias: expected as many numbers as a's token")
+    torch._check(call.g.shape == sizes, lambda: "g: expected as many numbers as a")
+    torch._check(call.beta.shape == of_heads, lambda: "beta: expected as many numbers as b, or else a")
 
 
 def _gated_rms_norm(call: GatedNormCall) -> None:
@@ -98,9 +108,28 @@ def _gated_rms_norm(call: GatedNormCall) -> None:
         )
 
 
+def _delta_step(call: DeltaStepCall) -> None:
+    _expect_dims(2, x=call.x, weight=call.weight)
+    _expect_dims(3, conv_state=call.conv_state, a=call.a, b=call.b, gate=call.gate, out=call.out)
+    _expect_dims(4, state=call.state)
+    _, num_heads, key_dim, value_dim = call.state.shape
+    keys = call.num_key_heads
+    torch._check(
+        call.x.shape[1] == 2 * keys * key_dim + num_heads * value_dim,
+        lambda: "x: expected queries, keys and values of state's sizes",
+    )
+    torch._check(call.out.shape[1:] == (num_heads, value_dim), lambda: "out: expected state's values")
+    conv, gates, attention, norm = call.parts()
+    _causal_conv(conv)
+    _delta_gates(gates)
+    _linear_attention(attention)
+    _gated_rms_norm(norm)
+
+
 FAKES: dict[str, Callable[..., None]] = {
     "causal_conv": _causal_conv,
     "linear_attention": _linear_attention,
     "delta_gates": _delta_gates,
     "gated_rms_norm": _gated_rms_norm,
+    "delta_step": _delta_step,
 }

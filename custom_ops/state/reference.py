@@ -14,6 +14,7 @@ from torch import Tensor
 from torchpaged.custom_ops.state.call import (
     NORM_EPS,
     ConvCall,
+    DeltaStepCall,
     GatedNormCall,
     GatesCall,
     LinearAttentionCall,
@@ -22,6 +23,7 @@ from torchpaged.custom_ops.state.call import (
 from torchpaged.custom_ops.state.check import (
     check_causal_conv,
     check_delta_gates,
+    check_delta_step,
     check_gated_rms_norm,
     check_linear_attention,
 )
@@ -103,9 +105,10 @@ def delta_gates(call: GatesCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_delta_gates(call)
     exact = _exact(call.a)
-    step = torch.nn.functional.softplus(call.a.flatten(1).to(exact) + call.dt_bias.to(exact))
-    step = step.clamp(call.min_step, call.max_step)
-    call.g.copy_(-call.a_log.to(exact).exp() * step)
+    x = call.a.flatten(1).to(exact) + call.dt_bias.to(exact)
+    rate = call.a_log.to(exact).exp().repeat_interleave(x.shape[1] // max(call.a_log.shape[0], 1))
+    step = torch.nn.functional.softplus(x).clamp(call.min_step, call.max_step)
+    call.g.copy_(-rate * step if call.bound is None else call.bound * (rate * x).sigmoid())
     call.beta.copy_(step if call.b is None else call.beta_scale * call.b.flatten(1).to(exact).sigmoid())
 
 
@@ -113,10 +116,20 @@ def gated_rms_norm(call: GatedNormCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_gated_rms_norm(call)
     x, gate = call.x.to(_exact(call.x)), call.gate.reshape(call.x.shape).to(_exact(call.x))
-    factors = torch.nn.functional.silu(gate)
+    factors = gate.sigmoid() if call.activation == "sigmoid" else torch.nn.functional.silu(gate)
     if call.skip is not None and call.skip_weight is not None:
         x = x + (call.skip.to(x.dtype) * call.skip_weight.to(x.dtype)[:, None]).reshape(x.shape)
     if call.gate_first:
         x = x * factors
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + call.eps) * call.weight.to(x.dtype)
     call.out.copy_(normed if call.gate_first else normed * factors)
+
+
+def delta_step(call: DeltaStepCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_delta_step(call)
+    conv, gates, attention, norm = call.parts()
+    causal_conv(conv)
+    delta_gates(gates)
+    linear_attention(attention)
+    gated_rms_norm(norm)

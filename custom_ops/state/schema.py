@@ -32,16 +32,31 @@ SCHEMAS = {
         Tensor(b!) out, Tensor? beta=None, *, SymInt max_query_len, float scale, bool delta_rule=False,
         bool normalize=False) -> ()""",
     # The decay and beta of a gated delta net: g = -exp(a_log) step, beta = beta_scale sigmoid(b), with step =
-    # softplus(a + dt_bias), at least min_step and at most max_step. Without b as Mamba 2's: beta = step.
-    # a, b [T, groups, num_heads / groups], the heads of a group side by side; a_log, dt_bias [num_heads] in
-    # a's dtype or float32; g, beta [T, num_heads] float32, float64 over float64.
+    # softplus(a + dt_bias), at least min_step and at most max_step. Without b as Mamba 2's: beta = step. With
+    # a bound, a number below 0, g = bound sigmoid(exp(a_log) (a + dt_bias)). a, b [T, groups, num_heads /
+    # groups], the heads of a group side by side; a_log, dt_bias [num_heads] in a's dtype or float32; g, beta
+    # [T, num_heads] float32, float64 over float64. Where rows of the state decay one by one, as in Kimi delta
+    # attention, a, g and dt_bias have num_heads * key_dim numbers in the place of num_heads, and so has beta
+    # without b.
     "delta_gates": """(Tensor a, Tensor? b, Tensor a_log, Tensor dt_bias, Tensor(a!) g, Tensor(b!) beta, *,
-        float beta_scale=1., float min_step=0., float? max_step=None) -> ()""",
-    # RMSNorm of each head, then its gate: out = x / rms(x) weight silu(gate). With gate_first as Mamba 2's:
-    # y = x silu(gate), out = y / rms(y) weight. x, out [T, num_heads, width]; gate [T, groups, num_heads *
-    # width / groups], the heads of a group side by side; weight [width], or [num_heads, width] with one of
-    # each head, in x's dtype or float32. skip, skip_weight: what is added to x before anything else, skip
-    # [T, skip_heads, num_heads * width / skip_heads] times skip_weight [skip_heads], in x's dtype or float32.
+        float beta_scale=1., float min_step=0., float? max_step=None, float? bound=None) -> ()""",
+    # RMSNorm of each head, then its gate: out = x / rms(x) weight act(gate), with activation "silu" or
+    # "sigmoid". With gate_first as Mamba 2's: y = x act(gate), out = y / rms(y) weight. x, out [T, num_heads,
+    # width]; gate [T, groups, num_heads * width / groups], the heads of a group side by side; weight [width],
+    # or [num_heads, width] with one of each head, in x's dtype or float32. skip, skip_weight: what is added
+    # to x before anything else, skip [T, skip_heads, num_heads * width / skip_heads] times skip_weight
+    # [skip_heads], in x's dtype or float32.
     "gated_rms_norm": """(Tensor x, Tensor gate, Tensor weight, Tensor(a!) out, *, float eps=1e-6,
-        bool gate_first=False, Tensor? skip=None, Tensor? skip_weight=None) -> ()""",
+        bool gate_first=False, Tensor? skip=None, Tensor? skip_weight=None,
+        str activation="silu") -> ()""",
+    # Single tokens of a gated delta net, or of Kimi delta attention with a decay per row of the state, from
+    # projections to what the output projection takes: causal_conv of x with silu, delta_gates,
+    # linear_attention with the delta rule over normalised keys, gated_rms_norm without gate_first. Rows have
+    # at most one token. Between these q, k, v and results are in x's dtype, g and beta in float32. x, out: in
+    # one dtype; x [T, channels], the queries, keys and values of all heads side by side; out [T, num_heads,
+    # value_dim]; norm_weight: gated_rms_norm's weight; the others: as those of the four.
+    "delta_step": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor a, Tensor b, Tensor a_log,
+        Tensor dt_bias, Tensor(b!) state, Tensor gate, Tensor norm_weight, {_BATCH}, Tensor(c!) out,
+        Tensor? bias=None, *, float scale, float beta_scale=1., float? bound=None, float eps=1e-6,
+        str activation="silu") -> ()""",
 }

@@ -38,7 +38,7 @@ def test_gated_convolution_matches_the_oracle(batch: str, dtype: torch.dtype, ba
 BAD: dict[str, tuple[str, str, Any]] = {
     "groups_of_other_sizes": ("delta_gates", "b", lambda a: {"b": a["b"].transpose(1, 2).contiguous()}),
     "another_dtype": ("delta_gates", "b", lambda a: {"b": a["b"].half()}),
-    "a_log_of_fewer_heads": ("delta_gates", "a_log", lambda a: {"a_log": a["a_log"][:3]}),
+    "a_log_of_fewer_heads": ("delta_gates", "a_log", lambda a: {"a_log": a["a_log"][:4]}),
     "g_of_half": ("delta_gates", "g", lambda a: {"g": a["g"].half()}),
     "g_on_beta": ("delta_gates", "beta", lambda a: {"g": a["beta"]}),
     "heads_apart": ("delta_gates", "a", lambda a: {"a": a["a"].transpose(1, 2)}),
@@ -58,6 +58,13 @@ BAD: dict[str, tuple[str, str, Any]] = {
     ),
     "a_step_below_zero": ("delta_gates", "min_step", lambda a: {"min_step": -1.0}),
     "steps_of_no_length": ("delta_gates", "max_step", lambda a: {"min_step": 1.0, "max_step": 0.5}),
+    "a_bound_of_zero": ("delta_gates", "bound", lambda a: {"bound": 0.0}),
+    "biases_of_heads": (
+        "delta_gates",
+        "dt_bias",
+        lambda a: {"a": torch.zeros(5, 3, 4), "g": torch.zeros(5, 12)},
+    ),
+    "an_unknown_activation": ("gated_rms_norm", "activation", lambda a: {"activation": "gelu"}),
     "no_eps": ("gated_rms_norm", "eps", lambda a: {"eps": 0.0}),
     "out_on_x": ("gated_rms_norm", "x", lambda a: {"x": a["out"]}),
     "a_gate_of_another_dtype": ("causal_conv", "in_gate", lambda a: {"in_gate": a["in_gate"].half()}),

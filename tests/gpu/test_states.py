@@ -3,10 +3,13 @@ whose tokens are those of transformers' own states."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from op_inputs.delta_step import SIZES as STEP_SIZES
+from op_inputs.delta_step import assert_delta_step_close, make_delta_step_inputs
 from op_inputs.state import (
     LONG_BATCHES,
     STATE_BATCHES,
@@ -21,7 +24,8 @@ from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inp
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall
+from torchpaged.custom_ops.state.cuda import delta_step
 from torchpaged.custom_ops.state.cuda.linear_attention import route
 from torchpaged.custom_ops.state.triton.chunks import has_long_rows
 
@@ -114,13 +118,55 @@ def test_single_tokens_by_cuda_match_the_oracle(batch: str, family: str, state_d
     assert_state_close(BACKEND_OPS["cuda"], REFERENCE, "linear_attention", inputs)
 
 
-@pytest.mark.parametrize("op", ["causal_conv", "linear_attention"])
+@pytest.mark.parametrize(
+    ("backend", "dtypes"),
+    [
+        ("cuda", (torch.bfloat16, None)),
+        ("cuda", (torch.float16, torch.float16)),
+        ("cuda", (torch.float32, None)),
+        ("triton", (torch.bfloat16, None)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", STEP_SIZES)
+def test_delta_step_matches_the_oracle(size: str, backend: str, dtypes: tuple[Any, Any]) -> None:
+    """Sizes that the kernel does not take go through its parts."""
+    for batch in ("decode", "decode_begins", "decode_padded", "no_tokens"):
+        given = {"dtype": dtypes[0], "state_dtype": dtypes[1], "weight_dtype": torch.float32}
+        inputs = on_gpu(make_delta_step_inputs(STATE_BATCHES[batch], **given, **STEP_SIZES[size]))
+        if torch.cuda.get_device_capability() == (9, 0) and batch != "no_tokens":
+            whole = "odd" not in size and dtypes[0] != torch.float32
+            assert (delta_step.route(DeltaStepCall(**inputs)) is None) == whole
+        assert_delta_step_close(BACKEND_OPS[backend], REFERENCE, inputs)
+
+
+def test_delta_step_of_many_rows_again_and_again() -> None:
+    """Heads that share a key meet: a window moved on too soon would be read by another one. As many rows as
+    take several rounds of CTAs, a launch right behind another."""
+    rows = Rows(tuple((n % 3, 1) for n in range(60)), void=(7, 40))
+    sizes = {"heads": 32, "key_heads": 8, "groups": 8, "key_dim": 64, "value_dim": 64}
+    given = make_delta_step_inputs(rows, dtype=torch.bfloat16, num_slots=70, **sizes)
+    inputs = on_gpu(given)
+    for _ in range(20):
+        BACKEND_OPS["cuda"].delta_step(**inputs)
+        inputs["seq_lens"] += 1  # all go on
+        parts = clone(given)
+        REFERENCE.delta_step(**parts)
+        given = parts | {"seq_lens": parts["seq_lens"] + 1}
+    assert torch.equal(inputs["conv_state"].cpu().nan_to_num(), given["conv_state"].nan_to_num())
+    torch.testing.assert_close(inputs["state"].cpu(), given["state"], rtol=0.02, atol=0.02, equal_nan=True)
+    torch.testing.assert_close(inputs["out"].cpu(), given["out"], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("op", ["causal_conv", "linear_attention", "delta_step"])
 def test_one_capture_for_other_batches(op: str) -> None:
     """Slots, lengths and rows without tokens are read by the kernel when it runs."""
-    make = make_conv_inputs if op == "causal_conv" else make_linear_inputs
+    make: Any = {"causal_conv": make_conv_inputs, "linear_attention": make_linear_inputs}.get(op)
+    if op == "delta_step":
+        make = partial(make_delta_step_inputs, dtype=torch.bfloat16, **STEP_SIZES["qwen3_next"])
     pool = "conv_state" if op == "causal_conv" else "state"
     captured = on_gpu(make(STATE_BATCHES["decode"]))
-    run = getattr(TRITON, op)
+    run = getattr(BACKEND_OPS["cuda"], op)
     run(**clone(captured))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -128,15 +174,16 @@ def test_one_capture_for_other_batches(op: str) -> None:
     for seed, slots in ((1, [2, 0, 5]), (2, [7, 3, 1])):
         given = on_gpu(make(STATE_BATCHES["decode"], seed=seed))
         given["state_slots"].copy_(torch.tensor(slots))
-        given[pool].copy_(torch.randn(given[pool].shape))
+        for name in {pool, "conv_state"} & given.keys():
+            given[name].copy_(torch.randn(given[name].shape))
         for name, x in given.items():
             if isinstance(x, Tensor):
                 captured[name].copy_(x)
         graph.replay()
         want = clone(given)
         run(**want)
-        assert torch.equal(captured["out"], want["out"])
-        assert torch.equal(captured[pool], want[pool])
+        for name in {"out", pool, "conv_state"} & given.keys():
+            assert torch.equal(captured[name], want[name])
 
 
 def test_one_capture_for_prompts_of_other_lengths() -> None:

@@ -30,9 +30,9 @@ ATTENTION = ["linear", "rope_write_kv", "paged_attention", "linear"]
 NO_ROTATION = ["linear", "write_kv", "paged_attention", "linear"]
 LATENTS = ["linear", "linear", "rope_write_latent", "mla_attention", "linear"]
 SHORT_CONV = ["linear", "causal_conv", "linear"]
-DELTA_NET = ["linear", "causal_conv", "delta_gates", "linear_attention", "gated_rms_norm", "linear"]
-KIMI_DELTA = ["linear", "causal_conv", "linear", "delta_gates", "linear_attention", "rms_norm"]
-KIMI_DELTA += ["linear", "linear"]
+DELTA_NET = ["linear", "delta_step", "linear"]
+STATE = ["linear", "causal_conv", "delta_gates", "linear_attention", "gated_rms_norm", "linear"]
+KIMI_DELTA = ["linear", "linear", *DELTA_NET]
 MLP = ["linear", "linear"]
 EXPERTS = ("rms_norm", "route_experts", "apply_experts")
 
@@ -61,9 +61,9 @@ class Known(NamedTuple):
 _LATENT = Known(mixers=(LATENTS,), others=(1,))
 _LATENT_EXPERTS = _LATENT._replace(experts=1, mixture=EXPERTS)
 _SHORT = Known(mixers=(SHORT_CONV, ATTENTION), others=(0, 0))
-_MAMBA2 = Known(mixers=(DELTA_NET, ATTENTION), others=(0, 0))
-_GRANITE = Known(mixers=(DELTA_NET, NO_ROTATION), others=(2, 2), rest=4)
-_NEMOTRON = Known(mixers=(DELTA_NET, NO_ROTATION, [], NO_ROTATION), others=(0,) * 4, mlp=[], experts=1)
+_STATE = Known(mixers=(STATE, ATTENTION), others=(0, 0))
+_GRANITE = Known(mixers=(STATE, NO_ROTATION), others=(2, 2), rest=4)
+_NEMOTRON = Known(mixers=(STATE, NO_ROTATION, [], NO_ROTATION), others=(0,) * 4, mlp=[], experts=1)
 _DELTA = Known(mixers=(DELTA_NET, DELTA_NET, DELTA_NET, ATTENTION), others=(0, 0, 0, 2))
 FAMILIES = {
     "Llama": Known("Llama", {"num_key_value_heads": 1}),
@@ -111,15 +111,15 @@ FAMILIES = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA._replace(experts=4, mixture=EXPERTS),
     "kimi_linear": Known(
-        options={"mlp_layer_types": ["dense"] * 4}, mixers=(KIMI_DELTA, LATENTS[1:]), others=(4, 1)
+        options={"mlp_layer_types": ["dense"] * 4}, mixers=(KIMI_DELTA, LATENTS[1:]), others=(0, 1)
     ),
     "bailing_hybrid": Known(
         options={"mlp_layer_types": ["dense"] * 2},
-        mixers=([*DELTA_NET[:2], "linear_attention", "rms_norm", "linear"], LATENTS),
-        others=(8, 3),
+        mixers=(DELTA_NET, LATENTS),
+        others=(0, 3),
     ),
     "falcon_h1": Known(  # without a norm of the state's output
-        mixers=([*DELTA_NET[:4], "linear", *ATTENTION[1:]],), others=(3,), rest=4
+        mixers=([*STATE[:4], "linear", *ATTENTION[1:]],), others=(3,), rest=4
     ),
     "falcon_multiplied": Known(
         options={
@@ -132,12 +132,12 @@ FAMILIES = {
             "mamba_rms_norm": True,
             "mamba_n_groups": 2,
         },
-        mixers=([*DELTA_NET, *ATTENTION[1:]],),
+        mixers=([*STATE, *ATTENTION[1:]],),
         others=(5,),
         mlp=["linear", "act_and_mul", "linear"],
         rest=4,
     ),
-    "bamba": _MAMBA2._replace(options={"mamba_n_groups": 2}),
+    "bamba": _STATE._replace(options={"mamba_n_groups": 2}),
     "granitemoehybrid": _GRANITE._replace(experts=4),
     "granite_dense": _GRANITE._replace(options={"num_local_experts": 0}),
     "granite_rope": _GRANITE._replace(

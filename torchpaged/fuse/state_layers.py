@@ -2,9 +2,10 @@
 gated short convolutions (LFM2) and Mamba 2 (Bamba, Granite 4, Nemotron-H, Falcon-H1, Zamba 2).
 
 A step of a delta net: linear (norm, all projections of the layer's input), causal_conv, delta_gates,
-linear_attention, gated_rms_norm, linear (output, residual), and the MLP; Mamba 2 has the same. Of a short
-convolution: linear (norm, gates and input), causal_conv with its gates, linear (output, residual), and the
-MLP. What surrounds the mixer is `LayerPlan`'s, the state `torchpaged.hf.packed_state.PackedState`'s.
+linear_attention, gated_rms_norm, linear (output, residual), and the MLP; the four in the middle are one op,
+delta_step, where rows have single tokens. Mamba 2 has the same, as four ops. Of a short convolution: linear
+(norm, gates and input), causal_conv with its gates, linear (output, residual), and the MLP. What surrounds
+the mixer is `LayerPlan`'s, the state `torchpaged.hf.packed_state.PackedState`'s.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from torch.nn.functional import silu
 
 from torchpaged.custom_ops import BackendOps
 from torchpaged.fuse.fusible import norm_of
-from torchpaged.fuse.mixers import MixerPlan, Step, linear, normed
+from torchpaged.fuse.mixers import MixerPlan, Step, linear
 from torchpaged.hf.packed_mixers import packed_state
-from torchpaged.hf.packed_state import PackedState, exact
+from torchpaged.hf.packed_state import PackedState
 
 
 class StatePlan(MixerPlan):
@@ -53,9 +54,13 @@ class StatePlan(MixerPlan):
     def gates(
         self, step: Step, a: Tensor, b: Tensor | None, a_log: Tensor, dt_bias: Tensor, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Decay and beta ``[batch, query_len, num_heads]`` by the op ``delta_gates``."""
+        """Decay and beta ``[batch, query_len, num_heads]`` by the op ``delta_gates``; of decays row by row
+        ``[batch, query_len, num_heads * key_dim]``."""
         exact = torch.float64 if a.dtype == torch.float64 else torch.float32
-        g, beta = (a.new_empty(a.shape[0], a.shape[1] * a.shape[2], dtype=exact) for _ in range(2))
+        g, beta = (
+            x.new_empty(x.shape[0], x.shape[1] * x.shape[2], dtype=exact)
+            for x in (a, b if b is not None else a)
+        )
         step.ops.delta_gates(a, b, a_log, dt_bias, g, beta, **options)
         return g.unflatten(0, step.shape), beta.unflatten(0, step.shape)
 
@@ -125,17 +130,25 @@ class DeltaNetPlan(StatePlan):
         """See `MixerPlan`."""
         mixer, cached = self.mixer, step.cached
         mixed, gate, b, a = self.ordered(parts)
-        mixed = cached.convolve(mixed.unflatten(0, step.shape), self.conv, mixer.activation)
+        beta_scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
+        scale, x = mixer.head_k_dim**-0.5, mixed.unflatten(0, step.shape)
+        rows = cached.begin(x, self.conv.weight.shape[2], x.shape[2])
+        if mixer.activation == "silu" and cached.takes_single_tokens(rows):
+            sizes = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
+            given = self.conv, (a, b, mixer.A_log, mixer.dt_bias), gate, self.norm_weight, sizes
+            options = {"scale": scale, "beta_scale": beta_scale, "eps": self.norm_eps}
+            done: Tensor = cached.delta_step(rows, mixed, *given, **options)
+            return done.flatten(1)
+        mixed = cached.convolve(x, self.conv, mixer.activation, step=rows)
         q, k, v = mixed.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
-        scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
-        g, beta = self.gates(step, a, b, mixer.A_log, mixer.dt_bias, beta_scale=scale)
+        g, beta = self.gates(step, a, b, mixer.A_log, mixer.dt_bias, beta_scale=beta_scale)
         out = cached.attend(
             q.unflatten(-1, (-1, mixer.head_k_dim)),
             k.unflatten(-1, (-1, mixer.head_k_dim)),
             v.unflatten(-1, (-1, mixer.head_v_dim)),
             g,
             beta,
-            scale=mixer.head_k_dim**-0.5,
+            scale=scale,
             delta_rule=True,
         )
         return self.normed(step, out.flatten(0, 1), gate)
@@ -151,26 +164,24 @@ class KimiDeltaPlan(StatePlan):
         """See `MixerPlan`."""
         mixer, ops, cached, width = self.mixer, step.ops, step.cached, self.mixer.head_dim
         mixed, f, b, gate = parts
-        mixed = cached.convolve(mixed.unflatten(0, step.shape), self.conv, mixer.activation)
+        forget, gate_of = mixer.forget_gate, getattr(mixer, "g_b_proj", None)
+        f = linear(ops, f, forget.f_b_proj) if hasattr(forget, "f_b_proj") else f
+        gate = (gate if gate_of is None else linear(ops, gate, gate_of))[:, None]
+        decay = f[:, None], b[:, None], forget.A_log.view(-1), forget.dt_bias
+        bound = forget.lower_bound if getattr(forget, "safe_gate", False) else None  # Bailing hybrid's
+        scale, x = width**-0.5, mixed.unflatten(0, step.shape)
+        rows = cached.begin(x, self.conv.weight.shape[2], x.shape[2])
+        if mixer.activation == "silu" and cached.takes_single_tokens(rows):
+            given = self.conv, decay, gate, self.norm_weight, (b.shape[1], width, width)
+            options = {"scale": scale, "bound": bound, "eps": self.norm_eps, "activation": "sigmoid"}
+            done: Tensor = cached.delta_step(rows, mixed, *given, **options)
+            return done.flatten(1)
+        mixed = cached.convolve(x, self.conv, mixer.activation, step=rows)
         q, k, v = (x.unflatten(-1, (-1, width)) for x in mixed.chunk(3, dim=-1))
-        g, beta = self.decay(step, f), b.sigmoid().unflatten(0, step.shape)
-        out = cached.attend(q, k, v, g, beta, scale=width**-0.5, delta_rule=True)
-        # gated_rms_norm has silu gates; this one is a sigmoid
-        out = normed(ops, out.reshape(-1, width), mixer.o_norm).view(f.shape[0], -1)
-        gate = linear(ops, gate, mixer.g_b_proj) if hasattr(mixer, "g_b_proj") else gate
-        return out * gate.sigmoid()
-
-    def decay(self, step: Step, f: Tensor) -> Tensor:
-        """Of each column of the keys, ``[batch, query_len, num_heads, head_dim]``."""
-        forget, width = self.mixer.forget_gate, self.mixer.head_dim
-        f = linear(step.ops, f, forget.f_b_proj) if hasattr(forget, "f_b_proj") else f
-        if getattr(forget, "safe_gate", False):  # Bailing hybrid's, which is bounded
-            g = forget.A_log.exp()[:, None] * exact(f).add(forget.dt_bias).unflatten(-1, (-1, width))
-            return g.sigmoid_().mul_(forget.lower_bound).unflatten(0, step.shape)
-        # the op's heads are columns
-        a_log = forget.A_log.view(-1, 1).expand(-1, width).reshape(-1)
-        g, _ = self.gates(step, f[:, None], None, a_log, forget.dt_bias)
-        return g.unflatten(-1, (-1, width))
+        g, beta = self.gates(step, *decay, bound=bound)
+        g = g.unflatten(-1, (-1, width))
+        out = cached.attend(q, k, v, g, beta, scale=scale, delta_rule=True)
+        return self.normed(step, out.flatten(0, 1), gate, activation="sigmoid")
 
 
 class Mamba2Plan(StatePlan):

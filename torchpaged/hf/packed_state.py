@@ -97,9 +97,10 @@ class PackedState(TakesBack, StateLayer):
             )
 
     @torch.compiler.disable(reason=_SET_UP)
-    def _make_matrices(self, num_heads: int, key_dim: int, v: Tensor) -> None:
-        sizes = self.cache.num_states, num_heads, key_dim, v.shape[-1]
-        self.pools = self.pools._replace(state=_zeros(sizes, _exact(v), v.device))
+    def _make_matrices(self, sizes: tuple[int, int, int], x: Tensor) -> None:
+        """``sizes``: heads, rows and columns of a request's matrices."""
+        pool = _zeros((self.cache.num_states, *sizes), _exact(x), x.device)
+        self.pools = self.pools._replace(state=pool)
 
     # ------------------------------------------------------------------------- what a mixer's forward calls
     def begin(self, x: Tensor, width: int = 2, channels: int = 0) -> AttentionMetadata:
@@ -118,15 +119,20 @@ class PackedState(TakesBack, StateLayer):
         return self._ops
 
     def convolve(
-        self, x: Tensor, conv: Any, activation: str = "none", gates: tuple[Tensor, ...] = ()
+        self,
+        x: Tensor,
+        conv: Any,
+        activation: str = "none",
+        gates: tuple[Tensor, ...] = (),
+        step: AttentionMetadata | None = None,
     ) -> Tensor:
         """``[batch, query_len, channels]`` through ``conv``, a depthwise ``nn.Conv1d``; a new tensor.
-        ``gates``: none, or factors of the inputs and of what comes out, like ``x``."""
-        weight, bias = conv.weight[:, 0].to(x.dtype), conv.bias
-        step = self.begin(x, weight.shape[1], x.shape[2])
+        ``gates``: none, or factors of the inputs and of what comes out, like ``x``. ``step``: what `begin`
+        gave; default: it is called here."""
+        weight, bias = _of_conv(conv, x)
+        step = self.begin(x, weight.shape[1], x.shape[2]) if step is None else step
         tokens = tuple(each.flatten(0, 1) for each in (x, *gates))
-        options = (weight, None if bias is None else bias.to(x.dtype), activation)
-        run = partial(self._convolve, options=options)
+        run = partial(self._convolve, options=(weight, bias, activation))
         return self.over_rows(self.pools.conv_state, run, tokens, x.shape, step).view(x.shape)
 
     def _convolve(
@@ -161,7 +167,7 @@ class PackedState(TakesBack, StateLayer):
         """The op ``linear_attention`` over ``[batch, query_len, ...]``, keys normalised with the delta rule;
         ``[batch, query_len, num_heads, value_dim]`` in v's dtype. Behind `convolve` or `begin`."""
         if self.pools.state is None:
-            self._make_matrices(v.shape[2], q.shape[3], v)
+            self._make_matrices((v.shape[2], q.shape[3], v.shape[3]), v)
         assert self.pools.state is not None
         step = self.cache.metadata_of(self, v.shape[0], v.shape[1])
         given = (q, k, v, g.to(_exact(v)), *(() if beta is None else (beta,)))
@@ -190,6 +196,34 @@ class PackedState(TakesBack, StateLayer):
         self._ops.linear_attention(
             q, k, v, g, self.pools.state, *rows, out, beta, max_query_len=max_query_len, **rule
         )
+        return out
+
+    def takes_single_tokens(self, step: AttentionMetadata) -> bool:
+        """Whether `delta_step` takes a step: of single tokens, none of which may be taken back."""
+        recorded = not torch.compiler.is_compiling() and self.records_past
+        return step.max_query_len == 1 and not recorded
+
+    def delta_step(
+        self,
+        step: AttentionMetadata,
+        x: Tensor,
+        conv: Any,
+        gates: tuple[Tensor, Tensor, Tensor, Tensor],
+        gate: Tensor,
+        norm_weight: Tensor,
+        sizes: tuple[int, int, int],
+        **options: Any,
+    ) -> Tensor:
+        """The op ``delta_step`` over ``x [T, channels]`` of a step that `begin` gave; ``[T, num_heads,
+        value_dim]``. ``gates``: a, b, a_log and dt_bias. ``sizes``: heads, key_dim and value_dim."""
+        self.require_plain(step)
+        if self.pools.state is None:
+            self._make_matrices(sizes, x)
+        assert self.cache.state_slots is not None
+        rows = self.cache.state_slots[: step.num_reqs], step.seq_lens, step.query_start_loc
+        (inputs, state), (weight, bias) = self.pools, _of_conv(conv, x)
+        out = x.new_empty(x.shape[0], sizes[0], sizes[2])
+        self._ops.delta_step(x, weight, inputs, *gates, state, gate, norm_weight, *rows, out, bias, **options)
         return out
 
     def positions(self, batch: int, query_len: int) -> Tensor:
@@ -247,6 +281,11 @@ class PackedState(TakesBack, StateLayer):
 def exact(x: Tensor) -> Tensor:
     """``x`` in the dtype of states and decays over values of its own: float64, or else float32."""
     return x.to(_exact(x))
+
+
+def _of_conv(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Weight ``[channels, width]`` and bias of a depthwise ``nn.Conv1d`` in x's dtype."""
+    return conv.weight[:, 0].to(x.dtype), None if conv.bias is None else conv.bias.to(x.dtype)
 
 
 def _exact(x: Tensor) -> torch.dtype:

@@ -84,11 +84,7 @@ class TakesBack:
     ) -> Tensor:
         """``run`` over the tokens of a step's requests, of ``sizes [batch, query_len, *]``, and what is kept
         of it."""
-        if step.features:
-            raise UnsupportedModelError(
-                f"{self.cache.name}: layer {self.index} keeps a state, which goes from token to token, and "
-                f"the batch has a {step.features[0]}; run its branches as requests of their own"
-            )
+        self.require_plain(step)
         if not torch.compiler.is_compiling() and self.records_past:
             self.past.append(StatePast(pool, run, tokens, sizes[0], sizes[1]))
         assert self.cache.state_slots is not None
@@ -99,6 +95,18 @@ class TakesBack:
             starts=step.query_start_loc,
             max_query_len=step.max_query_len,
         )
+
+    def require_plain(self, step: AttentionMetadata) -> None:
+        """Refuse a step whose tokens do not follow one another.
+
+        Raises:
+            UnsupportedModelError: so it is.
+        """
+        if step.features:
+            raise UnsupportedModelError(
+                f"{self.cache.name}: layer {self.index} keeps a state, which goes from token to token, and "
+                f"the batch has a {step.features[0]}; run its branches as requests of their own"
+            )
 
     def require_croppable(self, count: int = 1) -> None:
         """Refuse to take back more tokens than the last forward had, or any if it was not recorded: a state

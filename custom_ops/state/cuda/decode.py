@@ -8,6 +8,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
@@ -16,11 +17,11 @@ from torchpaged.custom_ops.cuda.routes import not_hopper
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-_DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)
 #: Sizes of a head's keys and values, and bytes of its state at most.
 KEY_DIMS, VALUE_DIMS, MAX_STATE_BYTES = (64, 128, 256), (64, 128), 64 * 1024
 #: Bytes of a batch's states up to which L2 is told to let them go first (docs/log/state_decode.md).
-_ONCE_BYTES = 256 << 20
+ONCE_BYTES = 256 << 20
 
 STATE_DECODE = Table(
     "state_decode_config.cuh",
@@ -95,13 +96,19 @@ class StateSpec(NamedTuple):
             by_key=call.g.dim() == 3,
             delta=call.delta_rule,
             normalize=call.normalize,
-            once=call.state_slots.shape[0] * num_heads * matrix_bytes <= _ONCE_BYTES,
+            once=call.state_slots.shape[0] * num_heads * matrix_bytes <= ONCE_BYTES,
             min_ctas=3 if matrix_bytes > 32 * 1024 else 4,  # as shared memory has room for
         )
 
     def config(self) -> Config:
         """The constants."""
         return STATE_DECODE.config({name.upper(): int(value) for name, value in self._asdict().items()})
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory, of two tokens in turn."""
+        sizes = (self.key_dim, self.value_dim, self.threads, self.state_float, self.by_key)
+        return shared_bytes(*sizes, turns=2)
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:
@@ -112,22 +119,27 @@ def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | Non
         return reason
     if call.max_query_len > 1:
         return f"{call.max_query_len} tokens of a row"
-    if v.dtype not in _DTYPES:
+    if v.dtype not in DTYPES:
         return f"{v.dtype}, not bfloat16 or float16"
     state_bytes = key_dim * value_dim * state.element_size()
     if key_dim not in KEY_DIMS or value_dim not in VALUE_DIMS or state_bytes > MAX_STATE_BYTES:
         return f"states of {key_dim} x {value_dim}, {state_bytes} bytes"
-    steps = state.stride()[:2]
-    if state.stride()[2:] != (value_dim, 1) or any(n * state.element_size() % 16 for n in steps):
-        return (
-            f"state with strides {tuple(state.stride())}: matrices in one piece, from multiples of 16 bytes"
-        )
-    if state.data_ptr() % 16:
-        return "state does not begin at a multiple of 16 bytes"
+    if reason := no_bulk(state):
+        return reason
     for name, x in (("q", q), ("k", k)):
         if x.data_ptr() % 4 or any(n % 2 for n in x.stride()[:2]):
             return f"{name} with strides {tuple(x.stride())}: heads that begin at multiples of 4 bytes"
     return None
+
+
+def no_bulk(state: Tensor) -> str | None:
+    """Why matrices of ``state`` can't come as one copy each, or None."""
+    row, steps = state.shape[3], state.stride()[:2]
+    if state.stride()[2:] != (row, 1) or any(n * state.element_size() % 16 for n in steps):
+        return (
+            f"state with strides {tuple(state.stride())}: matrices in one piece, from multiples of 16 bytes"
+        )
+    return "state does not begin at a multiple of 16 bytes" if state.data_ptr() % 16 else None
 
 
 def launch(call: LinearAttentionCall, spec: StateSpec) -> None:
@@ -171,13 +183,15 @@ def launch(call: LinearAttentionCall, spec: StateSpec) -> None:
 def _specialised(index: int, spec: StateSpec) -> Kernel:
     device = torch.device("cuda", index)
     return jit.kernel(
-        "state_decode.cu", "update_states", spec.config(), device, shared_bytes=shared_bytes(spec)
+        "state_decode.cu", "update_states", spec.config(), device, shared_bytes=spec.shared_bytes
     )
 
 
-def shared_bytes(spec: StateSpec) -> int:
-    """Dynamic shared memory, as state_decode_params.cuh counts it."""
-    row = spec.value_dim * (4 if spec.state_float else 2)
-    parts = spec.threads // 32 if row // 16 < 32 else spec.threads // (row // 16)
-    factors = 2 * spec.key_dim * (4 if spec.by_key else 2) * 4
-    return spec.key_dim * row + factors + (2 * parts + 1) * spec.value_dim * 4 + 16
+def shared_bytes(
+    key_dim: int, value_dim: int, threads: int, state_float: bool, by_key: bool, turns: int
+) -> int:
+    """Dynamic shared memory, as state_decode_tile.cuh counts it."""
+    row = value_dim * (4 if state_float else 2)
+    parts = threads // 32 if row // 16 < 32 else threads // (row // 16)
+    factors = turns * key_dim * (4 if by_key else 2) * 4
+    return key_dim * row + factors + (2 * parts + 1) * value_dim * 4 + 16

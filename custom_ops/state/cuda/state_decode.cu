@@ -9,76 +9,23 @@
 // Nothing here waits for ever: the barrier is told by a copy that this CTA asked for. Compiled by NVRTC for
 // sm_90; its constants: state_decode_config.cuh. Source: "Gated Delta Networks" (arXiv:2412.06464), eq. 10.
 
+#include "state_decode_params.cuh"
 #include "state_decode_tile.cuh"
 
-// What a thread has of a state, in shared memory.
-struct Part {
-  char *at;
-
-  __device__ __forceinline__ void load(int i, float (&x)[VEC]) const {
-    unpack(*(const uint4 *)(at + i * GROUPS * ROW_BYTES), x);
-  }
-  __device__ __forceinline__ void store(int i, const float (&x)[VEC]) const {
-    *(uint4 *)(at + i * GROUPS * ROW_BYTES) = packed(x);
-  }
-};
-
-// Sums over this warp's, or this group's, rows of S times key and query.
-__device__ __forceinline__ void sum_rows(const Part &part, char *memory, int turn, int group, int chunk,
-                                         int thread) {
-  float seen[VEC] = {}, y[VEC] = {};
-  const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    float x[VEC];
-    part.load(i, x);
-    const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS);
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      if constexpr (DELTA) seen[j] += x[j] * of.x;
-      y[j] += x[j] * of.y;
-    }
-  }
-#pragma unroll
-  for (int mask = CHUNKS; mask < 32; mask *= 2)
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-      if constexpr (DELTA) seen[j] += __shfl_xor_sync(ALL, seen[j], mask);
-      y[j] += __shfl_xor_sync(ALL, y[j], mask);
-    }
-  if (CHUNKS >= 32 || thread % 32 < CHUNKS) {
-    const int here = CHUNKS < 32 ? thread / 32 : group;
-    float *sums = (float *)(memory + SUMS_AT) + here * 2 * VALUE_DIM + chunk * VEC;
-#pragma unroll
-    for (int j = 0; j < VEC; j += 4) {
-      if constexpr (DELTA) *(float4 *)(sums + j) = {seen[j], seen[j + 1], seen[j + 2], seen[j + 3]};
-      *(float4 *)(sums + VALUE_DIM + j) = {y[j], y[j + 1], y[j + 2], y[j + 3]};
-    }
-  }
-}
-
-// S' = decay S + k u^T.
-__device__ __forceinline__ void update_rows(const Part &part, const char *memory, float decay, int turn,
-                                            int group, int chunk) {
-  const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
-  float u[VEC];
-#pragma unroll
-  for (int j = 0; j < VEC; ++j) u[j] = ((const float *)(memory + UPDATE_AT))[chunk * VEC + j];
-#pragma unroll
-  for (int i = 0; i < ROWS; ++i) {
-    float x[VEC], k;
-    part.load(i, x);
-    if constexpr (BY_KEY) {
-      const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS + 2);
-      k = of.x;
-      decay = of.y;
-    } else {
-      k = factors[i * GROUPS * FACTORS];
-    }
-#pragma unroll
-    for (int j = 0; j < VEC; ++j) x[j] = decay * x[j] + k * u[j];
-    part.store(i, x);
-  }
+// `prepare` of a token's key and query, as the kernel is given them.
+__device__ __forceinline__ void prepare_token(const Params &p, char *memory, const Row &row, i64 token,
+                                              int turn, int lane) {
+  const int key_head = row.head / GROUP;
+  const char *k_at = p.k + (token * p.k_token + key_head * p.k_head) * 2;
+  const char *q_at = p.q + (token * p.q_token + key_head * p.q_head) * 2;
+  const float *g_at = p.g + token * p.g_token + row.head * p.g_head;
+  prepare(
+      memory, turn, lane, p.scale, p.eps,
+      [&](int n, float *k, float *q) {
+        unpack_pair(*(const u32 *)(k_at + n * 2), k);
+        unpack_pair(*(const u32 *)(q_at + n * 2), q);
+      },
+      [&](int n) { return g_at[n]; });
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
@@ -106,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   const i64 out = row.head * p.out_head + thread;
   if (thread < VALUE_DIM) {
     for (int i = 0; i < end; ++i)
-      if (i < row.first || i >= row.count) store_out(p, (row.begin + (i64)i) * p.out_token + out, 0.f);
+      if (i < row.first || i >= row.count) store_out(p.out, (row.begin + (i64)i) * p.out_token + out, 0.f);
   }
   if (row.slot == 0) return;
   Part part;
@@ -117,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   }
   for (int i = row.first, turn = 0; i < row.count; ++i, turn ^= 1) {
     const i64 token = row.begin + (i64)i;
-    if (thread < 32) prepare(p, memory, row, token, turn, thread);
+    if (thread < 32) prepare_token(p, memory, row, token, turn, thread);
     float u = 0.f, decay = 1.f, beta = 1.f;
     if (thread < VALUE_DIM) u = load_number(p.v, token * p.v_token + row.head * p.v_head + thread);
     if constexpr (!BY_KEY) decay = expf(p.g[token * p.g_token + row.head * p.g_head]);
@@ -139,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
       if constexpr (DELTA) u -= decay * seen;
       u *= beta;
       ((float *)(memory + UPDATE_AT))[thread] = u;
-      store_out(p, token * p.out_token + out, decay * y + ((const float *)(memory + PRODUCT_AT))[turn] * u);
+      y = decay * y + ((const float *)(memory + PRODUCT_AT))[turn] * u;
+      store_out(p.out, token * p.out_token + out, y);
     }
     __syncthreads();
     update_rows(part, memory, decay, turn, group, chunk);

@@ -1,7 +1,26 @@
-// Parts of a state that a thread has, and a token's key and query.
+// A state in a CTA's shared memory: how it lies there, a token's key and query beside it, and the two passes
+// over it. Behind the constants and `Params` of a kernel.
 #pragma once
 
-#include "state_decode_params.cuh"
+constexpr int WARPS = THREADS / 32;
+constexpr int NUMBER = STATE_FLOAT ? 4 : 2;  // bytes
+constexpr int VEC = 16 / NUMBER;             // columns of a thread
+constexpr int CHUNKS = VALUE_DIM / VEC;      // threads of a row of the state
+constexpr int GROUPS = THREADS / CHUNKS;     // rows at a time
+constexpr int ROWS = KEY_DIM / GROUPS;       // rows of a thread
+constexpr int PARTS = CHUNKS < 32 ? WARPS : GROUPS;
+constexpr int ROW_BYTES = VALUE_DIM * NUMBER, STATE_BYTES = KEY_DIM * ROW_BYTES;
+constexpr int FACTORS = BY_KEY ? 4 : 2;
+static_assert(CHUNKS <= THREADS && THREADS % CHUNKS == 0 && (CHUNKS % 32 == 0 || 32 % CHUNKS == 0), "rows");
+static_assert(KEY_DIM % GROUPS == 0 && KEY_DIM % 64 == 0 && VALUE_DIM <= THREADS, "whole rows");
+
+// Where in shared memory things are, in bytes from its begin; custom_ops/state/cuda/decode.py counts alike.
+constexpr int FACTORS_AT = STATE_BYTES;                              // [TURNS, KEY_DIM, FACTORS]
+constexpr int SUMS_AT = FACTORS_AT + TURNS * KEY_DIM * FACTORS * 4;  // [PARTS, 2, VALUE_DIM]
+constexpr int UPDATE_AT = SUMS_AT + PARTS * 2 * VALUE_DIM * 4;       // [VALUE_DIM]
+constexpr int PRODUCT_AT = UPDATE_AT + VALUE_DIM * 4;                // [2], of key and query, by turn
+constexpr int BARRIER_AT = PRODUCT_AT + 8;
+constexpr int SHARED_BYTES = BARRIER_AT + 8;
 
 __device__ __forceinline__ void unpack(const uint4 &raw, float (&x)[VEC]) {
   const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
@@ -23,9 +42,13 @@ __device__ __forceinline__ uint4 packed(const float (&x)[VEC]) {
 __device__ __forceinline__ float load_number(const char *from, i64 at) {  // of q, k and v
   return to_float<HALF>(((const u16 *)from)[at]);
 }
-__device__ __forceinline__ void store_out(const Params &p, i64 at, float x) {
-  if constexpr (OUT_FLOAT) ((float *)p.out)[at] = x;
-  else ((u16 *)p.out)[at] = (u16)pack<HALF>(x, 0.f);
+__device__ __forceinline__ void unpack_pair(u32 raw, float *x) {
+  x[0] = to_float<HALF>((u16)raw);
+  x[1] = to_float<HALF>((u16)(raw >> 16));
+}
+__device__ __forceinline__ void store_out(char *to, i64 at, float x) {
+  if constexpr (OUT_FLOAT) ((float *)to)[at] = x;
+  else ((u16 *)to)[at] = (u16)pack<HALF>(x, 0.f);
 }
 
 // A row of the batch, for one head.
@@ -49,22 +72,15 @@ __device__ __forceinline__ Row find_row(const Params &p, int item) {
 }
 
 // One warp: a token's key and query as the passes over the state take them, {k, q} or {decay k, decay q, k,
-// decay} by row, and their product.
-__device__ __forceinline__ void prepare(const Params &p, char *memory, const Row &row, i64 token, int turn,
-                                        int lane) {
+// decay} by row, and their product. `pair(n, k, q)` gives two numbers of each from row n on; `log_decay(n)`:
+// of a row, where each has its own.
+template <class Pair, class LogDecay>
+__device__ __forceinline__ void prepare(char *memory, int turn, int lane, float scale, float eps, Pair pair,
+                                        LogDecay log_decay) {
   constexpr int MINE = KEY_DIM / 32;
   float k[MINE], q[MINE], kk = 0.f, qq = 0.f, kq = 0.f;
-  const int key_head = row.head / GROUP;
-  const i64 k_at = token * p.k_token + key_head * p.k_head, q_at = token * p.q_token + key_head * p.q_head;
 #pragma unroll
-  for (int i = 0; i < MINE; i += 2) {  // pairs
-    const int n = i * 32 + lane * 2;
-    const u32 ks = *(const u32 *)(p.k + (k_at + n) * 2), qs = *(const u32 *)(p.q + (q_at + n) * 2);
-    k[i] = to_float<HALF>((u16)ks);
-    k[i + 1] = to_float<HALF>((u16)(ks >> 16));
-    q[i] = to_float<HALF>((u16)qs);
-    q[i + 1] = to_float<HALF>((u16)(qs >> 16));
-  }
+  for (int i = 0; i < MINE; i += 2) pair(i * 32 + lane * 2, k + i, q + i);
 #pragma unroll
   for (int i = 0; i < MINE; ++i) {
     kk += k[i] * k[i];
@@ -79,19 +95,89 @@ __device__ __forceinline__ void prepare(const Params &p, char *memory, const Row
     }
     kq += __shfl_xor_sync(ALL, kq, mask);
   }
-  const float of_k = NORMALIZE ? rsqrtf(kk + p.eps) : 1.f;
-  const float of_q = NORMALIZE ? rsqrtf(qq + p.eps) * p.scale : p.scale;
+  const float of_k = NORMALIZE ? rsqrtf(kk + eps) : 1.f;
+  const float of_q = NORMALIZE ? rsqrtf(qq + eps) * scale : scale;
   float *factors = (float *)(memory + FACTORS_AT) + turn * KEY_DIM * FACTORS;
 #pragma unroll
   for (int i = 0; i < MINE; ++i) {
     const int n = i / 2 * 64 + lane * 2 + i % 2;
     const float key = k[i] * of_k, query = q[i] * of_q;
     if constexpr (BY_KEY) {
-      const float decay = expf(p.g[token * p.g_token + row.head * p.g_head + n]);
+      const float decay = expf(log_decay(n));
       ((float4 *)factors)[n] = {decay * key, decay * query, key, decay};
     } else {
       ((float2 *)factors)[n] = {key, query};
     }
   }
   if (lane == 0) ((float *)(memory + PRODUCT_AT))[turn] = kq * of_k * of_q;
+}
+
+// What a thread has of a state, in shared memory.
+struct Part {
+  char *at;
+
+  __device__ __forceinline__ void load(int i, float (&x)[VEC]) const {
+    unpack(*(const uint4 *)(at + i * GROUPS * ROW_BYTES), x);
+  }
+  __device__ __forceinline__ void store(int i, const float (&x)[VEC]) const {
+    *(uint4 *)(at + i * GROUPS * ROW_BYTES) = packed(x);
+  }
+};
+
+// Sums over this warp's, or this group's, rows of S times key and query.
+__device__ __forceinline__ void sum_rows(const Part &part, char *memory, int turn, int group, int chunk,
+                                         int thread) {
+  float seen[VEC] = {}, y[VEC] = {};
+  const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    float x[VEC];
+    part.load(i, x);
+    const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS);
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      if constexpr (DELTA) seen[j] += x[j] * of.x;
+      y[j] += x[j] * of.y;
+    }
+  }
+#pragma unroll
+  for (int mask = CHUNKS; mask < 32; mask *= 2)
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+      if constexpr (DELTA) seen[j] += __shfl_xor_sync(ALL, seen[j], mask);
+      y[j] += __shfl_xor_sync(ALL, y[j], mask);
+    }
+  if (CHUNKS >= 32 || thread % 32 < CHUNKS) {
+    const int here = CHUNKS < 32 ? thread / 32 : group;
+    float *sums = (float *)(memory + SUMS_AT) + here * 2 * VALUE_DIM + chunk * VEC;
+#pragma unroll
+    for (int j = 0; j < VEC; j += 4) {
+      if constexpr (DELTA) *(float4 *)(sums + j) = {seen[j], seen[j + 1], seen[j + 2], seen[j + 3]};
+      *(float4 *)(sums + VALUE_DIM + j) = {y[j], y[j + 1], y[j + 2], y[j + 3]};
+    }
+  }
+}
+
+// S' = decay S + k u^T.
+__device__ __forceinline__ void update_rows(const Part &part, const char *memory, float decay, int turn,
+                                            int group, int chunk) {
+  const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
+  float u[VEC];
+#pragma unroll
+  for (int j = 0; j < VEC; ++j) u[j] = ((const float *)(memory + UPDATE_AT))[chunk * VEC + j];
+#pragma unroll
+  for (int i = 0; i < ROWS; ++i) {
+    float x[VEC], k;
+    part.load(i, x);
+    if constexpr (BY_KEY) {
+      const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS + 2);
+      k = of.x;
+      decay = of.y;
+    } else {
+      k = factors[i * GROUPS * FACTORS];
+    }
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) x[j] = decay * x[j] + k * u[j];
+    part.store(i, x);
+  }
 }

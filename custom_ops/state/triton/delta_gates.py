@@ -1,4 +1,4 @@
-"""delta_gates: one program has the heads of one token."""
+"""delta_gates: one program has some heads of one token."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torchpaged.custom_ops.state.check import check_delta_gates
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix, Tokens
+
+_TILE = 512  # numbers of a program
 
 
 @triton.jit
@@ -35,32 +37,41 @@ def delta_gates_kernel(
     beta_scale,
     min_step,
     max_step,
-    HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
+    bound,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
+    TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """``a``, ``b``: `Tokens` of groups; ``g``, ``beta``: `Matrix`; ``max_step``: a number or None. Grid:
-    (num_tokens,). GROUP: heads that stand side by side. PDL: launched early."""
+    """``a``, ``b``: `Tokens` of groups; ``g``, ``beta``: `Matrix`; ``max_step``, ``bound``: numbers or None.
+    Grid: (num_tokens, tiles of columns). WIDTH: columns of a head; GROUP: heads that stand side by side. PDL:
+    launched early."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS_PAD)
-    here = head < HEADS
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    here = column < COLUMNS
+    head = column // WIDTH
     group, place = head // GROUP, head % GROUP
-    x = tl.load(a.ptr + token * a.token + group * a.head + place, mask=here, other=0.0).to(tl.float32)
-    x += tl.load(dt_bias_ptr + head, mask=here, other=0.0).to(tl.float32)
+    at = a.ptr + token * a.token + group * a.head + column % (GROUP * WIDTH)
+    x = tl.load(at, mask=here, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias_ptr + column, mask=here, other=0.0).to(tl.float32)
     a_log = tl.load(a_log_ptr + head, mask=here, other=0.0).to(tl.float32)
     step = softplus(x)
     step = tl.where(step < min_step, min_step, step)  # comparisons: NaN stays NaN
     if max_step is not None:
         step = tl.where(step > max_step, max_step, step)
-    tl.store(g.ptr + token * g.row + head, -tl.exp(a_log) * step, mask=here)
+    decay = -tl.exp(a_log) * step if bound is None else bound / (1.0 + tl.exp(-tl.exp(a_log) * x))
+    tl.store(g.ptr + token * g.row + column, decay, mask=here)
     if b.ptr is not None:
-        y = tl.load(b.ptr + token * b.token + group * b.head + place, mask=here, other=0.0).to(tl.float32)
-        step = beta_scale / (1.0 + tl.exp(-y))
-    tl.store(beta.ptr + token * beta.row + head, step, mask=here)
+        first = here & (column % WIDTH == 0)
+        y = tl.load(b.ptr + token * b.token + group * b.head + place, mask=first, other=0.0).to(tl.float32)
+        y = beta_scale / (1.0 + tl.exp(-y))
+        tl.store(beta.ptr + token * beta.row + head, y, mask=first)
+    else:
+        tl.store(beta.ptr + token * beta.row + column, step, mask=here)
 
 
 def delta_gates(call: GatesCall) -> None:
@@ -69,12 +80,14 @@ def delta_gates(call: GatesCall) -> None:
     check_dtype("a", call.a, torch.bfloat16, torch.float16, torch.float32)
     check_delta_gates(call)
     num_tokens, num_groups, group = call.a.shape
-    num_heads = num_groups * group
-    if not num_tokens or not num_heads:
+    columns = num_groups * group
+    if not num_tokens or not columns:
         return
+    width = columns // call.a_log.shape[0]
+    tile = min(next_power_of_2(columns), _TILE)
     launch_kernel(
         delta_gates_kernel,
-        (num_tokens,),
+        (num_tokens, triton.cdiv(columns, tile)),
         Tokens.of(call.a),
         Tokens.of(call.b),
         call.a_log,
@@ -84,9 +97,11 @@ def delta_gates(call: GatesCall) -> None:
         call.beta_scale,
         call.min_step,
         call.max_step,
-        HEADS=num_heads,
-        HEADS_PAD=next_power_of_2(num_heads),
-        GROUP=group,
-        num_warps=1,
+        call.bound,
+        COLUMNS=columns,
+        WIDTH=width,
+        GROUP=group // width,
+        TILE=tile,
+        num_warps=max(tile // 128, 1),
         **early_launch(call.a.device),
     )

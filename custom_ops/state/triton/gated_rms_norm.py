@@ -33,6 +33,7 @@ def gated_rms_norm_kernel(
     WEIGHT_HEAD: tl.constexpr,
     SKIP_WIDTH: tl.constexpr,
     GATE_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``x``, ``out``: `Tokens`; ``gate``: `Tokens` of groups; ``skip``: `Tokens` of heads of SKIP_WIDTH, or
@@ -50,7 +51,7 @@ def gated_rms_norm_kernel(
     group, place = head // GROUP, head % GROUP * WIDTH
     at = gate.ptr + token * gate.token + (group * gate.head + place)[:, None] + d[None, :]
     z = tl.load(at, mask=here, other=0.0).to(tl.float32)
-    z = z / (1.0 + tl.exp(-z))
+    z = (1.0 if SIGMOID else z) / (1.0 + tl.exp(-z))
     at = weight_ptr + head[:, None] * WEIGHT_HEAD + d[None, :]
     weight = tl.load(at, mask=here, other=0.0).to(tl.float32)
     if skip.ptr is not None:
@@ -96,6 +97,7 @@ def gated_rms_norm(call: GatedNormCall) -> None:
         WEIGHT_HEAD=call.weight.stride(0) if call.weight.dim() == 2 else 0,
         SKIP_WIDTH=1 if call.skip is None else call.skip.shape[2],
         GATE_FIRST=call.gate_first,
+        SIGMOID=call.activation == "sigmoid",
         num_warps=8 if padded > 2048 else 4,
         **early_launch(call.x.device),
     )

@@ -1,4 +1,4 @@
-// The instructions of the decode kernel of states for the host, in place of machine.cuh and bulk.cuh. Copies
+// The instructions of the decode kernels of states for the host, in place of machine.cuh and bulk.cuh. Copies
 // into shared memory happen as late as they may, when their barrier is waited for, and those out of it at
 // once: so a barrier that is missing shows as a wrong result.
 #pragma once
@@ -24,6 +24,11 @@ inline void bulk_store(void *to, u32 from, int bytes, u64) {
   if (from % 16 || (u64)to % 16 || bytes % 16) abort();
   memcpy(to, memories + from, bytes);
 }
+inline int arrived;  // threads of a cluster; its CTAs meet once
+inline void cluster_arrive() { ++arrived, ++moved; }
+inline void cluster_wait() {
+  wait_until([] { return arrived == cta_threads * cta_count; });
+}
 inline void bulk_wait_read() {}
 inline void fence_mbarrier_init() {}
 inline u64 read_once() { return 0; }
@@ -33,6 +38,7 @@ inline const bool forgets = [] {
   forget = [] {
     asked.clear();
     expected.clear();
+    arrived = 0;
   };
   return true;
 }();

@@ -30,9 +30,10 @@ from torchpaged.custom_ops.mla.cuda.constants import LATENT
 from torchpaged.custom_ops.mla.cuda.selected import SELECTED, SelectedSpec
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
 from torchpaged.custom_ops.state.cuda.decode import STATE_DECODE, StateSpec
+from torchpaged.custom_ops.state.cuda.step import DELTA_STEP, StepSpec
 
 OF_ATTENTION = (DECODE, PREFILL, LATENT, SELECTED, LOGITS, TOP_K)
-TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, STATE_DECODE)}
+TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, STATE_DECODE, DELTA_STEP)}
 KERNELS = {kernel: table for table in TABLES.values() for kernel in table.kernels}
 
 
@@ -55,6 +56,9 @@ def examples() -> dict[str, Config]:
         "top_k_config.cuh": top_k_config(4, 131072, 132),
         "state_decode_config.cuh": StateSpec(
             128, 128, 16, 2, False, False, False, 1, False, True, True
+        ).config(),
+        "delta_step_config.cuh": StepSpec(
+            128, 128, 16, 2, 2, False, False, False, 4, False, True, False, False, False
         ).config(),
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),
     }

@@ -18,10 +18,12 @@ from torchpaged.custom_ops.layers.cuda.linear import LinearParams, NormParams
 from torchpaged.custom_ops.mla.cuda.latent import LatentParams
 from torchpaged.custom_ops.mla.cuda.selected import SelectedParams
 from torchpaged.custom_ops.state.cuda.decode import StateParams
+from torchpaged.custom_ops.state.cuda.step import StepParams
 
 KINDS = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int, "Where": Where, "Map": Map}
 STRUCTS = {
     "decode_params.cuh": DecodeParams,
+    "delta_step_params.cuh": StepParams,
     "latent_params.cuh": LatentParams,
     "linear_params.cuh": LinearParams,
     "logits_params.cuh": LogitsParams,

@@ -103,7 +103,7 @@ SPECS = {
 @pytest.mark.parametrize("name", SPECS)
 def test_no_spills_and_shared_memory_is_what_the_sources_say(name: str, tmp_path: Path) -> None:
     spec, text = SPECS[name], jit.sources()["state_decode.cu"]
-    said = f'static_assert(SHARED_BYTES == {decode.shared_bytes(spec)}, "");\n'
+    said = f'static_assert(SHARED_BYTES == {spec.shared_bytes}, "");\n'
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(jit.sources(), "state_decode.cu", text + said)
         _, report = compiled(tmp_path, "state_decode.cu", spec.config())

@@ -113,7 +113,7 @@ def test_gated_causal_conv_compiles(target: str, batch: str) -> None:
 
 
 @pytest.mark.slow_cases(but=("sm_90-qwen3_next",))
-@pytest.mark.parametrize("size", ["qwen3_5", "qwen3_next", "granite"])
+@pytest.mark.parametrize("size", ["qwen3_5", "qwen3_next", "granite", "kimi", "bailing"])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_gates_compile(target: str, size: str) -> None:
     check("delta_gates", make_gates_inputs(**SIZES[size], dtype=BF16), target)

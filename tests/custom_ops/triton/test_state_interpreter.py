@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from library_backends import stand_in
+from op_inputs.delta_step import SIZES as STEP_SIZES
+from op_inputs.delta_step import assert_delta_step_close, make_delta_step_inputs
 from op_inputs.state import (
     FAMILIES,
     LONG_BATCHES,
@@ -65,6 +67,14 @@ def test_gates_match_the_oracle(size: str, dtype: torch.dtype) -> None:
         assert_gates_close(TRITON, REFERENCE, "gated_rms_norm", make_gated_norm_inputs(**given))
     for op, make in (("delta_gates", make_gates_inputs), ("gated_rms_norm", make_gated_norm_inputs)):
         getattr(TRITON, op)(**make(**SIZES[size], tokens=0, dtype=dtype))
+
+
+@pytest.mark.slow_cases(but=("odd",))
+@pytest.mark.parametrize("size", STEP_SIZES)
+def test_delta_step_matches_the_oracle(size: str) -> None:
+    for batch in ("decode_padded", "decode_begins", "no_tokens"):
+        given = {"dtype": torch.bfloat16, **STEP_SIZES[size]}
+        assert_delta_step_close(TRITON, REFERENCE, make_delta_step_inputs(STATE_BATCHES[batch], **given))
 
 
 @pytest.mark.slow_cases(but_every=3)

@@ -12,13 +12,16 @@ from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
 #: Heads, groups in which they stand together, and numbers per head: as in Qwen3.5, in Qwen3-Next, odd ones.
-#: ``ssd``: as Mamba 2's, whose norm has groups of heads.
+#: ``ssd``: as Mamba 2's, whose norm has groups of heads. ``by_key``: a decay for each of ``width`` rows of a
+#: head's state, and a gate that is a sigmoid.
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"heads": 32, "groups": 1, "width": 128},
     "qwen3_next": {"heads": 32, "groups": 16, "width": 128},
     "odd": {"heads": 6, "groups": 3, "width": 20},
     "wide": {"heads": 3, "groups": 3, "width": 1500},
     "mamba2": {"heads": 6, "groups": 1, "width": 40, "ssd": True},
+    "kimi": {"heads": 6, "groups": 1, "width": 128, "by_key": True},
+    "bailing": {"heads": 6, "groups": 3, "width": 20, "by_key": True, "bound": -5.0},
     "granite": {"heads": 1, "groups": 1, "width": 3072, "ssd": True},
 }
 NAN = float("nan")
@@ -35,6 +38,8 @@ def make_gates_inputs(
     groups: int = 3,
     width: int = 0,
     ssd: bool = False,
+    by_key: bool = False,
+    bound: float | None = None,
     *,
     tokens: int = 5,
     dtype: torch.dtype = torch.float32,
@@ -43,21 +48,22 @@ def make_gates_inputs(
 ) -> dict[str, Any]:
     """Arguments of ``delta_gates``; results hold NaN. Decays from next to 1 to next to 0."""
     torch.manual_seed(tokens)
-    a, b = (_grouped(tokens, groups, heads // groups, dtype) for _ in range(2))
+    columns = heads * width if by_key else heads
+    a, b = (_grouped(tokens, groups, size // groups, dtype) for size in (columns, heads))
     a.mul_(8)
     exact = torch.float64 if dtype == torch.float64 else torch.float32
     given = {
         "a": a,
         "b": b,
         "a_log": torch.rand(heads, dtype=weight_dtype or dtype) * 2,
-        "dt_bias": torch.randn(heads, dtype=weight_dtype or dtype),
-        "g": torch.full((tokens, heads + 2), NAN, dtype=exact)[:, :heads],
+        "dt_bias": torch.randn(columns, dtype=weight_dtype or dtype),
+        "g": torch.full((tokens, columns + 2), NAN, dtype=exact)[:, :columns],
         "beta": torch.full((tokens, heads), NAN, dtype=exact),
     }
     given = {name: x.to(device) for name, x in given.items()}
     if ssd:
         return given | {"b": None, "min_step": 0.01, "max_step": 4.0}
-    return given | {"beta_scale": 2.0 if groups == 3 else 1.0}
+    return given | {"beta_scale": 2.0 if groups == 3 else 1.0, "bound": bound}
 
 
 def make_gated_norm_inputs(
@@ -65,6 +71,8 @@ def make_gated_norm_inputs(
     groups: int = 3,
     width: int = 20,
     ssd: bool = False,
+    by_key: bool = False,
+    bound: float | None = None,
     *,
     tokens: int = 5,
     dtype: torch.dtype = torch.float32,
@@ -83,25 +91,30 @@ def make_gated_norm_inputs(
         given["weight"] = torch.randn(heads, width + 2, dtype=weight_dtype or dtype)[:, :width]
         given["skip"] = torch.randn(tokens, 2 * heads, width // 2 + 3, dtype=dtype)[..., : width // 2]
         given["skip_weight"] = torch.randn(2 * heads, dtype=weight_dtype or dtype)
-    return {name: x.to(device) for name, x in given.items()} | {"eps": 1e-5, "gate_first": ssd}
+    options = {"eps": 1e-5, "gate_first": ssd, "activation": "sigmoid" if by_key else "silu"}
+    return {name: x.to(device) for name, x in given.items()} | options
 
 
 def exact_gates(inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The oracle, in float64."""
     a, a_log, dt_bias = (inputs[name].double() for name in ("a", "a_log", "dt_bias"))
+    rate = a_log.exp().repeat_interleave(dt_bias.shape[0] // a_log.shape[0])
     dt = torch.log1p((a.flatten(1) + dt_bias).exp())
     if inputs["b"] is None:
         dt = dt.clamp(inputs["min_step"], inputs["max_step"])
-        return {"g": -(a_log.exp() * dt), "beta": dt}
-    b = inputs["b"].double().flatten(1)
-    return {"g": -(a_log.exp() * dt), "beta": inputs["beta_scale"] / (1 + (-b).exp())}
+        return {"g": -(rate * dt), "beta": dt}
+    b, g = inputs["b"].double().flatten(1), -(rate * dt)
+    if inputs["bound"] is not None:
+        g = inputs["bound"] / (1 + (-rate * (a.flatten(1) + dt_bias)).exp())
+    return {"g": g, "beta": inputs["beta_scale"] / (1 + (-b).exp())}
 
 
 def exact_gated_norm(inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The oracle, in float64."""
     x, gate, weight = (inputs[name].double() for name in ("x", "gate", "weight"))
     gate = gate.flatten(1).view(x.shape)
-    gate = gate / (1 + (-gate).exp())
+    sigmoid = inputs["activation"] == "sigmoid"
+    gate = (torch.ones_like(gate) if sigmoid else gate) / (1 + (-gate).exp())
     if "skip" in inputs:
         x = x + (inputs["skip_weight"].double()[:, None] * inputs["skip"].double()).view(x.shape)
     if inputs["gate_first"]:
@@ -120,4 +133,6 @@ def assert_gates_close(ops: BackendOps, reference: BackendOps, op: str, inputs: 
     for name, want in exact.items():
         assert_within_budget(f"{op} {name}", inputs[name], host[name], want, inputs[name].dtype, 4.0)
     if "g" in exact:
-        torch.testing.assert_close(inputs["g"].double().cpu(), exact["g"].cpu(), rtol=1e-5, atol=0)
+        # a bounded decay is an exponential of up to 200, whose digits are those of its argument
+        rtol, atol = (1e-5, 0.0) if inputs.get("bound") is None else (1e-4, 1e-30)
+        torch.testing.assert_close(inputs["g"].double().cpu(), exact["g"].cpu(), rtol=rtol, atol=atol)

@@ -1,0 +1,177 @@
+// A gated delta net's single tokens on Hopper, from its projections to what its output projection takes: a
+// CTA per row and head, whose state comes and goes as one bulk copy each, as in state_decode.cu. While it
+// comes, the CTA makes query, key and values, by a causal convolution over its channels, and decay and beta.
+//
+// Heads that share a query and key make them each for itself, as a cluster: the last of them moves the window
+// of these channels on when all have read it. The window of its values is each head's own.
+//
+// Nothing here waits for ever: the barrier is told by a copy that this CTA asked for, and a cluster is there
+// as a whole. Compiled by NVRTC for sm_90; its constants: delta_step_config.cuh.
+
+#include "delta_step_params.cuh"
+#include "state_decode_tile.cuh"
+
+#define CLUSTERED __cluster_dims__(GROUP, 1, 1)
+
+constexpr int CHANNELS = 2 * KEY_DIM + VALUE_DIM;  // of a head: its query, key and values, side by side
+constexpr int MIXED_AT = SUMS_AT;                  // [CHANNELS + KEY_DIM], read before there are sums
+constexpr int SQUARES_AT = SHARED_BYTES;           // [VALUE_DIM / 32], the last
+static_assert(CHANNELS / 2 <= THREADS && CHANNELS % 64 == 0, "two channels of a thread, whole warps");
+static_assert(CHANNELS + KEY_DIM <= PARTS * 2 * VALUE_DIM, "there is room");
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+__device__ __forceinline__ float rounded(float x) { return to_float<HALF>((u16)pack<HALF>(x, 0.f)); }
+template <bool FLOAT> __device__ __forceinline__ float load_weight(const char *from, i64 at) {
+  if constexpr (FLOAT) return ((const float *)from)[at];
+  else return load_number(from, at);
+}
+
+// Two channels of the convolution: their last inputs and the token's own, and where they lie.
+struct Window {
+  u32 seen[WIDTH];
+  char *at;  // of the first input, in the pool
+  __device__ __forceinline__ void move_on(const Params &p) const {
+#pragma unroll
+    for (int w = 1; w < WIDTH; ++w) *(u32 *)(at + (w - 1) * p.conv_row * 2) = seen[w];
+  }
+};
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
+    delta_step(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  const u32 shared = shared_address(memory);
+  const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
+  if (thread == 0) {  // as in state_decode.cu
+    mbarrier_init(shared + BARRIER_AT, 1);
+    fence_mbarrier_init();
+  }
+  griddepcontrol_launch_dependents();
+  const int head = blockIdx.x % NUM_HEADS, key_head = head / GROUP;
+  const int part = thread * 2, keys = NUM_HEADS / GROUP * KEY_DIM;
+  const int channel = part < KEY_DIM       ? key_head * KEY_DIM + part
+                      : part < 2 * KEY_DIM ? keys + key_head * KEY_DIM + part - KEY_DIM
+                                           : 2 * keys + head * VALUE_DIM + part - 2 * KEY_DIM;
+  float taps[WIDTH][2], mixed[2] = {};
+  if (part < CHANNELS) {  // weights, which no kernel ahead writes
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int w = 0; w < WIDTH; ++w)
+        taps[w][j] = load_number(p.weight, (channel + j) * p.weight_channel + w);
+      if (p.bias) mixed[j] = load_number(p.bias, channel + j);
+    }
+  }
+  griddepcontrol_wait();
+  const Row row = find_row(p, blockIdx.x);
+  const u64 policy = ONCE ? read_once() : read_again();
+  char *const state = p.state + (row.slot * p.state_slot + head * p.state_head) * NUMBER;
+  if (thread == 0 && row.kept) {
+    mbarrier_arrive_expect_tx(shared + BARRIER_AT, STATE_BYTES);
+    bulk_load(shared, state, STATE_BYTES, shared + BARRIER_AT, policy);
+  }
+  // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
+  const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
+  const i64 out = head * p.out_head + thread;
+  if (thread < VALUE_DIM) {
+    for (int i = 0; i < end; ++i)
+      if (i < row.first || i >= row.count) store_out(p.out, (row.begin + (i64)i) * p.out_token + out, 0.f);
+  }
+  if (row.slot == 0) return;  // the whole cluster
+  const i64 token = row.begin + (i64)row.first;
+
+  Window window;
+  if (part < CHANNELS) {
+    window.at = p.conv_state + (row.slot * p.conv_slot + channel) * 2;
+#pragma unroll
+    for (int w = 0; w < WIDTH - 1; ++w)
+      window.seen[w] = row.kept ? *(const u32 *)(window.at + w * p.conv_row * 2) : 0;
+    window.seen[WIDTH - 1] = *(const u32 *)(p.x + (token * p.x_token + channel) * 2);
+  }
+  const int side = head / TOGETHER, place = head % TOGETHER;  // groups of a, b and gate
+  // of a decay per row of the state: a thread has that of a row
+  const int decays = BY_KEY ? KEY_DIM : 1, mine = BY_KEY ? thread % KEY_DIM : 0;
+  const float a = load_number(p.a, token * p.a_token + side * p.a_group + place * decays + mine);
+  const float b = load_number(p.b, token * p.b_token + side * p.b_group + place);
+  const float step = a + load_weight<DT_BIAS_FLOAT>(p.dt_bias, head * decays + mine);
+  const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
+  float gate = 0.f, weight = 0.f;
+  if (thread < VALUE_DIM) {
+    gate = load_number(p.gate, token * p.gate_token + side * p.gate_group + place * VALUE_DIM + thread);
+    weight = load_weight<NORM_FLOAT>(p.norm_weight, head * p.norm_head + thread);
+  }
+  if (part < CHANNELS) {
+#pragma unroll
+    for (int w = 0; w < WIDTH; ++w) {
+      float x[2];
+      unpack_pair(window.seen[w], x);
+      mixed[0] += x[0] * taps[w][0];
+      mixed[1] += x[1] * taps[w][1];
+    }
+    float *to = (float *)(memory + MIXED_AT) + part;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) to[j] = rounded(mixed[j] * sigmoid(mixed[j]));
+    if (GROUP == 1 || part >= 2 * KEY_DIM) window.move_on(p);
+  }
+  if constexpr (GROUP > 1) cluster_arrive();  // the window of the shared channels is read
+  float log_decay = -rate * (step > 20.f ? step : log1pf(expf(step)));
+  if constexpr (BOUNDED) log_decay = p.bound * sigmoid(rate * step);
+  if (BY_KEY && thread < KEY_DIM) ((float *)(memory + MIXED_AT))[CHANNELS + thread] = log_decay;
+  const float decay = BY_KEY ? 1.f : expf(log_decay);
+  const float beta = p.beta_scale * sigmoid(b);
+  Part tile;
+  tile.at = memory + group * ROW_BYTES + chunk * 16;
+  if (!row.kept) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) *(uint4 *)(tile.at + i * GROUPS * ROW_BYTES) = {0, 0, 0, 0};
+  }
+  __syncthreads();  // query, key and values are there; the barrier too
+  const float *made = (const float *)(memory + MIXED_AT);
+  if (thread < 32)
+    prepare(
+        memory, 0, thread, p.scale, p.key_eps,
+        [&](int n, float *k, float *q) {
+          q[0] = made[n], q[1] = made[n + 1];
+          k[0] = made[KEY_DIM + n], k[1] = made[KEY_DIM + n + 1];
+        },
+        [&](int n) { return made[CHANNELS + n]; });
+  float u = thread < VALUE_DIM ? made[2 * KEY_DIM + thread] : 0.f, y = 0.f;
+  if constexpr (GROUP > 1) {
+    cluster_wait();
+    if (key_head * GROUP + GROUP - 1 == head && part < 2 * KEY_DIM) window.move_on(p);
+  }
+  __syncthreads();  // factors are there, and what was made is read
+  if (row.kept) mbarrier_wait(shared + BARRIER_AT, 0);  // ends with the copy of this CTA's own state
+  sum_rows(tile, memory, 0, group, chunk, thread);
+  __syncthreads();
+  if (thread < VALUE_DIM) {
+    const float *sums = (const float *)(memory + SUMS_AT) + thread;
+    float seen = 0.f;
+#pragma unroll
+    for (int n = 0; n < PARTS; ++n) {
+      seen += sums[n * 2 * VALUE_DIM];
+      y += sums[(n * 2 + 1) * VALUE_DIM];
+    }
+    u = beta * (u - decay * seen);
+    ((float *)(memory + UPDATE_AT))[thread] = u;
+    y = rounded(decay * y + *(const float *)(memory + PRODUCT_AT) * u);
+    float squares = y * y;
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) squares += __shfl_xor_sync(ALL, squares, mask);
+    if (thread % 32 == 0) ((float *)(memory + SQUARES_AT))[thread / 32] = squares;
+  }
+  __syncthreads();
+  if (thread < VALUE_DIM) {
+    float squares = 0.f;
+#pragma unroll
+    for (int n = 0; n < VALUE_DIM / 32; ++n) squares += ((const float *)(memory + SQUARES_AT))[n];
+    y *= rsqrtf(squares / VALUE_DIM + p.eps) * weight * (SIGMOID ? sigmoid(gate) : gate * sigmoid(gate));
+    store_out(p.out, token * p.out_token + out, y);
+  }
+  update_rows(tile, memory, decay, 0, group, chunk);
+  fence_async();  // of each thread that stored
+  __syncthreads();
+  if (thread == 0) {
+    bulk_store(state, shared, STATE_BYTES, policy);
+    bulk_wait_read();  // shared memory is this CTA's until then
+  }
+}

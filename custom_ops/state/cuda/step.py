@@ -1,0 +1,183 @@
+"""Launches of ``delta_step.cu``: ``delta_step``; which calls it takes, by shapes, dtypes, strides and
+addresses."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.routes import not_hopper
+from torchpaged.custom_ops.state.call import NORM_EPS, DeltaStepCall
+from torchpaged.custom_ops.state.cuda import decode
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+#: Sizes of a head's keys and values, and heads that share a key: of a cluster of CTAs.
+KEY_DIMS, VALUE_DIMS, MAX_GROUP = (64, 128), (64, 128), 8
+
+DELTA_STEP = Table(
+    "delta_step_config.cuh",
+    ("delta_step.cu",),
+    "a shard of two of Qwen3-Next's, states of float32",
+    (
+        Constant("KEY_DIM", "int", "rows of a state"),
+        Constant("VALUE_DIM", "int", "columns of a state"),
+        Constant("NUM_HEADS", "int", "heads of values"),
+        Constant("GROUP", "int", "of these, heads per head of keys"),
+        Constant("TOGETHER", "int", "heads that stand side by side in a, b and gate"),
+        Constant("BY_KEY", "bool", "a decay per row of the state"),
+        Constant("BOUNDED", "bool", "decays have a bound"),
+        Constant("SIGMOID", "bool", "the gate is a sigmoid, else silu"),
+        Constant("WIDTH", "int", "of the convolution"),
+        Constant("HALF", "bool", "numbers are float16, else bfloat16"),
+        Constant("STATE_FLOAT", "bool", "states are float32, else of x's dtype"),
+        Constant("A_LOG_FLOAT", "bool", "a_log is float32, else of x's dtype"),
+        Constant("DT_BIAS_FLOAT", "bool", "dt_bias is float32, else of x's dtype"),
+        Constant("NORM_FLOAT", "bool", "norm_weight is float32, else of x's dtype"),
+        Constant("ONCE", "bool", "L2 is to let states go first"),
+        Constant("THREADS", "int", "of a CTA"),
+        Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
+    ),
+)
+
+
+class StepParams(ctypes.Structure):
+    """``struct Params`` of delta_step_params.cuh."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("x", "weight", "bias", "a", "b", "a_log", "dt_bias", "gate")),
+        *((name, _POINTER) for name in ("norm_weight", "conv_state", "state", "out")),
+        *((name, _POINTER) for name in ("slots", "lens", "starts")),
+        *((name, ctypes.c_int64) for name in ("x_token", "weight_channel", "conv_slot", "conv_row")),
+        *((f"{name}_{step}", ctypes.c_int64) for name in ("a", "b", "gate") for step in ("token", "group")),
+        *((name, ctypes.c_int64) for name in ("norm_head", "state_slot", "state_head")),
+        *((name, ctypes.c_int64) for name in ("out_token", "out_head")),
+        *((name, ctypes.c_float) for name in ("scale", "beta_scale", "bound", "eps", "key_eps")),
+        *((name, _INT) for name in ("num_reqs", "num_tokens")),
+    ]
+
+
+class StepSpec(NamedTuple):
+    """What a kernel is compiled for; the constants of the same names."""
+
+    key_dim: int
+    value_dim: int
+    num_heads: int
+    group: int
+    together: int
+    by_key: bool
+    bounded: bool
+    sigmoid: bool
+    width: int
+    half: bool
+    state_float: bool
+    a_log_float: bool
+    dt_bias_float: bool
+    norm_float: bool
+    once: bool = True
+    threads: int = 256
+    min_ctas: int = 3
+
+    @classmethod
+    def of(cls, call: DeltaStepCall) -> StepSpec:
+        """Of a call that `why_not` lets pass."""
+        num_heads, key_dim, value_dim = call.state.shape[1:]
+        matrix_bytes = key_dim * value_dim * call.state.element_size()
+        a_log, dt_bias, norm_weight = (
+            x.dtype == torch.float32 for x in (call.a_log, call.dt_bias, call.norm_weight)
+        )
+        return cls(
+            key_dim,
+            value_dim,
+            num_heads,
+            num_heads // call.num_key_heads,
+            call.b.shape[2],
+            call.by_key,
+            call.bound is not None,
+            call.activation == "sigmoid",
+            call.weight.shape[1],
+            call.x.dtype == torch.float16,
+            call.state.dtype == torch.float32,
+            a_log,
+            dt_bias,
+            norm_weight,
+            once=call.state_slots.shape[0] * num_heads * matrix_bytes <= decode.ONCE_BYTES,
+        )
+
+    def config(self) -> Config:
+        """The constants."""
+        return DELTA_STEP.config({name.upper(): int(value) for name, value in self._asdict().items()})
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory, as delta_step.cu counts it."""
+        sizes = (self.key_dim, self.value_dim, self.threads, self.state_float, self.by_key)
+        return decode.shared_bytes(*sizes, turns=1) + self.value_dim // 32 * 4
+
+
+def why_not(call: DeltaStepCall, capability: tuple[int, int]) -> str | None:
+    """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
+    x, state, group = call.x, call.state, call.state.shape[1] // max(call.num_key_heads, 1)
+    if reason := not_hopper(capability):
+        return reason
+    if x.dtype not in decode.DTYPES:
+        return f"{x.dtype}, not bfloat16 or float16"
+    if state.shape[2] not in KEY_DIMS or state.shape[3] not in VALUE_DIMS:
+        return f"states of {state.shape[2]} x {state.shape[3]}"
+    if group > MAX_GROUP:
+        return f"{group} heads that share a key"
+    if call.a.shape[1] != call.gate.shape[1]:
+        return f"{call.a.shape[1]} groups of a, {call.gate.shape[1]} of gate"
+    if reason := decode.no_bulk(state):
+        return reason
+    for name, pairs in (("x", x), ("conv_state", call.conv_state)):
+        if pairs.data_ptr() % 4 or any(n % 2 for n in pairs.stride()[:-1]):
+            return f"{name} with strides {tuple(pairs.stride())}: rows that begin at multiples of 4 bytes"
+    return None
+
+
+def launch(call: DeltaStepCall, spec: StepSpec) -> None:
+    """Launch a checked call that `why_not` lets pass."""
+    index = call.state.device.index or 0
+    pointers = {name: address(getattr(call, name)) for name, *_ in StepParams._fields_[:12]}
+    strides = {
+        f"{name}_{step}": getattr(call, name).stride(dim)
+        for name in ("a", "b", "gate")
+        for dim, step in enumerate(("token", "group"))
+    }
+    params = StepParams(
+        **pointers,
+        slots=call.state_slots.data_ptr(),
+        lens=call.seq_lens.data_ptr(),
+        starts=call.query_start_loc.data_ptr(),
+        x_token=call.x.stride(0),
+        weight_channel=call.weight.stride(0),
+        conv_slot=call.conv_state.stride(0),
+        conv_row=call.conv_state.stride(1),
+        **strides,
+        norm_head=call.norm_weight.stride(0) if call.norm_weight.dim() == 2 else 0,
+        state_slot=call.state.stride(0),
+        state_head=call.state.stride(1),
+        out_token=call.out.stride(0),
+        out_head=call.out.stride(1),
+        scale=call.scale,
+        beta_scale=call.beta_scale,
+        bound=call.bound or 0.0,
+        eps=call.eps,
+        key_eps=NORM_EPS,
+        num_reqs=call.state_slots.shape[0],
+        num_tokens=call.x.shape[0],
+    )
+    grid = call.state_slots.shape[0] * spec.num_heads
+    _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))
+
+
+@functools.cache
+def _specialised(index: int, spec: StepSpec) -> Kernel:
+    device = torch.device("cuda", index)
+    return jit.kernel("delta_step.cu", "delta_step", spec.config(), device, shared_bytes=spec.shared_bytes)

@@ -3,6 +3,7 @@ module's own forward."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -127,9 +128,14 @@ def _many(block: Any) -> None:
     block.gate.top_k = 33
 
 
+def _method(block: Any) -> None:
+    block.gate.topk_method = "noaux"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (_method, "'noaux'"),
         (_another_part, "extra"),
         (_another_activation, "activation"),
         (_bias, "without biases"),
@@ -142,6 +148,35 @@ def test_a_changed_mixture_keeps_its_own_forward(change: Any, words: str) -> Non
     block, family = mixture_of("deepseek_v3")
     change(block)
     assert words in str(why_not_experts(block, family))
+
+
+@pytest.mark.parametrize("part", ["gate_up_proj", "down_proj"])
+def test_replaced_experts_are_refused_not_ignored(part: str) -> None:
+    model = build("deepseek_v2")
+    fuse(model, count=False)
+    experts = model.get_decoder().layers[1].mlp.experts
+    setattr(experts, part, nn.Parameter(getattr(experts, part).detach() * 2))
+    with pytest.raises(ArgumentError, match="unfuse"):
+        logits(model)
+    unfuse(model)
+    want = logits(model)
+    fuse(model, count=False)
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_copy_and_a_moved_model_choose_by_their_own_bias() -> None:
+    model = build("deepseek_v3")
+    fuse(model, count=False)
+    twin = copy.deepcopy(model)
+    gate = twin.get_decoder().layers[1].mlp.gate
+    with torch.no_grad():
+        gate.e_score_correction_bias.copy_(torch.randn(gate.num_experts))
+    before, got = logits(model), logits(twin)
+    assert not torch.allclose(got, before, rtol=1e-3, atol=1e-3)
+    twin.double().float()
+    torch.testing.assert_close(logits(twin), got, rtol=1e-4, atol=1e-4)
+    unfuse(twin)
+    torch.testing.assert_close(logits(twin), got, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["GptOss", "granitemoehybrid", "nemotron_h"])

@@ -112,6 +112,9 @@ def why_not_experts(block: Any, family: str) -> str | None:
         return "its experts' weights differ in dtype or device"
     if block.gate.weight.dtype not in (weights[0].dtype, torch.float32):
         return f"its router's weight is {block.gate.weight.dtype}, which the op does not take"
+    method = getattr(block.gate, "topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        return f"its router chooses by {method!r}, which the op does not know"
     acts = {name_of_activation(part.act_fn) for part in (experts, shared) if part is not None}
     if len(acts) > 1 or None in acts:
         return "its experts' activation is none of silu, gelu_tanh, gelu"

@@ -3,6 +3,7 @@
 The grid comes from shapes; each program finds its request on the device from ``query_start_loc``, so that
 prefill, chunked prefill and decodes share one launch; with SKIP_DECODES short queries are left to the decode
 kernel. The rows of a tile are query tokens x heads of the group: a tile of keys is read once for all of them.
+Under a mask that hides other blocks from each query head they are of one query head (`PrefillTiling`).
 Key tiles that every row sees whole take a loop without masks; only the tiles at the ends of the rows'
 intervals are masked. No loop may go around these: what stays alive across it costs the copies their registers
 (docs/log/mixed.md). Programs start with the last tokens, which see the most keys, so that short tiles fill

@@ -66,7 +66,15 @@ CASES = [
 ]
 
 
-@pytest.mark.slow_cases(but=("query heads-split-*", "all heads-drafts-*", "kv heads-mixed-*", "odd-split-*"))
+@pytest.mark.slow_cases(
+    but=(
+        "query heads-split-*",
+        "query heads-prompts-*",
+        "all heads-drafts-*",
+        "kv heads-mixed-*",
+        "odd-split-*",
+    )
+)
 @pytest.mark.parametrize(("pattern", "spec", "options"), CASES)
 def test_matches_the_oracle(pattern: str, spec: str, options: str) -> None:
     given = {"block_sparse": PATTERNS[pattern][0], **OPTIONS[options]}

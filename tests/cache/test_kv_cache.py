@@ -35,6 +35,19 @@ def test_a_budget_is_not_exceeded() -> None:
     assert budget - one_block < cache.num_bytes <= budget
 
 
+def test_pools_that_do_not_fit_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"num_blocks: expected pools that fit into the .* GiB of cpu"):
+        PagedKVCache.uniform(2, 2, 32, num_blocks=10**12)
+
+    def full(*shape: int, **options: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    refused = r"num_blocks: expected pools that fit into what is free of cpu, got 10 blocks of 8,192 bytes"
+    with pytest.raises(ArgumentError, match=refused):
+        PagedKVCache.uniform(2, 2, 32, num_blocks=10, dtype=torch.bfloat16)
+
+
 def test_fp8_pools_carry_scales() -> None:
     pools = PagedKVCache.uniform(1, 2, 8, num_blocks=2, dtype=torch.float8_e4m3fn)[0]
     assert pools.k_scale is not None

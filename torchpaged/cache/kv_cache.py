@@ -52,8 +52,8 @@ class PagedKVCache:
         mark_static: tell torch.compile that the addresses never move, so that its CUDA graphs need no copies.
 
     Raises:
-        ArgumentError: neither or both sizes given, the budget holds fewer than 2 blocks, or a spec of no
-            registered kind.
+        ArgumentError: neither or both sizes given, the budget holds fewer than 2 blocks, pools that do not
+            fit into the device's memory, or a spec of no registered kind.
     """
 
     def __init__(
@@ -104,15 +104,21 @@ class PagedKVCache:
         self.num_blocks, self._marked = num_blocks, mark_static
         memory = memory_of(self.device)
         if memory is not None and self.num_bytes > memory:
-            raise ArgumentError(
-                "num_blocks",
-                f"pools that fit into the {memory / 2**30:,.1f} GiB of {self.device}",
-                f"{num_blocks} blocks of {self.bytes_per_block:,} bytes, {self.num_bytes / 2**30:,.1f} GiB",
-                "take fewer blocks, or a smaller kv dtype",
-            )
+            raise self._too_large(f"the {memory / 2**30:,.1f} GiB of {self.device}")
         self._pool: BlockPool | None = None
-        self._pools = [self._make_layer(layer) for layer in range(len(self.layers))]
+        try:
+            self._pools = [self._make_layer(layer) for layer in range(len(self.layers))]
+        except torch.OutOfMemoryError as error:
+            raise self._too_large(f"what is free of {self.device}") from error
         self._mark_static()
+
+    def _too_large(self, place: str) -> ArgumentError:
+        return ArgumentError(
+            "num_blocks",
+            f"pools that fit into {place}",
+            f"{self.num_blocks} blocks of {self.bytes_per_block:,} bytes, {self.num_bytes / 2**30:,.1f} GiB",
+            "take fewer blocks, or a smaller kv dtype",
+        )
 
     def _blocks_within(self, memory_budget: int) -> int:
         if not self.bytes_per_block:

@@ -77,7 +77,10 @@ FAMILIES = {
         "Qwen2Moe", _ROUTED | {"shared_expert_intermediate_size": 48}, experts=3, mixture=EXPERTS
     ),
     "Qwen3Moe": Known(
-        "Qwen3Moe", _ROUTED | {"head_dim": 32, "num_experts_per_tok": 2}, experts=3, mixture=EXPERTS
+        "Qwen3Moe",
+        _ROUTED | {"head_dim": 32, "num_experts_per_tok": 2, "num_experts": 10},
+        experts=3,
+        mixture=EXPERTS,
     ),
     "Glm4Moe": Known("Glm4Moe", _GLM | {"use_qk_norm": True}, experts=2, mixture=EXPERTS),
     "Glm4MoeAir": Known("Glm4Moe", _GLM, experts=2, mixture=EXPERTS),

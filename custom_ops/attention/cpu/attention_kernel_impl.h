@@ -113,9 +113,8 @@ void weigh_tile(const float* weights, const T* const* values, int64_t num_keys, 
 }
 
 template <typename T, int KEYS, int ROWS>
-__attribute__((always_inline)) inline void weigh_rows(const float* weights, const T* const* values,
-                                                      int64_t num_keys, float* acc, int64_t stride,
-                                                      int64_t head_dim_v) {
+void weigh_rows(const float* weights, const T* const* values, int64_t num_keys, float* acc, int64_t stride,
+                int64_t head_dim_v) {
   const T* shifted[TILE_KV];
   int64_t c = 0;
   auto at = [&](int64_t column) {

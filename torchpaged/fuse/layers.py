@@ -90,8 +90,10 @@ class LayerPlan:
         for stacked in self._stacks:
             stacked.restack()
         self._look_up()
-        for part in (*self.mixers, *([] if self.experts is None else [self.experts])):
-            part.look_up()
+        for mixer in self.mixers:
+            mixer.look_up()
+        if self.experts is not None:
+            self.experts.look_up()
 
     def separate(self) -> None:
         """Undo what the plan did to the weights."""

@@ -1,5 +1,5 @@
-// The products of a work item of bf16 by AVX-512's own, a part of attention_kernel_impl.h: an instruction adds
-// 16 sums of two products each, twice as many as of float32.
+// The products of a work item of bf16 by AVX-512's own, a part of attention_kernel_impl.h: an instruction
+// adds 16 sums of two products each, twice as many as of float32.
 #pragma once
 #include <immintrin.h>
 

@@ -15,7 +15,7 @@ void silu(A* y, int64_t n) {
   }
 }
 
-// A single token's sums y over n channels; its inputs move on in the pool itself, whose lines are `line` apart.
+// A single token's sums y over n channels; its inputs move on in the pool itself, with lines `line` apart.
 template <typename A, int WIDTH, typename T>
 void slide(const T* x, const T* __restrict gate, T* __restrict state, int64_t line,
            const A (*__restrict weight)[CHANNELS], const A* __restrict bias, int64_t n, A* __restrict y) {

@@ -3,7 +3,7 @@ gates by themselves, and states of few rows side by side."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -127,14 +127,11 @@ def library_rows(call: LinearAttentionCall) -> LibraryRows:
     q, k, v, out, num_reqs = call.q, call.k, call.v, call.out, call.state_slots.shape[0]
     num_tokens, num_heads, value_dim = v.shape
     _, key_heads, key_dim = q.shape
-    wide = {"dtype": torch.float32, "device": v.device}
-    slots = {"dtype": torch.int32, "device": v.device}
-    rows = LibraryRows(
-        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)),
-        torch.empty_like(call.g, memory_format=torch.contiguous_format),
-        torch.empty(num_tokens, num_heads, **wide),
-        *(torch.empty(num_reqs, **slots) for _ in range(2)),
-    )
+    wide: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
+    slots: dict[str, Any] = {"dtype": torch.int32, "device": v.device}
+    own = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, call.g)]
+    own.append(torch.empty(num_tokens, num_heads, **wide))
+    rows = LibraryRows(*own, *(torch.empty(num_reqs, **slots) for _ in range(2)))
     launch_kernel(
         library_rows_kernel,
         (num_tokens // _TILE + num_reqs, 2 * key_heads + num_heads),

@@ -1,6 +1,6 @@
-// CUDA C++ on the host, in place of machine.cuh: the threads of all CTAs of a cluster are coroutines that take
-// turns by chance, so that the kernels' own sources are what runs. latent_on_host.h and sparse_on_host.h add
-// the matrix instructions and copies of their kernels. A wait that nothing can end is noticed, since no
+// CUDA C++ on the host, in place of machine.cuh: the threads of all CTAs of a cluster are coroutines that
+// take turns by chance, so that the kernels' own sources are what runs. latent_on_host.h and sparse_on_host.h
+// add the matrix instructions and copies of their kernels. A wait that nothing can end is noticed, since no
 // coroutine moves.
 #pragma once
 #include <ucontext.h>

@@ -1,7 +1,7 @@
 // The instructions of latent attention for the host, in place of machine.cuh, bulk.cuh, wgmma.cuh and
 // latent_instructions.cuh. What is asynchronous happens as late, or as early, as it may: products read their
-// operands when they are waited for, copies arrive when they are asked for. So a barrier that is missing shows
-// as a wrong result.
+// operands when they are waited for, copies arrive when they are asked for. So a barrier that is missing
+// shows as a wrong result.
 #pragma once
 #include "hopper_on_host.h"
 

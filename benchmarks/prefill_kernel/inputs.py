@@ -13,7 +13,7 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda.prefill import prefill
 from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug
-from torchpaged.custom_ops.attention.mask import visible_keys
+from torchpaged.custom_ops.attention.mask import Mask
 
 
 def make_pools(case: Case, blocks: int, dim: int, dim_v: int, device: torch.device) -> list[Tensor]:
@@ -142,11 +142,10 @@ class Inputs:
             start += count
             if length <= 0 or not count:
                 continue
-            position = torch.arange(length - count, length, device="cuda")
-            seen = visible_keys(
-                position, length, case.causal, case.window_left, case.window_right, case.chunk
-            )
-            sees, distance = seen.any(-1)[None], torch.arange(length, device="cuda") - position[:, None]
+            position = torch.arange(length - count, length, device="cuda")[:, None]
+            mask = Mask(case.causal, case.window_left, case.window_right, case.chunk)
+            seen = mask.sees(position, torch.arange(length, device="cuda")) & (position >= 0)
+            sees, distance = seen.any(-1)[None], torch.arange(length, device="cuda") - position
             for head in range(case.heads[1]):
                 heads = slice(head * group, (head + 1) * group)
                 q = self.q[rows, heads].double().transpose(0, 1)

@@ -13,7 +13,7 @@ import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.attention.cuda.paged_attention import route
-from torchpaged.prefixes import PrefixGroup, SharedPrefixes
+from torchpaged.prefixes import PrefixGroup, SharedPrefixes, cascade_attention
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch
 
 pytestmark = pytest.mark.gpu
@@ -171,7 +171,7 @@ def test_prefixes_read_once(backend: str) -> None:
     scaled = {**common, "output_scale": torch.tensor(0.01, device="cuda")}
     tensors = (q, *pools, table, seq_lens, starts)
     want, want_lse = torchpaged.paged_attention(*tensors, **common)
-    out, lse = torchpaged.cascade_attention(*tensors, prefixes, **scaled)
+    out, lse = cascade_attention(*tensors, prefixes, **scaled)
     assert out.dtype == E4M3
     error = (out.float() * 0.01 - want.float().clamp(-4.48, 4.48)).abs()
     assert (error <= want.float().abs() / 14 + 5e-3).all()

@@ -159,6 +159,8 @@ def check_delta_gates(call: GatesCall) -> None:
     num_heads = a_log.shape[0]
     if columns % num_heads if num_heads else columns:
         raise ArgumentError("a_log", f"a number of heads that divides a's {columns} numbers", shape_of(a_log))
+    if a.shape[1] and num_heads % a.shape[1]:
+        raise ArgumentError("a", f"a number of groups that divides {num_heads} heads", shape_of(a))
     if b is not None:
         check_dims("b", b, num_tokens, a.shape[1], None)
         _check_groups("b", b, num_tokens, num_heads)

@@ -39,6 +39,7 @@ BAD: dict[str, tuple[str, str, Any]] = {
     "groups_of_other_sizes": ("delta_gates", "b", lambda a: {"b": a["b"].transpose(1, 2).contiguous()}),
     "another_dtype": ("delta_gates", "b", lambda a: {"b": a["b"].half()}),
     "a_log_of_fewer_heads": ("delta_gates", "a_log", lambda a: {"a_log": a["a_log"][:4]}),
+    "groups_that_part_heads": ("delta_gates", "a", lambda a: {"b": None, "a_log": a["a_log"][:2]}),
     "g_of_half": ("delta_gates", "g", lambda a: {"g": a["g"].half()}),
     "g_on_beta": ("delta_gates", "beta", lambda a: {"g": a["beta"]}),
     "heads_apart": ("delta_gates", "a", lambda a: {"a": a["a"].transpose(1, 2)}),

@@ -58,6 +58,30 @@ def test_the_ops_are_the_module(name: str, norms: bool) -> None:
     assert float(want.abs().max()) > 1e-2
 
 
+@pytest.mark.parametrize(("name", "layers"), [("kimi_linear", 4), ("bailing_hybrid", 2)])
+def test_mixtures_behind_states(name: str, layers: int) -> None:
+    """Whose entry in `FAMILIES` has MLPs alone."""
+    model = build(name, mlp_layer_types=["dense"] + ["sparse"] * (layers - 1))
+    with torch.no_grad():
+        for layer in model.get_decoder().layers[1:]:
+            with_router(layer.mlp)
+    want = logits(model)
+    report = fuse(model, count=False)
+    assert len(report.replaced["experts"]) == layers - 1
+    torch.testing.assert_close(logits(model), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_number_of_the_router_that_changes_is_seen() -> None:
+    model = build("deepseek_v3")
+    fuse(model, count=False)
+    before = logits(model)
+    model.get_decoder().layers[1].mlp.gate.routed_scaling_factor *= 3.0
+    got = logits(model)
+    unfuse(model)
+    torch.testing.assert_close(got, logits(model), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(got, before, rtol=1e-2, atol=1e-2)
+
+
 def test_many_tokens_keep_the_modules_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen, run = build("deepseek_v3"), list[int](), ExpertsPlan.run
     want = logits(model)

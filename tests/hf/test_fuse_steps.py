@@ -73,6 +73,18 @@ def test_positions_beyond_the_table_and_gradients() -> None:
         model(input_ids=torch.tensor([[5]]), past_key_values=cache)
 
 
+@pytest.mark.parametrize("part", ["self_attn.o_proj.weight", "mlp.experts.down_proj"])
+def test_weights_that_train_behind_a_frozen_embedding(part: str) -> None:
+    """Their gradients are not dropped in silence."""
+    model = build("Mixtral").requires_grad_(False)
+    fuse(model, count=False)
+    ids = torch.tensor([[5, 6, 7]])
+    model(ids, past_key_values=PagedCache(model.config, 1, 8))
+    model.get_decoder().layers[1].get_parameter(part).requires_grad_(True)
+    with pytest.raises(ArgumentError, match=f"{part}: expected a tensor without grad"):
+        model(ids, past_key_values=PagedCache(model.config, 1, 8))
+
+
 @pytest.mark.parametrize("name", ["Llama", "lfm2"])
 def test_autocast_is_the_unfused_models(name: str) -> None:
     """Its numbers have other dtypes than the weights that the ops take."""

@@ -132,16 +132,11 @@ class ExpertsPlan:
     """
 
     def __init__(self, block: Any, family: str) -> None:
-        self.block, self.family = block, family
+        self.block, self.routing = block, ROUTERS[family]
         self.shared = _shared_of(block)
         self.stacked = None if self.shared is None else Stacked([self.shared.gate_proj, self.shared.up_proj])
         self.activation = name_of_activation(block.experts.act_fn)
         self.post_norm = getattr(block, "post_mlp_layernorm", None)
-        self.look_up()
-
-    def look_up(self) -> None:
-        """Numbers and weights that others may have taken the place of."""
-        self.routing = ROUTERS[self.family](self.block)
 
     @staticmethod
     def takes(x: Tensor) -> bool:
@@ -153,7 +148,7 @@ class ExpertsPlan:
         experts, router = self.block.experts, self.block.gate
         ids = h.new_empty(h.shape[0], router.top_k, dtype=torch.int32)
         weights = h.new_empty(ids.shape, dtype=torch.float32)
-        ops.route_experts(h, router.weight, ids, weights, **self.routing)
+        ops.route_experts(h, router.weight, ids, weights, **self.routing(self.block))
         options: dict[str, Any] = {"activation": self.activation, "residual": residual}
         if self.stacked is not None:
             options |= {"shared_gate_up": self.stacked.weight, "shared_down": self.shared.down_proj.weight}

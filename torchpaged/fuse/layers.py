@@ -92,8 +92,6 @@ class LayerPlan:
         self._look_up()
         for mixer in self.mixers:
             mixer.look_up()
-        if self.experts is not None:
-            self.experts.look_up()
 
     def separate(self) -> None:
         """Undo what the plan did to the weights."""
@@ -203,6 +201,8 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
             kwargs["position_embeddings"] = computed(kwargs["position_embeddings"])
         return type(self).forward(self, hidden_states, **{CACHE: cache}, **kwargs)
     refuse_grad(hidden_states=hidden_states)
+    if torch.is_grad_enabled():  # weights, too, where what is ahead of the layer has no grad
+        refuse_grad(**dict(self.named_parameters()))
     *shape, width = hidden_states.shape
     kwargs.pop("use_cache", None)
     rows = shape[0], shape[1]

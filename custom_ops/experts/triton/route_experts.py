@@ -94,6 +94,7 @@ def choose_experts_kernel(
             of_group += best
             first = tl.min(tl.where(left & (choice == best[:, None]), expert, NONE), axis=1)
             left = left & (expert != first[:, None])
+        of_group = tl.where(of_group != of_group, float("inf"), of_group)  # of NaN and -inf
         open_groups = group < NUM_GROUPS
         for _ in tl.static_range(TOP_GROUPS):
             best_group = tl.max(tl.where(open_groups, of_group, -float("inf")), axis=0)

@@ -40,6 +40,18 @@ def test_scores_of_nan_give_weights_of_nan() -> None:
     assert inputs["weights"].isnan().sum(1).tolist() == [1] * 5
 
 
+def test_a_group_of_nan_and_minus_infinity_is_chosen_first() -> None:
+    inputs = make_route_inputs(
+        scoring="sigmoid", num_experts=16, num_groups=4, top_groups=1, group_best=2, norm_eps=0.0
+    )
+    inputs["weight"][9] = float("nan")
+    bias = torch.zeros(16)
+    bias[8:12] = -torch.inf
+    TRITON.route_experts(**inputs | {"bias": bias})
+    assert inputs["ids"][:, 0].tolist() == [9] * 5
+    assert bool(inputs["weights"].isnan().all())
+
+
 @pytest.mark.slow_cases(but=("*-torch.float16", "one_token-*"))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", EXPERTS_CASES)

@@ -81,10 +81,12 @@ def _attend(call: LinearAttentionCall) -> None:
     )
 
     run = loaded(PACKAGE).chunk_gated_delta_rule
-    rows, state, starts = library_rows(call), call.state, call.query_start_loc
+    state, starts, out = call.state, call.query_start_loc, call.out
     if starts.data_ptr() % 8:
         starts = starts.clone()
-    out = call.out if call.out.is_contiguous() else torch.empty_like(rows.v)
+    if not out.is_contiguous() or out.data_ptr() % 16:
+        out = torch.empty_like(out, memory_format=torch.contiguous_format)
+    rows = library_rows(call._replace(out=out))  # zeros behind the last row, too
     num_tokens, num_reqs = rows.v.shape[0], rows.reads.shape[0]
     common: dict[str, Any] = {
         "scale": call.scale,

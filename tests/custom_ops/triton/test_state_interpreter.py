@@ -228,3 +228,24 @@ def test_rows_for_a_library_match_the_oracle(
     assert flashinfer_gdn.why_own(LinearAttentionCall(**inputs)) is None
     with stand_in("flashinfer_gdn") as backend:
         assert_state_close(backend.ops, REFERENCE, "linear_attention", inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["whole", "split"])
+@pytest.mark.parametrize("gap", [0, 8], ids=["odd address", "gaps"])
+def test_results_that_a_library_cannot_write_are_zeros_behind_the_last_row(
+    gap: int, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer_gdn, "splits_rows", lambda *_: splits)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(float("nan"))
+    )
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, "key_dim": 128, "value_dim": 128, "key_heads": 1}
+    inputs = make_linear_inputs(Rows(((0, 70),), padded_tokens=40), heads=2, **sizes)
+    whole = inputs["out"].new_full((110 * (256 + gap) + 1,), float("nan"))[1:].view(110, 256 + gap)
+    inputs["out"] = whole[:, :256].unflatten(-1, (2, 128))
+    with stand_in("flashinfer_gdn") as backend:
+        backend.ops.linear_attention(**inputs)
+    assert inputs["out"][:70].isfinite().all()
+    assert not inputs["out"][70:].any()
+    assert whole[:, 256:].isnan().all()

@@ -18,16 +18,18 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def mla_attention(call: LatentCall) -> None:
     """Arguments: ``custom_ops/mla/schema.py``."""
     attend = torch.ops.torchpaged.paged_attention.cpu
+    refused: Exception | None = None
     try:
         if _is_one_call(call):  # which the kernel checks, before it writes, in a fraction of the time
             q, pool, *batch = call[:5]
             options = {"max_query_len": call.max_query_len, "scale": call.scale, "causal": call.causal}
             attend(q, pool, pool[..., : call.rank], *batch, call.out, call.lse, **options)
             return
-    except (IndexError, RuntimeError):
-        _check(call)  # says it of this op's arguments
-        raise
-    _check(call)
+    except (IndexError, RuntimeError) as error:
+        refused = error
+    _check(call)  # says of this op's arguments what the kernel refused
+    if refused is not None:
+        raise refused
     attend_densely(call, attend)
 
 
@@ -45,14 +47,16 @@ def _check(call: LatentCall) -> None:
 
 def write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Arguments: ``custom_ops/mla/schema.py``."""
+    refused: Exception | None = None
     try:
         if kv_cache.dtype in _DTYPES:
             torch.ops.torchpaged.write_kv.cpu(*as_keys_and_values(kv_c, k_pe, kv_cache), slot_mapping)
             return
-    except (IndexError, RuntimeError):
-        _check_write(kv_c, k_pe, kv_cache, slot_mapping)
-        raise
+    except (IndexError, RuntimeError) as error:
+        refused = error
     _check_write(kv_c, k_pe, kv_cache, slot_mapping)
+    if refused is not None:
+        raise refused
     store(kv_c, k_pe, kv_cache, slot_mapping)
 
 

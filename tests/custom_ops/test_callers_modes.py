@@ -44,17 +44,22 @@ def test_tensors_of_inference_mode_are_written_outside_of_it(overload: str, case
 
 
 @pytest.mark.parametrize("backend", ["torch_sdpa", "flex"])
-def test_autocast_around_a_backend_of_torch(backend: str) -> None:
+def test_modes_around_a_backend_of_torch(backend: str) -> None:
     batch = make_batch(BATCH_SPECS["mixed_padded"], dtype=torch.float32)
     for pool in (batch.k_cache, batch.v_cache):
         pool.nan_to_num_(0.5)
 
-    def run() -> Any:
-        return paged_attention(*batch.tensors, max_query_len=batch.max_query_len, scale=batch.scale)
+    def run(**options: Any) -> Any:
+        numbers = {"max_query_len": batch.max_query_len, "scale": batch.scale}
+        return paged_attention(*batch.tensors, **numbers, **options)
 
     with use_backend(backend), torch.no_grad():
         want = run()
         with torch.autocast("cpu", torch.bfloat16):
             got = run()
+        with torch.inference_mode():
+            out = torch.empty_like(want)
+        run(out=out)
     assert got.dtype is torch.float32
     assert torch.equal(got, want)
+    assert torch.equal(out, want)

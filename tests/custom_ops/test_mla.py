@@ -104,8 +104,9 @@ def test_what_is_refused(case: str) -> None:
     given |= change(given)
     before = given["out"].nan_to_num_().clone()
     for ops in (REFERENCE, CPU):
-        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected") as refused:
             ops.mla_attention(**given)
+        assert refused.value.__context__ is None  # nothing of paged_attention's arguments
     assert torch.equal(given["out"], before)
 
 
@@ -131,8 +132,9 @@ def test_what_is_not_written(name: str, change: dict[str, Tensor]) -> None:
         "slot_mapping": torch.tensor([4, 5]),
     }
     for ops in (REFERENCE, CPU):
-        with pytest.raises(ArgumentError, match=f"^{name}: expected"):
+        with pytest.raises(ArgumentError, match=f"^{name}: expected") as refused:
             ops.write_latent(**given | change)
+        assert refused.value.__context__ is None  # nothing of write_kv's arguments
     assert not given["kv_cache"].any()
 
 

@@ -24,7 +24,7 @@ from torchpaged.backends.spec import GraphSupport, features_of
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_paged_attention
 from torchpaged.custom_ops.attention.schema import SCHEMAS
-from torchpaged.custom_ops.callers_modes import without_autocast
+from torchpaged.custom_ops.callers_modes import apart_from_modes
 from torchpaged.custom_ops.registry import FAKES
 
 #: Kept for the life of the process: dropping one deregisters its op.
@@ -68,8 +68,7 @@ def attention_op(
         if not call.q.shape[0] or not call.block_table.numel():
             call.empty()
             return
-        with without_autocast(call.q.device.type):
-            kernel(call, **kept)
+        kernel(call, **kept)
 
     def fake(*tensors: Any, **options: Any) -> None:
         FAKES["paged_attention"](*tensors, **{k: x for k, x in options.items() if k not in further})
@@ -77,7 +76,7 @@ def attention_op(
     contract = SCHEMAS["paged_attention"]
     assert _SEMAPHORE in contract, "the contract has changed"
     schema = contract.replace(_SEMAPHORE, "".join(f", {kind} {name}=None" for name, kind in further.items()))
-    return defined(namespace, "paged_attention", schema, launch, fake)
+    return defined(namespace, "paged_attention", schema, apart_from_modes(launch), fake)
 
 
 def defined(

@@ -43,8 +43,6 @@ def why_own(call: LinearAttentionCall) -> str | None:
         return "a decay for each key's column"
     if call.out.dtype != call.v.dtype:
         return f"results of {call.out.dtype} over values of {call.v.dtype}"
-    if not call.scale:
-        return "a scale of 0, which the library takes for its default"
     if not call.state.is_contiguous() or call.state.data_ptr() % 16:
         return "states that are not contiguous"
     reason = why_own_rows(call, MIN_TOKENS)

@@ -84,8 +84,6 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
         return f"blocks of {pool.shape[1]} tokens, not 16, 32 or 64"
     if rows > MAX_ROWS:
         return f"queries of up to {call.max_query_len} tokens x {q.shape[1]} heads, not {MAX_ROWS} rows"
-    if rows > 32 and call.scale <= 0:
-        return f"a scale of {call.scale}, not above 0"
     if reason := unaligned(("q", q, 2), ("out", out, 2), ("kv_cache", pool, 3)):
         return reason
     if fp8:

@@ -118,7 +118,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "large blocks": ({"block_size": 128}, "blocks of 128 tokens"),
     "many rows": ({"heads": 128, "max_query_len": 2}, "queries of up to 2 tokens x 128 heads, not 128 rows"),
-    "a scale of zero": ({"heads": 64, "scale": 0.0}, "a scale of 0.0, not above 0"),
     "q apart": (
         {"q": torch.empty(2, 16, 580, dtype=torch.bfloat16, device="meta")[..., :576]},
         "q with strides (9280, 580, 1)",

@@ -12,6 +12,7 @@ under plain ``no_grad``.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -106,10 +107,10 @@ class PagedKVCache:
         if memory is not None and self.num_bytes > memory:
             raise self._too_large(f"the {memory / 2**30:,.1f} GiB of {self.device}")
         self._pool: BlockPool | None = None
-        try:
+        with contextlib.suppress(torch.OutOfMemoryError):
             self._pools = [self._make_layer(layer) for layer in range(len(self.layers))]
-        except torch.OutOfMemoryError as error:
-            raise self._too_large(f"what is free of {self.device}") from error
+        if not hasattr(self, "_pools"):  # behind the error, which holds those that were made
+            raise self._too_large(f"what is free of {self.device}")
         self._mark_static()
 
     def _too_large(self, place: str) -> ArgumentError:

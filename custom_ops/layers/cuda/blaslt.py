@@ -108,7 +108,7 @@ class _Call(NamedTuple):
     workspace: int
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.cache
 def _call(
     index: int, kind: int, rows: int, depth: int, width: int, lines: tuple[int, int, int, int]
 ) -> _Call | None:

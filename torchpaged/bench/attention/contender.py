@@ -76,8 +76,8 @@ class Contender:
 
 
 def own_backends(device: torch.device, names: Sequence[str] | None = None) -> list[Contender]:
-    """torchpaged's backends by name; None = those made for the device's type, without the reference and those
-    around other libraries.
+    """torchpaged's backends by name; None = those for the device's type that have an attention of their own,
+    without the reference and those around other libraries.
 
     Raises:
         BackendUnavailableError: a backend is unknown.
@@ -87,6 +87,7 @@ def own_backends(device: torch.device, names: Sequence[str] | None = None) -> li
             name
             for name in list_backends()
             if name not in ("reference", *_AROUND_LIBRARIES)
+            and "paged_attention" in get_backend(name).serves
             and device.type in get_backend(name).capabilities.device_types
         ]
     return [own_backend(name) for name in names]

@@ -61,6 +61,15 @@ def verticals(spec: Specialisation, keys: int) -> int:
     return 0 if pattern is None or pattern.block_size % keys else pattern.verticals_of(spec.group)
 
 
+def heads_apart(spec: Specialisation, max_query_len: int) -> bool:
+    """Whether prefill tiles are of one query head each: heads of a kv head see other verticals, and a query
+    may fill a tile (docs/log/block_sparse.md)."""
+    pattern = spec.block_sparse
+    if pattern is None or max_query_len < 128:
+        return False
+    return pattern.verticals_of(spec.group) != pattern.verticals_of(1)
+
+
 def padded_widths(dim: int, dim_v: int, kv_itemsize: int) -> dict[str, int]:
     """Columns of a tile of keys, ``dim_pad``, and of one of values, ``dim_v_pad``: powers of two.
 

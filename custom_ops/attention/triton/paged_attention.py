@@ -134,6 +134,8 @@ class PrefillTiling(NamedTuple):
         tokens: query tokens of a tile; times the group at most ``tile_m``.
         skip_decodes: requests with at most so many query tokens are left to a launch of the decode kernel.
         verticals: as in `DecodeTiling`.
+        sharing: 1; with a tile for each query head, the query heads that share a kv head. The kernel's kv
+            heads, and ``SPEC.group``, are then query heads, and 1.
     """
 
     tile_m: int
@@ -143,6 +145,7 @@ class PrefillTiling(NamedTuple):
     tokens: int
     skip_decodes: int
     verticals: int
+    sharing: int
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -182,6 +185,8 @@ def attend(call: AttentionCall) -> None:
 def _prefill(call: AttentionCall, spec: Specialisation, skip: int) -> Launch:
     """What launches the prefill kernel; ``skip``: longest query that is left to a decode launch behind it."""
     device, num_reqs, num_tokens = call.q.device, call.num_reqs, call.q.shape[0]
+    sharing = spec.group if config.heads_apart(spec, call.max_query_len) else 1
+    spec = spec._replace(group=spec.group // sharing, num_kv_heads=spec.num_kv_heads * sharing)
     tiles = config.prefill_tiles(
         max(spec.dim, spec.dim_v),
         spec.group,
@@ -216,6 +221,7 @@ def _prefill(call: AttentionCall, spec: Specialisation, skip: int) -> Launch:
         tokens=tokens,
         skip_decodes=skip,
         verticals=config.verticals(spec, tiles.keys),
+        sharing=sharing,
     )
     options = {
         # one compile for any number of heads, and their stride

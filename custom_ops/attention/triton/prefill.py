@@ -203,10 +203,10 @@ def attend_query_tile(
     slope = load_slopes(inputs, head, valid, SPEC)
     score_scale = inputs.scale
     if SPEC.scales:
-        score_scale = inputs.scale * tl.load(inputs.k_scale + kv_head * inputs.ks_head)
+        score_scale = inputs.scale * tl.load(inputs.k_scale + kv_head // TILING.sharing * inputs.ks_head)
     first_position = seq_len - query_len + first_query
     path = path_of(first_position, kv_head, end_key, SPEC, TILING, OWN=True)
-    keys = keys_of(inputs, batch, request, kv_head, inputs.k_head, inputs.v_head)
+    keys = keys_of(inputs, batch, request, kv_head // TILING.sharing, inputs.k_head, inputs.v_head)
     tile = QueryTile(as_numbers(q), rows, slope, keys, score_scale, inputs.soft_cap, low_key, end_key, path)
     if SPEC.block_sparse is not None:
         maximum, total, acc = attend_blocks(tile, ranges.whole_end, sees, SPEC, TILING, TILE_KV, ALL_MASKED)
@@ -222,7 +222,7 @@ def attend_query_tile(
     sink = load_sinks(inputs, head, valid, SPEC)
     v_scale = 1.0
     if SPEC.scales:
-        v_scale = tl.load(inputs.v_scale + kv_head * inputs.vs_head)
+        v_scale = tl.load(inputs.v_scale + kv_head // TILING.sharing * inputs.vs_head)
     LOG2E: tl.constexpr = 1.4426950408889634
     maximum *= score_scale * LOG2E if FOLD else LOG2E
     out, lse = finish(maximum, total, acc, sink, v_scale, maximum != float("-inf"), SPEC.sinks)

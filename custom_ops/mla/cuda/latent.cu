@@ -11,7 +11,7 @@
 // (arXiv:2405.04434, appendix C), split-KV (arXiv:2501.01005, 2.2), contiguous ranges of work
 // (arXiv:2301.03598).
 
-#include "latent_fp8.cuh"
+#include "latent_fp8_mainloop.cuh"
 #include "latent_load.cuh"
 #include "latent_mainloop.cuh"
 
@@ -48,6 +48,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __g
     if constexpr (SHARES_OUT_REGISTERS)
       take_registers<CONSUMER_REGISTERS>();
     store_rows_without_keys(p, threadIdx.x, CONSUMER_THREADS);
+#if FP8
+    consume_rows(p, memory, walk, group, threadIdx.x);
+#else
     consume(p, memory, walk, group, threadIdx.x);
+#endif
   }
 }

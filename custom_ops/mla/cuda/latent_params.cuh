@@ -15,8 +15,8 @@ constexpr int THREADS = CONSUMER_THREADS + (FP8 ? 256 : WARPGROUPS == 1 ? 32 : 1
 constexpr int FULL_ARRIVALS = FP8 ? 4 : 1;                    // warps that fill a stage
 static_assert(!FP8 || WARPGROUPS == 1, "registers for the producers");
 constexpr bool SHARES_OUT_REGISTERS = FP8 || WARPGROUPS > 1;
-constexpr int PRODUCER_REGISTERS = !FP8 ? 24 : ROWS == 32 ? 136 : 128;
-constexpr int CONSUMER_REGISTERS = FP8 && ROWS == 32 ? 232 : 240;
+constexpr int PRODUCER_REGISTERS = !FP8 ? 24 : ROWS == 32 ? 128 : 136;
+constexpr int CONSUMER_REGISTERS = !FP8 ? 240 : ROWS == 32 ? 248 : 232;
 constexpr int MY_ROWS = ROWS / WARPGROUPS;                    // whose scores a warpgroup works out
 constexpr int VALUE_TILES = RANK / 64, MY_TILES = VALUE_TILES / WARPGROUPS;  // 64 value columns each
 constexpr int BLOCKS_8 = ROWS / 8;                            // blocks of 8 rows

@@ -99,7 +99,7 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
 def latent_config(spec: LatentSpec) -> Config:
     """The constants."""
     stages = _MAX_STAGES
-    while _count(spec.rank + spec.rope, spec.rows, stages) > _SHARED:
+    while _count(spec.rank, spec.rope, spec.rows, stages, spec.fp8) > _SHARED:
         stages -= 1
     values = {name.upper(): int(value) for name, value in spec._asdict().items()}
     return LATENT.config(
@@ -116,13 +116,16 @@ def latent_config(spec: LatentSpec) -> Config:
 
 def shared_bytes(config: Config) -> int:
     """Dynamic shared memory of ``latent_decode``, as latent_params.cuh counts it."""
-    width, rows = config["RANK"] + config["ROPE"], config["ROWS"]
-    return _count(width, rows, config["STAGES"])
+    return _count(config["RANK"], config["ROPE"], config["ROWS"], config["STAGES"], bool(config["FP8"]))
 
 
-def _count(width: int, rows: int, stages: int) -> int:
-    tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 128
-    return tiles + 4 * rows * 4 + rows * 4 + rows * 8 + stages * 16 + 72
+def _count(rank: int, rope: int, rows: int, stages: int, fp8: bool) -> int:
+    keys, queries = stages * _TILE_KV * (rank + rope) * 2, rows * (rank + rope) * 2
+    count = keys + queries + rows * 128 + 4 * rows * 4 + rows * 4 + rows * 8 + stages * 16 + 72
+    if not fp8:
+        return count
+    scales = rank // 128  # of a key: latent_fp8.cuh
+    return -(-count // 1024) * 1024 + scales * (rows * 128 + stages * (_TILE_KV + 4) * 4) + rows * 4
 
 
 def slot_floats(config: Config) -> int:

@@ -5,7 +5,7 @@
 #pragma once
 #include "hopper_on_host.h"
 
-struct Product { float *d; u64 a, b; int columns; bool turned, add; };
+struct Product { float *d; u64 a, b; int columns; bool turned, add, fp16; };
 struct Products {  // of a thread
   std::vector<std::vector<Product>> groups;  // committed, not waited for
   std::vector<Product> open;
@@ -87,17 +87,21 @@ inline void stmatrix_x2_trans(u32 at, u32 a, u32 b) { stmatrix_trans(at, {a, b})
 
 // Descriptors as the PTX ISA has them: begin, bytes between groups of 8 lines; 128-byte swizzle.
 inline u64 operand(u32 at, int groups) { return (u64)at | (u64)groups << 32; }
-inline float element(u64 of, bool turned, int row, int k) {
+inline float element(u64 of, bool turned, int row, int k, bool fp16) {
   const u32 begin = (u32)of, groups = (u32)(of >> 32);
   const u32 at = turned ? begin + k / 8 * groups + k % 8 * 128 + row * 2
                         : begin + row / 8 * groups + row % 8 * 128 + k * 2;
   u16 x;
   memcpy(&x, memories + (at ^ (at >> 7 & 7) << 4), 2);
-  return number<HALF>(x);
+  return fp16 ? number<true>(x) : number<false>(x);
 }
 template <int TURNED, int ADD = 1, int J> void product16(float (&d)[J][4], u64 a, u64 b) {
-  products[current].open.push_back({d[0], a, b, J, TURNED == 1, ADD == 1});
+  products[current].open.push_back({d[0], a, b, J, TURNED == 1, ADD == 1, HALF});
 }
+template <int TURNED, int J> void half_product16(float (&d)[J][4], u64 a, u64 b) {
+  products[current].open.push_back({d[0], a, b, J, TURNED == 1, true, true});
+}
+template <int J> void clear(float (&x)[J][4]) { memset(x, 0, sizeof x); }
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
   products[current].groups.push_back(std::move(products[current].open));
@@ -113,18 +117,19 @@ template <int N> void wgmma_wait() {
       const int row = current % 128 / 32 * 16 + current % 32 / 4;
       float of_a[2][16];
       for (int r = 0; r < 2; ++r)
-        for (int k = 0; k < 16; ++k) of_a[r][k] = element(p.a, p.turned, row + r * 8, k);
+        for (int k = 0; k < 16; ++k) of_a[r][k] = element(p.a, p.turned, row + r * 8, k, p.fp16);
       for (int j = 0; j < p.columns; ++j)
         for (int e = 0; e < 2; ++e)
           for (int r = 0; r < 2; ++r) {
             float sum = p.add ? p.d[j * 4 + r * 2 + e] : 0.f;
             for (int k = 0; k < 16; ++k)
-              sum += of_a[r][k] * element(p.b, false, j * 8 + current % 4 * 2 + e, k);
+              sum += of_a[r][k] * element(p.b, false, j * 8 + current % 4 * 2 + e, k, p.fp16);
             p.d[j * 4 + r * 2 + e] = sum;
           }
     }
     t.groups.erase(t.groups.begin());
   }
+  __syncwarp();  // what a lane lets go behind the wait, no other lane still reads
 }
 inline const bool forgets = (forget = [] {
   barriers.clear();

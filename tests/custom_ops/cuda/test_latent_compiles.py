@@ -60,13 +60,15 @@ def test_shared_memory_and_threads_are_what_the_source_says(tmp_path: Path) -> N
         folder = tmp_path / str(number)
         folder.mkdir()
         source = jit.write_sources(folder, "latent_merge.cu", config)
+        included = '#include "latent_fp8.cuh"\n' if config["FP8"] else ""
         said = {
-            "SHARED_BYTES": shared_bytes(config),
+            "ROWS_SHARED_BYTES" if config["FP8"] else "SHARED_BYTES": shared_bytes(config),
             "THREADS": shape.threads_of(config),
             "SLOT_FLOATS": shape.slot_floats(config),
             "MERGE_THREADS": latent.MERGE_THREADS,
         }
         with source.open("a") as file:
+            file.write(included)
             file.writelines(f'static_assert({name} == {value}, "{name}");\n' for name, value in said.items())
         command = ["nvcc", "-ptx", "-o", str(folder / "ptx"), *jit.options(config, (9, 0)), str(source)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -21,7 +21,7 @@ from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import latent
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
-from torchpaged.testing import BatchSpec
+from torchpaged.testing import Batch, BatchSpec
 
 pytestmark = needs_gxx
 CTAS = 6  # of the device: few, so that requests are cut and CTAs go from one to the next
@@ -40,7 +40,7 @@ class HostMap(ctypes.Structure):
 
 
 def compiled(folder: Path, file: str, name: str, config: Config) -> ctypes.CDLL:
-    replaced = ("bulk.cuh", "wgmma.cuh", "latent_instructions.cuh")
+    replaced = ("bulk.cuh", "wgmma.cuh", "latent_instructions.cuh", "latent_fp8_products.cuh")
     return kernels_on_host.compiled(folder, file, name, config, "latent_on_host.h", replaced)
 
 
@@ -76,7 +76,27 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
         {"num_heads": 10, "rank": 512, "fp8": True, "dtype": torch.float16, "block_size": 16},
         BatchSpec("j", (200, 70, -2), (3, 2, 3), padded_tokens=2),
     ),
+    # numbers of keys, of each 128 columns, and of queries far apart
+    "fp8, uneven": (
+        {"num_heads": 16, "rank": 512, "fp8": True, "uneven": 12.0, "block_size": 32},
+        BatchSpec("k", (900, 130), (2, 1)),
+    ),
+    "fp8, uneven, fp16": (
+        {"num_heads": 8, "rank": 512, "fp8": True, "uneven": 4.0, "dtype": torch.float16},
+        BatchSpec("l", (300, 130), (1, 1)),
+    ),
 }
+
+
+def make_uneven(batch: Batch, most: float) -> None:
+    """Multiplies each 128 columns of each key, and each row of queries, by a power of two of its own, up to
+    ``most`` of them up or down."""
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = batch.k_cache, batch.q
+    groups = torch.rand(*keys.shape[:3], keys.shape[3] // 64, generator=generator)[..., ::2]
+    by = (groups.repeat_interleave(128, 3)[..., : keys.shape[3]] * 2 - 1) * most
+    keys.mul_(torch.exp2(by.round() - most))
+    queries.mul_(torch.exp2(((torch.rand(*queries.shape[:2], 1, generator=generator) * 2 - 1) * most).round()))
 
 
 @pytest.mark.slow_cases(but=("8 rows", "128 rows", "drafts", "fp8, fp16, drafts"))
@@ -86,7 +106,10 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     options, batch_spec = CASES[name]
     options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64, "causal": True} | options
     causal, fp8 = options.pop("causal"), options.pop("fp8", False)
+    uneven = options.pop("uneven", 0.0)
     batch = make_latent_batch(batch_spec, **options)
+    if uneven:
+        make_uneven(batch, uneven)
     batch = as_fp8(batch) if fp8 else batch
     shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []
     libraries: dict[str, ctypes.CDLL] = {}

@@ -107,10 +107,10 @@ class PagedKVCache:
         if memory is not None and self.num_bytes > memory:
             raise self._too_large(f"the {memory / 2**30:,.1f} GiB of {self.device}")
         self._pool: BlockPool | None = None
-        with contextlib.suppress(torch.OutOfMemoryError):
-            self._pools = [self._make_layer(layer) for layer in range(len(self.layers))]
-        if not hasattr(self, "_pools"):  # behind the error, which holds those that were made
+        pools = self._make_layers()
+        if pools is None:
             raise self._too_large(f"what is free of {self.device}")
+        self._pools = pools
         self._mark_static()
 
     def _too_large(self, place: str) -> ArgumentError:
@@ -189,6 +189,12 @@ class PagedKVCache:
             dtype=dtype,
             device=device,
         )
+
+    def _make_layers(self) -> list[Any] | None:
+        """None: the device has no room; an error of the caller's then holds none of those that were made."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return [self._make_layer(layer) for layer in range(len(self.layers))]
+        return None
 
     def _make_layer(self, layer: int) -> Any:
         num_blocks = self.blocks_of.get(layer, self.num_blocks)

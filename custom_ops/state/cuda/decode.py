@@ -23,15 +23,25 @@ KEY_DIMS, VALUE_DIMS, MAX_STATE_BYTES = (64, 128, 256), (64, 128), 64 * 1024
 #: Bytes of a batch's states up to which L2 is told to let them go first (docs/log/state_decode.md).
 ONCE_BYTES = 256 << 20
 
+#: Constants of every kernel over single tokens' states.
+HEADS = (
+    Constant("KEY_DIM", "int", "rows of a state"),
+    Constant("VALUE_DIM", "int", "columns of a state"),
+    Constant("NUM_HEADS", "int", "heads of values"),
+    Constant("GROUP", "int", "of these, heads per head of keys"),
+)
+CTAS = (
+    Constant("ONCE", "bool", "L2 is to let states go first"),
+    Constant("THREADS", "int", "of a CTA"),
+    Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
+)
+
 STATE_DECODE = Table(
     "state_decode_config.cuh",
     ("state_decode.cu",),
     "a shard of two of Qwen3-Next's, states of bfloat16",
     (
-        Constant("KEY_DIM", "int", "rows of a state"),
-        Constant("VALUE_DIM", "int", "columns of a state"),
-        Constant("NUM_HEADS", "int", "heads of values"),
-        Constant("GROUP", "int", "of these, heads per head of keys"),
+        *HEADS,
         Constant("HALF", "bool", "q, k and v are float16, else bfloat16"),
         Constant("STATE_FLOAT", "bool", "states are float32, else of q's dtype"),
         Constant("OUT_FLOAT", "bool", "out is float32, else of q's dtype"),
@@ -39,9 +49,7 @@ STATE_DECODE = Table(
         Constant("BY_KEY", "bool", "a decay per row of the state"),
         Constant("DELTA", "bool", "the delta rule"),
         Constant("NORMALIZE", "bool", "keys and queries are divided by their norms"),
-        Constant("ONCE", "bool", "L2 is to let states go first"),
-        Constant("THREADS", "int", "of a CTA"),
-        Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
+        *CTAS,
     ),
 )
 

@@ -25,10 +25,7 @@ DELTA_STEP = Table(
     ("delta_step.cu",),
     "a shard of two of Qwen3-Next's, states of float32",
     (
-        Constant("KEY_DIM", "int", "rows of a state"),
-        Constant("VALUE_DIM", "int", "columns of a state"),
-        Constant("NUM_HEADS", "int", "heads of values"),
-        Constant("GROUP", "int", "of these, heads per head of keys"),
+        *decode.HEADS,
         Constant("TOGETHER", "int", "heads that stand side by side in a, b and gate"),
         Constant("BY_KEY", "bool", "a decay per row of the state"),
         Constant("BOUNDED", "bool", "decays have a bound"),
@@ -39,9 +36,7 @@ DELTA_STEP = Table(
         Constant("A_LOG_FLOAT", "bool", "a_log is float32, else of x's dtype"),
         Constant("DT_BIAS_FLOAT", "bool", "dt_bias is float32, else of x's dtype"),
         Constant("NORM_FLOAT", "bool", "norm_weight is float32, else of x's dtype"),
-        Constant("ONCE", "bool", "L2 is to let states go first"),
-        Constant("THREADS", "int", "of a CTA"),
-        Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
+        *decode.CTAS,
     ),
 )
 

@@ -6,10 +6,15 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from torchpaged.custom_ops.cuda import jit
+import pytest
+
+from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config
 
 _HEADERS = Path(__file__).parents[1] / "custom_ops" / "cuda"
@@ -59,3 +64,26 @@ def compiled(
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[:3000]
     return ctypes.CDLL(str(library))
+
+
+def launched_on_host(
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: ModuleType,
+    folder: Path,
+    kernel: tuple[str, str, str, tuple[str, ...]],
+    cluster: Callable[[Any], int] = lambda spec: 1,
+) -> None:
+    """``launcher`` gets kernels of the host, one per specialisation, in place of a GPU's. ``kernel``: its
+    file and name, and the header and replaced ones of `compiled`; ``cluster``: of a specialisation."""
+    made: dict[Any, HostKernel] = {}
+    folder.mkdir()
+
+    def specialised(_: int, spec: Any) -> HostKernel:
+        if spec not in made:
+            file, name, header, replaced = kernel
+            library = compiled(folder / str(len(made)), file, name, spec.config(), header, replaced)
+            made[spec] = HostKernel(library, cluster(spec))
+        return made[spec]
+
+    monkeypatch.setattr(launcher, "_specialised", specialised)
+    monkeypatch.setattr(gpu, "launches_early", lambda _: True)

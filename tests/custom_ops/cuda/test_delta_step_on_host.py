@@ -6,11 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import kernels_on_host
 import pytest
 import torch
 from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc, registers
-from kernels_on_host import HostKernel
+from kernels_on_host import launched_on_host
 from op_inputs.delta_step import SIZES, assert_delta_step_close, make_delta_step_inputs
 from op_inputs.state import STATE_BATCHES
 
@@ -29,27 +28,16 @@ CASES: dict[str, dict[str, Any]] = {
 BATCHES = ("decode", "decode_padded", "decode_begins", "no_tokens")
 
 
-def launched_on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BackendOps:
+def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BackendOps:
     """Op handles whose ``delta_step`` is the kernel."""
-    kernels: dict[StepSpec, HostKernel] = {}
-
-    def specialised(_: int, spec: StepSpec) -> HostKernel:
-        if spec not in kernels:
-            folder.mkdir(exist_ok=True)
-            where = folder / str(len(kernels))
-            library = kernels_on_host.compiled(
-                where, "delta_step.cu", "delta_step", spec.config(), "state_on_host.h", ("bulk.cuh",)
-            )
-            kernels[spec] = HostKernel(library, cluster=spec.group)
-        return kernels[spec]
 
     def run(*args: Any, **kwargs: Any) -> None:
         call = DeltaStepCall(*args, **kwargs)
         assert step.why_not(call, (9, 0)) is None
         step.launch(call, StepSpec.of(call))
 
-    monkeypatch.setattr(step, "_specialised", specialised)
-    monkeypatch.setattr(gpu, "launches_early", lambda _: True)
+    kernel = "delta_step.cu", "delta_step", "state_on_host.h", ("bulk.cuh",)
+    launched_on_host(monkeypatch, step, folder, kernel, cluster=lambda spec: spec.group)
     return BACKEND_OPS["reference"]._replace(delta_step=run)
 
 
@@ -58,7 +46,7 @@ def launched_on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BackendOp
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in slots that no row goes on from, and in shared memory."""
-    ops = launched_on_host(tmp_path / "host", monkeypatch)
+    ops = on_host(tmp_path / "host", monkeypatch)
     for batch in BATCHES:
         inputs = make_delta_step_inputs(STATE_BATCHES[batch], **{"dtype": BF16, **CASES[name]})
         assert_delta_step_close(ops, BACKEND_OPS["reference"], inputs)

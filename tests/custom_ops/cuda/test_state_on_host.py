@@ -6,11 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import kernels_on_host
 import pytest
 import torch
 from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc, registers
-from kernels_on_host import HostKernel
+from kernels_on_host import launched_on_host
 from op_inputs.state import STATE_BATCHES, assert_state_close, make_linear_inputs
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
@@ -39,28 +38,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 BATCHES = ("decode", "decode_padded", "decode_begins", "no_tokens")
 
 
-def launched_on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BackendOps:
+def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BackendOps:
     """Op handles whose ``linear_attention`` is the kernel."""
-    kernels: dict[StateSpec, HostKernel] = {}
-
-    def specialised(_: int, spec: StateSpec) -> HostKernel:
-        if spec not in kernels:
-            folder.mkdir(exist_ok=True)
-            where = folder / str(len(kernels))
-            file, name = "state_decode.cu", "update_states"
-            library = kernels_on_host.compiled(
-                where, file, name, spec.config(), "state_on_host.h", ("bulk.cuh",)
-            )
-            kernels[spec] = HostKernel(library)
-        return kernels[spec]
 
     def run(*args: Any, **kwargs: Any) -> None:
         call = LinearAttentionCall(*args, **kwargs)
         assert decode.why_not(call, (9, 0)) is None
         decode.launch(call, StateSpec.of(call))
 
-    monkeypatch.setattr(decode, "_specialised", specialised)
-    monkeypatch.setattr(gpu, "launches_early", lambda _: True)
+    kernel = "state_decode.cu", "update_states", "state_on_host.h", ("bulk.cuh",)
+    launched_on_host(monkeypatch, decode, folder, kernel)
     return BACKEND_OPS["reference"]._replace(linear_attention=run)
 
 
@@ -69,7 +56,7 @@ def launched_on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BackendOp
 @pytest.mark.parametrize("family", FAMILIES)
 def test_matches_the_oracle(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in slots that no row goes on from, and in shared memory."""
-    ops = launched_on_host(tmp_path / "host", monkeypatch)
+    ops = on_host(tmp_path / "host", monkeypatch)
     for batch in BATCHES:
         inputs = make_linear_inputs(STATE_BATCHES[batch], **{"dtype": BF16, **FAMILIES[family]})
         assert_state_close(ops, BACKEND_OPS["reference"], "linear_attention", inputs)
@@ -78,7 +65,7 @@ def test_matches_the_oracle(family: str, tmp_path: Path, monkeypatch: pytest.Mon
 @needs_gxx
 def test_pools_with_gaps_between_heads_and_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies between is not touched."""
-    ops = launched_on_host(tmp_path / "host", monkeypatch)
+    ops = on_host(tmp_path / "host", monkeypatch)
     inputs = make_linear_inputs(STATE_BATCHES["decode"], dtype=BF16, key_dim=64, value_dim=64)
     state = inputs["state"]
     whole = torch.full((state.shape[0], 5, 64 * 64 + 4), 7.0)

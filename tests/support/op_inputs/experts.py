@@ -185,3 +185,15 @@ def assert_experts_close(ops: BackendOps, inputs: dict[str, Any]) -> None:
     in_steps = _in_steps(copied(inputs["x"].dtype))
     ops.apply_experts(**inputs)
     assert_within_budget("out", inputs["out"], in_steps, exact["out"], inputs["x"].dtype)
+
+
+def assert_token_is_alone(ops: BackendOps, inputs: dict[str, Any]) -> None:
+    """The fourth of ``inputs``' tokens, whose number four divides, gets the same bits whichever experts the
+    others chose."""
+    ops.apply_experts(**inputs)
+    before = inputs["out"][3].clone()
+    for name in ("x", "ids"):
+        inputs[name][4:] = inputs[name][:4].repeat(len(inputs[name]) // 4 - 1, 1)
+        inputs[name][:3] = inputs[name][5:8].clone()
+    ops.apply_experts(**inputs)
+    assert torch.equal(inputs["out"][3], before)

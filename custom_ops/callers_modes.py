@@ -12,7 +12,7 @@ import torch
 _AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind))
 
 
-def without_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
+def _without_autocast(kind: str) -> contextlib.AbstractContextManager[Any]:
     """Within it products are of their operands' dtype, whatever ``torch.autocast`` says for that kind of
     device around it: an op computes in what it was given."""
     if kind in _AUTOCAST and torch.is_autocast_enabled(kind):
@@ -25,7 +25,7 @@ def apart_from_modes(function: Callable[..., None]) -> Callable[..., None]:
     torch writes into no tensor that was made in it, which kernels do."""
 
     def run(*args: Any, **kwargs: Any) -> None:
-        with torch.inference_mode(), without_autocast(args[0].device.type):
+        with torch.inference_mode(), _without_autocast(args[0].device.type):
             function(*args, **kwargs)
 
     return run

@@ -41,12 +41,10 @@ const T* query_at(const Problem& p, const WorkItem& w, int64_t row) {
 
 #ifdef __AMX_BF16__
 #include "amx_products.h"
-#elif defined(__AVX512BF16__)
-#include "bf16_products.h"
 #else
 namespace {
 
-// In the place of amx_products.h and bf16_products.h: vectors do it all.
+// In the place of amx_products.h and, but for bf16, of bf16_products.h: vectors do it all.
 template <typename T>
 struct Products {
   static constexpr int64_t KEYS = TILE_KV, ROWS = ROW_TILE;
@@ -57,6 +55,9 @@ struct Products {
 };
 
 }  // namespace
+#ifdef __AVX512BF16__
+#include "bf16_products.h"
+#endif
 #endif
 
 namespace {

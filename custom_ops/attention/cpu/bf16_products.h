@@ -5,16 +5,6 @@
 
 namespace {
 
-// Of other dtypes vectors do it all.
-template <typename T>
-struct Products {
-  static constexpr int64_t KEYS = TILE_KV, ROWS = ROW_TILE;
-  static int64_t row_size(int64_t width) { return (width + VEC_WIDTH - 1) / VEC_WIDTH * VEC_WIDTH; }
-  Products(const Problem&, const WorkItem&) {}
-  bool score(const T* const*, const T* const*, const uint64_t*, int64_t, float*) { return false; }
-  void weigh(const float*, float*, int64_t) {}
-};
-
 // Queries, padded with zeros; pairs of values of two keys, by column; pairs of weights.
 struct PairScratch { std::vector<uint16_t> q; std::vector<uint32_t> values, weights; };
 thread_local PairScratch pair_scratch;

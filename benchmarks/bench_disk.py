@@ -1,13 +1,14 @@
 """Blocks on a disk: bytes per second there and back, and a prompt that is found there next to one that is
-computed. On a CPU.
+computed.
 
-    PYTHONPATH=. python benchmarks/bench_disk.py [--folder FOLDER] [--mib 1024] [--output FILE]
+    PYTHONPATH=. python benchmarks/bench_disk.py [--folder FOLDER] [--mib 1024] [--shape NAME] [--output FILE]
 
 Rates: of blocks of three sizes, checksums included. ``write``: into the memory of the system, ``synced``:
 until the disk has them; ``cold``: after the system was told to forget them, ``cached``: once more. Hits:
-seconds to the first token of a prompt of a small model in float32; of each the median. Break-even: the disk's
-rate below which a model computes a prompt faster than it comes back, from bytes and products per token alone.
-The last line is one JSON document.
+seconds to the first token of a prompt of a small model in float32 on a CPU, or of ``--shape`` of
+`decode_step.cases` in bfloat16 on a GPU, fused; of each the median. Break-even: the disk's rate below which a
+model computes a prompt faster than it comes back, from bytes and products per token alone. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from decode_step.cases import build_model, select_shapes
 
 from torchpaged.bench import conditions
 from torchpaged.cache.disk_blocks import DiskBlocks
@@ -38,7 +40,8 @@ MODELS = {
     "Llama 70B": (70.6e9, 80, 8, 128),
 }
 PRODUCTS = 700e12  # per second, 16 bit, of an H200
-PROMPT, OUT, REPEATS = 1024, SamplingParams(max_new_tokens=1), 3
+PROMPT, OUT, REPEATS = 1024, SamplingParams(max_new_tokens=1, ignore_eos=True), 3
+PROMPTS = 12
 
 
 def rates(folder: str, size: int) -> dict[str, dict[str, float]]:
@@ -84,16 +87,22 @@ def small_model() -> Any:
     ).eval()
 
 
-def hits(folder: str) -> dict[str, float]:
+def hits(folder: str, shape: str | None) -> dict[str, float]:
     """Seconds to the first token."""
-    blocks = PROMPT // 16 + 2
+    model = small_model()
+    if shape is not None:
+        model = build_model(select_shapes([shape])[0], torch.device("cuda"), torch.bfloat16)
+    blocks, config = PROMPT // 16 + 2, model.config
+    elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     options: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": PROMPT + 16, "num_blocks": 2 * blocks}
-    generator = Generator(small_model(), **options, disk_cache_path=folder, disk_cache_size=2**30)
+    options["disk_cache_size"] = PROMPTS * blocks * 16 * elements * model.dtype.itemsize
+    generator = Generator(model, **options, disk_cache_path=folder, fuse=shape is not None)
     assert generator.prefix_cache is not None
     tier, stats = generator.prefix_cache.host, generator.stats.prefix_cache
     assert isinstance(tier, DiskTier)
     tier.recompute_seconds = None  # whatever is found there comes back, so that both ways are seen
-    prompts = torch.randint(3, 1000, (12, PROMPT), generator=torch.Generator().manual_seed(0)).tolist()
+    draws = torch.Generator().manual_seed(0)
+    prompts = torch.randint(3, 1000, (PROMPTS, PROMPT), generator=draws).tolist()
     found: dict[str, list[float]] = {}
 
     def first_token(prompt: list[int]) -> tuple[str, float]:
@@ -148,11 +157,13 @@ def main() -> None:
     parser.add_argument("--folder", help="on the disk; default: a temporary one")
     parser.add_argument("--mib", type=int, default=1024, help="written and read for each rate")
     parser.add_argument("--output", type=Path, help="where the JSON goes, too")
+    parser.add_argument("--shape", help="of the model on a GPU; default: a small one on a CPU")
     args = parser.parse_args()
-    document: dict[str, Any] = {"conditions": conditions.collect(torch.device("cpu"))}
+    device = torch.device("cuda" if args.shape else "cpu")
+    document: dict[str, Any] = {"conditions": conditions.collect(device)}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         document["gb_per_s"] = rates(folder, args.mib * 2**20)
-        document["first_token_s"] = hits(folder)
+        document["first_token_s"] = hits(folder, args.shape)
     document["break_even"] = break_even()
     print(document["first_token_s"], document["break_even"], file=sys.stderr)
     text = json.dumps(document)

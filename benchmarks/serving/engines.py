@@ -18,6 +18,7 @@ import torch
 from decode_step.cases import ModelShape, build_model, model_config
 
 from serving.loads import TEMPERATURE, Request, arrivals_of, spread
+from serving.steps import Steps
 from torchpaged.engine import Generator, SamplingParams
 
 #: `max_num_batched_tokens` of vLLM.
@@ -26,6 +27,7 @@ TOKENS_PER_STEP = 8192
 COUNTED = (
     "prefill_seconds",
     "decode_seconds",
+    "prefill_tokens",
     "steps",
     "passes",
     "mixed_steps",
@@ -198,18 +200,25 @@ class VLLMEngine:
 ENGINES = {"ours": OwnEngine, "vllm": VLLMEngine}
 
 
-def serve(engine: Engine, load: list[Request], rate: float | None) -> dict[str, Any]:
-    """Submit each request at its time (``rate`` None: all at once), read all tokens; seconds."""
+def serve(
+    engine: Engine, load: list[Request], rate: float | None, steps: Steps | None = None
+) -> dict[str, Any]:
+    """Submit each request at its time (``rate`` None: all at once), read all tokens; seconds. ``steps`` is
+    told of each step; what it costs is in them."""
     arrivals = arrivals_of(len(load), rate)
     came: dict[Any, float] = {}
     last: dict[Any, float] = {}
     firsts: list[float] = []
     gaps: list[float] = []
     before, start = engine.counters(), time.perf_counter()
+    requests: dict[Any, Request] = {}
+    ended, computed = 0.0, before.get("prefill_tokens", 0)
     while len(came) < len(load) or engine.has_unfinished:
         now = time.perf_counter() - start
         while len(came) < len(load) and arrivals[len(came)] <= now:
-            came[engine.submit(load[len(came)])] = arrivals[len(came)]
+            request = load[len(came)]
+            requests[name := engine.submit(request)] = request
+            came[name] = arrivals[len(came)]
         if not engine.has_unfinished:
             time.sleep(max(0.0, arrivals[len(came)] - now))
             continue
@@ -221,6 +230,10 @@ def serve(engine: Engine, load: list[Request], rate: float | None) -> dict[str, 
             else:
                 firsts.append(now - came[name])
             last[name] = now
+        if steps is not None:
+            prompts = engine.counters().get("prefill_tokens", 0)
+            steps.add(now - ended, names, requests, round(prompts - computed))
+            ended, computed = now, prompts
     return {
         "rate": rate,
         **rates_of(engine, load, before, time.perf_counter() - start),

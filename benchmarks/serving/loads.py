@@ -65,7 +65,9 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum."""
+    """Median, 99th percentile and maximum; nothing of no values."""
+    if not values:
+        return {}
     return {
         "p50": statistics.median(values),
         "p99": percentile(values, 0.99),

@@ -35,7 +35,8 @@ from torchpaged.hf import attach
 
 SPECIAL: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0}
 #: Model type and config, with sizes of LFM2-1.2B, Qwen3.5-0.8B (its vocabulary cut), DeepSeek-V2-Lite,
-#: Granite 4.0 H 1B and Falcon-H1-1.5B; Kimi Linear's layers at sizes of a small model, without experts.
+#: Granite 4.0 H 1B and Falcon-H1-1.5B, these two with multipliers like theirs; Kimi Linear's layers at sizes
+#: of a small model, without experts.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2-1b": (
         "lfm2",
@@ -104,6 +105,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 128,
             "vocab_size": 100352,
             "tie_word_embeddings": True,
+            "attention_multiplier": 0.0078125,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 6.0,
         },
     ),
     "falcon-h1-1.5b": (
@@ -120,6 +125,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_head": 64,
             "mamba_d_state": 256,
             "vocab_size": 65536,
+            "attention_out_multiplier": 0.9375,
+            "key_multiplier": 0.390625,
+            "mlp_multipliers": [0.8838834764831844, 0.5859375],
+            "ssm_in_multiplier": 1.25,
+            "ssm_multipliers": [0.3535533905932738, 0.25, 0.1767766952966369, 0.5, 0.3535533905932738],
+            "ssm_out_multiplier": 0.23570226039551587,
         },
     ),
     "kimi-linear-1b": (

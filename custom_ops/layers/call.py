@@ -27,6 +27,7 @@ class LinearCall(NamedTuple):
     weight: Tensor
     out: Tensor
     bias: Tensor | None = None
+    scale: Tensor | None = None
     residual: Tensor | None = None
     norm_weight: Tensor | None = None
     norm_eps: float = 1e-6

@@ -110,7 +110,7 @@ def check_act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu")
 
 def check_linear(call: LinearCall) -> None:
     """Every argument of ``linear``; raises `ArgumentError` before anything is written."""
-    x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation = call
+    x, weight, out, bias, scale, residual, norm_weight, norm_eps, norm_offset, activation = call
     check_dims("x", x, None, None)
     check_dtype("x", x, *FLOATS)
     check_dims("weight", weight, None, x.shape[1])
@@ -123,11 +123,16 @@ def check_linear(call: LinearCall) -> None:
         check_dims("bias", bias, width)
         check_dtype("bias", bias, x.dtype)
         check_last_dim(bias=bias)
+    if scale is not None:
+        check_dims("scale", scale, width)
+        check_dtype("scale", scale, torch.float64 if x.dtype == torch.float64 else torch.float32)
+        check_last_dim(scale=scale)
     if norm_weight is not None:
         _check_norm(x, "norm_weight", norm_weight, norm_eps, "norm_eps")
     elif norm_offset:
         raise ArgumentError(
             "norm_offset", "0 without norm_weight", str(norm_offset), "give the weight of the norm"
         )
-    check_device(x.device, weight=weight, out=out, bias=bias, residual=residual, norm_weight=norm_weight)
-    _check_apart("out", out, x=x, weight=weight, bias=bias, residual=residual, norm_weight=norm_weight)
+    read = {"bias": bias, "scale": scale, "residual": residual, "norm_weight": norm_weight}
+    check_device(x.device, weight=weight, out=out, **read)
+    _check_apart("out", out, x=x, weight=weight, **read)

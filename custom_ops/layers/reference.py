@@ -68,12 +68,14 @@ def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> No
 
 
 def linear(call: LinearCall) -> None:
-    """``out = gate(norm(x) @ weight.T + bias) + residual``: norm, gate, bias and residual only
-    where given."""
+    """``out = gate((norm(x) @ weight.T + bias) * scale) + residual``: norm, gate, bias, scale and residual
+    only where given."""
     check_linear(call)
-    x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation = call
+    x, weight, out, bias, scale, residual, norm_weight, norm_eps, norm_offset, activation = call
     inputs = _exact(x) if norm_weight is None else _normed(_exact(x), norm_weight, norm_eps, norm_offset)
     y = F.linear(inputs, _exact(weight), None if bias is None else _exact(bias))
+    if scale is not None:
+        y = y * scale.detach()
     if activation != "none":
         y = _gated(y, activation)
     out.copy_(y if residual is None else y + _exact(residual))

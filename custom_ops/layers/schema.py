@@ -15,10 +15,12 @@ SCHEMAS = {
     # gate_up [T, 2 * I], gate in the first half; out [T, I] = activation(gate) * up. activation: "silu",
     # "gelu_tanh" or "gelu"
     "act_and_mul": """(Tensor gate_up, Tensor(a!) out, *, str activation="silu") -> ()""",
-    # x [T, K], weight [N, K], out [T, N] = x' @ weight.T + bias [N] + residual [T, N]. x' = rms_norm(x,
-    # norm_weight [K]) if given, else x. activation not "none": weight holds gate rows, then as many up rows,
-    # and out [T, N / 2] = activation(gate) * up, then + residual. weight and norm_weight are constants of a
-    # step, and read early (stream_order.py).
-    "linear": """(Tensor x, Tensor weight, Tensor(a!) out, *, Tensor? bias=None, Tensor? residual=None,
-        Tensor? norm_weight=None, float norm_eps=1e-6, float norm_offset=0.0, str activation="none") -> ()""",
+    # x [T, K], weight [N, K], out [T, N] = (x' @ weight.T + bias [N]) * scale [N] + residual [T, N]. x' =
+    # rms_norm(x, norm_weight [K]) if given, else x. activation not "none": weight holds gate rows, then as
+    # many up rows, and out [T, N / 2] = activation(gate) * up of what scale gives, then + residual. scale:
+    # float32, float64 over float64. weight and norm_weight are constants of a step, and read early
+    # (stream_order.py).
+    "linear": """(Tensor x, Tensor weight, Tensor(a!) out, *, Tensor? bias=None, Tensor? scale=None,
+        Tensor? residual=None, Tensor? norm_weight=None, float norm_eps=1e-6, float norm_offset=0.0,
+        str activation="none") -> ()""",
 }

@@ -55,6 +55,7 @@ def test_linear_by_hand(case: str) -> None:
         x = F.rms_norm(x, (x.shape[1],), inputs["norm_weight"].double() + inputs["norm_offset"], eps=1e-6)
     y = torch.einsum("tk,nk->tn", x, inputs["weight"])
     y = y if inputs["bias"] is None else y + inputs["bias"]
+    y = y if inputs["scale"] is None else y * inputs["scale"]
     if inputs["activation"] != "none":
         half = y.shape[1] // 2
         y = gate(y[:, :half], inputs["activation"]) * y[:, half:]
@@ -130,6 +131,8 @@ BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     "out_width": ("linear", "out", {"activation": "silu"}),
     "out_dtype": ("linear", "out", {"out": torch.zeros(5, 24, dtype=torch.float64)}),
     "bias": ("linear", "bias", {"bias": torch.zeros(12)}),
+    "scale": ("linear", "scale", {"scale": torch.zeros(12)}),
+    "scale_dtype": ("linear", "scale", {"scale": torch.zeros(24, dtype=torch.float64)}),
     "residual": ("linear", "residual", {"residual": torch.zeros(5, 12)}),
     "norm_weight": ("linear", "norm_weight", {"norm_weight": torch.zeros(24)}),
     "norm_dtype": ("linear", "norm_weight", {"norm_weight": torch.zeros(40, dtype=torch.float16)}),

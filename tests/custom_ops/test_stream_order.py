@@ -383,7 +383,7 @@ def test_linear_ptx(tmp_path: Path, tokens: int) -> None:
     from torchpaged.custom_ops.layers.cuda.linear_shape import LinearSpec, linear_config, linear_shape
 
     shape = linear_shape(tokens, 4096, 4096, 132, True, True, 228 << 10, 227 << 10)
-    spec = LinearSpec(torch.bfloat16, tokens, 4096, 4096, 4096, "none", False, False, True, True)
+    spec = LinearSpec(torch.bfloat16, tokens, 4096, 4096, 4096, "none", False, False, False, True, True)
     config = linear_config(spec, shape, early=True)
     name = "linear_wide" if shape.wide else "linear"
     expected = row("linear", name, {8: "1 to 8 tokens", 16: "no wgmma", 64: "on Hopper"}[tokens])

@@ -18,17 +18,19 @@ from torchpaged.custom_ops.layers.cuda.linear_shape import MAX_TOKENS
 pytestmark = pytest.mark.gpu
 CUDA = BACKEND_OPS["cuda"].linear
 DTYPES = (torch.bfloat16, torch.float16)
-#: name -> (norm, bias, activation, residual)
+#: name -> (norm, bias, activation, residual, scale)
 FEATURES = {
-    "plain": (False, False, "none", False),
-    "bias": (False, True, "none", False),
-    "residual": (False, False, "none", True),
-    "norm": (True, False, "none", False),
-    "norm_bias": (True, True, "none", False),
-    "silu": (True, False, "silu", False),
-    "gelu_tanh": (True, False, "gelu_tanh", False),
-    "gelu": (False, True, "gelu", True),
-    "everything": (True, True, "silu", True),
+    "plain": (False, False, "none", False, False),
+    "bias": (False, True, "none", False, False),
+    "residual": (False, False, "none", True, False),
+    "norm": (True, False, "none", False, False),
+    "norm_bias": (True, True, "none", False, False),
+    "silu": (True, False, "silu", False, False),
+    "gelu_tanh": (True, False, "gelu_tanh", False, False),
+    "gelu": (False, True, "gelu", True, False),
+    "everything": (True, True, "silu", True, True),
+    "scale": (True, False, "none", False, True),
+    "scale_residual": (False, False, "none", True, True),
 }
 SHAPES = {  # weight [N, K]
     "576": (960, 576),
@@ -48,7 +50,7 @@ def make(
     tokens: int, shape: tuple[int, int], features: str, dtype: torch.dtype, seed: int = 0
 ) -> dict[str, Any]:
     """The arguments of a call, ``out`` filled with NaN."""
-    (n, k), (norm, bias, activation, residual) = shape, FEATURES[features]
+    (n, k), (norm, bias, activation, residual, scale) = shape, FEATURES[features]
     generator = torch.Generator("cuda").manual_seed(seed)
 
     def random(*size: int) -> Tensor:
@@ -60,6 +62,7 @@ def make(
         "weight": random(n, k) * k**-0.5,
         "out": torch.full((tokens, width), torch.nan, device="cuda", dtype=dtype),
         "bias": random(n) if bias else None,
+        "scale": random(n).float() if scale else None,
         "residual": random(tokens, width) if residual else None,
         "norm_weight": random(k) if norm else None,
         "norm_offset": 1.0 if norm else 0.0,
@@ -85,6 +88,7 @@ def in_torch(arguments: dict[str, Any], dtype: torch.dtype) -> Tensor:
             norm + arguments["norm_offset"]
         )
     y = torch.nn.functional.linear(x, weight, bias)
+    y = y if arguments["scale"] is None else (y * arguments["scale"]).to(dtype)
     if arguments["activation"] != "none":
         gate, up = y.chunk(2, -1)
         act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}.get(

@@ -62,7 +62,12 @@ _LATENT = Known(mixers=(LATENTS,), others=(1,))
 _LATENT_EXPERTS = _LATENT._replace(experts=1, mixture=EXPERTS)
 _SHORT = Known(mixers=(SHORT_CONV, ATTENTION), others=(0, 0))
 _STATE = Known(mixers=(STATE, ATTENTION), others=(0, 0))
-_GRANITE = Known(mixers=(STATE, NO_ROTATION), others=(2, 2), rest=4)
+_GRANITE = Known(
+    options={"residual_multiplier": 0.22, "num_local_experts": 0},
+    mixers=(STATE, NO_ROTATION),
+    others=(0, 0),
+    rest=4,
+)
 _NEMOTRON = Known(mixers=(STATE, NO_ROTATION, [], NO_ROTATION), others=(0,) * 4, mlp=[], experts=1)
 _DELTA = Known(mixers=(DELTA_NET, DELTA_NET, DELTA_NET, ATTENTION), others=(0, 0, 0, 2))
 FAMILIES = {
@@ -106,7 +111,7 @@ FAMILIES = {
         options={"q_lora_rank": None}, mixers=(LATENTS[1:],)
     ),  # queries without a rank of their own
     "youtu": _LATENT._replace(options={"tie_word_embeddings": False}),
-    "minicpm3": _LATENT._replace(options={"tie_word_embeddings": False}, others=(3,), rest=11),
+    "minicpm3": _LATENT._replace(options={"tie_word_embeddings": False}, others=(1,), rest=11),
     "lfm2": _SHORT,
     "lfm2_moe": _SHORT._replace(experts=3, mixture=EXPERTS),
     "qwen3_next": _DELTA._replace(options={"num_experts": 0}, others=(1, 1, 1, 2)),
@@ -136,15 +141,14 @@ FAMILIES = {
             "mamba_n_groups": 2,
         },
         mixers=([*STATE, *ATTENTION[1:]],),
-        others=(5,),
-        mlp=["linear", "act_and_mul", "linear"],
+        others=(0,),
         rest=4,
     ),
     "bamba": _STATE._replace(options={"mamba_n_groups": 2}),
-    "granitemoehybrid": _GRANITE._replace(experts=4),
-    "granite_dense": _GRANITE._replace(options={"num_local_experts": 0}),
+    "granitemoehybrid": _GRANITE._replace(options={"residual_multiplier": 0.22}, others=(1, 1), experts=4),
+    "granite_dense": _GRANITE,
     "granite_rope": _GRANITE._replace(
-        options={"num_local_experts": 0, "position_embedding_type": "rope"}, others=(2, 12), rest=11
+        options={**_GRANITE.options, "position_embedding_type": "rope"}, others=(0, 10), rest=11
     ),
     "nemotron_h": _NEMOTRON,
     "nemotron_dense": _NEMOTRON._replace(

@@ -66,13 +66,7 @@ class LayerPlan:
         self.fuses_norms = "norm" in passes
         self.norms: list[Any] = [getattr(layer, name) for name in names.norms]
         self.post_norms: list[Any] = [getattr(layer, name) for name in names.post_norms]
-        scale = getattr(layer, architecture.residual_scale) if architecture.residual_scale else None
-        self.multipliers = Multipliers(layer) if architecture.multiplied else None
-        #: What multiplies what each mixer gives, what the MLP does, and its gate; None: nothing does.
-        self.mixer_scales, self.mlp_scale, self.gate_scale = [scale] * len(self.mixers), scale, None
-        if self.multipliers is not None:
-            self.mixer_scales = self.multipliers.outputs
-            self.mlp_scale, self.gate_scale = self.multipliers.down, self.multipliers.gate
+        self.multipliers = Multipliers(layer, architecture)
         self._look_up()
 
     # ------------------------------------------------------------------------------------------------ weights
@@ -83,7 +77,7 @@ class LayerPlan:
             dict(zip(("norm_weight", "norm_eps", "norm_offset"), norm_of(norm, offset), strict=True))
             for norm in self.norms
         ]
-        self.columns = None if self.multipliers is None else self.multipliers.columns()
+        self.scales = self.multipliers.scales(len(self.mixers))
 
     def refresh(self) -> None:
         """After weights were moved or replaced by others of their kind."""
@@ -121,12 +115,11 @@ class LayerPlan:
         x, options = self.before(ops, x, 0, self.inputs)
         if self.inputs is None:
             parts = [part for mixer in self.mixers for part in mixer.project(x)]
-            if self.columns is not None:
-                parts = [x.mul_(by) for x, by in zip(parts, self.columns.split(self.sizes), strict=True)]
+            if self.scales.inputs is not None:
+                each_by = self.scales.inputs.split(self.sizes)
+                parts = [x.mul_(by) for x, by in zip(parts, each_by, strict=True)]
         else:
-            whole = linear(ops, x, self.inputs, **options)
-            if self.columns is not None:
-                whole.mul_(self.columns)
+            whole = linear(ops, x, self.inputs, scale=self.scales.inputs, **options)
             parts = list(whole.split(self.sizes, dim=-1))
         each = iter(parts)
         return [[next(each) for _ in mixer.sizes] for mixer in self.mixers]
@@ -145,35 +138,30 @@ class LayerPlan:
         return x, self.norm_options[number]
 
     def after(
-        self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: Any, scale: float | None
+        self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: Any, scale: Tensor | None
     ) -> Tensor:
         """``x +`` the block's last linear layer of ``y`` times ``scale``, with the norm in between where the
         family has one."""
         if not self.fuses_norms:
             return self._added(ops, x, last(y), number, scale)
-        if scale is None and not self.post_norms:
-            return linear(ops, y, last, residual=x)
+        if not self.post_norms:
+            return linear(ops, y, last, residual=x, scale=scale)
         return self._added(ops, x, linear(ops, y, last), number, scale)
 
-    def _added(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, scale: float | None) -> Tensor:
+    def _added(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, scale: Tensor | None) -> Tensor:
         """``x +`` a block's output, normed or scaled where the family does."""
         if self.post_norms:
             norm = self.post_norms[number]
             return self._normed(ops, y, norm, post_residual=x) if self.fuses_norms else x + norm(y)
-        return x + y if scale is None else torch.add(x, y, alpha=scale)
+        return x + y if scale is None else torch.addcmul(x, y, scale, out=torch.empty_like(x))
 
     def feed(self, ops: BackendOps, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """``x +`` the MLP of ``x``."""
         h, options = self.before(ops, x, -1, self.gate_up)
         if self.gate_up is not None:
-            width = self.down.in_features
-            if self.gate_scale is None:
-                h = linear(ops, h, self.gate_up, width, activation=self.activation, **options)
-            else:
-                both, h = linear(ops, h, self.gate_up, **options), x.new_empty(x.shape[0], width)
-                both[:, :width].mul_(self.gate_scale)
-                ops.act_and_mul(both, h, activation=self.activation)
-            return self.after(ops, x, h, -1, self.down, self.mlp_scale)
+            own = {"activation": self.activation, "scale": self.scales.gate_up}
+            h = linear(ops, h, self.gate_up, self.down.in_features, **own, **options)
+            return self.after(ops, x, h, -1, self.down, self.scales.down)
         if self.experts is not None and self.experts.takes(h):
             if self.experts.post_norm is None:
                 return self.experts.run(ops, h, x)
@@ -184,7 +172,7 @@ class LayerPlan:
         if self.beside is not None:
             y = self.beside(h) + y
         # an MLP with multipliers has applied them
-        scale = self.mlp_scale if self.multipliers is None else None
+        scale = None if self.architecture.multiplied else self.scales.down
         return self._added(ops, x, y.flatten(0, 1), -1, scale)
 
 
@@ -216,7 +204,7 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
             mixed = mixer.mix(Step(ops, cached[number], *given), parts[number])
             if not isinstance(cache, LayerCache):
                 cached[number].complete()
-            x = plan.after(ops, x, mixed, 0, mixer.output, plan.mixer_scales[number])
+            x = plan.after(ops, x, mixed, 0, mixer.output, plan.scales.outputs[number])
     if plan.mlp is not None:
         x = plan.feed(ops, x, rows)
     x = x.view(*shape, width)

@@ -40,7 +40,8 @@ class LinearParams(ctypes.Structure):
     """``struct Params`` of linear_params.cuh."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "residual", "norm_weight", "out")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "scale", "residual")),
+        *((name, ctypes.c_void_p) for name in ("norm_weight", "out")),
         *((name, ctypes.c_int64) for name in ("x_token", "residual_token", "out_token")),
         *((name, ctypes.c_float) for name in ("eps", "offset")),
         *((name, ctypes.c_int) for name in ("tokens", "unused")),
@@ -80,9 +81,9 @@ def linear(call: LinearCall) -> None:
 
 
 def _params(call: LinearCall, shape: LinearShape) -> LinearParams | WideParams:
-    x, weight, out, bias, residual, norm_weight = call[:6]
+    x, weight, out, bias, scale, residual, norm_weight = call[:7]
     params = LinearParams(
-        *map(address, (x, weight, bias, residual, norm_weight, out)),
+        *map(address, (x, weight, bias, scale, residual, norm_weight, out)),
         x_token=x.stride(0),
         residual_token=0 if residual is None else residual.stride(0),
         out_token=out.stride(0),

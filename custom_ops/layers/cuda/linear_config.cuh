@@ -10,6 +10,7 @@ inline constexpr bool HALF = false;            // float16, else bfloat16
 inline constexpr int ACTIVATION = 0;           // 0: none; of gate, up: 1 silu, 2 gelu (tanh), 3 gelu (erf)
 inline constexpr bool NORM = false;            // linear.cu: x is RMS-normalised on its way in
 inline constexpr bool BIAS = false;            // a number per column of out is added
+inline constexpr bool SCALED = false;          // a float32 number per column multiplies it and its bias
 inline constexpr bool RESIDUAL = true;         // a tensor of out's shape is added
 inline constexpr bool ALIGNED = true;          // 4 neighbours of out, residual, bias lie at 8-byte multiples
 inline constexpr bool PDL = true;              // launched early: programmatic dependent launch

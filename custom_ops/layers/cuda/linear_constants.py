@@ -16,6 +16,7 @@ LINEAR = Table(
         Constant("ACTIVATION", "int", "0: none; of gate, up: 1 silu, 2 gelu (tanh), 3 gelu (erf)"),
         Constant("NORM", "bool", "linear.cu: x is RMS-normalised on its way in"),
         Constant("BIAS", "bool", "a number per column of out is added"),
+        Constant("SCALED", "bool", "a float32 number per column multiplies it and its bias"),
         Constant("RESIDUAL", "bool", "a tensor of out's shape is added"),
         Constant("ALIGNED", "bool", "4 neighbours of out, residual, bias lie at 8-byte multiples"),
         Constant("PDL", "bool", "launched early: programmatic dependent launch"),

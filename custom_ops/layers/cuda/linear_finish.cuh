@@ -25,6 +25,19 @@ __device__ __forceinline__ void load_four(float (&to)[4], const char *p, int rea
     }
   }
 }
+// `real` of four of the scale's numbers; the others 0.
+__device__ __forceinline__ void load_scale(float (&to)[4], const float *p, int real) {
+#pragma unroll
+  for (int j = 0; j < 4; j += 2) {
+    if constexpr (ALIGNED) {
+      const float2 x = *(const float2 *)(p + j);
+      to[j] = x.x; to[j + 1] = x.y;
+    } else {
+      to[j] = j < real ? p[j] : 0.f;
+      to[j + 1] = j + 1 < real ? p[j + 1] : 0.f;
+    }
+  }
+}
 // Four sums of a part: of warp group `group` of CTA `rank` of the cluster.
 __device__ __forceinline__ float4 load_part(const float *at, int rank) {
   if constexpr (CLUSTER == 1) return *(const float4 *)at;
@@ -34,8 +47,8 @@ __device__ __forceinline__ float load_square(const float *at, int rank) {
   if constexpr (CLUSTER == 1) return *at;
   return ld_cluster_float(mapa(at, rank));
 }
-// Add the parts, apply norm, bias, activation and residual, store. All threads; the parts are in place when
-// the first call is made.
+// Add the parts, apply norm, bias, scale, activation and residual, store. All threads; the parts are in place
+// when the first call is made.
 __device__ __forceinline__ void store_output(const Params &p, const float *parts,
                                              [[maybe_unused]] const float (*squares)[TOKENS], int tile,
                                              int rank) {
@@ -49,7 +62,8 @@ __device__ __forceinline__ void store_output(const Params &p, const float *parts
                 BATCH = ROUNDS < ROOM ? ROUNDS : ROOM;
   for (int round = 0; round < ROUNDS; round += BATCH) {
     float4 sums[BATCH][HALVES] = {}, got[BATCH][HALVES][AHEAD];
-    [[maybe_unused]] float residual[BATCH][4], bias[BATCH][HALVES][4], squared[BATCH] = {};
+    [[maybe_unused]] float residual[BATCH][4], bias[BATCH][HALVES][4], scales[BATCH][HALVES][4];
+    [[maybe_unused]] float squared[BATCH] = {};
     int tokens[BATCH], rows[BATCH];
     bool mine[BATCH];
 #pragma unroll
@@ -65,6 +79,9 @@ __device__ __forceinline__ void store_output(const Params &p, const float *parts
         load_four(residual[u], p.residual + (tokens[u] * p.residual_token + n) * 2, real);
       if constexpr (BIAS)
         for (int h = 0; h < HALVES; ++h) load_four(bias[u][h], p.bias + (h * OUT_WIDTH + n) * 2, real);
+      if constexpr (SCALED)
+        for (int h = 0; h < HALVES; ++h)
+          load_scale(scales[u][h], (const float *)p.scale + h * OUT_WIDTH + n, real);
     }
 #pragma unroll
     for (int begin = 0; begin < PARTS; begin += AHEAD) {
@@ -111,6 +128,10 @@ __device__ __forceinline__ void store_output(const Params &p, const float *parts
         if constexpr (BIAS) {
           y[c] += bias[u][0][c];
           z[c] += bias[u][HALVES - 1][c];
+        }
+        if constexpr (SCALED) {
+          y[c] *= scales[u][0][c];
+          z[c] *= scales[u][HALVES - 1][c];
         }
         if (GATED) y[c] = activate(y[c]) * z[c];
         if constexpr (RESIDUAL) y[c] += residual[u][c];

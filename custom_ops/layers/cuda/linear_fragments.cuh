@@ -65,10 +65,10 @@ __device__ __forceinline__ u32 load_two(const char *p, bool first, bool second) 
   return x;
 }
 
-// Residual and bias of what a warp finishes, asked for before the products.
+// Residual, bias and scale of what a warp finishes, asked for before the products.
 struct Addends {
   u32 residual[OWN][GATED ? 1 : 2];
-  float bias[2];  // of a lane's two rows; GATED: of its gate and its up
+  float bias[2], scale[2];  // of a lane's two rows; GATED: of its gate and its up
 
   __device__ __forceinline__ void load([[maybe_unused]] const OutPlace &place, [[maybe_unused]] int tile,
                                        [[maybe_unused]] int warp, [[maybe_unused]] int lane) {
@@ -81,18 +81,19 @@ struct Addends {
           residual[g][half] = load_two(from, place.real(g, half), place.real(g, half, 1));
         }
     }
-    if constexpr (BIAS) {
+    if constexpr (BIAS || SCALED) {
       const int row = lane / 4,
                 column = tile * OUT_ROWS + warp * WARP_ROWS + (GATED ? row / 2 + row % 2 * 4 : row);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int at = column + (GATED ? 0 : half * 8);
-        u16 x = 0;
-        if (at < OUT_WIDTH) {
-          const char *from = place.p.bias + (at + (GATED ? half * OUT_WIDTH : 0)) * 2;
-          asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(from) : "memory");
+        const int here = column + (GATED ? 0 : half * 8), at = here + (GATED ? half * OUT_WIDTH : 0);
+        if constexpr (BIAS) {
+          u16 x = 0;
+          if (here < OUT_WIDTH)
+            asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(place.p.bias + at * 2) : "memory");
+          bias[half] = to_float<HALF>(x);
         }
-        bias[half] = to_float<HALF>(x);
+        if constexpr (SCALED) scale[half] = here < OUT_WIDTH ? ((const float *)place.p.scale)[at] : 0.f;
       }
     }
   }
@@ -143,7 +144,7 @@ __device__ __forceinline__ bool exchange(const float (&sums)[NT][4], float (&own
   return true;
 }
 
-// Apply bias, activation and residual, and store.
+// Apply bias, scale, activation and residual, and store.
 __device__ __forceinline__ void store_output(const float (&own)[OWN][4], const OutPlace &place,
                                              [[maybe_unused]] const Addends &addends, int lane) {
   const Params &p = place.p;
@@ -165,6 +166,10 @@ __device__ __forceinline__ void store_output(const float (&own)[OWN][4], const O
             gate += addends.bias[0];
             up += addends.bias[1];
           }
+          if constexpr (SCALED) {
+            gate *= addends.scale[0];
+            up *= addends.scale[1];
+          }
           y[c] = activate(gate) * up;
         }
       } else {
@@ -172,6 +177,7 @@ __device__ __forceinline__ void store_output(const float (&own)[OWN][4], const O
         for (int c = 0; c < 2; ++c) {
           y[c] = own[g][half * 2 + c];
           if constexpr (BIAS) y[c] += addends.bias[half];
+          if constexpr (SCALED) y[c] *= addends.scale[half];
         }
       }
       if constexpr (RESIDUAL) {

@@ -5,13 +5,13 @@
 #include "linear_config.cuh"
 
 struct Params {
-  const char *x, *weight, *bias, *residual, *norm_weight;
+  const char *x, *weight, *bias, *scale, *residual, *norm_weight;
   char *out;
   i64 x_token, residual_token, out_token;  // strides, in numbers
   float eps, offset;
   int tokens, unused;
 };
-static_assert(sizeof(Params) == 88, "as custom_ops/layers/cuda/linear.py packs it");
+static_assert(sizeof(Params) == 96, "as custom_ops/layers/cuda/linear.py packs it");
 
 constexpr bool GATED = ACTIVATION != 0;
 constexpr int TOKENS = NT * 8;

@@ -223,6 +223,7 @@ class LinearSpec(NamedTuple):
     activation: str
     norm: bool
     bias: bool
+    scaled: bool
     residual: bool
     aligned: bool
 
@@ -231,7 +232,7 @@ class LinearSpec(NamedTuple):
         """That of a call."""
         aligned = call.out.shape[1] % 4 == 0 and all(
             t is None or ((t.stride(0) % 4 == 0 or t.dim() == 1) and t.data_ptr() % 8 == 0)
-            for t in (call.out, call.residual, call.bias)
+            for t in (call.out, call.residual, call.bias, call.scale)
         )
         return cls(
             call.x.dtype,
@@ -242,6 +243,7 @@ class LinearSpec(NamedTuple):
             call.activation,
             call.norm_weight is not None,
             call.bias is not None,
+            call.scale is not None,
             call.residual is not None,
             aligned,
         )
@@ -257,6 +259,7 @@ def linear_config(spec: LinearSpec, shape: LinearShape, *, early: bool) -> Confi
         "ACTIVATION": ACTIVATIONS[spec.activation],
         "NORM": spec.norm,
         "BIAS": spec.bias,
+        "SCALED": spec.scaled,
         "RESIDUAL": spec.residual,
         "ALIGNED": spec.aligned,
         "PDL": early,

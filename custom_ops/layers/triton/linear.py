@@ -32,7 +32,7 @@ def linear(call: LinearCall) -> None:
 
 def compose(call: LinearCall, product: Product) -> None:
     """The parts without checks, in order."""
-    x, weight, out, bias, residual, norm_weight, norm_eps, norm_offset, activation = call
+    x, weight, out, bias, scale, residual, norm_weight, norm_eps, norm_offset, activation = call
     if not x.shape[0]:
         return
     with torch.no_grad():  # torch refuses out= with parameters that require a gradient
@@ -43,11 +43,19 @@ def compose(call: LinearCall, product: Product) -> None:
         if activation != "none":
             gate_up = x.new_empty(x.shape[0], weight.shape[0])
             product(inputs, weight, gate_up, bias, None)
+            if scale is not None:
+                gate_up.mul_(scale)
             act_and_mul.launch(gate_up, out, activation)
             if residual is not None:
                 out.add_(residual)
-        else:
+        elif scale is None:
             product(inputs, weight, out, bias, residual)
+        else:
+            product(inputs, weight, out, bias, None)
+            if residual is None:
+                out.mul_(scale)
+            else:
+                torch.addcmul(residual, out, scale, out=out)
 
 
 def torch_product(

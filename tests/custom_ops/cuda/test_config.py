@@ -44,7 +44,7 @@ def examples() -> dict[str, Config]:
         specialisation(), 1, 64, early=True, sms=132, shared_per_sm=228 << 10
     )
     linear = linear_shape.LinearSpec(
-        torch.bfloat16, 64, 4096, 4096, 4096, "none", norm=False, bias=False, residual=True, aligned=True
+        torch.bfloat16, 64, 4096, 4096, 4096, "none", False, False, False, residual=True, aligned=True
     )
     return {
         "decode_config.cuh": decode,

@@ -39,7 +39,8 @@ def specialised(name: str, tokens: int, capability: tuple[int, int]) -> tuple[st
     bucket, recent = token_bucket(tokens), capability >= (9, 0)
     shape = linear_shape(bucket, n, k, 132, capability == (9, 0), recent, *SHARED_MEMORY[capability])
     norm = norm and norm_is_fused(shape, dtype, dtype)
-    spec = LinearSpec(dtype, bucket, n, k, k, activation, norm, name == "odd", residual, n % 8 == 0)
+    odd = name == "odd"
+    spec = LinearSpec(dtype, bucket, n, k, k, activation, norm, odd, name != "8b o", residual, not odd)
     return "linear_wide" if shape.wide else "linear", linear_config(spec, shape, early=recent), shape
 
 

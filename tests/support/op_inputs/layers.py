@@ -21,12 +21,16 @@ LINEAR_CASES: dict[str, dict[str, Any]] = {
     "bias": {"bias": True},
     "residual": {"residual": True},
     "bias_residual": {"bias": True, "residual": True},
+    "scale": {"scale": True},
+    "scale_bias_residual": {"scale": True, "bias": True, "residual": True},
+    "scale_residual": {"scale": True, "residual": True},
+    "scale_silu": {"scale": True, "norm": True, "activation": "silu"},
     "norm": {"norm": True},
     "gemma_norm": {"norm": True, "norm_offset": 1.0, "norm_dtype": torch.float32},
     "silu": {"activation": "silu"},
     "norm_silu": {"norm": True, "activation": "silu"},
     "gelu_tanh_bias": {"activation": "gelu_tanh", "bias": True},
-    "everything": {"norm": True, "bias": True, "residual": True, "activation": "gelu"},
+    "everything": {"norm": True, "bias": True, "scale": True, "residual": True, "activation": "gelu"},
     "one_token": {"tokens": 1, "norm": True, "residual": True},
     "odd_shape": {"tokens": 3, "inputs": 17, "outputs": 34, "norm": True, "activation": "silu"},
 }
@@ -77,6 +81,7 @@ def make_linear_inputs(
     inputs: int = 40,
     outputs: int = 24,
     bias: bool = False,
+    scale: bool = False,
     residual: bool = False,
     norm: bool = False,
     norm_offset: float = 0.0,
@@ -91,11 +96,13 @@ def make_linear_inputs(
     options: dict[str, Any] = {"dtype": dtype, "device": device}
     width = outputs if activation == "none" else outputs // 2
     weight = torch.randn(outputs, inputs, generator=generator, dtype=torch.float32) * inputs**-0.5
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
     return {
         "x": _random(generator, tokens, inputs, strided=True, **options) * 2,
         "weight": weight.to(device, dtype),
         "out": torch.full((tokens, width), float("nan"), **options),
         "bias": _random(generator, outputs, **options) if bias else None,
+        "scale": _random(generator, outputs, dtype=exact, device=device) if scale else None,
         "residual": _random(generator, tokens, width, strided=True, **options) if residual else None,
         "norm_weight": _random(generator, inputs, dtype=norm_dtype or dtype, device=device) if norm else None,
         "norm_offset": norm_offset,
@@ -210,6 +217,7 @@ def _linear_in_steps(a: dict[str, Any]) -> Tensor:
             }
         )
     y = torch.nn.functional.linear(x, a["weight"], a["bias"])
+    y = y if a["scale"] is None else (y * a["scale"]).to(y.dtype)
     if a["activation"] != "none":
         y = _gate_in_steps({"gate_up": y, "activation": a["activation"]})
     return y if a["residual"] is None else y + a["residual"]

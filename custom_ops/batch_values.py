@@ -11,6 +11,7 @@ from torch import Tensor
 from torchpaged.custom_ops import pools
 from torchpaged.custom_ops.checks import check_apart, check_dims, check_dtype, check_last_dim
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype, expect_rows
 
 
 def check_batch(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> dict[str, Tensor]:
@@ -37,19 +38,11 @@ def check_results(q: Tensor, out: Tensor, lse: Tensor | None, **read: Tensor) ->
 
 def expect_batch(q: Tensor, out: Tensor, block_table: Tensor, seq_lens: Tensor, starts: Tensor) -> None:
     """What a fake kernel states of queries, results and batch."""
-    torch._check(
-        q.dim() == 3 and out.dim() == 3, lambda: f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}"
-    )
-    torch._check(
-        block_table.dim() == 2, lambda: f"block_table: expected 2 dimensions, got {block_table.dim()}"
-    )
-    batch = {"block_table": block_table, "seq_lens": seq_lens, "query_start_loc": starts}
-    for name, t in batch.items():
-        torch._check(t.dtype == torch.int32, lambda name=name, t=t: f"{name}: expected int32, got {t.dtype}")
-    torch._check(q.shape[0] == out.shape[0], lambda: "out: expected as many rows as q")
-    torch._check(
-        block_table.shape[0] == seq_lens.shape[0], lambda: "seq_lens: expected one length per table row"
-    )
+    expect(q.dim() == out.dim() == 3, f"q, out: expected 3 dimensions, got {q.dim()}, {out.dim()}")
+    expect_dims(2, block_table=block_table)
+    expect_dtype(torch.int32, block_table=block_table, seq_lens=seq_lens, query_start_loc=starts)
+    expect_rows("q", q.shape[0], out=out)
+    expect(block_table.shape[0] == seq_lens.shape[0], "seq_lens: expected one length per table row")
 
 
 def check_starts(name: str, starts: Tensor, num_tokens: int) -> None:

@@ -16,6 +16,7 @@ from torchpaged.custom_ops.checks import (
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.facts import expect, expect_dtype
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -93,14 +94,9 @@ def check_scale_values(name: str, scale: Tensor) -> None:
 
 def expect_pools(k_cache: Tensor, v_cache: Tensor) -> None:
     """What a fake kernel states of its pools: sizes may be symbols, so that nothing is decided."""
-    torch._check(k_cache.dim() == 4 and v_cache.dim() == 4, lambda: "k_cache, v_cache: expected 4 dimensions")
-    torch._check(
-        k_cache is not v_cache, lambda: "v_cache: expected memory apart from k_cache's, got the same tensor"
-    )
-    torch._check(
-        k_cache.dtype.is_floating_point,
-        lambda: f"k_cache: expected a floating point dtype, got {k_cache.dtype}",
-    )
-    torch._check(
-        k_cache.dtype == v_cache.dtype, lambda: f"v_cache: expected {k_cache.dtype}, got {v_cache.dtype}"
-    )
+    expect(k_cache.dim() == v_cache.dim() == 4, "k_cache, v_cache: expected 4 dimensions")
+    text = "v_cache: expected memory apart from k_cache's, got the same tensor"
+    expect(k_cache is not v_cache, text)
+    floats = k_cache.dtype.is_floating_point
+    expect(floats, f"k_cache: expected a floating point dtype, got {k_cache.dtype}")
+    expect_dtype(k_cache.dtype, v_cache=v_cache)

@@ -1,9 +1,4 @@
-"""Fake kernels of attention: what ``torch.compile`` runs in place of the ops, to learn shapes and to refuse
-what can't fit.
-
-All ops return ``()``, so that there is nothing to compute. Sizes may be symbols without values:
-``torch._check`` states facts, an ``if`` would need to decide them.
-"""
+"""Fake kernels of attention: what ``torch.compile`` runs in place of the ops, to refuse what can't fit."""
 
 from __future__ import annotations
 
@@ -15,6 +10,7 @@ from torch import Tensor
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.batch_values import expect_batch
 from torchpaged.custom_ops.early_launch import refuse_inductors_for
+from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype
 from torchpaged.custom_ops.pools import FLOATS, expect_pools
 
 
@@ -24,18 +20,15 @@ def _paged_attention(call: AttentionCall) -> None:
     expect_batch(q, out, block_table, seq_lens, query_start_loc)
     expect_pools(k_cache, v_cache)
     if call.output_scale is not None:
-        torch._check(
-            out.dtype == torch.float8_e4m3fn, lambda: f"out: expected torch.float8_e4m3fn, got {out.dtype}"
-        )
+        expect_dtype(torch.float8_e4m3fn, out=out)
     elif q.dtype != torch.float8_e4m3fn:
-        torch._check(q.dtype == out.dtype, lambda: f"out: expected {q.dtype}, got {out.dtype}")
+        expect_dtype(q.dtype, out=out)
     else:
-        torch._check(out.dtype in FLOATS, lambda: f"out: expected 16, 32 or 64 bits, got {out.dtype}")
+        expect(out.dtype in FLOATS, f"out: expected 16, 32 or 64 bits, got {out.dtype}")
     if q.dtype == torch.float8_e4m3fn:
-        torch._check(k_cache.dtype == q.dtype, lambda: f"k_cache: expected {q.dtype}, got {k_cache.dtype}")
-    torch._check(
-        q.shape[2] == k_cache.shape[3], lambda: f"q: expected head_dim {k_cache.shape[3]}, got {q.shape[2]}"
-    )
+        expect_dtype(q.dtype, k_cache=k_cache)
+    dim = k_cache.shape[3]
+    expect(q.shape[2] == dim, f"q: expected head_dim {dim}, got {q.shape[2]}")
     _expect_per_token(call.per_token, q)
 
 
@@ -48,12 +41,10 @@ def _cascade_attention(call: CascadeCall) -> None:
 
 
 def _expect_per_token(tensors: dict[str, Tensor], q: Tensor) -> None:
+    expect_dtype(torch.int64, **tensors)
+    expect_dims(1, **tensors)
     for name, x in tensors.items():
-        torch._check(x.dtype == torch.int64, lambda name=name, x=x: f"{name}: expected int64, got {x.dtype}")
-        torch._check(x.dim() == 1, lambda name=name, x=x: f"{name}: expected 1 dimension, got {x.dim()}")
-        torch._check(
-            x.shape[0] == q.shape[0], lambda name=name: f"{name}: expected a number for each row of q"
-        )
+        expect(x.shape[0] == q.shape[0], f"{name}: expected a number for each row of q")
 
 
 FAKES: dict[str, Callable[..., None]] = {

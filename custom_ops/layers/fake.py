@@ -8,67 +8,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype, expect_rows
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 
 
-def _expect_dims(**tensors: Tensor) -> None:
-    """Two of each."""
-    dims = [tensor.dim() for tensor in tensors.values()]
-    torch._check(
-        all(dim == 2 for dim in dims),
-        lambda: f"{', '.join(tensors)}: expected 2 dimensions, got {', '.join(map(str, dims))}",
-    )
-
-
-def _expect_rows(out: Tensor, like: Tensor, name: str) -> None:
-    torch._check(out.shape[0] == like.shape[0], lambda: f"out: expected as many rows as {name}")
-
-
 def _embedding(input_ids: Tensor, weight: Tensor, out: Tensor, **_: Any) -> None:
-    torch._check(input_ids.dim() == 1, lambda: f"input_ids: expected 1 dimension, got {input_ids.dim()}")
-    torch._check(input_ids.dtype == torch.int64, lambda: f"input_ids: expected int64, got {input_ids.dtype}")
-    _expect_dims(weight=weight, out=out)
-    _expect_rows(out, input_ids, "input_ids")
-    torch._check(
-        out.shape[1] == weight.shape[1],
-        lambda: f"out: expected {weight.shape[1]} columns, got {out.shape[1]}",
-    )
+    expect_dims(1, input_ids=input_ids)
+    expect_dtype(torch.int64, input_ids=input_ids)
+    expect_dims(2, weight=weight, out=out)
+    expect_rows("input_ids", input_ids.shape[0], out=out)
+    width = weight.shape[1]
+    expect(out.shape[1] == width, f"out: expected {width} columns, got {out.shape[1]}")
 
 
 def _rms_norm(call: NormCall) -> None:
     x, weight, out = call[:3]
-    _expect_dims(x=x, out=out)
-    _expect_rows(out, x, "x")
-    torch._check(
-        x.shape[1] == out.shape[1], lambda: f"out: expected {x.shape[1]} columns, got {out.shape[1]}"
-    )
-    torch._check(
-        x.shape[1] == weight.shape[0], lambda: f"weight: expected {x.shape[1]} numbers, got {weight.shape[0]}"
-    )
+    expect_dims(2, x=x, out=out)
+    expect_rows("x", x.shape[0], out=out)
+    width = x.shape[1]
+    expect(out.shape[1] == width, f"out: expected {width} columns, got {out.shape[1]}")
+    expect(weight.shape[0] == width, f"weight: expected {width} numbers, got {weight.shape[0]}")
 
 
 def _act_and_mul(gate_up: Tensor, out: Tensor, **_: Any) -> None:
-    _expect_dims(gate_up=gate_up, out=out)
-    _expect_rows(out, gate_up, "gate_up")
-    torch._check(
-        gate_up.shape[1] == 2 * out.shape[1],
-        lambda: f"out: expected half of {gate_up.shape[1]} columns, got {out.shape[1]}",
-    )
+    expect_dims(2, gate_up=gate_up, out=out)
+    expect_rows("gate_up", gate_up.shape[0], out=out)
+    columns = gate_up.shape[1]
+    expect(columns == 2 * out.shape[1], f"out: expected half of {columns} columns, got {out.shape[1]}")
 
 
 def _linear(call: LinearCall) -> None:
     x, weight, out = call[:3]
-    _expect_dims(x=x, weight=weight)
-    _expect_dims(out=out)
-    _expect_rows(out, x, "x")
-    torch._check(
-        x.shape[1] == weight.shape[1], lambda: f"weight: expected {x.shape[1]} columns, got {weight.shape[1]}"
-    )
+    expect_dims(2, x=x, weight=weight, out=out)
+    expect_rows("x", x.shape[0], out=out)
+    expect(x.shape[1] == weight.shape[1], f"weight: expected {x.shape[1]} columns, got {weight.shape[1]}")
     width = out.shape[1] if call.activation == "none" else 2 * out.shape[1]
-    torch._check(
-        weight.shape[0] == width,
-        lambda: f"out: expected a row of {weight.shape[0]} numbers (half with an activation)",
-    )
+    text = f"out: expected a row of {weight.shape[0]} numbers (half with an activation)"
+    expect(weight.shape[0] == width, text)
 
 
 FAKES: dict[str, Callable[..., None]] = {

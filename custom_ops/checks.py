@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -173,6 +173,14 @@ def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
         raise ArgumentError(
             name, " or ".join(map(str, dtypes)), str(tensor.dtype), f"convert with .to({dtypes[0]})"
         )
+
+
+def check_tensor(name: str, tensor: Tensor, dims: Sequence[int | None], *dtypes: torch.dtype) -> None:
+    """``tensor`` has the sizes ``dims`` (None: any), one of ``dtypes`` and a contiguous last dimension."""
+    check_dims(name, tensor, *dims)
+    check_dtype(name, tensor, *dtypes)
+    if tensor.stride(-1) != 1:
+        check_last_dim(**{name: tensor})
 
 
 def check_device(device: torch.device, **tensors: Tensor | None) -> None:

@@ -19,6 +19,7 @@ from torchpaged.custom_ops.checks import (
     check_last_dim,
     check_own_elements,
     check_softmax,
+    check_tensor,
     given,
     is_int,
     reads_values,
@@ -34,10 +35,8 @@ MAX_BLOCK_SPARSE = 1 << 20
 
 
 def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
-    check_dims("semaphore", semaphore, None)
-    check_dtype("semaphore", semaphore, torch.int32)
+    check_tensor("semaphore", semaphore, (None,), torch.int32)
     check_device(device, semaphore=semaphore)
-    check_last_dim(semaphore=semaphore)
     if semaphore.shape[0] < least:
         raise ArgumentError(
             "semaphore", f"at least num_reqs * num_kv_heads = {least} numbers", shape_of(semaphore)
@@ -70,13 +69,10 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
     batch = check_batch(block_table, seq_lens, query_start_loc)
     check_last_dim(q=q, out=out)
     check_results(q, out, lse, k_cache=k_cache, v_cache=v_cache, **given(output_scale=call.output_scale))
-    for name, per_head in (("alibi_slopes", call.alibi_slopes), ("sinks", call.sinks)):
-        if per_head is not None:
-            check_dims(name, per_head, q.shape[1])
-            check_dtype(name, per_head, *FLOATS)
-            check_last_dim(**{name: per_head})
     if call.alibi_slopes is not None:
-        check_dtype("alibi_slopes", call.alibi_slopes, torch.float32)
+        check_tensor("alibi_slopes", call.alibi_slopes, q.shape[1:2], torch.float32)
+    if call.sinks is not None:
+        check_tensor("sinks", call.sinks, q.shape[1:2], *FLOATS)
     check_device(
         q.device,
         k_cache=k_cache,
@@ -165,10 +161,8 @@ def _check_query_dtype(q: Tensor, k_cache: Tensor, fp8_queries: bool) -> None:
 
 def _check_per_token(tensors: dict[str, Tensor], q: Tensor) -> None:
     for name, tensor in tensors.items():
-        check_dims(name, tensor, q.shape[0])
-        check_dtype(name, tensor, torch.int64)
+        check_tensor(name, tensor, q.shape[:1], torch.int64)
     check_device(q.device, **tensors)
-    check_last_dim(**tensors)
 
 
 def _check_tree_mask(causal: bool, max_query_len: int) -> None:
@@ -248,12 +242,10 @@ def check_cascade_attention(call: CascadeCall) -> None:
         "prefix_lens": prefix_lens,
         "prefix_query_start_loc": prefix_query_start_loc,
     }
-    check_dims("prefix_block_table", prefix_block_table, None, None)
-    check_dims("prefix_lens", prefix_lens, prefix_block_table.shape[0])
-    check_dims("prefix_query_start_loc", prefix_query_start_loc, prefix_block_table.shape[0] + 1)
-    for name, tensor in groups.items():
-        check_dtype(name, tensor, torch.int32)
-    check_last_dim(**groups)
+    check_tensor("prefix_block_table", prefix_block_table, (None, None), torch.int32)
+    num_groups = prefix_block_table.shape[0]
+    check_tensor("prefix_lens", prefix_lens, (num_groups,), torch.int32)
+    check_tensor("prefix_query_start_loc", prefix_query_start_loc, (num_groups + 1,), torch.int32)
     check_device(q.device, **groups)
     _check_per_token(call.per_token, q)
     if reads_values(q.device):

@@ -12,6 +12,7 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_tensor,
     overlap,
     reads_values,
     shape_of,
@@ -64,9 +65,7 @@ def check_rope_write_kv(call: RotatedWriteCall) -> None:
     check_last_dim(q=q, q_out=q_out, cos_sin=cos_sin)
     for name, weight in (("q_norm", q_norm), ("k_norm", k_norm)):
         if weight is not None:
-            check_dims(name, weight, q.shape[2])
-            check_dtype(name, weight, q.dtype, torch.float32)
-            check_last_dim(**{name: weight})
+            check_tensor(name, weight, q.shape[2:], q.dtype, torch.float32)
     check_device(
         k_cache.device, q=q, positions=positions, cos_sin=cos_sin, q_out=q_out, q_norm=q_norm, k_norm=k_norm
     )

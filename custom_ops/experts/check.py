@@ -17,6 +17,7 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_tensor,
     given,
 )
 from torchpaged.custom_ops.errors import ArgumentError
@@ -35,20 +36,13 @@ def _expect(name: str, fits: bool, expected: str, got: object) -> None:
 def check_route_experts(call: RouteCall) -> None:
     """Every argument of ``route_experts``; raises `ArgumentError` before anything is written."""
     x, weight, ids, weights, bias, scoring, num_groups, top_groups, group_best, norm_eps, _ = call
-    check_dims("x", x, None, None)
-    check_dtype("x", x, *FLOATS)
-    check_dims("weight", weight, None, x.shape[1])
-    check_dtype("weight", weight, x.dtype, torch.float32)
-    check_dims("ids", ids, x.shape[0], None)
-    check_dtype("ids", ids, torch.int32)
-    check_dims("weights", weights, *ids.shape)
-    check_dtype("weights", weights, torch.float32)
-    check_last_dim(x=x, weight=weight, ids=ids, weights=weights)
+    check_tensor("x", x, (None, None), *FLOATS)
+    check_tensor("weight", weight, (None, x.shape[1]), x.dtype, torch.float32)
+    check_tensor("ids", ids, (x.shape[0], None), torch.int32)
+    check_tensor("weights", weights, ids.shape, torch.float32)
     num_experts, top_k = weight.shape[0], ids.shape[1]
     if bias is not None:
-        check_dims("bias", bias, num_experts)
-        check_dtype("bias", bias, x.dtype, torch.float32)
-        check_last_dim(bias=bias)
+        check_tensor("bias", bias, (num_experts,), x.dtype, torch.float32)
     _expect("scoring", scoring in SCORINGS, " or ".join(map(repr, SCORINGS)), repr(scoring))
     divides = num_groups > 0 and num_experts % num_groups == 0
     _expect("num_groups", divides, f"a divisor of {num_experts} experts", num_groups)

@@ -12,6 +12,7 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_tensor,
     given,
     reads_values,
     shape_of,
@@ -59,12 +60,11 @@ def check_index_logits(call: IndexCall) -> None:
     if not q.shape[1]:
         raise ArgumentError("q", "at least one head", shape_of(q))
     _check_pool(q, "q", k_cache, call.k_scale)
-    check_dims("weights", weights, q.shape[0], q.shape[1])
-    check_dtype("weights", weights, torch.float32)
+    check_tensor("weights", weights, q.shape[:2], torch.float32)
     batch = check_batch(block_table, seq_lens, query_start_loc)
-    check_dims("logits", logits, q.shape[0], block_table.shape[1] * k_cache.shape[1])
-    check_dtype("logits", logits, torch.float32)
-    check_last_dim(q=q, weights=weights, logits=logits)
+    columns = block_table.shape[1] * k_cache.shape[1]
+    check_tensor("logits", logits, (q.shape[0], columns), torch.float32)
+    check_last_dim(q=q)
     check_device(k_cache.device, q=q, weights=weights, logits=logits, k_scale=call.k_scale, **batch)
     read = given(q=q, weights=weights, k_cache=k_cache, k_scale=call.k_scale)
     check_apart({"logits": logits}, read, "allocate logits with torch.empty")

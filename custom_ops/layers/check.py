@@ -16,8 +16,8 @@ from torchpaged.custom_ops.checks import (
     check_device,
     check_dims,
     check_dtype,
-    check_last_dim,
     check_own_elements,
+    check_tensor,
     overlap,
     reads_values,
 )
@@ -30,9 +30,7 @@ def _check_like(x: Tensor, rows: int, width: int, **tensors: Tensor | None) -> N
     """Every tensor given is ``[rows, width]`` of x's dtype with a contiguous last dimension."""
     for name, tensor in tensors.items():
         if tensor is not None:
-            check_dims(name, tensor, rows, width)
-            check_dtype(name, tensor, x.dtype)
-            check_last_dim(**{name: tensor})
+            check_tensor(name, tensor, (rows, width), x.dtype)
 
 
 def _check_apart(name: str, target: Tensor, **sources: Tensor | None) -> None:
@@ -48,9 +46,7 @@ def _check_apart(name: str, target: Tensor, **sources: Tensor | None) -> None:
 
 
 def _check_norm(x: Tensor, name: str, weight: Tensor, eps: float, eps_name: str) -> None:
-    check_dims(name, weight, x.shape[1])
-    check_dtype(name, weight, x.dtype, torch.float32)
-    check_last_dim(**{name: weight})
+    check_tensor(name, weight, x.shape[1:], x.dtype, torch.float32)
     if not eps > 0:
         raise ArgumentError(eps_name, "a positive number", str(eps))
 
@@ -66,11 +62,8 @@ def _check_activation(activation: str, width: int, name: str, *others: str) -> N
 
 def check_embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
     """Every argument of ``embedding``; raises `ArgumentError` before anything is written."""
-    check_dims("input_ids", input_ids, None)
-    check_dtype("input_ids", input_ids, torch.int64)
-    check_dims("weight", weight, None, None)
-    check_dtype("weight", weight, *FLOATS)
-    check_last_dim(input_ids=input_ids, weight=weight)
+    check_tensor("input_ids", input_ids, (None,), torch.int64)
+    check_tensor("weight", weight, (None, None), *FLOATS)
     _check_like(weight, input_ids.shape[0], weight.shape[1], out=out)
     if scale is not None:
         check_dims("scale", scale)
@@ -86,9 +79,7 @@ def check_embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Te
 def check_rms_norm(call: NormCall) -> None:
     """Every argument of ``rms_norm``; raises `ArgumentError` before anything is written."""
     x, weight, out, eps, _, residual, post_residual = call
-    check_dims("x", x, None, None)
-    check_dtype("x", x, *FLOATS)
-    check_last_dim(x=x)
+    check_tensor("x", x, (None, None), *FLOATS)
     _check_norm(x, "weight", weight, eps, "eps")
     _check_like(x, *x.shape, out=out, residual=residual, post_residual=post_residual)
     check_device(x.device, weight=weight, out=out, residual=residual, post_residual=post_residual)
@@ -99,9 +90,7 @@ def check_rms_norm(call: NormCall) -> None:
 
 def check_act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
     """Every argument of ``act_and_mul``; raises `ArgumentError` before anything is written."""
-    check_dims("gate_up", gate_up, None, None)
-    check_dtype("gate_up", gate_up, *FLOATS)
-    check_last_dim(gate_up=gate_up)
+    check_tensor("gate_up", gate_up, (None, None), *FLOATS)
     _check_activation(activation, gate_up.shape[1], "gate_up")
     _check_like(gate_up, gate_up.shape[0], gate_up.shape[1] // 2, out=out)
     check_device(gate_up.device, out=out)
@@ -111,22 +100,16 @@ def check_act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu")
 def check_linear(call: LinearCall) -> None:
     """Every argument of ``linear``; raises `ArgumentError` before anything is written."""
     x, weight, out, bias, scale, residual, norm_weight, norm_eps, norm_offset, activation = call
-    check_dims("x", x, None, None)
-    check_dtype("x", x, *FLOATS)
-    check_dims("weight", weight, None, x.shape[1])
-    check_dtype("weight", weight, x.dtype)
-    check_last_dim(x=x, weight=weight)
+    check_tensor("x", x, (None, None), *FLOATS)
+    check_tensor("weight", weight, (None, x.shape[1]), x.dtype)
     width = weight.shape[0]
     _check_activation(activation, width, "weight", "none")
     _check_like(x, x.shape[0], width if activation == "none" else width // 2, out=out, residual=residual)
     if bias is not None:
-        check_dims("bias", bias, width)
-        check_dtype("bias", bias, x.dtype)
-        check_last_dim(bias=bias)
+        check_tensor("bias", bias, (width,), x.dtype)
     if scale is not None:
-        check_dims("scale", scale, width)
-        check_dtype("scale", scale, torch.float64 if x.dtype == torch.float64 else torch.float32)
-        check_last_dim(scale=scale)
+        exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+        check_tensor("scale", scale, (width,), exact)
     if norm_weight is not None:
         _check_norm(x, "norm_weight", norm_weight, norm_eps, "norm_eps")
     elif norm_offset:

@@ -15,6 +15,7 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
+    check_tensor,
     reads_values,
 )
 from torchpaged.custom_ops.errors import ArgumentError
@@ -72,9 +73,8 @@ def check_sample_tokens(call: SampleCall) -> None:
         raise ArgumentError("logits", "a vocabulary of 1 to 2**24 tokens", f"shape {list(logits.shape)}")
     check_dtype("logits", logits, torch.float32, torch.bfloat16, torch.float16)
     rows = _check_rows(num_rows, call, _SAMPLED)
-    check_dims("seen", seen, num_rows, num_seen_words(vocab_size))
-    check_dtype("seen", seen, torch.int32)
-    check_last_dim(logits=logits, seen=seen, **rows)
+    check_tensor("seen", seen, (num_rows, num_seen_words(vocab_size)), torch.int32)
+    check_last_dim(logits=logits, **rows)
     check_device(logits.device, seen=seen, **rows)
     if num_rows and reads_values(logits.device):
         finite = (temperature >= 0) & temperature.isfinite()
@@ -95,24 +95,18 @@ _ACCEPTED = {
 
 def check_accept_tokens(call: AcceptCall) -> None:
     """Every argument of ``accept_tokens``; raises `ArgumentError` before anything is written."""
-    sampled, table, seq_lens, device = (
-        call.sampled_token_ids,
-        call.block_table,
-        call.seq_lens,
-        call.input_ids.device,
-    )
+    sampled, table, seq_lens = call.sampled_token_ids, call.block_table, call.seq_lens
+    device = call.input_ids.device
     check_dims("block_table", table, None, None)
     num_reqs = table.shape[0]
     if not table.shape[1]:
         raise ArgumentError("block_table", "at least one column", f"shape {list(table.shape)}")
     rows = _check_rows(num_reqs, call, _ACCEPTED)
-    rows |= {"block_table": table, "stop_token_ids": call.stop_token_ids, "seen": call.seen}
-    check_dims("stop_token_ids", call.stop_token_ids, num_reqs, None)
-    check_dims("seen", call.seen, num_reqs, None)
-    check_dtype("stop_token_ids", call.stop_token_ids, torch.int64)
-    check_dtype("block_table", table, torch.int32)
-    check_dtype("seen", call.seen, torch.int32)
     check_last_dim(**rows)
+    rows |= {"block_table": table, "stop_token_ids": call.stop_token_ids, "seen": call.seen}
+    check_tensor("stop_token_ids", call.stop_token_ids, (num_reqs, None), torch.int64)
+    check_tensor("block_table", table, (num_reqs, None), torch.int32)
+    check_tensor("seen", call.seen, (num_reqs, None), torch.int32)
     check_device(device, **rows)
     if call.block_size < 1:
         raise ArgumentError("block_size", "at least 1 token", str(call.block_size))
@@ -144,17 +138,14 @@ def _check_ring(call: AcceptCall, num_reqs: int, device: torch.device) -> None:
         return
     if not num_reqs:
         raise ArgumentError("ring", "rows whose tokens it takes", "no rows", "leave ring and launches out")
-    check_dims("ring", ring, None, None, None)
-    check_dims("launches", launches, 2)
+    check_tensor("ring", ring, (None, None, None), torch.int64)
+    check_tensor("launches", launches, (2,), torch.int64)
     if ring.shape[0] < 2 or ring.shape[1] < 2 or ring.shape[2] < num_reqs:
         raise ArgumentError(
             "ring", f"[slots + 1, steps + 1, at least {num_reqs}]", f"shape {list(ring.shape)}"
         )
     if not 0 <= step < ring.shape[1] - 1:
         raise ArgumentError("step", f"in [0, {ring.shape[1] - 1}), the steps of ring", str(step))
-    check_dtype("ring", ring, torch.int64)
-    check_dtype("launches", launches, torch.int64)
-    check_last_dim(ring=ring, launches=launches)
     check_device(device, ring=ring, launches=launches)
 
 

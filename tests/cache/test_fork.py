@@ -124,6 +124,7 @@ class Machine:
             assert [self.memory[block, i] for i in range(BLOCK)] == tokens
 
 
+@pytest.mark.slow_cases(but=("2",))
 @pytest.mark.parametrize("chunk", [64, 1, 2])
 def test_each_request_reads_its_own_tokens_through_20_000_changes(
     chunk: int, monkeypatch: pytest.MonkeyPatch

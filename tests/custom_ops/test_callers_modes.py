@@ -44,7 +44,8 @@ def test_tensors_of_inference_mode_are_written_outside_of_it(overload: str, case
 
 
 @pytest.mark.parametrize("backend", ["torch_sdpa", "flex"])
-def test_modes_around_a_backend_of_torch(backend: str) -> None:
+def test_modes_around_a_backend_of_torch(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHPAGED_FLEX_COMPILER", "eager")
     batch = make_batch(BATCH_SPECS["mixed_padded"], dtype=torch.float32)
     for pool in (batch.k_cache, batch.v_cache):
         pool.nan_to_num_(0.5)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from op_inputs.opcheck import opcheck_cases
 from op_inputs.rope import ROPE_CASES, assert_rope_close, make_rope_inputs
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -207,13 +206,6 @@ def test_the_function_refuses_grad_and_checks_values() -> None:
 def test_no_tokens() -> None:
     inputs = make_rope_inputs(num_tokens=0)
     assert call(inputs).shape == (0, 4, 32)
-
-
-@pytest.mark.parametrize("case", ["rope", "rope_norm"])
-def test_opcheck(case: str) -> None:
-    op, args, kwargs = opcheck_cases()[case]
-    for ops in (REFERENCE, DEFAULT):
-        torch.library.opcheck(getattr(ops, op), args, kwargs)
 
 
 def test_one_compile_serves_every_batch_size() -> None:

@@ -384,25 +384,16 @@ def test_bad_arguments_of_finish_step(argument: str, value: Any) -> None:
     assert all(torch.equal(inputs[name], x) for name, x in before.items())
 
 
-@pytest.mark.parametrize("overload", ["default", "reference", "cpu"])
-@pytest.mark.parametrize("launch", [None, 3])
-@pytest.mark.parametrize("op", ["sample_tokens", "accept_tokens", "finish_step"])
-def test_opcheck(op: str, launch: int | None, overload: str) -> None:
-    if op == "sample_tokens":
-        inputs = make_sampling_inputs(ALL)
-    else:
-        inputs = (
-            make_accept_inputs(launch=launch)
-            if op == "accept_tokens"
-            else make_finish_inputs(ALL, launch=launch)
-        )
-    order = [argument.name for argument in getattr(torch.ops.torchpaged, op).default._schema.arguments]
-    options = {
-        name: inputs.pop(name) for name in ("block_size", "ring", "launches", "step") if name in inputs
-    }
-    torch.library.opcheck(
-        getattr(BACKEND_OPS[overload], op), tuple(inputs[name] for name in order if name in inputs), options
-    )
+@pytest.mark.parametrize(
+    ("op", "inputs"),
+    [
+        ("sample_tokens", make_sampling_inputs(ALL)),
+        *(("accept_tokens", make_accept_inputs(launch=launch)) for launch in (None, 3)),
+        *(("finish_step", make_finish_inputs(ALL, launch=launch)) for launch in (None, 3)),
+    ],
+)
+def test_opcheck(op: str, inputs: dict[str, Any]) -> None:
+    torch.library.opcheck(getattr(BACKEND_OPS["default"], op), (), inputs)
 
 
 def test_the_fake_of_finish_step_refuses_what_its_parts_refuse() -> None:

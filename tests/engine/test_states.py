@@ -73,7 +73,8 @@ def poison_free(generator: Generator) -> None:
     poison(generator.model._cache.states, kept)
 
 
-@pytest.mark.slow_cases(but=("*-graphs", "qwen3_next-*", "bamba-short*", "lfm2-launches*"))
+@pytest.mark.slow_cases("qwen3_next-compiled")
+@pytest.mark.slow_cases(but=("*-graphs", "qwen3_next-*", "mamba-compiled", "bamba-short*", "lfm2-launches*"))
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_every_way_gives_eager_tokens(name: str, way: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from op_inputs.opcheck import opcheck_cases
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -237,11 +236,6 @@ def test_bad_semaphores(bad: str) -> None:
             max_query_len=1,
             workspace={"semaphore": semaphore},
         )
-
-
-def test_opcheck_reference() -> None:
-    for op, args, kwargs in opcheck_cases().values():
-        torch.library.opcheck(getattr(BACKEND_OPS["reference"], op), args, kwargs)
 
 
 def test_functions_trace_to_one_call_each() -> None:

@@ -13,7 +13,7 @@ from models import padded_prompts, tiny
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig
 
 from torchpaged import ArgumentError, BlockPoolExhaustedError
-from torchpaged.hf import PagedCache, PagedEncoderDecoderCache, paged
+from torchpaged.hf import PagedCache, PagedEncoderDecoderCache, fuse, paged
 from torchpaged.hf.families import family_of
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
@@ -120,6 +120,21 @@ def test_a_model_that_caches_nothing_by_default() -> None:
         model.config.use_cache = model.generation_config.use_cache = True
         for cache in (PagedCache(model.config, 2, 500), PagedCache.for_inputs(model, **call)):
             assert torch.equal(model.generate(**call, past_key_values=cache), want)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_tokens_again_in_every_step(fused: bool) -> None:
+    """Since transformers 5.24 no mask tells them from the next turn."""
+    model = tiny("Llama")
+    call, cache = {"input_ids": torch.randint(3, 99, (2, 5)), **GREEDY}, PagedCache(model.config, 2, 500)
+    want = model.generate(**call)
+    model.set_attn_implementation("torchpaged")
+    if fused:
+        fuse(model, count=False)
+    with pytest.raises(ArgumentError, match="5 in the cache|5 tokens in the cache.*give it use_cache=True"):
+        model.generate(**call, past_key_values=cache, use_cache=False)
+    cache.reset()
+    assert torch.equal(model.generate(**call, past_key_values=cache), want)
 
 
 def test_a_model_for_its_config_and_a_config_for_its_model() -> None:

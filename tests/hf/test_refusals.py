@@ -119,6 +119,9 @@ def test_four_dimensional_masks() -> None:
             cache = PagedCache(model.config, 1, 32, dense=dense)
             with pytest.raises(error, match=r"mask.*DynamicCache\(config=model.config\)"):
                 model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, past_key_values=cache)  # the one of gathered keys, whose masks are longer than the text
+        with pytest.raises(ArgumentError, match=r"over the 32 keys.*DynamicCache\(config=model.config\)"):
+            model(ids[:, :3], attention_mask=torch.ones(1, 1, 3, 12).bool(), past_key_values=cache)
         got = model(ids, attention_mask=mask, past_key_values=DynamicCache(config=model.config)).logits
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 

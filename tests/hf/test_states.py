@@ -470,7 +470,15 @@ def test_copies() -> None:
     assert torch.equal(got, eager("lfm2"))
 
 
-def test_gradients_are_refused() -> None:
-    model = attach(model_of("lfm2"))
+@pytest.mark.parametrize("attached", [False, True])
+def test_gradients_are_refused_before_a_state_moves_on(attached: bool) -> None:
+    """The same call goes through afterwards, as it does for who sees the error in a notebook."""
+    model, ids = model_of("lfm2"), prompts(padding=0)["input_ids"]
+    want = model(ids, use_cache=False).logits.detach()
+    attach(model) if attached else model.set_attn_implementation("torchpaged")
+    cache = cached(model)
     with pytest.raises(ArgumentError, match=r"no_grad"):
-        model(prompts(padding=0)["input_ids"], past_key_values=cached(model))
+        model(ids, past_key_values=cache)
+    with torch.no_grad():
+        got = model(ids, past_key_values=cache).logits
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

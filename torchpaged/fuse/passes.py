@@ -124,11 +124,15 @@ def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Before a forward of the decoder. Changes where it runs by itself: `end_forwards` looks before one of
     the whole model."""
     cache = args[3] if len(args) > 3 else cache_of(kwargs)
-    fusion: _Fusion = base._torchpaged_fusion
-    if fusion.ends.owner is None and paged_owner(cache) is not None:
+    fusion, owner = base._torchpaged_fusion, paged_owner(cache)
+    if fusion.ends.owner is None and owner is not None:
         fusion.ends.require_unchanged()
+    if kwargs.get("use_cache") is False and owner is not None and owner.rows is not None:
+        tokens = args[0] if args else kwargs.get("input_ids")
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        owner.rows.require_new(tokens.shape[1], written=False)
     collected = kwargs.get("output_router_logits", getattr(base.config, "output_router_logits", False))
-    if collected and fusion.report.replaced.get("experts") and paged_owner(cache) is not None:
+    if collected and fusion.report.replaced.get("experts") and owner is not None:
         raise ArgumentError(
             "output_router_logits",
             "False: fused experts keep no scores of their router",

@@ -16,8 +16,16 @@ from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
+from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.pinned_batch import fill_query_starts
-from torchpaged.hf.row_errors import incomplete, other_rows, several_devices, too_few_blocks, too_long
+from torchpaged.hf.row_errors import (
+    ANOTHER_PROMPT,
+    incomplete,
+    other_rows,
+    several_devices,
+    too_few_blocks,
+    too_long,
+)
 from torchpaged.hf.row_table import RingTable, RowTable
 from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
@@ -351,6 +359,19 @@ class CacheRows:
         return copies
 
     # ------------------------------------------------------------------------------------ what the host knows
+    def require_new(self, query_len: int, written: bool) -> None:
+        """Refuse several tokens behind others where the model was called with ``use_cache=False``: generate()
+        runs all tokens again then, and since transformers 5.24 no mask shows it. ``written``: whether the
+        forward has moved the rows on.
+
+        Raises:
+            ArgumentError: the rows hold other tokens.
+        """
+        first = None if torch.compiler.is_compiling() else self.first_position(query_len if written else 0)
+        if first and query_len > 1:
+            expected = f"True behind the {first} tokens in the cache"
+            raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
+
     def require_room(self, query_len: int) -> None:
         """Refuse tokens past ``max_seq_len``; where rows grow, give them blocks for these.
 

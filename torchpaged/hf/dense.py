@@ -118,6 +118,14 @@ def attend_dense(
         return attend(call, mask, way)
     if key.shape[0] != query.shape[0] and 1 not in (key.shape[0], query.shape[0]):
         raise transformed(module)  # blocks of a pool, taken for batch rows
+    if mask is not None and mask.shape[-1] not in (1, kv_len):
+        raise ArgumentError(
+            "attention_mask",
+            f"a mask over the {kv_len} keys of {name}",
+            f"one of shape {list(mask.shape)}",
+            "a PagedCache that gathers keys has max_seq_len of them: pass it a 2-D mask, or use "
+            "DynamicCache(config=model.config) for masks of your own",
+        )
     needs_kernel = call.softcap is not None or call.sinks is not None
     if needs_kernel and not (dropout and module.training):
         if mask is None and bias is None and (query_len == kv_len or not call.causal):

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from torchpaged.custom_ops.checks import refuse_grad
+
 
 class StateLayer(LinearAttentionLayer):
     """Convolution and recurrent states, ``[rows, ...]`` each, that do what a `PagedCache` does to its rows:
@@ -38,13 +40,16 @@ class StateLayer(LinearAttentionLayer):
             LinearAttentionLayer.lazy_initialization(self, **states)
 
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers has it."""
+        """As transformers has it, but for gradients, which are refused: the layers of attention refuse them
+        as well, when these states would have moved on."""
+        refuse_grad(conv_states=conv_states)
         self._fit("conv_states", state_idx, conv_states)
         full: Tensor = LinearAttentionLayer.update_conv_state(self, conv_states, state_idx, **kwargs)
         return full
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers has it."""
+        """See `update_conv_state`."""
+        refuse_grad(recurrent_states=recurrent_states)
         self._fit("recurrent_states", state_idx, recurrent_states)
         kept: Tensor = LinearAttentionLayer.update_recurrent_state(
             self, recurrent_states, state_idx, **kwargs

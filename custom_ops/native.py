@@ -6,7 +6,9 @@ The library (``torchpaged_C``, built by CMakeLists.txt on LibTorch's stable ABI)
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +47,33 @@ def stamp(schemas: dict[str, str]) -> str:
     return f"torchpaged native ops: {', '.join(counts)};"
 
 
+def digest(root: Path) -> str | None:
+    """Of the C++ sources below ``root``, as ``custom_ops/cpu/sources.cmake`` makes it; None where there are
+    none, as in a wheel."""
+    folders = [root / "custom_ops" / "cpu", *root.glob("custom_ops/*/cpu")]
+    files = [
+        path for folder in folders for path in folder.glob("*") if path.suffix in (".h", ".cpp", ".cmake")
+    ]
+    if not files or not (root / "CMakeLists.txt").is_file():
+        return None
+    named = sorted((path.relative_to(root).as_posix(), path) for path in (*files, root / "CMakeLists.txt"))
+    lines = (f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for name, path in named)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _nearest_of_these_sources(found: list[Path]) -> Path:
+    """The first library that the sources of this checkout were built into; else the first, with a warning."""
+    own = digest(Path(__file__).resolve().parents[1])
+    built = [path for path in found if own is None or f"sources: {own};".encode() in path.read_bytes()]
+    if not built:
+        warnings.warn(
+            f"{found[0]} was built from other C++ sources than those of this checkout; "
+            'run `pip install --no-build-isolation -e ".[dev]"`',
+            stacklevel=2,
+        )
+    return (built or found)[0]
+
+
 def load(schemas: dict[str, str]) -> bool:
     """Load the library of these ops if it is there. Honours ``TORCHPAGED_NATIVE=0`` (do not load); an
     invalid value raises where a caller asks what was loaded, and in every op on a CPU: not in an import."""
@@ -67,13 +96,14 @@ def load(schemas: dict[str, str]) -> bool:
     if not found:
         _state = (False, f"{built.name} was built from other sources than these; " + _HOW)
         return False
+    path = _nearest_of_these_sources(found)
     try:
-        torch.ops.load_library(str(found[0]))
+        torch.ops.load_library(str(path))
     except OSError as error:
         # built against another libtorch or CPU: say so, keep the pure-Python package alive
-        _state = (False, f"{found[0].name} could not be loaded ({error}); " + _HOW)
+        _state = (False, f"{path.name} could not be loaded ({error}); " + _HOW)
         return False
-    _state = (True, str(found[0]))
+    _state = (True, str(path))
     return True
 
 

@@ -128,7 +128,7 @@ _RECORDS: dict[str, Callable[..., Any]] = {
 }
 
 #: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
-#: .cpu overload, but for those of `_ON_NATIVE_OPS`.
+#: .cpu overload, but for those of `_IN_PYTHON`.
 NATIVE_OPS = frozenset(
     {
         "write_kv",
@@ -141,8 +141,8 @@ NATIVE_OPS = frozenset(
     }
 )
 
-#: Ops that a file ``cpu.py`` of their family makes of native ones.
-_ON_NATIVE_OPS = frozenset({"mla_attention", "write_latent", "delta_step"})
+#: Ops that a file ``cpu.py`` of their family makes of native ones, or of torch's.
+_IN_PYTHON = frozenset({"mla_attention", "write_latent", "delta_step", "apply_experts"})
 
 
 class BackendOps(NamedTuple):
@@ -291,7 +291,7 @@ def _register() -> None:
             LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
         elif op not in NATIVE_OPS:
             module = f"torchpaged.custom_ops.{_FAMILY[op]}.cpu"
-            kernel = _lazy(module, op, of_torch=True) if op in _ON_NATIVE_OPS else reference
+            kernel = _lazy(module, op, of_torch=True) if op in _IN_PYTHON else reference
             LIBRARY.impl(op, kernel, "CPU")
             LIBRARY.impl(f"{op}.cpu", kernel, "CPU")
 

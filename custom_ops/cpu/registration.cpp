@@ -7,6 +7,9 @@
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_ops[] =
     "torchpaged native ops: advance_step 7, causal_conv 12, copy_blocks 3, linear_attention 14, "
     "merge_attn_states 7, paged_attention 23, write_kv 8;";
+// Digest of the sources that it was built from: a checkout whose sources are others gives a warning.
+extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_sources[] =
+    "torchpaged native sources: " TORCHPAGED_DIGEST ";";
 
 STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
   m.impl("write_kv", TORCH_BOX(&torchpaged::write_kv));

@@ -4,6 +4,9 @@ and never passes for off."""
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,7 @@ def test_native_that_is_neither_on_nor_off(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_library_of_other_ops_is_not_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One that an editable install keeps from before the ops changed; a fitting one behind it is taken."""
     monkeypatch.setattr(native, "_state", native._state)
+    monkeypatch.setattr(native, "digest", lambda root: None)
     old, new = tmp_path / "old.so", tmp_path / "new.so"
     old.write_bytes(b"...torchpaged native ops: write_kv 7;...")
     new.write_bytes(b"...torchpaged native ops: write_kv 2;...")
@@ -91,6 +95,46 @@ def test_a_library_of_other_ops_is_not_loaded(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(native, "_candidates", lambda: [old, new])
     assert native.load(schemas)
     assert loaded == [str(new)]
+
+
+def test_a_library_of_other_sources_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has these ops, but was built before a kernel changed; one of these sources behind it is taken."""
+    monkeypatch.setattr(native, "_state", native._state)
+    monkeypatch.setattr(native, "digest", lambda root: "a1")
+    old, new = tmp_path / "old.so", tmp_path / "new.so"
+    old.write_bytes(b"torchpaged native ops: write_kv 2; torchpaged native sources: b2;")
+    new.write_bytes(b"torchpaged native ops: write_kv 2; torchpaged native sources: a1;")
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    schemas = {"write_kv": "(Tensor k, *, bool causal=True) -> ()"}
+    monkeypatch.setattr(native, "_candidates", lambda: [old])
+    with pytest.warns(UserWarning, match="old.so was built from other C.. sources.*run `pip install"):
+        assert native.load(schemas)
+    monkeypatch.setattr(native, "_candidates", lambda: [old, new])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.load(schemas)
+    monkeypatch.setattr(native, "digest", lambda root: None)  # a wheel has no sources
+    assert native.load(schemas)
+    assert loaded == [str(old), str(new), str(old)]
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+def test_the_digest_is_the_builds(tmp_path: Path) -> None:
+    """Over names and contents, of a folder of an op as of the common one."""
+    for name in ("custom_ops/cpu", "custom_ops/state/cpu"):
+        (tmp_path / name).mkdir(parents=True)
+    shutil.copy(ROOT / "custom_ops/cpu/sources.cmake", tmp_path / "custom_ops/cpu")
+    assert native.digest(tmp_path) is None
+    texts = {"CMakeLists.txt": "a", "custom_ops/state/cpu/b.h": "b", "custom_ops/cpu/b.cpp": "b"}
+    seen = set()
+    for name, text in (*texts.items(), ("custom_ops/state/cpu/b.h", "c"), ("custom_ops/state/cpu/d.py", "")):
+        (tmp_path / name).write_text(text)
+        script = ["cmake", "-P", str(tmp_path / "custom_ops/cpu/sources.cmake")]
+        told = subprocess.run(script, capture_output=True, text=True, check=True).stderr.strip()
+        assert told == native.digest(tmp_path)
+        seen.add(told)
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize("text", ["~nouser/x", None])

@@ -3,6 +3,7 @@ needed still."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -146,11 +147,12 @@ def test_a_trace_that_lost_its_pools_gets_them_from_beside(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("name", ["dbrx", *(["recurrent_gemma"] if OLD else [])])
-def test_a_compiled_engine_without_attach(name: str) -> None:
+def test_a_compiled_engine_without_attach(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine gives these modules their functions, and takes them back; attached meanwhile, a model keeps
     those until it is detached."""
     from torchpaged.engine import Generator, SamplingParams
 
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     model = model_of(name).eval()
     model.generation_config.eos_token_id = None
     prompt, options = [5, 9, 3, 7], {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

@@ -369,15 +369,6 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
 }
 
 
-def early_readers(tensor: str) -> list[str]:
-    """The ops of which a kernel reads ``tensor`` before the kernels ahead have ended."""
-    return [
-        op
-        for op, launches in STREAM_ORDER.items()
-        if any(tensor in launch.reads_early for launch in launches)
-    ]
-
-
 def writers(tensor: str) -> list[tuple[str, Launch]]:
     """``(op, launch)`` of every kernel here that stores to ``tensor``."""
     return [

@@ -151,13 +151,6 @@ def compile_source(source: str, config: Config, capability: tuple[int, int]) -> 
     return _compile(source, headers(config), options(config, capability), "CUBIN")
 
 
-def write_sources(folder: Path, file: str, config: Config) -> Path:
-    """What NVRTC gets, as files in an empty ``folder`` for nvcc; the path of ``file`` there."""
-    for name, text in {**headers(config), file: sources()[file]}.items():
-        (folder / name).write_text(text)
-    return folder / file
-
-
 def cache_name(file: str, config: Config, capability: tuple[int, int]) -> str:
     """The file in the cache: a hash of all that the machine code follows from."""
     follows = sources()[file], headers(config), options(config, capability), compiler_build()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import ast
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cuda_sources import compiled, needs_nvcc
 
 from torchpaged.custom_ops.registry import SCHEMAS
 from torchpaged.custom_ops.stream_order import (
@@ -20,7 +20,6 @@ from torchpaged.custom_ops.stream_order import (
     TRIGGERS,
     WAITS,
     Launch,
-    early_readers,
     writers,
 )
 
@@ -114,8 +113,7 @@ def test_what_is_read_early_is_written_by_kernels_that_hold_back() -> None:
     for tensor in read:
         for op, launch in writers(tensor):
             assert launch.triggers == "never", (
-                f"{op} writes {tensor}, which {early_readers(tensor)} read early, and lets dependents "
-                f"start: {launch}"
+                f"{op} writes {tensor}, which is read early, and lets dependents start: {launch}"
             )
             checked += 1
     assert checked > 10
@@ -374,12 +372,11 @@ def test_triton_ptx(triton_launches: list[tuple[str, Any]]) -> None:
     assert not missed, missed
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@needs_nvcc
 @pytest.mark.parametrize("tokens", [8, 16, 64])
 def test_linear_ptx(tmp_path: Path, tokens: int) -> None:
     import torch
 
-    from torchpaged.custom_ops.cuda import jit
     from torchpaged.custom_ops.layers.cuda.linear_shape import LinearSpec, linear_config, linear_shape
 
     shape = linear_shape(tokens, 4096, 4096, 132, True, True, 228 << 10, 227 << 10)
@@ -387,12 +384,6 @@ def test_linear_ptx(tmp_path: Path, tokens: int) -> None:
     config = linear_config(spec, shape, early=True)
     name = "linear_wide" if shape.wide else "linear"
     expected = row("linear", name, {8: "1 to 8 tokens", 16: "no wgmma", 64: "on Hopper"}[tokens])
-    target = tmp_path / "linear.ptx"
-    source = jit.write_sources(tmp_path, source_of(expected.kernel).name, config)
-    subprocess.run(
-        ["nvcc", "-ptx", "-o", str(target), *jit.options(config, (9, 0)), str(source)],
-        check=True,
-        timeout=300,
-    )
-    steps = order(target.read_text().replace("cp.async.bulk.tensor.2d.shared::cluster.global", "ld.global"))
+    ptx, _ = compiled(tmp_path, source_of(expected.kernel).name, config, "ptx")
+    steps = order(ptx.replace("cp.async.bulk.tensor.2d.shared::cluster.global", "ld.global"))
     assert not complaints(expected, steps)

@@ -17,12 +17,29 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 needs_gxx = pytest.mark.skipif(GXX is None, reason="g++ is not installed")
 
 
+def write_sources(folder: Path, file: str, config: Config) -> Path:
+    """What NVRTC gets, as files in ``folder``, which is made if it is not there; the path of ``file``."""
+    folder.mkdir(exist_ok=True)
+    for name, text in {**jit.headers(config), file: jit.sources()[file]}.items():
+        (folder / name).write_text(text)
+    return folder / file
+
+
 def compiled(
-    folder: Path, file: str, config: Config, kind: str = "cubin", capability: tuple[int, int] = (9, 0)
+    folder: Path,
+    file: str,
+    config: Config,
+    kind: str = "cubin",
+    capability: tuple[int, int] = (9, 0),
+    constants: dict[str, int] | None = None,
 ) -> tuple[str, str]:
     """``(PTX, ptxas report)`` of one of `jit.files`, the report of a cubin; warnings are errors. A cubin is
-    left as ``out.cubin``."""
-    target, source = folder / f"out.{kind}", jit.write_sources(folder, file, config)
+    left as ``out.cubin``. ``constants`` have these values in the source."""
+    target, source = folder / f"out.{kind}", write_sources(folder, file, config)
+    with source.open("a") as text:
+        text.writelines(
+            f'static_assert({name} == {value}, "{name}");\n' for name, value in (constants or {}).items()
+        )
     command = [
         *("nvcc", f"-{kind}", "-Xptxas", "-v", "-Werror", "all-warnings", "-keep", "-keep-dir", str(folder)),
         *("-o", str(target), *jit.options(config, capability), str(source)),
@@ -65,7 +82,7 @@ class HostProgram:
         options: tuple[str, ...] = ("-Wall", "-Werror"),
     ) -> None:
         if config is not None:
-            jit.write_sources(folder, file, config)
+            write_sources(folder, file, config)
         for name, header in (headers or {}).items():
             (folder / name).write_text(header)
         (folder / "main.cpp").write_text(text)

@@ -13,8 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from cuda_sources import write_sources
 
-from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
 
 _HEADERS = Path(__file__).parents[1] / "custom_ops" / "cuda"
@@ -41,8 +42,7 @@ def compiled(
 ) -> ctypes.CDLL:
     """Kernel ``name`` of ``file``, with ``header`` of tests/custom_ops/cuda in place of machine.cuh and of
     the headers in ``replaced``; ``folder`` does not exist."""
-    folder.mkdir()
-    source = jit.write_sources(folder, file, config)
+    source = write_sources(folder, file, config)
     for stand_in in ("hopper_on_host.h", header):
         (folder / stand_in).write_text((_HEADERS / stand_in).read_text())
     (folder / "machine.cuh").write_text(f'#include "{config.table.header}"\n#include "{header}"\n')

@@ -164,6 +164,7 @@ class BackendOps(NamedTuple):
     mla_attention: Any
     write_latent: Any
     rope_write_latent: Any
+    up_project_values: Any
     cascade_attention: Any
     causal_conv: Any
     linear_attention: Any

@@ -238,7 +238,17 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("write_latent.py:write_fp8_kernel", True, (CONTEXT,), fence=True, case="rows of fp8"),
     ),
     "rope_write_latent": (
-        Launch("rope_write_latent.py:rope_write_latent_kernel", True, ("q_out", CONTEXT), fence=True),
+        Launch(
+            "rope_write_latent.py:rope_write_latent_kernel",
+            True,
+            ("q_out", "kv_cache"),
+            "start",
+            ("up_keys",),
+            why="no kernel reads latents early",
+        ),
+    ),
+    "up_project_values": (
+        Launch("up_project_values.py:up_project_values_kernel", True, ("out",), "start", ("up_values",)),
     ),
     "causal_conv": (Launch("causal_conv.py:causal_conv_kernel", True, ("conv_state", "out"), "wait"),),
     "delta_gates": (Launch("delta_gates.py:delta_gates_kernel", True, ("g", "beta"), "wait"),),
@@ -324,16 +334,16 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             why="what stands behind it finds the step's metadata complete",
         ),
     ),
-    "rms_norm": (Launch("rms_norm.py:rms_norm_kernel", True, ("out", "residual"), "wait", ("weight",)),),
+    "rms_norm": (Launch("rms_norm.py:rms_norm_kernel", True, ("out", "residual"), "start", ("weight",)),),
     "route_experts": (
-        Launch("route_experts.py:router_logits_kernel", True, SCRATCH, "wait", ("weight",), case="scores"),
-        Launch("route_experts.py:choose_experts_kernel", True, ("ids", "weights"), "wait", case="choice"),
+        Launch("route_experts.py:router_logits_kernel", True, SCRATCH, "start", ("weight",), case="scores"),
+        Launch("route_experts.py:choose_experts_kernel", True, ("ids", "weights"), "start", case="choice"),
     ),
     "apply_experts": (
-        Launch("apply_experts.py:experts_inner_kernel", True, SCRATCH, "wait", case="gate and up"),
-        Launch("apply_experts.py:experts_down_kernel", True, SCRATCH, "wait", case="down"),
+        Launch("apply_experts.py:experts_inner_kernel", True, SCRATCH, "start", case="gate and up"),
+        Launch("apply_experts.py:experts_down_kernel", True, SCRATCH, "start", case="down"),
         Launch(
-            "apply_experts.py:experts_sum_kernel", True, ("out",), "wait", case="sum of a token's experts"
+            "apply_experts.py:experts_sum_kernel", True, ("out",), "start", case="sum of a token's experts"
         ),
     ),
     "act_and_mul": (Launch("act_and_mul.py:act_and_mul_kernel", False, ("out",), waits="launch"),),

@@ -158,6 +158,23 @@ def check_rope_write_latent(call: LatentWriteCall) -> None:
             )
 
 
+def check_up_project_values(latents: Tensor, up_values: Tensor, out: Tensor) -> None:
+    """Every argument of ``up_project_values``; raises `ArgumentError` before anything is written."""
+    check_dims("latents", latents, None, None, None)
+    tokens, num_heads, rank = latents.shape
+    check_dims("up_values", up_values, num_heads, None, rank)
+    if not up_values.numel():
+        raise ArgumentError("up_values", "at least one head, row and column", shape_of(up_values))
+    check_dims("out", out, tokens, num_heads, up_values.shape[1])
+    check_dtype("latents", latents, *FLOATS)
+    for name, tensor in (("up_values", up_values), ("out", out)):
+        check_dtype(name, tensor, latents.dtype)
+    check_last_dim(latents=latents, up_values=up_values, out=out)
+    check_device(latents.device, up_values=up_values, out=out)
+    check_own_elements("out", out)
+    check_apart({"out": out}, {"latents": latents, "up_values": up_values}, "allocate it with torch.empty")
+
+
 def as_keys_and_values(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``k, v, k_cache, v_cache`` of ``write_kv``: latents and rotated keys, one head each, and the columns
     of the pool where either belongs. They share no element."""

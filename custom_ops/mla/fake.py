@@ -77,8 +77,24 @@ def _rope_write_latent(call: LatentWriteCall) -> None:
     expect(cos_sin.shape[1] == rope, "cos_sin: expected as many columns as k_pe")
 
 
+def _up_project_values(latents: Tensor, up_values: Tensor, out: Tensor) -> None:
+    dims = [tensor.dim() for tensor in (latents, up_values, out)]
+    torch._check(dims == [3, 3, 3], lambda: f"latents, up_values, out: got {dims} dimensions")
+    torch._check(
+        up_values.shape[0] == latents.shape[1], lambda: "up_values: expected as many heads as latents"
+    )
+    torch._check(up_values.shape[2] == latents.shape[2], lambda: "up_values: expected the columns of latents")
+    torch._check(out.shape[0] == latents.shape[0], lambda: "out: expected as many tokens as latents")
+    torch._check(out.shape[1] == latents.shape[1], lambda: "out: expected as many heads as latents")
+    torch._check(
+        out.shape[2] == up_values.shape[1], lambda: "out: expected as many columns as up_values' rows"
+    )
+    torch._check(out.dtype == latents.dtype, lambda: f"out: expected {latents.dtype}, got {out.dtype}")
+
+
 FAKES: dict[str, Callable[..., None]] = {
     "mla_attention": _mla_attention,
     "write_latent": _write_latent,
     "rope_write_latent": _rope_write_latent,
+    "up_project_values": _up_project_values,
 }

@@ -16,6 +16,7 @@ from torchpaged.custom_ops.mla.check import (
     as_keys_and_values,
     check_mla_attention,
     check_rope_write_latent,
+    check_up_project_values,
     check_write_latent,
 )
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, store
@@ -66,3 +67,9 @@ def rope_write_latent(call: LatentWriteCall) -> None:
     slots, block_size = call.slot_mapping[written], call.kv_cache.shape[1]
     rows = torch.cat((latent, key), dim=-1)[written].to(call.kv_cache.dtype)
     call.kv_cache[slots // block_size, slots % block_size, 0] = rows
+
+
+def up_project_values(latents: Tensor, up_values: Tensor, out: Tensor) -> None:
+    """The sums of products, accumulated as torch's product of matrices does."""
+    check_up_project_values(latents, up_values, out)
+    out.copy_(torch.einsum("thr,hvr->thv", latents.detach(), up_values.detach()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 SCHEMAS = {
     # Attention whose heads share one key of rank + rope numbers per token, the first rank of which are its
     # value too: multi-head latent attention with the key's up-projection absorbed into the query, and the
-    # value's left to the caller. q [T, num_heads, rank + rope], kv_cache [num_blocks, block_size, 1,
+    # value's left to up_project_values. q [T, num_heads, rank + rope], kv_cache [num_blocks, block_size, 1,
     # rank + rope], out [T, num_heads, rank]; scale: of the scores, never guessed from a width. indices
     # [T, top_k] int32: the positions in its request that each query token attends to, in any order (sparse
     # attention); a negative one is none, and so is one that the token would not see without them. One that
@@ -30,4 +30,7 @@ SCHEMAS = {
     "rope_write_latent": """(Tensor q, Tensor kv_c, Tensor k_pe, Tensor positions, Tensor cos_sin,
         Tensor slot_mapping, Tensor up_keys, Tensor(a!) q_out, Tensor(b!) kv_cache, *, Tensor? kv_norm=None,
         float norm_eps=1e-6, str rotation="halves") -> ()""",
+    # What stands behind mla_attention: latents [T, num_heads, rank] that each head has summed, multiplied by
+    # the value's up-projections up_values [num_heads, v_head_dim, rank]: out [T, num_heads, v_head_dim].
+    "up_project_values": "(Tensor latents, Tensor up_values, Tensor(a!) out) -> ()",
 }

@@ -315,7 +315,15 @@ def triton_launches() -> list[tuple[str, Any]]:
         "route_experts",
         "apply_experts",
     )
-    for op in ("write_kv", "rope_write_kv", "rope_write_latent", "write_index_keys", "index_logits", *alone):
+    for op in (
+        "write_kv",
+        "rope_write_kv",
+        "rope_write_latent",
+        "up_project_values",
+        "write_index_keys",
+        "index_logits",
+        *alone,
+    ):
         _, args, kwargs = next(case for case in cases if case[0] == op)
         for flags in (
             [{"are_query_tokens": value} for value in (False, True)] if op.endswith("write_kv") else [{}]

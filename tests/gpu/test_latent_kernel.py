@@ -28,6 +28,8 @@ SPECS = {
     "skewed": BatchSpec("skewed", (9000, *(100,) * 20), (1,) * 21, padded_tokens=3, padded_reqs=2),
     "many": BatchSpec("many", MANY, (1,) * len(MANY), padded_tokens=1),
     "drafts": BatchSpec("drafts", (700, 5, 2049, 1), (8, 8, 3, 1)),
+    "clusters": BatchSpec("clusters", (2000, 1, 0, 65, 1000, 513, 512, 1030), (1,) * 8, padded_tokens=2),
+    "drafts in clusters": BatchSpec("drafts in clusters", (700, -2, 1900, 2), (2, 2, 1, 2), padded_reqs=1),
 }
 
 

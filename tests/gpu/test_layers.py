@@ -16,6 +16,7 @@ from op_inputs.layers import (
     make_linear_inputs,
     make_norm_inputs,
 )
+from op_inputs.up_projections import UP_PROJECTIONS, assert_up_projection_close
 
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -69,6 +70,14 @@ def test_triton_act_and_mul(activation: str, dtype: torch.dtype, width: int) -> 
 @pytest.mark.parametrize("case", SIZES)
 def test_rope_write_latent(case: str, dtype: torch.dtype) -> None:
     assert_latent_write_close(TRITON, make_latent_writes(**SIZES[case], dtype=dtype, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*UP_PROJECTIONS, "v2_lite", "v3"])
+def test_up_project_values(case: str, dtype: torch.dtype) -> None:
+    heads = {"v2_lite": 16, "v3": 128}.get(case)
+    sizes = UP_PROJECTIONS.get(case, {"num_tokens": 3, "num_heads": heads, "rank": 512, "width": 128})
+    assert_up_projection_close(TRITON, **sizes, dtype=dtype, device="cuda")
 
 
 @pytest.mark.parametrize("case", ["v2_lite", "minicpm3"])

@@ -28,7 +28,7 @@ _GLM = {
 }
 ATTENTION = ["linear", "rope_write_kv", "paged_attention", "linear"]
 NO_ROTATION = ["linear", "write_kv", "paged_attention", "linear"]
-LATENTS = ["linear", "linear", "rope_write_latent", "mla_attention", "linear"]
+LATENTS = ["linear", "linear", "rope_write_latent", "mla_attention", "up_project_values", "linear"]
 SHORT_CONV = ["linear", "causal_conv", "linear"]
 DELTA_NET = ["linear", "delta_step", "linear"]
 STATE = ["linear", "causal_conv", "delta_gates", "linear_attention", "gated_rms_norm", "linear"]
@@ -58,7 +58,7 @@ class Known(NamedTuple):
     rest: int = 2
 
 
-_LATENT = Known(mixers=(LATENTS,), others=(1,))
+_LATENT = Known(mixers=(LATENTS,))
 _LATENT_EXPERTS = _LATENT._replace(experts=1, mixture=EXPERTS)
 _SHORT = Known(mixers=(SHORT_CONV, ATTENTION), others=(0, 0))
 _STATE = Known(mixers=(STATE, ATTENTION), others=(0, 0))
@@ -111,7 +111,7 @@ FAMILIES = {
         options={"q_lora_rank": None}, mixers=(LATENTS[1:],)
     ),  # queries without a rank of their own
     "youtu": _LATENT._replace(options={"tie_word_embeddings": False}),
-    "minicpm3": _LATENT._replace(options={"tie_word_embeddings": False}, others=(1,), rest=11),
+    "minicpm3": _LATENT._replace(options={"tie_word_embeddings": False}, others=(0,), rest=11),
     "lfm2": _SHORT,
     "lfm2_moe": _SHORT._replace(experts=3, mixture=EXPERTS),
     "qwen3_next": _DELTA._replace(options={"num_experts": 0}, others=(1, 1, 1, 2)),
@@ -119,12 +119,12 @@ FAMILIES = {
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA._replace(experts=4, mixture=EXPERTS),
     "kimi_linear": Known(
-        options={"mlp_layer_types": ["dense"] * 4}, mixers=(KIMI_DELTA, LATENTS[1:]), others=(0, 1)
+        options={"mlp_layer_types": ["dense"] * 4}, mixers=(KIMI_DELTA, LATENTS[1:]), others=(0, 0)
     ),
     "bailing_hybrid": Known(
         options={"mlp_layer_types": ["dense"] * 2},
         mixers=(DELTA_NET, LATENTS),
-        others=(0, 3),
+        others=(0, 2),
     ),
     "falcon_h1": Known(  # without a norm of the state's output
         mixers=([*STATE[:4], "linear", *ATTENTION[1:]],), others=(3,), rest=4

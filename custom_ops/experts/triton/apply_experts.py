@@ -86,9 +86,12 @@ def _down(inner_ptr, rows_of_inner, real, down_ptr, row, n, WIDTH: tl.constexpr,
 
 @triton.jit
 def _group(ids_ptr, pair, num_pairs, num_experts, SIZES: tl.constexpr):
-    """The expert of ``pair`` and how many pairs chose it; 0 unless ``pair`` leads: is the first of them."""
-    q = tl.arange(0, SIZES.pairs_pad)
+    """The expert of ``pair`` and how many pairs chose it; 0 unless ``pair`` leads: is the first of them. Of
+    one token each pair leads."""
     expert = tl.load(ids_ptr + pair)
+    if SIZES.alone:
+        return expert, ((expert >= 0) & (expert < num_experts)).to(tl.int32)
+    q = tl.arange(0, SIZES.pairs_pad)
     same = (tl.load(ids_ptr + q, mask=q < num_pairs, other=-1) == expert) & (q < num_pairs)
     earlier = tl.sum((same & (q < pair)).to(tl.int32), axis=0)
     leads = (earlier == 0) & (expert >= 0) & (expert < num_experts)
@@ -96,9 +99,12 @@ def _group(ids_ptr, pair, num_pairs, num_experts, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _pairs_at(ids_ptr, expert, first, num_pairs, SIZES: tl.constexpr):
-    """The pairs ``first`` to ``first + T`` of those that chose ``expert``; 0 behind the last one."""
+def _pairs_at(ids_ptr, pair, expert, first, num_pairs, SIZES: tl.constexpr):
+    """The pairs ``first`` to ``first + T`` of those that chose ``expert``, of which ``pair`` leads; any
+    behind the last one."""
     T: tl.constexpr = SIZES.tokens
+    if SIZES.alone:
+        return tl.zeros([T], tl.int32) + pair
     PIECE: tl.constexpr = min(SIZES.pairs_pad, 32)
     wanted = first + tl.arange(0, T)
     pairs = tl.zeros([T], tl.int32)
@@ -136,8 +142,8 @@ def experts_inner_kernel(
     program = tl.program_id(0)
     j = tl.arange(0, SIZES.tokens)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if program < SHARED_PROGRAMS:
         if SHARED > 0:
             n = program * SIZES.rows + tl.arange(0, SIZES.rows)
@@ -153,7 +159,7 @@ def experts_inner_kernel(
         expert, count = _group(ids_ptr, pair, num_pairs, num_experts, SIZES)
         base = gate_up.ptr + expert.to(tl.int64) * gate_up.token
         for first in tl.range(0, count, SIZES.tokens):
-            pairs = _pairs_at(ids_ptr, expert, first, num_pairs, SIZES)
+            pairs = _pairs_at(ids_ptr, pair, expert, first, num_pairs, SIZES)
             real = first + j < count
             y = _gate_up(x, pairs // SIZES.top_k, real, base, gate_up.head, n, INNER, SIZES)
             place = inner_ptr + pairs[None, :] * INNER + n[:, None]
@@ -183,8 +189,8 @@ def experts_down_kernel(
     n = program % PROGRAMS * SIZES.rows + tl.arange(0, SIZES.rows)
     j = tl.arange(0, SIZES.tokens)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if program < SHARED_PROGRAMS:
         if SIZES.shared > 0:
             for first in tl.range(0, num_tokens, SIZES.tokens):
@@ -200,7 +206,7 @@ def experts_down_kernel(
         expert, count = _group(ids_ptr, pair, num_pairs, num_experts, SIZES)
         base = down.ptr + expert.to(tl.int64) * down.token
         for first in tl.range(0, count, SIZES.tokens):
-            pairs = _pairs_at(ids_ptr, expert, first, num_pairs, SIZES)
+            pairs = _pairs_at(ids_ptr, pair, expert, first, num_pairs, SIZES)
             real = first + j < count
             y = _down(inner_ptr, pairs, real, base, down.head, n, SIZES.inner, SIZES)
             place = parts_ptr + pairs[None, :] * HIDDEN + n[:, None]
@@ -230,8 +236,8 @@ def experts_sum_kernel(
     d = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     here = d < HIDDEN
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     total = tl.zeros([PIECE], tl.float32)
     for j in tl.static_range(TOP_K):
         pair = token * TOP_K + j
@@ -259,6 +265,7 @@ class Sizes(NamedTuple):
     Attributes:
         inner, shared: inner numbers of an expert and of the shared one, 0 without one.
         pairs_pad: not fewer than tokens times ``top_k``, a power of 2.
+        alone: there is one token, whose experts are taken pair by pair.
         rows, depth: of a tile of weights; ``tokens``: of the other factor; ``stages``: tiles on their way.
     """
 
@@ -272,6 +279,7 @@ class Sizes(NamedTuple):
     depth: int
     tokens: int
     stages: int
+    alone: bool
 
 
 def sizes_of(call: ExpertsCall) -> tuple[Sizes, Sizes]:
@@ -286,8 +294,9 @@ def sizes_of(call: ExpertsCall) -> tuple[Sizes, Sizes]:
         tiles = (64, 64, tokens, 5), (64, 128, tokens, 4)
     if call.x.dtype == torch.float32:
         tiles = ((32, 32, 16, 2),) * 2
+    alone = (call.x.shape[0] == 1,)
     of_call = hidden, inner, shared, top_k, call.activation, next_power_of_2(pairs)
-    return Sizes(*of_call, *tiles[0]), Sizes(*of_call, *tiles[1])
+    return Sizes(*of_call, *tiles[0], *alone), Sizes(*of_call, *tiles[1], *alone)
 
 
 def apply_experts(call: ExpertsCall) -> None:

@@ -38,8 +38,8 @@ def router_logits_kernel(
     d = tl.arange(0, WIDTH_PAD)
     w = tl.load(weight.ptr + rows[:, None] + d[None, :], mask=(d < WIDTH)[None, :], other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     numbers = tl.load(x.ptr + token * x.row + d, mask=d < WIDTH, other=0.0)
     logits = tl.sum(w.to(tl.float32) * numbers.to(tl.float32)[None, :], axis=1)
     tl.store(logits_ptr + token * num_experts + expert, logits, mask=expert < num_experts)
@@ -74,8 +74,8 @@ def choose_experts_kernel(
     expert = group[:, None] * GROUP + member[None, :]
     NONE: tl.constexpr = GROUPS_PAD * GROUP_PAD + NUM_GROUPS * GROUP
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     logits = tl.load(logits_ptr + token * (NUM_GROUPS * GROUP) + expert, mask=here, other=-float("inf"))
     if SIGMOID:
         scores = tl.sigmoid(logits)

@@ -37,8 +37,8 @@ def rms_norm_kernel(
     here = d < WIDTH
     w = tl.load(weight_ptr + d, mask=here, other=0.0).to(tl.float32)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     z = tl.load(x.ptr + token * x.row + d, mask=here, other=0.0).to(tl.float32)
     if residual.ptr is not None:
         place = residual.ptr + token * residual.row + d

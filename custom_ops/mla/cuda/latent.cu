@@ -15,7 +15,15 @@
 #include "latent_load.cuh"
 #include "latent_mainloop.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __grid_constant__ Params p) {
+#if CLUSTER > 1
+#include "latent_cluster.cuh"
+#define CLUSTERED __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTERED
+#endif
+
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
+latent_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
   griddepcontrol_launch_dependents();
@@ -27,8 +35,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __g
     fence_mbarrier_init();
     if constexpr (!FP8) prefetch_tensormap(&p.kv);
   }
-  int group;
+  int group = 0;
+#if CLUSTER > 1
+  const Walk walk = open_share(p);
+  __syncthreads();
+#else
   const Walk walk = open_walk<THREADS>(p, (int *)(memory + SCAN_AT), group);
+#endif
   griddepcontrol_wait();
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
   if (warp >= CONSUMER_WARPS) {
@@ -46,4 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_decode(const __g
     store_rows_without_keys(p, threadIdx.x, CONSUMER_THREADS);
     consume(p, memory, walk, group, threadIdx.x);
   }
+#if CLUSTER > 1
+  put_together(p, memory);
+#endif
 }

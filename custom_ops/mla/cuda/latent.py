@@ -47,9 +47,9 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
     kernel, merge, config = _specialised(index, spec)
     ctas, early = gpu.num_sms(index), gpu.launches_early(index)
     row_tiles = -(-call.max_query_len * spec.num_heads // config["ROWS"])
-    groups = ctas // row_tiles
+    groups = call.block_table.shape[0] * spec.cluster if spec.cluster > 1 else ctas // row_tiles
     parts = torch.empty(
-        groups * row_tiles * 2 * slot_floats(config) if groups > 1 else 0,
+        groups * row_tiles * 2 * slot_floats(config) if groups > 1 and spec.cluster == 1 else 0,
         dtype=torch.float32,
         device=q.device,
     )
@@ -87,16 +87,17 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
         groups=groups,
     )
     kernel.launch(groups * row_tiles, threads_of(config), params, early=early)
-    if groups > 1:
+    if groups > 1 and merge is not None:
         merge.launch((groups - 1) * row_tiles * config["MERGE_SHARE"], MERGE_THREADS, params, early=early)
 
 
 @functools.cache
-def _specialised(index: int, spec: LatentSpec) -> tuple[jit.Kernel, jit.Kernel, Config]:
-    """The kernel, its merge, and what they are compiled for."""
-    config = latent_config(spec)
-    jit.compile_ahead("latent_merge.cu", config, gpu.capability(index))
-    device = torch.device("cuda", index)
+def _specialised(index: int, spec: LatentSpec) -> tuple[jit.Kernel, jit.Kernel | None, Config]:
+    """The kernel, its merge unless parts meet in a cluster, and what they are compiled for."""
+    config, device = latent_config(spec), torch.device("cuda", index)
+    if spec.cluster == 1:
+        jit.compile_ahead("latent_merge.cu", config, gpu.capability(index))
     kernel = jit.kernel(*kernel_of(config), config, device, shared_bytes=shared_bytes(config))
-    merge = jit.kernel("latent_merge.cu", "latent_merge", config, device, shared_bytes=0)
-    return kernel, merge, config
+    if spec.cluster > 1:
+        return kernel, None, config
+    return kernel, jit.kernel("latent_merge.cu", "latent_merge", config, device, shared_bytes=0), config

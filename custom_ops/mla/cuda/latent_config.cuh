@@ -16,3 +16,4 @@ inline constexpr int STAGES = 2;               // tiles of keys on their way or 
 inline constexpr int MIN_TILES = 2;            // tiles of keys that a part of the work has at least
 inline constexpr int MAX_GROUPS = 132;         // parts that the work is cut into at most
 inline constexpr int MERGE_SHARE = 1;          // CTAs of the merge for each border of two parts
+#define CLUSTER 1                              // CTAs that share a request; 1: ranges. Chooses an attribute

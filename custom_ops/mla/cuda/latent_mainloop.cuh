@@ -222,7 +222,8 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
         }
       }
     } else {
-      float *slot = slot_of(p, group, s.slot, row_tile);
+      // of a cluster: where the keys were
+      float *slot = CLUSTER > 1 ? (float *)memory : slot_of(p, group, s.slot, row_tile);
       if (thread < ROWS)
         *(float2 *)(slot + UNITS * 512 + thread * 2) = *(const float2 *)(state + thread * 2);
 #pragma unroll

@@ -22,6 +22,11 @@ MAX_FP8_ROWS = 32
 _SHARED = 227 * 1024
 _DTYPES = (torch.bfloat16, torch.float16)
 _TILE_KV, _MAX_STAGES = 64, 4
+_MIN_TILES = 2
+#: CTAs that share a request, of how many at most (a part of the chip holds two such clusters at a time), and
+#: how long contexts may get there, by the table's width, for each request, of which 4 are counted at least:
+#: as far as it was faster than ranges of all keys with a merge behind (docs/log/latent_launches.md).
+CLUSTER, MAX_CLUSTERS, TOKENS_PER_CLUSTER = 8, 8, 512
 _MAX_COORDINATE = 2**31 - 1
 
 
@@ -38,11 +43,16 @@ class LatentSpec(NamedTuple):
     lse: bool
     rows: int
     max_groups: int
+    cluster: int
 
     @classmethod
     def of(cls, call: LatentCall, num_sms: int) -> LatentSpec:
         """Of a call that `why_not` lets pass."""
         num_heads = call.q.shape[1]
+        rows = rows_of(num_heads * call.max_query_len)
+        (num_reqs, columns), block_size = call.block_table.shape, call.kv_cache.shape[1]
+        clustered = rows <= 32 and num_reqs <= MAX_CLUSTERS <= num_sms // CLUSTER
+        clustered = clustered and columns * block_size <= TOKENS_PER_CLUSTER * max(num_reqs, 4)
         return cls(
             rank=call.rank,
             rope=call.q.shape[2] - call.rank,
@@ -52,8 +62,9 @@ class LatentSpec(NamedTuple):
             fp8=call.kv_cache.dtype == torch.float8_e4m3fn,
             causal=call.causal,
             lse=call.lse is not None,
-            rows=rows_of(num_heads * call.max_query_len),
+            rows=rows,
             max_groups=num_sms,
+            cluster=CLUSTER if clustered else 1,
         )
 
 
@@ -98,7 +109,8 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
 
 def latent_config(spec: LatentSpec) -> Config:
     """The constants."""
-    stages = 2 if spec.rows == 64 else _MAX_STAGES
+    # of a cluster, so that it finds room beside the kernel ahead
+    stages = 2 if spec.rows == 64 or spec.cluster > 1 else _MAX_STAGES
     while _count(spec.rank + spec.rope, spec.rows, stages) > _SHARED:
         stages -= 1
     values = {name.upper(): int(value) for name, value in spec._asdict().items()}
@@ -106,7 +118,7 @@ def latent_config(spec: LatentSpec) -> Config:
         {
             **values,
             "STAGES": stages,
-            "MIN_TILES": 2,
+            "MIN_TILES": _MIN_TILES,
             "MERGE_SHARE": 1 if spec.rows <= 16 else 2,
         },
         exact=True,

@@ -6,6 +6,9 @@ pool. The others take a tile of tokens and one head: those of the first columns 
 head's up-projection on tensor cores, one more per head rotates the rest of it. Programs of one head and its
 columns follow each other, so that tiles of tokens find its weights in L2. Everything is rounded once, when it
 is stored.
+
+The first terms' weights, of few tokens all of them, are read before the kernels ahead have ended
+(stream_order.py).
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from torchpaged.custom_ops.mla.call import LatentWriteCall
 from torchpaged.custom_ops.mla.check import check_rope_write_latent
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, num_scales
 from torchpaged.custom_ops.mla.triton.write_latent import store_fp8_latent
-from torchpaged.custom_ops.triton.cache_writes import fence
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import (
@@ -32,7 +34,6 @@ from torchpaged.custom_ops.triton.launching import (
 )
 from torchpaged.custom_ops.triton.records import KeyPool, Matrix, Tokens
 
-_TILE_NOPE = 64  # terms of a sum at a time
 _TILE_RANK = 64  # columns of a latent per program: one token of 16 heads of 512 fills a GPU
 
 
@@ -130,11 +131,22 @@ def rope_write_latent_kernel(
     ``pool``: `KeyPool`; ``cos_sin``: `Matrix`. Grid: (num_tokens + tiles of tokens x heads x (tiles of the
     rank + 1),)."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     TILE: tl.constexpr = SIZES.tile_tokens
     TILE_RANK: tl.constexpr = SIZES.tile_rank
+    TILE_NOPE: tl.constexpr = SIZES.tile_nope
     COLUMNS: tl.constexpr = (SIZES.rank + TILE_RANK - 1) // TILE_RANK
     program = tl.program_id(0)
+    tiles = (num_tokens + TILE - 1) // TILE
+    rest = tl.maximum(program - num_tokens, 0) // tiles
+    head, column = (rest // (COLUMNS + 1)).to(tl.int64), rest % (COLUMNS + 1)
+    r = column * TILE_RANK + tl.arange(0, TILE_RANK)[None, :]
+    n = tl.arange(0, TILE_NOPE)
+    weights = up_keys.ptr + head * up_keys.token + n[:, None] * up_keys.head + r
+    multiplies = (program >= num_tokens) & (r < SIZES.rank)
+    weight = tl.load(weights, mask=multiplies & (n[:, None] < SIZES.nope), other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if program < num_tokens:
         token = program.to(tl.int64)
         slot = tl.load(slot_ptr + token)
@@ -142,21 +154,18 @@ def rope_write_latent_kernel(
             rotation_at = cos_sin.ptr + tl.load(positions_ptr + token) * cos_sin.row
             _write_row(kv_c, k_pe, pool, norm, rotation_at, token, slot, SIZES, ROTATION)
     else:
-        tiles = (num_tokens + TILE - 1) // TILE
-        rest = (program - num_tokens) // tiles
-        head, column = (rest // (COLUMNS + 1)).to(tl.int64), rest % (COLUMNS + 1)
         tokens = ((program - num_tokens) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
         here = tokens < num_tokens
         source = q.ptr + tokens * q.token + head * q.head
         target = q_out.ptr + tokens * q_out.token + head * q_out.head
         if column < COLUMNS:
-            r = column * TILE_RANK + tl.arange(0, TILE_RANK)[None, :]
-            y = tl.zeros((TILE, TILE_RANK), tl.float32)
-            for begin in range(0, SIZES.nope, SIZES.tile_nope):
-                n = begin + tl.arange(0, SIZES.tile_nope)
-                at = up_keys.ptr + head * up_keys.token + n[:, None] * up_keys.head + r
-                weight = tl.load(at, mask=(n[:, None] < SIZES.nope) & (r < SIZES.rank), other=0.0)
-                x = tl.load(source + n[None, :], mask=here & (n[None, :] < SIZES.nope), other=0.0)
+            x = tl.load(source + n[None, :], mask=here & (n < SIZES.nope)[None, :], other=0.0)
+            y = tl.dot(as_numbers(x), as_numbers(weight), input_precision="ieee")
+            for begin in range(TILE_NOPE, SIZES.nope, TILE_NOPE):
+                inside = begin + n < SIZES.nope
+                at = weights + begin * up_keys.head
+                weight = tl.load(at, mask=inside[:, None] & (r < SIZES.rank), other=0.0)
+                x = tl.load(source + begin + n[None, :], mask=here & inside[None, :], other=0.0)
                 y = tl.dot(as_numbers(x), as_numbers(weight), y, input_precision="ieee")
             tl.store(target + r, y.to(target.dtype.element_ty), mask=here & (r < SIZES.rank))
         else:
@@ -170,8 +179,6 @@ def rope_write_latent_kernel(
                 SIZES.half_pad,
                 ROTATION,
             )
-    if PDL:  # as `end_write` of keys of the context
-        fence()
 
 
 def rope_write_latent(call: LatentWriteCall) -> None:
@@ -184,8 +191,9 @@ def rope_write_latent(call: LatentWriteCall) -> None:
     (tokens, num_heads, _), (_, nope, rank), rope = q.shape, up_keys.shape, k_pe.shape[1]
     if not tokens:
         return
-    # products of float32 are of single numbers, and would spill
-    tile = 16 if tokens <= 16 or q.dtype == torch.float32 else 64
+    tile, tile_nope = (16, min(next_power_of_2(max(nope, 16)), 128)) if tokens <= 16 else (64, 64)
+    if q.dtype == torch.float32:  # whose products are of single numbers, and would spill
+        tile, tile_nope = 16, 16
     columns = -(-rank // _TILE_RANK)
     launch_kernel(
         rope_write_latent_kernel,
@@ -210,7 +218,7 @@ def rope_write_latent(call: LatentWriteCall) -> None:
             block_size=kv_cache.shape[1],
             tile_tokens=tile,
             tile_rank=_TILE_RANK,
-            tile_nope=16 if q.dtype == torch.float32 else _TILE_NOPE,
+            tile_nope=tile_nope,
             fp8=kv_cache.dtype == ROW_DTYPE,
         ),
         ROTATION=call.rotation,

@@ -28,7 +28,7 @@ HEADS = {8: 8, 16: 16, 32: 32, 64: 128}  # rows -> heads
 
 
 def spec(rows: int, **changed: Any) -> LatentSpec:
-    return LatentSpec(512, 64, HEADS[rows], 64, False, False, True, True, rows, 132)._replace(**changed)
+    return LatentSpec(512, 64, HEADS[rows], 64, False, False, True, True, rows, 132, 1)._replace(**changed)
 
 
 SPECS = {
@@ -38,6 +38,8 @@ SPECS = {
     "5 heads x 8, without lse": spec(64, num_heads=5, lse=False),
     "not causal": spec(16, causal=False),
     "fp8, 8 rows": spec(8, fp8=True),
+    **{f"{rows} rows in a cluster": spec(rows, cluster=8) for rows in (8, 16, 32)},
+    "fp8, 16 rows in a cluster": spec(16, fp8=True, cluster=8),
     "fp8, 16 rows": spec(16, fp8=True),
     "fp8, 32 rows, blocks of 16": spec(32, fp8=True, block_size=16, half=True),
 }
@@ -84,6 +86,26 @@ def call(**changed: Any) -> LatentCall:
         scale=changed.pop("scale", 1.0),
         **changed,
     )
+
+
+@pytest.mark.parametrize(
+    ("requests", "columns", "heads", "sms", "cluster"),
+    [
+        (1, 32, 16, 132, 8),
+        (1, 33, 16, 132, 1),
+        (8, 64, 32, 132, 8),
+        (8, 65, 32, 132, 1),
+        (9, 1, 16, 132, 1),
+        (2, 3, 33, 132, 1),
+        (2, 3, 16, 60, 1),
+    ],
+)
+def test_clusters_share_few_short_requests(
+    requests: int, columns: int, heads: int, sms: int, cluster: int
+) -> None:
+    made = call(heads=heads)
+    table = made.block_table.new_empty(requests, columns)
+    assert LatentSpec.of(made._replace(block_table=table), sms).cluster == cluster
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

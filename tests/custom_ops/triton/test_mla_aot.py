@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 import aot
 import launched
 from op_inputs.latent_writes import make_latent_writes
+from op_inputs.up_projections import make_up_projections
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes
@@ -132,6 +133,18 @@ def test_rope_write_latent_compiles(target: str, dtype: torch.dtype, tokens: int
         found = aot.resources(launched.compile_launch(launches[0], target))
         assert found["spilled"] == 0, found
         assert found["shared"] <= aot.SHARED_LIMIT[target], found
+
+
+@pytest.mark.slow_cases(but=("sm_90-*",))
+@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_up_project_values_compiles(target: str, tokens: int) -> None:
+    sizes = {"num_tokens": tokens, "num_heads": 16, "rank": 512, "width": 128}
+    with launched.recorded(target) as launches:
+        BACKEND_OPS["triton"].up_project_values(**make_up_projections(**sizes, dtype=torch.bfloat16))
+    found = aot.resources(launched.compile_launch(launches[0], target))
+    assert found["spilled"] == 0, found
+    assert found["shared"] <= aot.SHARED_LIMIT[target], found
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from op_inputs.latent import (
     selected,
 )
 from op_inputs.latent_writes import LATENT_WRITES, assert_latent_write_close, latents_of, make_latent_writes
+from op_inputs.up_projections import UP_PROJECTIONS, assert_up_projection_close
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
@@ -203,6 +204,12 @@ def test_write_rows_of_fp8(rank: int, rope: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rope_write_latent(dtype: torch.dtype, case: str) -> None:
     assert_latent_write_close(TRITON, make_latent_writes(**LATENT_WRITES[case], dtype=dtype))
+
+
+@pytest.mark.parametrize("case", UP_PROJECTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_up_project_values(dtype: torch.dtype, case: str) -> None:
+    assert_up_projection_close(TRITON, **UP_PROJECTIONS[case], dtype=dtype)
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3", "without_norm"])

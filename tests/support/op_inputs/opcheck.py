@@ -52,6 +52,7 @@ def opcheck_cases(
     rows = latents.k_cache.nan_to_num_(0.5)
     latent = (latents.q, rows, latents.block_table, latents.seq_lens, latents.query_start_loc)
     positions = torch.arange(latents.q.shape[0] * 3, dtype=torch.int32, device=device).view(-1, 3) % 40 - 1
+    up_values = torch.randn(latents.q.shape[1], 12, latents.q.shape[2], device=device).to(dtype)
     index_pool, index_weights = rows[..., :16].contiguous(), torch.ones_like(latents.q[..., 0]).float()
     columns = latents.block_table.shape[1] * rows.shape[1]
     index_logits = index_weights[:, :1].repeat(1, columns)
@@ -129,6 +130,11 @@ def opcheck_cases(
             {},
         ),
         "rope_latent": ("rope_write_latent", (), latent_writes),
+        "up_project": (
+            "up_project_values",
+            (latents.q, up_values, torch.zeros_like(latents.q[..., :12])),
+            {},
+        ),
         "conv": ("causal_conv", (), conv),
         "conv_gated": ("causal_conv", (), conv_gated),
         "delta": ("linear_attention", (), delta),

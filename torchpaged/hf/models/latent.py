@@ -137,7 +137,8 @@ class LatentLayer(PagedLayer):
             causal=made.causal,
             indices=made.indices,
         )
-        values = torch.einsum("thr,hvr->thv", made.out, up_values)
+        values = made.out.new_empty(*made.out.shape[:2], up_values.shape[1])
+        self.owner.backend.ops.up_project_values(made.out, up_values, values)
         if call.sinks is not None and made.lse is not None:  # a logit more in the sum, and no value
             values = values * torch.sigmoid(made.lse - call.sinks.float())[..., None].to(values.dtype)
         return values.view(batch, query_len, num_heads, -1)

@@ -83,9 +83,11 @@ def make_app(generator: Generator, name: str) -> Any:
     async def answer(request: Request, chat: bool) -> Response:
         try:
             body = await request.json()
-            streams, prompt = bool(body.get("stream")), prompt_of(body, generator.tokenizer, chat)
+            if (streams := body.get("stream")) not in (None, False, True):
+                raise ArgumentError("stream", "true or false", repr(streams))
+            prompt = prompt_of(body, generator.tokenizer, chat)
             request_id = await asyncio.to_thread(generator.submit, prompt, sampling_of(body))
-        except (ValueError, TypeError, AttributeError) as error:  # an ArgumentError is a ValueError
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:  # ArgumentErrors, too
             return refusal(error, 400)
         except TorchpagedError as error:
             return refusal(error, 503)

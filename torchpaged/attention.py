@@ -56,7 +56,8 @@ class PagedAttention(BackendModule):
         scale: softmax scale; default ``head_dim ** -0.5``.
         window_size: ``(left, right)`` keys visible besides the own one; -1 = open.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
-        alibi_slopes: ``[num_heads]`` numbers; a buffer of the module.
+        alibi_slopes: ``[num_heads]`` numbers; a buffer of the module. The score of a key gets slope * (key
+            position - query position), which is no penalty for keys behind the query.
         sinks: ``[num_heads]`` logits; a buffer of the module, in its dtype.
         head_dim_v: width of values; default ``head_dim``.
         causal: hide keys after the query.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from nonfinite import INF, NAN, assert_as_expected, poke
 
+from torchpaged.backends import get_backend
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.testing import ATTENTION_VARIANTS, BatchSpec, make_batch, run_paged_attention
 
@@ -85,6 +86,17 @@ def test_scores_that_are_all_infinite(backend: str, spec: str, dtype: torch.dtyp
         for position in range(37):
             poke(batch, "k", value, 1, position, 1, 3)
         assert_as_expected(run_paged_attention(BACKEND_OPS[backend], batch), batch, exact=backend in EXACT)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="not a kernel of Triton's")
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+def test_a_bad_number_in_torch_sdpa(spec: str, what: str) -> None:
+    for value in (NAN, INF):
+        batch = make_batch(SPECS[spec], head_dim=16, block_size=8, num_heads=4, num_kv_heads=2)
+        poke(batch, what, value, 1, 36, 1, 5)
+        got = run_paged_attention(get_backend("torch_sdpa").ops, batch)
+        assert_as_expected(got, batch, exact=False)
 
 
 @pytest.mark.usefixtures("native")

@@ -18,6 +18,7 @@ from engine_requests import (
 
 from torchpaged import ArgumentError
 from torchpaged.engine import SamplingParams
+from torchpaged.engine.prompts import prompt_ids
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)  # a hang is a failure
@@ -109,6 +110,11 @@ def test_bad_prompts_are_refused_before_anything_is_queued(faulty: Any, want: li
     prompts = [torch.tensor(PROMPTS[0]), numpy.array(PROMPTS[2])]
     assert tokens_of(generator.generate(prompts, [EACH[0], EACH[2]])) == [want[0], want[2]]
     assert_unharmed(generator, want)
+
+
+def test_text_that_no_tokenizer_takes_is_named() -> None:
+    with pytest.raises(ArgumentError, match="^prompt: expected text in UTF-8"):
+        prompt_ids("half \ud800", lambda text: {"input_ids": [1]}, 99)
 
 
 def test_one_string_is_one_prompt(faulty: Any) -> None:

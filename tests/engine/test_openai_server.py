@@ -105,6 +105,7 @@ def test_clients_side_by_side(client: Any, want: list[int]) -> None:
         {"prompt": "5", "temperature": -1},
         {"prompt": "5", "logit_bias": {"1": 5}},
         {"prompt": "5", "n": 2},
+        {"prompt": "5", "stream": "false"},
         {"prompt": "5 " * 64},
         [1],
     ],

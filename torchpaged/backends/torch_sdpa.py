@@ -126,6 +126,7 @@ def _by_hand(
     total = torch.logsumexp(s, -1, keepdim=True)
     if scores.sinks is not None:
         total = torch.logaddexp(total, scores.sinks.float().view(-1, 1, 1))
+    total = total.masked_fill(total == float("inf"), float("nan"))  # as everywhere: docs/ops.md
     sees = seen.any(-1, keepdim=True)
     y = torch.matmul(torch.exp(s - total).masked_fill(~sees, 0.0), v.float()).to(q.dtype)
     return y, total.masked_fill(~sees, float("-inf"))[..., 0]

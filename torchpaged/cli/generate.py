@@ -25,6 +25,7 @@ from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, RequestError
 from torchpaged.engine import Generator, RequestOutput, SamplingParams
+from torchpaged.engine.prompts import require_text
 from torchpaged.profiling.kernel_report import KernelReport, report_table
 from torchpaged.profiling.kernel_report.attribute import kernels_of_generation
 from torchpaged.profiling.kernel_report.trace import module_ranges, read_trace
@@ -44,7 +45,7 @@ def check_options(settings: Settings) -> SamplingParams:
         check_writable(settings.profile, "--profile")
     sampling = SamplingParams(**settings.sampling)
     for text in sampling.stop:
-        _require_text("--stop", text)
+        require_text("--stop", text)
     requested_name(settings.place.type, settings.backend)
     return sampling
 
@@ -219,16 +220,10 @@ def _kernels(path: str, model: Any, generator: Generator) -> dict[str, KernelRep
     )
 
 
-def _require_text(name: str, text: str) -> None:
-    """Bytes that are no UTF-8 come from the shell as halves of surrogate pairs."""
-    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise ArgumentError(name, "text in UTF-8", repr(text))
-
-
 def _prompt(prompt: str, tokenizer: Any, settings: Settings) -> list[int]:
     if not prompt:
         raise ArgumentError("prompt", "text", "an empty string")
-    _require_text("prompt", prompt)
+    require_text("prompt", prompt)
     if settings.chat and not getattr(tokenizer, "chat_template", None):
         raise ArgumentError("--chat", "a model with a chat template", "none", "leave --chat out")
     with reading(settings.model, "a chat template" if settings.chat else "a tokenizer"):

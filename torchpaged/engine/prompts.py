@@ -47,11 +47,24 @@ def list_sampling(sampling: Any, count: int) -> list[SamplingParams]:
     return [SamplingParams() if params is None else params for params in each]
 
 
+def require_text(name: str, text: str) -> None:
+    """Refuse halves of surrogate pairs, which are no text: bytes of a shell, or of JSON, that are no UTF-8.
+
+    Raises:
+        ArgumentError: of the argument ``name``.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(name, "text in UTF-8", shown(text)) from error
+
+
 def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bool = False) -> array[int]:
     """As `token_ids`, of text too, by ``tokenizer``.
 
     Raises:
-        ArgumentError: as `token_ids`, or there is no tokenizer for a text, or for what ``needs_tokenizer``.
+        ArgumentError: as `token_ids` and `require_text`, or there is no tokenizer for a text, or for what
+            ``needs_tokenizer``.
     """
     if (isinstance(prompt, str) or needs_tokenizer) and tokenizer is None:
         raise ArgumentError(
@@ -60,7 +73,10 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bo
             "None",
             "make Generator(model, tokenizer), or give token ids",
         )
-    return token_ids(tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt, vocab_size)
+    if isinstance(prompt, str):
+        require_text("prompt", prompt)
+        prompt = tokenizer(prompt)["input_ids"]
+    return token_ids(prompt, vocab_size)
 
 
 def token_ids(prompt: Any, vocab_size: int) -> array[int]:

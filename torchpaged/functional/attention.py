@@ -70,7 +70,8 @@ def paged_attention(
         causal: hide keys after the query.
         window_size: ``(left, right)`` keys visible besides the own one; -1 = open.
         logits_soft_cap: scores become ``cap * tanh(score / cap)``; None or 0 = off.
-        alibi_slopes: ``[num_heads]`` float32.
+        alibi_slopes: ``[num_heads]`` float32; the score of a key gets slope * (key position - query
+            position), which is no penalty for keys behind the query.
         sinks: ``[num_heads]``, one logit per head that takes part in the softmax without a value.
         q_scale: float32 ``[1]`` or ``[num_kv_heads]``, for queries of fp8, what they were divided by. It is
             multiplied into ``k_scale`` at every call; for many calls pass the product as ``k_scale``.

@@ -1,5 +1,5 @@
-"""The ops of the ``torchpaged`` namespace: defined, implemented and handed out here; a family's folder has
-its ``schema.py``.
+"""The ops of the ``torchpaged`` namespace: defined, implemented and handed out here. Which there are:
+families.py.
 
 Each op has one *overload* per backend, all with the same schema and the same meaning::
 
@@ -45,39 +45,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchpaged.custom_ops import launches, native
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
-from torchpaged.custom_ops.attention.fake import FAKES as ATTENTION_FAKES
-from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
-from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
-from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
-from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
-from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
 from torchpaged.custom_ops.callers_modes import apart_from_modes
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.experts.call import ExpertsCall, RouteCall
-from torchpaged.custom_ops.experts.fake import FAKES as EXPERTS_FAKES
-from torchpaged.custom_ops.experts.schema import SCHEMAS as EXPERTS
-from torchpaged.custom_ops.indexer.call import IndexCall
-from torchpaged.custom_ops.indexer.fake import FAKES as INDEXER_FAKES
-from torchpaged.custom_ops.indexer.schema import SCHEMAS as INDEXER
-from torchpaged.custom_ops.layers.call import LinearCall, NormCall
-from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
-from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
-from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
-from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
-from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
-from torchpaged.custom_ops.state.call import (
-    ConvCall,
-    DeltaStepCall,
-    GatedNormCall,
-    GatesCall,
-    LinearAttentionCall,
-)
-from torchpaged.custom_ops.state.fake import FAKES as STATE_FAKES
-from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
-from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
-from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
-from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
+from torchpaged.custom_ops.families import FAMILIES, Family
 from torchpaged.custom_ops.words import one_line
 
 # kept for the life of the process: dropping it deregisters the ops
@@ -87,62 +57,10 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 #: Overload names, i.e. the backends that have kernels of their own. "" is the device's default kernel.
 OVERLOADS = ("", "reference", "cpu", "triton", "cuda")
 
-_SCHEMAS = {
-    "attention": ATTENTION,
-    "cache_write": CACHE_WRITE,
-    "block_ops": BLOCK_OPS,
-    "step_end": STEP_END,
-    "layers": LAYERS,
-    "experts": EXPERTS,
-    "mla": MLA,
-    "indexer": INDEXER,
-    "state": STATE,
-}
-#: The family that an op belongs to: its folder.
-_FAMILY = {op: family for family, schemas in _SCHEMAS.items() for op in schemas}
-SCHEMAS = {op: text for family in _SCHEMAS.values() for op, text in family.items()}
-
-#: What makes an op's record out of its flat arguments; the Python functions behind these ops take it alone.
-_RECORDS: dict[str, Callable[..., Any]] = {
-    "paged_attention": AttentionCall.of,
-    "cascade_attention": CascadeCall.of,
-    "merge_attn_states": MergeCall,
-    "mla_attention": LatentCall.of,
-    "rope_write_latent": LatentWriteCall,
-    "index_logits": IndexCall,
-    "write_kv": WriteCall,
-    "rope_write_kv": RotatedWriteCall,
-    "advance_step": AdvanceCall,
-    "sample_tokens": SampleCall,
-    "accept_tokens": AcceptCall,
-    "finish_step": FinishCall.of,
-    "rms_norm": NormCall,
-    "linear": LinearCall,
-    "route_experts": RouteCall,
-    "apply_experts": ExpertsCall,
-    "causal_conv": ConvCall,
-    "linear_attention": LinearAttentionCall,
-    "delta_gates": GatesCall,
-    "gated_rms_norm": GatedNormCall,
-    "delta_step": DeltaStepCall,
-}
-
-#: Ops with a native C++ kernel. The others run their reference on a CPU, as the default and as the
-#: .cpu overload, but for those of `_IN_PYTHON`.
-NATIVE_OPS = frozenset(
-    {
-        "write_kv",
-        "paged_attention",
-        "merge_attn_states",
-        "copy_blocks",
-        "advance_step",
-        "causal_conv",
-        "linear_attention",
-    }
-)
-
-#: Ops that a file ``cpu.py`` of their family makes of native ones, or of torch's.
-_IN_PYTHON = frozenset({"mla_attention", "write_latent", "delta_step", "apply_experts"})
+SCHEMAS = {op: schema for family in FAMILIES for op, schema in family.schemas.items()}
+_FAMILY = {op: family for family in FAMILIES for op in family.schemas}
+#: Ops with a native C++ kernel.
+NATIVE_OPS = frozenset(op for family in FAMILIES for op in family.native)
 
 
 class BackendOps(NamedTuple):
@@ -184,19 +102,20 @@ class BackendOps(NamedTuple):
 # -------------------------------------------------------------------------------------------- implementations
 def _recorded(op: str, function: Callable[..., None]) -> Callable[..., None]:
     """``function`` as the dispatcher calls it, with flat arguments."""
-    record = _RECORDS.get(op)
+    record = _FAMILY[op].records.get(op)
     return function if record is None else lambda *args, **kwargs: function(record(*args, **kwargs))
 
 
-def _lazy(module: str, function: str, of_torch: bool = False) -> Any:
-    """A kernel whose module is imported at its first launch, so that importing torchpaged stays light;
-    ``of_torch``: it consists of torch's ops."""
+def _lazy(op: str, file: str, of_torch: bool = False) -> Any:
+    """The function ``op`` of a file of its family. The file is imported at the first launch, so that
+    importing torchpaged stays light; ``of_torch``: it consists of torch's ops."""
+    module = f"torchpaged.custom_ops.{_FAMILY[op].folder}.{file}"
     cached: Any = None
 
     def launch(*args: Any, **kwargs: Any) -> None:
         nonlocal cached
         if cached is None:
-            cached = _recorded(function, getattr(importlib.import_module(module), function))
+            cached = _recorded(op, getattr(importlib.import_module(module), op))
             cached = apart_from_modes(cached) if of_torch else cached
         device = args[0].device
         foreign = device.type == "cuda" and device.index != torch.cuda.current_device()
@@ -206,35 +125,19 @@ def _lazy(module: str, function: str, of_torch: bool = False) -> Any:
                     # Python kernels get no device guard from the dispatcher
                     stack.enter_context(torch.cuda.device(device))
                 if launches.around is not None:
-                    stack.enter_context(launches.around(function, args))
+                    stack.enter_context(launches.around(op, args))
                 cached(*args, **kwargs)
             return
         cached(*args, **kwargs)
 
-    launch.__name__ = function
+    launch.__name__ = op
     return launch
-
-
-_CUDA_OPS = frozenset(
-    {
-        "paged_attention",
-        "linear",
-        "cascade_attention",
-        "mla_attention",
-        "index_logits",
-        "top_k_indices",
-        "linear_attention",
-        "delta_step",
-    }
-)
 
 
 def _of_this_gpu(op: str) -> Any:
     """The default kernel on a GPU: what the backend "auto" runs there, ``cuda`` if its compiler is here and
     ``triton`` if not."""
-    kernels = {
-        name: _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.{name}.{op}", op) for name in ("cuda", "triton")
-    }
+    kernels = {name: _lazy(op, f"{name}.{op}") for name in ("cuda", "triton")}
     chosen: Any = None
 
     def launch(*args: Any, **kwargs: Any) -> None:
@@ -248,53 +151,44 @@ def _of_this_gpu(op: str) -> Any:
     return launch
 
 
-def _reference(op: str) -> Any:
-    return _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.reference", op, of_torch=True)
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     """The fake kernel of an op without facts to state."""
 
 
-_FAMILY_FAKES = (
-    ATTENTION_FAKES,
-    CACHE_WRITE_FAKES,
-    STEP_END_FAKES,
-    LAYERS_FAKES,
-    MLA_FAKES,
-    STATE_FAKES,
-    INDEXER_FAKES,
-    EXPERTS_FAKES,
-)
 #: Of each op that has facts to state, what a trace runs in its place, with flat arguments.
-FAKES = {op: _recorded(op, fake) for fakes in _FAMILY_FAKES for op, fake in fakes.items()}
+FAKES = {op: _recorded(op, fake) for family in FAMILIES for op, fake in family.fakes.items()}
 
 
 def _register() -> None:
-    for op, schema in SCHEMAS.items():
-        for overload in OVERLOADS:
-            name = f"{op}.{overload}" if overload else op
-            LIBRARY.define(name + schema, tags=_TAGS)
-            torch.library.register_fake(f"torchpaged::{name}", FAKES.get(op, _nothing), lib=LIBRARY)
-        reference = _reference(op)
-        triton = _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.triton.{op}", op)
-        LIBRARY.impl(f"{op}.reference", reference, "CompositeExplicitAutograd")
-        LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
-        cuda = _lazy(f"torchpaged.custom_ops.{_FAMILY[op]}.cuda.{op}", op) if op in _CUDA_OPS else triton
-        LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
-        LIBRARY.impl(op, _of_this_gpu(op) if op in _CUDA_OPS else triton, "CUDA")
-    # Registers the default and the .cpu overload of these for the CPU key.
-    loaded = native.load({op: SCHEMAS[op] for op in NATIVE_OPS})
     for op in SCHEMAS:
-        reference = _reference(op)
-        if not loaded:
-            LIBRARY.impl(op, native.raise_absent if native.wrong else reference, "CPU")
-            LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
-        elif op not in NATIVE_OPS:
-            module = f"torchpaged.custom_ops.{_FAMILY[op]}.cpu"
-            kernel = _lazy(module, op, of_torch=True) if op in _IN_PYTHON else reference
-            LIBRARY.impl(op, kernel, "CPU")
-            LIBRARY.impl(f"{op}.cpu", kernel, "CPU")
+        _define(op)
+    has_native = native.load({op: SCHEMAS[op] for op in NATIVE_OPS})
+    for family in FAMILIES:
+        for op in family.schemas:
+            _implement(op, family, has_native)
+
+
+def _define(op: str) -> None:
+    for overload in OVERLOADS:
+        name = f"{op}.{overload}" if overload else op
+        LIBRARY.define(name + SCHEMAS[op], tags=_TAGS)
+        torch.library.register_fake(f"torchpaged::{name}", FAKES.get(op, _nothing), lib=LIBRARY)
+
+
+def _implement(op: str, family: Family, has_native: bool) -> None:
+    reference, triton = _lazy(op, "reference", of_torch=True), _lazy(op, f"triton.{op}")
+    cuda, of_this_gpu = (_lazy(op, f"cuda.{op}"), _of_this_gpu(op)) if op in family.cuda else (triton, triton)
+    LIBRARY.impl(f"{op}.reference", reference, "CompositeExplicitAutograd")
+    LIBRARY.impl(f"{op}.triton", triton, "CompositeExplicitAutograd")
+    LIBRARY.impl(f"{op}.cuda", cuda, "CompositeExplicitAutograd")
+    LIBRARY.impl(op, of_this_gpu, "CUDA")
+    if not has_native:
+        LIBRARY.impl(op, native.raise_absent if native.wrong else reference, "CPU")
+        LIBRARY.impl(f"{op}.cpu", native.raise_absent, "CompositeExplicitAutograd")
+    elif op not in family.native:  # of these the library itself registers both
+        kernel = _lazy(op, "cpu", of_torch=True) if op in family.on_native else reference
+        LIBRARY.impl(op, kernel, "CPU")
+        LIBRARY.impl(f"{op}.cpu", kernel, "CPU")
 
 
 _register()

@@ -14,7 +14,7 @@ from op_inputs.opcheck import assert_as_reference, opcheck_cases
 import torchpaged
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS, native_status
-from torchpaged.custom_ops.registry import NATIVE_OPS
+from torchpaged.custom_ops.families import FAMILIES
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
@@ -123,7 +123,7 @@ def test_strided_queries_and_outputs() -> None:
 
 
 #: On a CPU all overloads of the other ops run one function.
-SEVERAL = NATIVE_OPS | {"mla_attention", "write_latent", "delta_step"}
+SEVERAL = {op for family in FAMILIES for op in (*family.native, *family.on_native)}
 
 
 @pytest.mark.parametrize(

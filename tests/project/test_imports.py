@@ -309,8 +309,8 @@ def test_kernels_and_references_are_reached_through_ops() -> None:
         source, target = place(arrow.source), place(arrow.target)
         shared = arrow.target.removeprefix(f"{OPS}.").split(".")[0]
         if source is None:
-            from_registry = (
-                arrow.source == f"{OPS}.registry"
+            from_families = (
+                arrow.source == f"{OPS}.families"
                 and target is not None
                 and target[1] in ("schema", "fake", "call")
             )
@@ -318,7 +318,7 @@ def test_kernels_and_references_are_reached_through_ops() -> None:
                 (f"{OPS}.{shared}.", f"{OPS}.triton.")
             )
             asks_compiler = arrow == Arrow(f"{OPS}.registry", f"{OPS}.cuda.jit", True)
-            fine = from_registry or asks_compiler or (target is None and not of_kernels)
+            fine = from_families or asks_compiler or (target is None and not of_kernels)
         else:
             own, folders = PARTS[source[1]]
             if target is not None:

@@ -1,0 +1,131 @@
+"""The ops, family by family: schemas, records, fake kernels, and which kernels there are. registry.py
+registers them; a family's folder has its ``schema.py``, ``call.py`` and ``fake.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
+from torchpaged.custom_ops.attention.fake import FAKES as ATTENTION_FAKES
+from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
+from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS
+from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
+from torchpaged.custom_ops.cache_write.fake import FAKES as CACHE_WRITE_FAKES
+from torchpaged.custom_ops.cache_write.schema import SCHEMAS as CACHE_WRITE
+from torchpaged.custom_ops.experts.call import ExpertsCall, RouteCall
+from torchpaged.custom_ops.experts.fake import FAKES as EXPERTS_FAKES
+from torchpaged.custom_ops.experts.schema import SCHEMAS as EXPERTS
+from torchpaged.custom_ops.indexer.call import IndexCall
+from torchpaged.custom_ops.indexer.fake import FAKES as INDEXER_FAKES
+from torchpaged.custom_ops.indexer.schema import SCHEMAS as INDEXER
+from torchpaged.custom_ops.layers.call import LinearCall, NormCall
+from torchpaged.custom_ops.layers.fake import FAKES as LAYERS_FAKES
+from torchpaged.custom_ops.layers.schema import SCHEMAS as LAYERS
+from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
+from torchpaged.custom_ops.mla.fake import FAKES as MLA_FAKES
+from torchpaged.custom_ops.mla.schema import SCHEMAS as MLA
+from torchpaged.custom_ops.state.call import (
+    ConvCall,
+    DeltaStepCall,
+    GatedNormCall,
+    GatesCall,
+    LinearAttentionCall,
+)
+from torchpaged.custom_ops.state.fake import FAKES as STATE_FAKES
+from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
+from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
+from torchpaged.custom_ops.step_end.fake import FAKES as STEP_END_FAKES
+from torchpaged.custom_ops.step_end.schema import SCHEMAS as STEP_END
+
+
+class Family(NamedTuple):
+    """The ops of a folder. Each has a reference and a Triton kernel there.
+
+    Attributes:
+        folder: its name.
+        schemas: op -> schema.
+        fakes: op -> its fake kernel, of ops that have facts to state.
+        records: op -> what makes its record out of its flat arguments. The Python functions behind these ops
+            take the record alone, fakes included.
+        cuda: ops with a kernel in CUDA C++.
+        native: ops with a native C++ kernel for CPUs.
+        on_native: ops that the folder's ``cpu.py`` makes of native ones. On a CPU all others run their
+            reference, as the default and as the ``.cpu`` overload.
+    """
+
+    folder: str
+    schemas: Mapping[str, str]
+    fakes: Mapping[str, Callable[..., None]]
+    records: Mapping[str, Callable[..., Any]]
+    cuda: tuple[str, ...] = ()
+    native: tuple[str, ...] = ()
+    on_native: tuple[str, ...] = ()
+
+
+FAMILIES = (
+    Family(
+        "attention",
+        ATTENTION,
+        ATTENTION_FAKES,
+        {
+            "paged_attention": AttentionCall.of,
+            "cascade_attention": CascadeCall.of,
+            "merge_attn_states": MergeCall,
+        },
+        cuda=("paged_attention", "cascade_attention"),
+        native=("paged_attention", "merge_attn_states"),
+    ),
+    Family(
+        "cache_write",
+        CACHE_WRITE,
+        CACHE_WRITE_FAKES,
+        {"write_kv": WriteCall, "rope_write_kv": RotatedWriteCall},
+        native=("write_kv",),
+    ),
+    Family("block_ops", BLOCK_OPS, {}, {}, native=("copy_blocks",)),
+    Family(
+        "step_end",
+        STEP_END,
+        STEP_END_FAKES,
+        {
+            "advance_step": AdvanceCall,
+            "sample_tokens": SampleCall,
+            "accept_tokens": AcceptCall,
+            "finish_step": FinishCall.of,
+        },
+        native=("advance_step",),
+    ),
+    Family("layers", LAYERS, LAYERS_FAKES, {"rms_norm": NormCall, "linear": LinearCall}, cuda=("linear",)),
+    Family("experts", EXPERTS, EXPERTS_FAKES, {"route_experts": RouteCall, "apply_experts": ExpertsCall}),
+    Family(
+        "mla",
+        MLA,
+        MLA_FAKES,
+        {"mla_attention": LatentCall.of, "rope_write_latent": LatentWriteCall},
+        cuda=("mla_attention",),
+        on_native=("mla_attention", "write_latent"),
+    ),
+    Family(
+        "indexer",
+        INDEXER,
+        INDEXER_FAKES,
+        {"index_logits": IndexCall},
+        cuda=("index_logits", "top_k_indices"),
+    ),
+    Family(
+        "state",
+        STATE,
+        STATE_FAKES,
+        {
+            "causal_conv": ConvCall,
+            "linear_attention": LinearAttentionCall,
+            "delta_gates": GatesCall,
+            "gated_rms_norm": GatedNormCall,
+            "delta_step": DeltaStepCall,
+        },
+        cuda=("linear_attention", "delta_step"),
+        native=("causal_conv", "linear_attention"),
+        on_native=("delta_step",),
+    ),
+)

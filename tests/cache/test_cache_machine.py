@@ -10,7 +10,7 @@ from cache_machine import run_machines
 
 from torchpaged import ArgumentError
 from torchpaged.cache import BlockPool, PrefixCache
-from torchpaged.cache.eviction import IdleBlocks
+from torchpaged.cache.idle_blocks import IdleBlocks
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.cache.runs import Runs

@@ -11,7 +11,7 @@ import pytest
 
 from torchpaged import ArgumentError, BlockPool
 from torchpaged.cache import LRU, EvictionPolicy, Pin, PrefixCache
-from torchpaged.cache.eviction import IdleBlocks
+from torchpaged.cache.idle_blocks import IdleBlocks
 
 
 class LeastUsed:
@@ -41,7 +41,7 @@ class LeastUsed:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr("torchpaged.cache.eviction.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("torchpaged.cache.idle_blocks.time.monotonic", lambda: now[0])
     return now
 
 
@@ -339,7 +339,7 @@ def test_pins_that_cannot_be(asked: dict[str, Any], match: str) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_any_order_of_operations(seed: int, clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a model that keeps lists and looks through all of them."""
-    monkeypatch.setattr("torchpaged.cache.eviction._MOST_STALE", 3)
+    monkeypatch.setattr("torchpaged.cache.idle_blocks._MOST_STALE", 3)
     draw, held = random.Random(seed), set(range(1, 12))
     idle = IdleBlocks(None, dict.fromkeys(held), held)
     left: list[int] = []  # idle, longest left first

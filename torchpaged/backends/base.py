@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.session import Limits, Session
+from torchpaged.backends.limits import Limits
+from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.errors import ArgumentError

@@ -19,7 +19,8 @@ from collections.abc import Callable, Sequence
 from itertools import filterfalse, repeat
 from typing import Any
 
-from torchpaged.cache.eviction import EvictionPolicy, IdleBlocks, Pin
+from torchpaged.cache.eviction import EvictionPolicy, Pin
+from torchpaged.cache.idle_blocks import IdleBlocks
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError
 from torchpaged.custom_ops.words import counted

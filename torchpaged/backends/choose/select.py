@@ -17,7 +17,8 @@ from torchpaged.backends.capabilities import Planning
 from torchpaged.backends.choose.names import backends_with, get_backend, requested
 from torchpaged.backends.choose.order import order_of, platform_of
 from torchpaged.backends.choose.route import Route, route_of
-from torchpaged.backends.session import Limits, Session
+from torchpaged.backends.limits import Limits
+from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError

@@ -14,8 +14,12 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype, expect_rows
 
 
-def check_batch(block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor) -> dict[str, Tensor]:
+def check_batch(
+    block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, max_query_len: int
+) -> dict[str, Tensor]:
     """Shapes, dtypes and strides of a batch's tensors; raises `ArgumentError`. Returns them by name."""
+    if max_query_len < 1:
+        raise ArgumentError("max_query_len", "at least 1", str(max_query_len))
     check_dims("block_table", block_table, None, None)
     check_dims("seq_lens", seq_lens, block_table.shape[0])
     check_dims("query_start_loc", query_start_loc, block_table.shape[0] + 1)

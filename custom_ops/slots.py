@@ -1,4 +1,4 @@
-"""Checks of slots, for every op that writes tokens into pools."""
+"""Checks of slots and positions, for every op that writes tokens into pools."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ def check_slots(slot_mapping: Tensor, cache: Tensor) -> None:
                 "the pool is too small or the block table wrong",
             )
         _check_distinct_slots(slot_mapping, cache.shape[1])
+
+
+def check_positions(positions: Tensor, cos_sin: Tensor) -> None:
+    """Each of ``positions`` has a row in ``cos_sin [max_position, rotary_dim]``; raises `ArgumentError`.
+    Looks only where values are read."""
+    if positions.numel() and reads_values(positions.device):
+        low, high = (int(x) for x in torch.aminmax(positions))
+        if low < 0 or high >= cos_sin.shape[0]:
+            raise ArgumentError(
+                "positions",
+                f"positions in [0, {cos_sin.shape[0]}), those of padding included",
+                f"values in [{low}, {high}]",
+                "give cos_sin more rows",
+            )
 
 
 def _are_few_good_slots(slot_mapping: Tensor, cache: Tensor) -> bool:

@@ -66,7 +66,7 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
     check_dims("out", out, q.shape[0], q.shape[1], v_cache.shape[3])
     _check_query_dtype(q, k_cache, fp8_queries)
     _check_results_dtype(call)
-    batch = check_batch(block_table, seq_lens, query_start_loc)
+    batch = check_batch(block_table, seq_lens, query_start_loc, call.max_query_len)
     check_last_dim(q=q, out=out)
     check_results(q, out, lse, k_cache=k_cache, v_cache=v_cache, **given(output_scale=call.output_scale))
     if call.alibi_slopes is not None:
@@ -108,8 +108,6 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
 
 
 def _check_numbers(call: AttentionCall) -> None:
-    if call.max_query_len < 1:
-        raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
     check_softmax(call.scale, call.logits_soft_cap)
     for name, size in (("window_left", call.window_left), ("window_right", call.window_right)):
         if size < -1:

@@ -14,12 +14,11 @@ from torchpaged.custom_ops.checks import (
     check_last_dim,
     check_tensor,
     overlap,
-    reads_values,
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS, INF, check_cache_dtype, check_pools
-from torchpaged.custom_ops.slots import check_slots
+from torchpaged.custom_ops.slots import check_positions, check_slots
 
 
 def check_write_kv(call: WriteCall) -> None:
@@ -86,12 +85,4 @@ def check_rope_write_kv(call: RotatedWriteCall) -> None:
                 "overlapping tensors",
                 "allocate it with torch.empty_like(q)",
             )
-    if positions.numel() and reads_values(k_cache.device):
-        low, high = (int(x) for x in torch.aminmax(positions))
-        if low < 0 or high >= cos_sin.shape[0]:
-            raise ArgumentError(
-                "positions",
-                f"positions in [0, {cos_sin.shape[0]}), those of padding included",
-                f"values in [{low}, {high}]",
-                "give cos_sin more rows",
-            )
+    check_positions(positions, cos_sin)

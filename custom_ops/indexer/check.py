@@ -61,15 +61,13 @@ def check_index_logits(call: IndexCall) -> None:
         raise ArgumentError("q", "at least one head", shape_of(q))
     _check_pool(q, "q", k_cache, call.k_scale)
     check_tensor("weights", weights, q.shape[:2], torch.float32)
-    batch = check_batch(block_table, seq_lens, query_start_loc)
+    batch = check_batch(block_table, seq_lens, query_start_loc, call.max_query_len)
     columns = block_table.shape[1] * k_cache.shape[1]
     check_tensor("logits", logits, (q.shape[0], columns), torch.float32)
     check_last_dim(q=q)
     check_device(k_cache.device, q=q, weights=weights, logits=logits, k_scale=call.k_scale, **batch)
     read = given(q=q, weights=weights, k_cache=k_cache, k_scale=call.k_scale)
     check_apart({"logits": logits}, read, "allocate logits with torch.empty")
-    if call.max_query_len < 1:
-        raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
     if reads_values(q.device):
         check_batch_values(q.shape[0], k_cache, block_table, seq_lens, query_start_loc, call.max_query_len)
 

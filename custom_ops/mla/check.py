@@ -23,7 +23,7 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, check_rows
 from torchpaged.custom_ops.pools import FLOATS, INF, check_scale
-from torchpaged.custom_ops.slots import check_slots
+from torchpaged.custom_ops.slots import check_positions, check_slots
 
 #: Of `rope_write_latent`: which numbers of a rotated part turn together, and where they are stored.
 ROTATIONS = ("halves", "pairs", "pairs_to_halves")
@@ -65,7 +65,7 @@ def check_mla_attention(call: LatentCall) -> None:
         check_rows(kv_cache, rank, width - rank)
     read = given(indices=call.indices, output_scale=call.output_scale)
     check_results(q, out, lse, kv_cache=kv_cache, **read)
-    batch = check_batch(block_table, seq_lens, query_start_loc)
+    batch = check_batch(block_table, seq_lens, query_start_loc, call.max_query_len)
     check_last_dim(q=q, out=out)
     check_device(kv_cache.device, q=q, out=out, lse=lse, **batch)
     if call.output_scale is not None:
@@ -73,8 +73,6 @@ def check_mla_attention(call: LatentCall) -> None:
         check_device(q.device, output_scale=call.output_scale)
     if call.indices is not None:
         _check_indices(call.indices, q)
-    if call.max_query_len < 1:
-        raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
     check_softmax(call.scale)
     if reads_values(q.device):
         check_batch_values(q.shape[0], kv_cache, block_table, seq_lens, query_start_loc, call.max_query_len)
@@ -147,15 +145,7 @@ def check_rope_write_latent(call: LatentWriteCall) -> None:
     check_own_elements("q_out", q_out)
     check_apart({"kv_cache": kv_cache}, {**read, "q_out": q_out}, "pass a copy: .clone()")
     check_apart({"q_out": q_out}, {**read, "kv_c": kv_c, "k_pe": k_pe}, "allocate it with torch.empty")
-    if positions.numel() and reads_values(kv_cache.device):
-        low, high = (int(x) for x in torch.aminmax(positions))
-        if low < 0 or high >= cos_sin.shape[0]:
-            raise ArgumentError(
-                "positions",
-                f"positions in [0, {cos_sin.shape[0]}), those of padding included",
-                f"values in [{low}, {high}]",
-                "give cos_sin more rows",
-            )
+    check_positions(positions, cos_sin)
 
 
 def check_up_project_values(latents: Tensor, up_values: Tensor, out: Tensor) -> None:

@@ -231,7 +231,8 @@ class PagedAttention(BackendModule):
             v_scale=pools.v_scale,
             **options,
         )
-        refuse_grad(query=query, key=key, value=value, output_scale=self.output_scale)
+        of_heads = {name: options[name] for name in ("sinks", "alibi_slopes", "output_scale")}
+        refuse_grad(query=query, key=key, value=value, **of_heads)
         workspace = self._checked(call, write, metadata) if eager else self._workspace
         require_dtype(query, self.session)
         prefixes = metadata.prefixes

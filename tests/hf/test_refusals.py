@@ -177,6 +177,13 @@ def test_grad_is_refused_and_training_without_a_cache_works() -> None:
     assert model.model.layers[0].self_attn.q_proj.weight.grad is not None
 
 
+def test_trained_sinks_are_refused() -> None:
+    model = paged("GptOss").requires_grad_(False)
+    model.model.layers[0].self_attn.sinks.requires_grad_()
+    with pytest.raises(ArgumentError, match="sinks: expected a tensor without grad"):
+        model(torch.randint(3, 99, (2, 6)), past_key_values=PagedCache(model.config, 2, 32))
+
+
 @pytest.mark.parametrize("trained", ["q_proj", "k_proj", "v_proj"])
 @pytest.mark.parametrize("dense", [False, True])
 def test_one_trained_projection_is_refused(trained: str, dense: bool) -> None:

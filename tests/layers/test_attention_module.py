@@ -375,6 +375,10 @@ def test_sinks_and_slopes_may_become_parameters() -> None:
     for name in ("sinks", "alibi_slopes"):
         setattr(module, name, nn.Parameter(numbers, requires_grad=False))
     torch.testing.assert_close(module(query, key, key, cache[0], metadata), want)
+    for name in ("sinks", "alibi_slopes"):
+        module.requires_grad_(False).get_parameter(name).requires_grad_(True)
+        with pytest.raises(ArgumentError, match=f"{name}: expected a tensor without grad"):
+            module(query, key, key, cache[0], metadata)
 
 
 def test_the_choice_follows_the_module() -> None:

@@ -120,7 +120,7 @@ def _refuse(
     layer: PagedLayer, call: LayerCall, dropout: float, bias: Tensor | None, kwargs: dict[str, Any]
 ) -> None:
     """What the paged path would get wrong. Only cheap host facts: this runs in every layer."""
-    refuse_grad(query=call.query)
+    refuse_grad(query=call.query, sinks=call.sinks)
     if bias is not None:
         raise UnsupportedModelError(
             f"{type(call.module).__name__} adds a position bias to its scores, which paged attention does "

@@ -1,6 +1,7 @@
-"""delta_step in one launch and by its parts, at the sizes of Qwen3.5-0.8B, Qwen3-Next and Kimi Linear.
+"""delta_step in one launch and by its parts, at the sizes of Qwen3.5-0.8B, Qwen3-Next and Kimi Linear, and
+mamba2_step likewise, at those of Granite 4.0 H 1B and Falcon-H1-1.5B.
 
-    PYTHONPATH=. python benchmarks/bench_delta_step.py [--batches 1 8 64 128] [--output FILE]
+    PYTHONPATH=. python benchmarks/bench_delta_step.py [--shapes NAMES] [--batches 1 8 64 128] [--output FILE]
 
 Both are compared with the reference first, then timed in turns, in graphs over several pools that are larger
 together than the L2 cache. ``us`` is of one call; ``gb_per_s`` counts each state read and written once. The
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.state.call import DeltaStepCall
+from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
-from torchpaged.custom_ops.state.triton.delta_step import run_parts
+from torchpaged.custom_ops.state.triton import delta_step, mamba2_step
 
 #: key heads, heads, numbers of a head's decay; all have heads of 128 x 128
 SHAPES = {"qwen3.5-0.8b": (16, 16, 1), "qwen3-next": (16, 32, 1), "kimi-linear": (32, 32, 128)}
+#: heads and rows of a head's state, which has 64 columns; one group
+MAMBA2 = {"granite4-h-1b": (48, 128), "falcon-h1-1.5b": (48, 256)}
 ROUND_BYTES, CALLS = 256 << 20, 8
 
 
@@ -57,18 +60,53 @@ def inputs(shape: str, rows: int, seed: int) -> dict[str, Any]:
     }
 
 
-def by_parts(**given: Any) -> None:
+def mamba2_inputs(shape: str, rows: int, seed: int) -> dict[str, Any]:
+    """Likewise, of Mamba 2."""
+    heads, key_dim = MAMBA2[shape]
+    make: dict[str, Any] = {"device": "cuda", "generator": torch.Generator("cuda").manual_seed(seed)}
+    bf16 = {**make, "dtype": torch.bfloat16}
+    values, channels = heads * 64, heads * 64 + 2 * key_dim
+    gate, x, dt = torch.randn(rows, values + channels + heads, **bf16).split([values, channels, heads], dim=1)
+    return {
+        "x": x,
+        "weight": torch.randn(channels, 4, **bf16) / 2,
+        "conv_state": torch.randn(rows + 1, 3, channels, **bf16),
+        "dt": dt,
+        "a_log": torch.rand(heads, **bf16),
+        "dt_bias": torch.randn(heads, **bf16),
+        "state": torch.randn(rows + 1, heads, key_dim, 64, **make),
+        "skip_weight": torch.rand(heads, **bf16),
+        "state_slots": (torch.randperm(rows, **make) + 1).int(),
+        "seq_lens": torch.full((rows,), 100, dtype=torch.int32, device="cuda"),
+        "query_start_loc": torch.arange(rows + 1, dtype=torch.int32, device="cuda"),
+        "out": torch.empty(rows, heads, 64, dtype=torch.bfloat16, device="cuda"),
+        "gate": gate.unflatten(1, (heads, 64)),
+        "semaphore": torch.zeros(rows, dtype=torch.int32, device="cuda"),
+    }
+
+
+def delta_by_parts(**given: Any) -> None:
     """The launches that a step was before."""
-    run_parts(DeltaStepCall(**given), linear_attention)
+    delta_step.run_parts(DeltaStepCall(**given), linear_attention)
+
+
+def mamba2_by_parts(**given: Any) -> None:
+    """Likewise, but for the norm."""
+    mamba2_step.run_parts(Mamba2StepCall(**given), linear_attention)
 
 
 def measure(shape: str, rows: int) -> dict[str, Any]:
     """One case: right first, then timed."""
-    state_bytes = rows * SHAPES[shape][1] * 128 * 128 * 4
-    sets = [inputs(shape, rows, seed) for seed in range(max(1, min(8, -(-ROUND_BYTES // state_bytes))))]
-    ways = {"one launch": BACKEND_OPS["cuda"].delta_step, "parts": by_parts}
+    op, make, by_parts = (
+        ("mamba2_step", mamba2_inputs, mamba2_by_parts)
+        if shape in MAMBA2
+        else ("delta_step", inputs, delta_by_parts)
+    )
+    state_bytes = make(shape, 1, 0)["state"][:1].nbytes * rows
+    sets = [make(shape, rows, seed) for seed in range(max(1, min(8, -(-ROUND_BYTES // state_bytes))))]
+    ways = {"one launch": getattr(BACKEND_OPS["cuda"], op), "parts": by_parts}
     want = {name: x.clone() if isinstance(x, Tensor) else x for name, x in sets[0].items()}
-    BACKEND_OPS["reference"].delta_step(**want)
+    getattr(BACKEND_OPS["reference"], op)(**want)
     row: dict[str, Any] = {"shape": shape, "batch": rows}
     for name, run in ways.items():
         got = {name: x.clone() if isinstance(x, Tensor) else x for name, x in sets[0].items()}
@@ -92,10 +130,11 @@ def measure(shape: str, rows: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=[*SHAPES, *MAMBA2])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 128])
     parser.add_argument("--output")
     args = parser.parse_args()
-    write_rows([measure(shape, rows) for shape in SHAPES for rows in args.batches], args.output)
+    write_rows([measure(shape, rows) for shape in args.shapes for rows in args.batches], args.output)
 
 
 if __name__ == "__main__":

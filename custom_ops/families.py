@@ -31,6 +31,7 @@ from torchpaged.custom_ops.state.call import (
     GatedNormCall,
     GatesCall,
     LinearAttentionCall,
+    Mamba2StepCall,
 )
 from torchpaged.custom_ops.state.fake import FAKES as STATE_FAKES
 from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
@@ -123,9 +124,10 @@ FAMILIES = (
             "delta_gates": GatesCall,
             "gated_rms_norm": GatedNormCall,
             "delta_step": DeltaStepCall,
+            "mamba2_step": Mamba2StepCall,
         },
-        cuda=("linear_attention", "delta_step"),
+        cuda=("linear_attention", "delta_step", "mamba2_step"),
         native=("causal_conv", "linear_attention"),
-        on_native=("delta_step",),
+        on_native=("delta_step", "mamba2_step"),
     ),
 )

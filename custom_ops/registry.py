@@ -89,6 +89,7 @@ class BackendOps(NamedTuple):
     delta_gates: Any
     gated_rms_norm: Any
     delta_step: Any
+    mamba2_step: Any
     write_index_keys: Any
     index_logits: Any
     top_k_indices: Any

@@ -263,6 +263,17 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             case="cuda, on Hopper",
         ),
     ),
+    "mamba2_step": (
+        Launch(
+            "mamba2_step.cu:mamba2_step",
+            True,
+            ("conv_state", "state", "out"),
+            "start",
+            ("weight", "bias"),
+            case="cuda, on Hopper",
+        ),
+        Launch("mamba2_step.py:skip_and_gate_kernel", True, ("out",), "wait", case="its last part elsewhere"),
+    ),
     "linear_attention": (
         Launch("linear_decode.py:linear_decode_kernel", False, ("state", "out"), waits="launch"),
         Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),

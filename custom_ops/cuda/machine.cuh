@@ -240,6 +240,13 @@ __device__ __forceinline__ float4 ld_cluster_float4(u32 from) {
 __device__ __forceinline__ void red_release_cluster(u32 counter) {
   asm volatile("red.release.cluster.shared::cluster.add.u32 [%0], 1;" ::"r"(counter) : "memory");
 }
+// One more comes to a number that starts at 0; how many came before. The last one sees what the others wrote,
+// and what they read is read.
+__device__ __forceinline__ int count_arrival(int *semaphore) {
+  int before;
+  asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(semaphore) : "memory");
+  return before;
+}
 // a spin; decode.cu, where it stands, says who comes
 __device__ __forceinline__ void wait_for_count(const u32 *counter, u32 wanted) {
   u32 seen;

@@ -132,6 +132,59 @@ class DeltaStepCall(NamedTuple):
         )
 
 
+class Mamba2StepCall(NamedTuple):
+    """The arguments of ``mamba2_step``, with the schema's defaults."""
+
+    x: Tensor
+    weight: Tensor
+    conv_state: Tensor
+    dt: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    state: Tensor
+    skip_weight: Tensor
+    state_slots: Tensor
+    seq_lens: Tensor
+    query_start_loc: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    gate: Tensor | None = None
+    min_step: float = 0.0
+    max_step: float | None = None
+    semaphore: Tensor | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Of heads that share a key and a query."""
+        _, num_heads, key_dim, value_dim = self.state.shape
+        return (self.x.shape[1] - num_heads * value_dim) // (2 * key_dim)
+
+    def parts(self) -> tuple[ConvCall, GatesCall, LinearAttentionCall]:
+        """The calls that one after the other are this one but for skip and gate, over new memory between
+        them; ``v`` of the last is what is skipped."""
+        _, num_heads, key_dim, value_dim = self.state.shape
+        keys = self.num_groups * key_dim
+        exact = torch.float64 if self.x.dtype == torch.float64 else torch.float32
+        mixed = torch.empty_like(self.x, memory_format=torch.contiguous_format)
+        v, k, q = mixed.split([num_heads * value_dim, keys, keys], dim=-1)
+        v, k, q = (each.unflatten(-1, (-1, n)) for each, n in ((v, value_dim), (k, key_dim), (q, key_dim)))
+        g, beta = (torch.empty_like(self.dt, dtype=exact) for _ in range(2))
+        made = torch.empty_like(self.out, dtype=exact)
+        rows = self.state_slots, self.seq_lens, self.query_start_loc
+        steps: dict[str, Any] = {"min_step": self.min_step, "max_step": self.max_step}
+        return (
+            ConvCall(self.x, self.weight, self.conv_state, *rows, mixed, self.bias, activation="silu"),
+            GatesCall(self.dt[:, None], None, self.a_log, self.dt_bias, g, beta, **steps),
+            LinearAttentionCall(q, k, v, g, self.state, *rows, made, beta),
+        )
+
+    def end(self, attended: LinearAttentionCall) -> None:
+        """In torch: skip and gate of what the last of the parts gave."""
+        y, skip = attended.out, attended.v
+        y = y + self.skip_weight.to(y.dtype)[:, None] * skip.to(y.dtype)
+        self.out.copy_(y if self.gate is None else y * torch.nn.functional.silu(self.gate.to(y.dtype)))
+
+
 class Rows(NamedTuple):
     """What a batch's rows mean to a state.
 

@@ -21,7 +21,6 @@ from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.state.call import (
     ConvCall,
-    DeltaStepCall,
     GatedNormCall,
     GatesCall,
     LinearAttentionCall,
@@ -216,44 +215,3 @@ def check_gated_rms_norm(call: GatedNormCall) -> None:
     read = given(x=x, gate=gate, weight=weight, skip=skip, skip_weight=skip_weight)
     check_device(x.device, out=out, **read)
     check_apart({"out": out}, read, "allocate it with torch.empty")
-
-
-def check_delta_step(call: DeltaStepCall) -> None:
-    """Every argument of ``delta_step``; raises `ArgumentError` before anything is written."""
-    x, state, out, norm_weight = call.x, call.state, call.out, call.norm_weight
-    check_dims("x", x, None, None)
-    check_dims("state", state, None, None, None, None)
-    if min(state.shape) < 1:
-        raise ArgumentError("state", "at least one slot, head, row and column", shape_of(state))
-    _, num_heads, key_dim, value_dim = state.shape
-    keys, rest = divmod(x.shape[1] - num_heads * value_dim, 2 * key_dim)
-    if keys < 1 or rest or num_heads % keys:
-        raise ArgumentError(
-            "x",
-            f"queries and keys of {key_dim} and values of {value_dim} numbers, of {num_heads} heads or, of "
-            "queries and keys, of a number that divides it",
-            shape_of(x),
-        )
-    check_dims("out", out, x.shape[0], num_heads, value_dim)
-    check_dtype("out", out, x.dtype)
-    check_dims("a", call.a, x.shape[0], None, None)
-    if call.a.shape[1] * call.a.shape[2] not in (num_heads, num_heads * key_dim):
-        said = f"groups of {num_heads} or {num_heads * key_dim} numbers per token in all"
-        raise ArgumentError("a", said, shape_of(call.a))
-    check_dims("a_log", call.a_log, num_heads)
-    check_dims("norm_weight", norm_weight, *(state.shape[1:2] if norm_weight.dim() == 2 else ()), value_dim)
-    check_dtype("norm_weight", norm_weight, x.dtype, torch.float32)
-    check_last_dim(norm_weight=norm_weight)
-    conv, gates, attention, norm = call.parts()
-    check_causal_conv(conv)
-    check_delta_gates(gates)
-    check_linear_attention(attention)
-    check_gated_rms_norm(norm)
-    check_device(state.device, x=x, a=call.a)
-    read = given(
-        x=x, weight=call.weight, bias=call.bias, a=call.a, b=call.b, a_log=call.a_log, dt_bias=call.dt_bias
-    )
-    read |= {"gate": call.gate, "norm_weight": norm_weight}
-    check_apart({"conv_state": call.conv_state}, read | {"state": state, "out": out}, "pass a copy: .clone()")
-    check_apart({"state": state}, read | {"out": out}, "pass a copy: .clone()")
-    check_apart({"out": out}, read, "allocate out with torch.empty")

@@ -1,11 +1,11 @@
-"""delta_step on a CPU: the native kernels of its convolution and its state."""
+"""delta_step and mamba2_step on a CPU: the native kernels of their convolution and state."""
 
 from __future__ import annotations
 
 import torch
 
-from torchpaged.custom_ops.state.call import DeltaStepCall
-from torchpaged.custom_ops.state.check import check_delta_step
+from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
+from torchpaged.custom_ops.state.check_steps import check_delta_step, check_mamba2_step
 
 
 def delta_step(call: DeltaStepCall) -> None:
@@ -17,3 +17,14 @@ def delta_step(call: DeltaStepCall) -> None:
     ops.delta_gates.cpu(**gates)
     ops.linear_attention.cpu(**attention)
     ops.gated_rms_norm.cpu(**norm)
+
+
+def mamba2_step(call: Mamba2StepCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_mamba2_step(call)
+    ops = torch.ops.torchpaged
+    conv, gates, attention = call.parts()
+    ops.causal_conv.cpu(**conv._asdict())
+    ops.delta_gates.cpu(**gates._asdict())
+    ops.linear_attention.cpu(**attention._asdict())
+    call.end(attention)

@@ -13,6 +13,7 @@ from torchpaged.custom_ops.state.call import (
     GatedNormCall,
     GatesCall,
     LinearAttentionCall,
+    Mamba2StepCall,
 )
 
 
@@ -95,10 +96,27 @@ def _delta_step(call: DeltaStepCall) -> None:
     _gated_rms_norm(norm)
 
 
+def _mamba2_step(call: Mamba2StepCall) -> None:
+    expect_dims(2, x=call.x, weight=call.weight, dt=call.dt)
+    expect_dims(3, conv_state=call.conv_state, out=call.out)
+    expect_dims(4, state=call.state)
+    _, num_heads, key_dim, value_dim = call.state.shape
+    fits = call.x.shape[1] == num_heads * value_dim + 2 * call.num_groups * key_dim
+    expect(fits, "x: expected values, keys and queries of state's sizes")
+    expect(call.out.shape[1:] == (num_heads, value_dim), "out: expected state's values")
+    expect(call.gate is None or call.gate.shape == call.out.shape, "gate: expected out's shape")
+    expect(call.skip_weight.shape == (num_heads,), "skip_weight: expected a number per head")
+    conv, gates, attention = call.parts()
+    _causal_conv(conv)
+    _delta_gates(gates)
+    _linear_attention(attention)
+
+
 FAKES: dict[str, Callable[..., None]] = {
     "causal_conv": _causal_conv,
     "linear_attention": _linear_attention,
     "delta_gates": _delta_gates,
     "gated_rms_norm": _gated_rms_norm,
     "delta_step": _delta_step,
+    "mamba2_step": _mamba2_step,
 }

@@ -18,15 +18,16 @@ from torchpaged.custom_ops.state.call import (
     GatedNormCall,
     GatesCall,
     LinearAttentionCall,
+    Mamba2StepCall,
     Rows,
 )
 from torchpaged.custom_ops.state.check import (
     check_causal_conv,
     check_delta_gates,
-    check_delta_step,
     check_gated_rms_norm,
     check_linear_attention,
 )
+from torchpaged.custom_ops.state.check_steps import check_delta_step, check_mamba2_step
 
 
 def _exact(x: Tensor) -> torch.dtype:
@@ -133,3 +134,13 @@ def delta_step(call: DeltaStepCall) -> None:
     delta_gates(gates)
     linear_attention(attention)
     gated_rms_norm(norm)
+
+
+def mamba2_step(call: Mamba2StepCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_mamba2_step(call)
+    conv, gates, attention = call.parts()
+    causal_conv(conv)
+    delta_gates(gates)
+    linear_attention(attention)
+    call.end(attention)

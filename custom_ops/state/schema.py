@@ -59,4 +59,14 @@ SCHEMAS = {
         Tensor dt_bias, Tensor(b!) state, Tensor gate, Tensor norm_weight, {_BATCH}, Tensor(c!) out,
         Tensor? bias=None, *, float scale, float beta_scale=1., float? bound=None, float eps=1e-6,
         str activation="silu") -> ()""",
+    # Single tokens of Mamba 2, from its projection to what the output projection, or a norm before it, takes:
+    # causal_conv of x with silu, delta_gates without b, linear_attention, then out = (y + skip_weight v)
+    # silu(gate), without gate y + skip_weight v. Rows have at most one token. Between these values, keys and
+    # queries are in x's dtype, all else in float32. x [T, channels]: values v of all heads, keys and queries
+    # of all groups, side by side; dt [T, num_heads], delta_gates' a; skip_weight [num_heads] in x's dtype or
+    # float32; gate, out [T, num_heads, value_dim] in x's dtype; semaphore: int32 zeros, at least B * groups,
+    # zeros again afterwards; calls that may overlap need their own. The others: as those of the three.
+    "mamba2_step": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor dt, Tensor a_log,
+        Tensor dt_bias, Tensor(b!) state, Tensor skip_weight, {_BATCH}, Tensor(c!) out, Tensor? bias=None, *,
+        Tensor? gate=None, float min_step=0., float? max_step=None, Tensor(d!)? semaphore=None) -> ()""",
 }

@@ -332,6 +332,9 @@ def triton_launches() -> list[tuple[str, Any]]:
     for op, args, kwargs in cases:  # prompts, and single tokens
         if op == "linear_attention":
             record(op, *args, **kwargs)
+    with launched.recorded() as launches:  # the others are those of its parts
+        ops.mamba2_step(**next(case[2] for case in cases if case[0] == "mamba2_step"))
+    found.append(("mamba2_step", launches[-1]))
     widths = {"key_dim": 128, "value_dim": 48}
     record("linear_attention", **make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **widths))
     sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}

@@ -137,6 +137,8 @@ FAMILIES = {
             "mamba_d_state": 256,
             "attention_in_multiplier": 1.3,
             "ssm_multipliers": [0.9, 1.1, 0.7, 1.2, 0.8],
+            "ssm_out_multiplier": 0.7,
+            "mlp_multipliers": [0.7, 1.3],
         },
     ),
     "Zamba2": Sizes(
@@ -272,7 +274,9 @@ def test_fp32_tokens_equal_unfused(name: str) -> None:
     assert served(model, prompts, graphs=False) == tokens
 
 
-@pytest.mark.parametrize("name", ["Qwen3_5", "Qwen3Next", "KimiLinear", "Bamba"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3_5", "Qwen3Next", "KimiLinear", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH"]
+)
 def test_bf16_tokens_with_graphs_are_those_without(name: str) -> None:
     """Where single tokens take the CUDA kernels of states, which float32 does not."""
     from torchpaged.hf import fuse

@@ -10,6 +10,7 @@ import pytest
 import torch
 from op_inputs.delta_step import SIZES as STEP_SIZES
 from op_inputs.delta_step import assert_delta_step_close, make_delta_step_inputs
+from op_inputs.mamba2_step import MAMBA2_SIZES, assert_mamba2_step_close, make_mamba2_step_inputs
 from op_inputs.state import (
     LONG_BATCHES,
     STATE_BATCHES,
@@ -24,8 +25,8 @@ from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inp
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall
-from torchpaged.custom_ops.state.cuda import delta_step
+from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall, Mamba2StepCall
+from torchpaged.custom_ops.state.cuda import delta_step, mamba2_step
 from torchpaged.custom_ops.state.cuda.linear_attention import route
 from torchpaged.custom_ops.state.triton.chunks import has_long_rows
 
@@ -158,12 +159,52 @@ def test_delta_step_of_many_rows_again_and_again() -> None:
     torch.testing.assert_close(inputs["out"].cpu(), given["out"], rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("op", ["causal_conv", "linear_attention", "delta_step"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [(torch.bfloat16, None), (torch.float16, torch.float16), (torch.float32, None)],
+    ids=["bf16", "fp16", "fp32"],
+)
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+@pytest.mark.parametrize("size", MAMBA2_SIZES)
+def test_mamba2_step_matches_the_oracle(size: str, backend: str, dtypes: tuple[Any, Any]) -> None:
+    """Sizes that the kernel does not take go through its parts."""
+    for batch in ("decode", "decode_begins", "decode_padded", "no_tokens"):
+        given = {"dtype": dtypes[0], "state_dtype": dtypes[1], "weight_dtype": torch.float32}
+        given |= {"semaphore": batch != "decode", **MAMBA2_SIZES[size]}
+        inputs = on_gpu(make_mamba2_step_inputs(STATE_BATCHES[batch], **given))
+        if torch.cuda.get_device_capability() == (9, 0) and batch != "no_tokens":
+            whole = size != "odd" and dtypes[0] != torch.float32
+            assert (mamba2_step.route(Mamba2StepCall(**inputs)) is None) == whole
+        assert_mamba2_step_close(BACKEND_OPS[backend], REFERENCE, inputs)
+
+
+def test_mamba2_step_of_many_rows_again_and_again() -> None:
+    """The window that a group shares is moved on by its last CTA, however many rounds of CTAs there are, and
+    the semaphore is zeros for the launch right behind."""
+    rows = Rows(tuple((n % 3, 1) for n in range(60)), void=(7, 40))
+    sizes = {"heads": 48, "groups": 2, "key_dim": 64, "value_dim": 64}
+    given = make_mamba2_step_inputs(rows, dtype=torch.bfloat16, num_slots=70, **sizes)
+    inputs = on_gpu(given)
+    for _ in range(20):
+        BACKEND_OPS["cuda"].mamba2_step(**inputs)
+        inputs["seq_lens"] += 1  # all go on
+        parts = clone(given)
+        REFERENCE.mamba2_step(**parts)
+        given = parts | {"seq_lens": parts["seq_lens"] + 1}
+    assert torch.equal(inputs["conv_state"].cpu().nan_to_num(), given["conv_state"].nan_to_num())
+    assert not inputs["semaphore"].any()
+    torch.testing.assert_close(inputs["state"].cpu(), given["state"], rtol=0.02, atol=0.02, equal_nan=True)
+    torch.testing.assert_close(inputs["out"].cpu(), given["out"], rtol=0.05, atol=0.2)
+
+
+@pytest.mark.parametrize("op", ["causal_conv", "linear_attention", "delta_step", "mamba2_step"])
 def test_one_capture_for_other_batches(op: str) -> None:
     """Slots, lengths and rows without tokens are read by the kernel when it runs."""
     make: Any = {"causal_conv": make_conv_inputs, "linear_attention": make_linear_inputs}.get(op)
     if op == "delta_step":
         make = partial(make_delta_step_inputs, dtype=torch.bfloat16, **STEP_SIZES["qwen3_next"])
+    if op == "mamba2_step":
+        make = partial(make_mamba2_step_inputs, dtype=torch.bfloat16, **MAMBA2_SIZES["granite"])
     pool = "conv_state" if op == "causal_conv" else "state"
     captured = on_gpu(make(STATE_BATCHES["decode"]))
     run = getattr(BACKEND_OPS["cuda"], op)

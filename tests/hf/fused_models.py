@@ -31,7 +31,8 @@ NO_ROTATION = ["linear", "write_kv", "paged_attention", "linear"]
 LATENTS = ["linear", "linear", "rope_write_latent", "mla_attention", "up_project_values", "linear"]
 SHORT_CONV = ["linear", "causal_conv", "linear"]
 DELTA_NET = ["linear", "delta_step", "linear"]
-STATE = ["linear", "causal_conv", "delta_gates", "linear_attention", "gated_rms_norm", "linear"]
+MAMBA2 = ["linear", "mamba2_step", "linear"]
+MAMBA2_GROUPS = ["linear", "mamba2_step", "gated_rms_norm", "linear"]
 KIMI_DELTA = ["linear", "linear", *DELTA_NET]
 MLP = ["linear", "linear"]
 EXPERTS = ("rms_norm", "route_experts", "apply_experts")
@@ -61,14 +62,14 @@ class Known(NamedTuple):
 _LATENT = Known(mixers=(LATENTS,))
 _LATENT_EXPERTS = _LATENT._replace(experts=1, mixture=EXPERTS)
 _SHORT = Known(mixers=(SHORT_CONV, ATTENTION), others=(0, 0))
-_STATE = Known(mixers=(STATE, ATTENTION), others=(0, 0))
+_STATE = Known(mixers=(MAMBA2, ATTENTION), others=(0, 0))
 _GRANITE = Known(
     options={"residual_multiplier": 0.22, "num_local_experts": 0},
-    mixers=(STATE, NO_ROTATION),
+    mixers=(MAMBA2, NO_ROTATION),
     others=(0, 0),
     rest=4,
 )
-_NEMOTRON = Known(mixers=(STATE, NO_ROTATION, [], NO_ROTATION), others=(0,) * 4, mlp=[], experts=1)
+_NEMOTRON = Known(mixers=(MAMBA2, NO_ROTATION, [], NO_ROTATION), others=(0,) * 4, mlp=[], experts=1)
 _DELTA = Known(mixers=(DELTA_NET, DELTA_NET, DELTA_NET, ATTENTION), others=(0, 0, 0, 2))
 FAMILIES = {
     "Llama": Known("Llama", {"num_key_value_heads": 1}),
@@ -127,7 +128,7 @@ FAMILIES = {
         others=(0, 2),
     ),
     "falcon_h1": Known(  # without a norm of the state's output
-        mixers=([*STATE[:4], "linear", *ATTENTION[1:]],), others=(3,), rest=4
+        mixers=([*MAMBA2, *ATTENTION[1:]],), others=(0,), rest=4
     ),
     "falcon_multiplied": Known(
         options={
@@ -140,11 +141,11 @@ FAMILIES = {
             "mamba_rms_norm": True,
             "mamba_n_groups": 2,
         },
-        mixers=([*STATE, *ATTENTION[1:]],),
+        mixers=([*MAMBA2_GROUPS, *ATTENTION[1:]],),
         others=(0,),
         rest=4,
     ),
-    "bamba": _STATE._replace(options={"mamba_n_groups": 2}),
+    "bamba": _STATE._replace(options={"mamba_n_groups": 2}, mixers=(MAMBA2_GROUPS, ATTENTION)),
     "granitemoehybrid": _GRANITE._replace(options={"residual_multiplier": 0.22}, others=(1, 1), experts=4),
     "granite_dense": _GRANITE,
     "granite_rope": _GRANITE._replace(
@@ -155,7 +156,8 @@ FAMILIES = {
         options={
             "layer_types": ["linear_attention", "full_attention", "mlp", "full_attention"],
             "n_groups": 2,
-        }
+        },
+        mixers=(MAMBA2_GROUPS, *_NEMOTRON.mixers[1:]),
     ),
 }
 #: Model types of names above that are none.

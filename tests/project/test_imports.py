@@ -124,14 +124,15 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "call": (("call", "mask"), ()),
     "fp8_rows": (("call",), ()),  # a format, which the contract and all kernels read
     "check": (("call", "fp8_rows", "limits", "mask"), ()),
+    "check_steps": (("call", "check"), ()),
     "fake": (("call", "fp8_rows"), ()),
     "selection": (("call", "fp8_rows"), ()),
-    "reference": (("call", "check", "fp8_rows", "mask", "selection"), ()),
-    "cpu": (("call", "check", "fp8_rows", "selection"), ()),
+    "reference": (("call", "check", "check_steps", "fp8_rows", "mask", "selection"), ()),
+    "cpu": (("call", "check", "check_steps", "fp8_rows", "selection"), ()),
     "packing": (("triton",), ()),  # no op: between steps
-    "triton": (("call", "check", "fp8_rows", "limits", "mask", "triton"), ("triton",)),
+    "triton": (("call", "check", "check_steps", "fp8_rows", "limits", "mask", "triton"), ("triton",)),
     # what they can't take, Triton's kernels do
-    "cuda": (("call", "check", "limits", "mask", "triton", "cuda"), ("triton", "cuda")),
+    "cuda": (("call", "check", "check_steps", "limits", "mask", "triton", "cuda"), ("triton", "cuda")),
 }
 
 

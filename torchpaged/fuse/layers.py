@@ -138,15 +138,22 @@ class LayerPlan:
         return x, self.norm_options[number]
 
     def after(
-        self, ops: BackendOps, x: Tensor, y: Tensor, number: int, last: Any, scale: Tensor | None
+        self,
+        ops: BackendOps,
+        x: Tensor,
+        y: Tensor,
+        number: int,
+        last: Any,
+        scale: Tensor | None,
+        **options: Any,
     ) -> Tensor:
-        """``x +`` the block's last linear layer of ``y`` times ``scale``, with the norm in between where the
-        family has one."""
+        """``x +`` the block's last linear layer of ``y``, with ``options``, times ``scale``, with the norm in
+        between where the family has one."""
         if not self.fuses_norms:
             return self._added(ops, x, last(y), number, scale)
         if not self.post_norms:
-            return linear(ops, y, last, residual=x, scale=scale)
-        return self._added(ops, x, linear(ops, y, last), number, scale)
+            return linear(ops, y, last, residual=x, scale=scale, **options)
+        return self._added(ops, x, linear(ops, y, last, **options), number, scale)
 
     def _added(self, ops: BackendOps, x: Tensor, y: Tensor, number: int, scale: Tensor | None) -> Tensor:
         """``x +`` a block's output, normed or scaled where the family does."""
@@ -201,10 +208,10 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         beside = kwargs.pop("transformer_hidden_states", None)  # Zamba 2: mixed with the layer's input
         parts = plan.project(ops, x if beside is None else x + beside.reshape(-1, width))
         for number, mixer in enumerate(plan.mixers):
-            mixed = mixer.mix(Step(ops, cached[number], *given), parts[number])
+            mixed, norm = mixer.mixed(Step(ops, cached[number], *given), parts[number])
             if not isinstance(cache, LayerCache):
                 cached[number].complete()
-            x = plan.after(ops, x, mixed, 0, mixer.output, plan.scales.outputs[number])
+            x = plan.after(ops, x, mixed, 0, mixer.output, plan.scales.outputs[number], **norm)
     if plan.mlp is not None:
         x = plan.feed(ops, x, rows)
     x = x.view(*shape, width)

@@ -114,6 +114,10 @@ class MixerPlan:
         the projections give of the layer's input, ``[T, *]`` each."""
         raise NotImplementedError
 
+    def mixed(self, step: Step, parts: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """`mix`, and options of the ``linear`` behind it: a norm's that is left to it."""
+        return self.mix(step, parts), {}
+
     # --------------------------------------------------------------------------------- of the layer's product
     @property
     def sizes(self) -> list[int]:

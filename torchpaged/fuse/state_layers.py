@@ -3,9 +3,10 @@ gated short convolutions (LFM2) and Mamba 2 (Bamba, Granite 4, Nemotron-H, Falco
 
 A step of a delta net: linear (norm, all projections of the layer's input), causal_conv, delta_gates,
 linear_attention, gated_rms_norm, linear (output, residual), and the MLP; the four in the middle are one op,
-delta_step, where rows have single tokens. Mamba 2 has the same, as four ops. Of a short convolution: linear
-(norm, gates and input), causal_conv with its gates, linear (output, residual), and the MLP. What surrounds
-the mixer is `LayerPlan`'s, the state `torchpaged.hf.packed_state.PackedState`'s.
+delta_step, where rows have single tokens. Mamba 2 has the same; its mamba2_step leaves a norm over all heads
+to the linear behind it, any other to gated_rms_norm. Of a short convolution: linear (norm, gates and input),
+causal_conv with its gates, linear (output, residual), and the MLP. What surrounds the mixer is `LayerPlan`'s,
+the state `torchpaged.hf.packed_state.PackedState`'s.
 """
 
 from __future__ import annotations
@@ -187,27 +188,52 @@ class KimiDeltaPlan(StatePlan):
 class Mamba2Plan(StatePlan):
     """Of a Mamba 2 mixer."""
 
-    def mix(self, step: Step, parts: Sequence[Tensor]) -> Tensor:
+    def plan(self) -> None:
         """See `MixerPlan`."""
-        mixer, cached = self.mixer, step.cached
-        groups, (low, high) = mixer.n_groups, mixer.time_step_limit
-        (whole,) = parts
-        gate, mixed, dt = whole.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
-        mixed = cached.convolve(mixed.unflatten(0, step.shape), self.conv, mixer.activation)
-        width = mixer.ssm_state_size
-        v, k, q = mixed.split([mixer.intermediate_size, groups * width, groups * width], dim=-1)
-        v, k, q = (each.unflatten(-1, (-1, n)) for each, n in ((v, mixer.head_dim), (k, width), (q, width)))
-        limits = {"min_step": low, "max_step": None if high == inf else high}
-        g, beta = self.gates(step, dt[:, None], None, mixer.A_log, mixer.dt_bias, **limits)
-        out = cached.attend(q, k, v, g, beta, scale=1.0, delta_rule=False).flatten(0, 1)
-        skip, norm = v.flatten(0, 1), mixer.norm
-        if isinstance(norm, nn.Identity):
-            return torch.addcmul(out, skip, mixer.D[:, None].to(out.dtype)).flatten(1) * silu(gate)
-        # one group where the norm has no size of them: Bamba and Granite 4 in transformers 5.17
+        super().plan()
+        mixer, norm = self.mixer, self.mixer.norm
+        self.sizes_of_state = mixer.num_heads, mixer.ssm_state_size, mixer.head_dim
+        low, high = mixer.time_step_limit
+        self.limits = {"min_step": low, "max_step": None if high == inf else high}
+        #: Numbers that are normed together; 0 without a norm. One group where the norm has no size of them:
+        #: Bamba and Granite 4 in transformers 5.17.
         size = getattr(norm, "group_size", mixer.intermediate_size // getattr(norm, "n_groups", 1))
-        gate_first = not getattr(norm, "norm_before_gate", False)
-        options = {"gate_first": gate_first, "skip": skip, "skip_weight": mixer.D}
-        return self.normed(step, out.view(out.shape[0], -1, size), gate[:, None], **options)
+        self.norm_size = 0 if isinstance(norm, nn.Identity) else size
+        self.gate_first = not getattr(norm, "norm_before_gate", False)
+        #: Whether the norm is one of the output's product.
+        whole = self.norm_size == mixer.intermediate_size and self.gate_first
+        self.leaves_norm = whole and self.fuses_norms
+
+    def mixed(self, step: Step, parts: Sequence[Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """See `MixerPlan`."""
+        mixer, cached, groups = self.mixer, step.cached, self.mixer.n_groups
+        num_heads, width, head_dim = self.sizes_of_state
+        (whole,) = parts
+        gate, mixed, dt = whole.split([mixer.intermediate_size, mixer.conv_dim, num_heads], dim=-1)
+        x = mixed.unflatten(0, step.shape)
+        rows = cached.begin(x, self.conv.weight.shape[2], x.shape[2])
+        if mixer.activation == "silu" and cached.takes_single_tokens(rows):
+            options: dict[str, Any] = {**self.limits}
+            if self.leaves_norm or not self.norm_size:
+                options["gate"] = gate.unflatten(-1, (num_heads, head_dim))
+            given = self.conv, (dt, mixer.A_log, mixer.dt_bias), mixer.D, self.sizes_of_state, groups
+            out: Tensor = cached.mamba2_step(rows, mixed, *given, **options)
+            if self.leaves_norm:
+                return out.flatten(1), {"norm_weight": self.norm_weight, "norm_eps": self.norm_eps}
+            return self._normed(step, out, gate) if self.norm_size else out.flatten(1), {}
+        mixed = cached.convolve(x, self.conv, mixer.activation, step=rows)
+        v, k, q = mixed.split([mixer.intermediate_size, groups * width, groups * width], dim=-1)
+        v, k, q = (each.unflatten(-1, (-1, n)) for each, n in ((v, head_dim), (k, width), (q, width)))
+        g, beta = self.gates(step, dt[:, None], None, mixer.A_log, mixer.dt_bias, **self.limits)
+        out = cached.attend(q, k, v, g, beta, scale=1.0, delta_rule=False).flatten(0, 1)
+        skip = v.flatten(0, 1)
+        if not self.norm_size:
+            return torch.addcmul(out, skip, mixer.D[:, None].to(out.dtype)).flatten(1) * silu(gate), {}
+        return self._normed(step, out, gate, skip=skip, skip_weight=mixer.D), {}
+
+    def _normed(self, step: Step, x: Tensor, gate: Tensor, **options: Any) -> Tensor:
+        x = x.view(x.shape[0], -1, self.norm_size)
+        return self.normed(step, x, gate[:, None], gate_first=self.gate_first, **options)
 
 
 #: What mixes tokens -> what its layers' plan is.

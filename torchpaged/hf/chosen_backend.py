@@ -56,6 +56,7 @@ class ChosenBackend:
         session: what it keeps open for the layers.
         ops: the session's op handles.
         plans: whether the session plans some steps.
+        semaphore: zeros that kernels of a step share, one after the other; None: the session keeps none.
         specs: what the layers ask of it, as keys.
     """
 
@@ -63,6 +64,7 @@ class ChosenBackend:
     session: Session
     ops: BackendOps
     plans: bool
+    semaphore: Tensor | None = None
 
     def __init__(
         self, asked: str | Route | None, limits: Limits, layers: Sequence[Any], batch_invariant: bool = False
@@ -94,6 +96,7 @@ class ChosenBackend:
             self.session = session
         self.choice, self.specs = choice, wanted
         self.ops, self.plans = self.session.ops, self.session.plans
+        self.semaphore = self.session.workspace(next(iter(wanted))).get("semaphore")
         for layer in self._layers:
             if layer.spec is not None and self._asks(layer.spec) in wanted:
                 self.give_workspace(layer, layer.spec)

@@ -199,7 +199,8 @@ class PackedState(TakesBack, StateLayer):
         return out
 
     def takes_single_tokens(self, step: AttentionMetadata) -> bool:
-        """Whether `delta_step` takes a step: of single tokens, none of which may be taken back."""
+        """Whether `delta_step` and `mamba2_step` take a step: of single tokens, none of which may be taken
+        back."""
         recorded = not torch.compiler.is_compiling() and self.records_past
         return step.max_query_len == 1 and not recorded
 
@@ -216,15 +217,45 @@ class PackedState(TakesBack, StateLayer):
     ) -> Tensor:
         """The op ``delta_step`` over ``x [T, channels]`` of a step that `begin` gave; ``[T, num_heads,
         value_dim]``. ``gates``: a, b, a_log and dt_bias. ``sizes``: heads, key_dim and value_dim."""
+        (inputs, state), rows = self._single_tokens(step, x, sizes)
+        weight, bias = _of_conv(conv, x)
+        out = x.new_empty(x.shape[0], sizes[0], sizes[2])
+        self._ops.delta_step(x, weight, inputs, *gates, state, gate, norm_weight, *rows, out, bias, **options)
+        return out
+
+    def mamba2_step(
+        self,
+        step: AttentionMetadata,
+        x: Tensor,
+        conv: Any,
+        steps: tuple[Tensor, Tensor, Tensor],
+        skip_weight: Tensor,
+        sizes: tuple[int, int, int],
+        groups: int,
+        **options: Any,
+    ) -> Tensor:
+        """The op ``mamba2_step`` over ``x [T, channels]`` of a step that `begin` gave; ``[T, num_heads,
+        value_dim]``. ``steps``: dt, a_log and dt_bias. ``sizes``: heads, key_dim and value_dim; ``groups`` of
+        heads."""
+        (inputs, state), rows = self._single_tokens(step, x, sizes)
+        weight, bias = _of_conv(conv, x)
+        out, semaphore = x.new_empty(x.shape[0], sizes[0], sizes[2]), self.cache.backend.semaphore
+        most = self.cache.backend.limits.max_num_reqs
+        if semaphore is not None and (most is None or most * groups > semaphore.shape[0]):
+            semaphore = None
+        options["semaphore"] = semaphore
+        self._ops.mamba2_step(x, weight, inputs, *steps, state, skip_weight, *rows, out, bias, **options)
+        return out
+
+    def _single_tokens(
+        self, step: AttentionMetadata, x: Tensor, sizes: tuple[int, int, int]
+    ) -> tuple[LayerStates, tuple[Tensor, Tensor, Tensor]]:
+        """Pools, and slots, lengths and starts of a step that `takes_single_tokens` takes."""
         self.require_plain(step)
         if self.pools.state is None:
             self._make_matrices(sizes, x)
         assert self.cache.state_slots is not None
-        rows = self.cache.state_slots[: step.num_reqs], step.seq_lens, step.query_start_loc
-        (inputs, state), (weight, bias) = self.pools, _of_conv(conv, x)
-        out = x.new_empty(x.shape[0], sizes[0], sizes[2])
-        self._ops.delta_step(x, weight, inputs, *gates, state, gate, norm_weight, *rows, out, bias, **options)
-        return out
+        return self.pools, (self.cache.state_slots[: step.num_reqs], step.seq_lens, step.query_start_loc)
 
     def positions(self, batch: int, query_len: int) -> Tensor:
         """``[batch, query_len]``: of each token in its request, below 0 of padding. Behind `convolve` or

@@ -10,6 +10,7 @@
 
 #include "delta_step_params.cuh"
 #include "state_decode_tile.cuh"
+#include "state_step.cuh"
 
 #define CLUSTERED __cluster_dims__(GROUP, 1, 1)
 
@@ -18,23 +19,6 @@ constexpr int MIXED_AT = SUMS_AT;                  // [CHANNELS + KEY_DIM], read
 constexpr int SQUARES_AT = SHARED_BYTES;           // [VALUE_DIM / 32], the last
 static_assert(CHANNELS / 2 <= THREADS && CHANNELS % 64 == 0, "two channels of a thread, whole warps");
 static_assert(CHANNELS + KEY_DIM <= PARTS * 2 * VALUE_DIM, "there is room");
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
-__device__ __forceinline__ float rounded(float x) { return to_float<HALF>((u16)pack<HALF>(x, 0.f)); }
-template <bool FLOAT> __device__ __forceinline__ float load_weight(const char *from, i64 at) {
-  if constexpr (FLOAT) return ((const float *)from)[at];
-  else return load_number(from, at);
-}
-
-// Two channels of the convolution: their last inputs and the token's own, and where they lie.
-struct Window {
-  u32 seen[WIDTH];
-  char *at;  // of the first input, in the pool
-  __device__ __forceinline__ void move_on(const Params &p) const {
-#pragma unroll
-    for (int w = 1; w < WIDTH; ++w) *(u32 *)(at + (w - 1) * p.conv_row * 2) = seen[w];
-  }
-};
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     delta_step(const __grid_constant__ Params p) {
@@ -51,16 +35,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   const int channel = part < KEY_DIM       ? key_head * KEY_DIM + part
                       : part < 2 * KEY_DIM ? keys + key_head * KEY_DIM + part - KEY_DIM
                                            : 2 * keys + head * VALUE_DIM + part - 2 * KEY_DIM;
-  float taps[WIDTH][2], mixed[2] = {};
-  if (part < CHANNELS) {  // weights, which no kernel ahead writes
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-#pragma unroll
-      for (int w = 0; w < WIDTH; ++w)
-        taps[w][j] = load_number(p.weight, (channel + j) * p.weight_channel + w);
-      if (p.bias) mixed[j] = load_number(p.bias, channel + j);
-    }
-  }
+  Taps taps;
+  if (part < CHANNELS) taps.load(p, channel);
   griddepcontrol_wait();
   const Row row = find_row(p, blockIdx.x);
   const u64 policy = ONCE ? read_once() : read_again();
@@ -80,13 +56,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   const i64 token = row.begin + (i64)row.first;
 
   Window window;
-  if (part < CHANNELS) {
-    window.at = p.conv_state + (row.slot * p.conv_slot + channel) * 2;
-#pragma unroll
-    for (int w = 0; w < WIDTH - 1; ++w)
-      window.seen[w] = row.kept ? *(const u32 *)(window.at + w * p.conv_row * 2) : 0;
-    window.seen[WIDTH - 1] = *(const u32 *)(p.x + (token * p.x_token + channel) * 2);
-  }
+  if (part < CHANNELS) window.load(p, row, token, channel);
   const int side = head / TOGETHER, place = head % TOGETHER;  // groups of a, b and gate
   // of a decay per row of the state: a thread has that of a row
   const int decays = BY_KEY ? KEY_DIM : 1, mine = BY_KEY ? thread % KEY_DIM : 0;
@@ -100,20 +70,11 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     weight = load_weight<NORM_FLOAT>(p.norm_weight, head * p.norm_head + thread);
   }
   if (part < CHANNELS) {
-#pragma unroll
-    for (int w = 0; w < WIDTH; ++w) {
-      float x[2];
-      unpack_pair(window.seen[w], x);
-      mixed[0] += x[0] * taps[w][0];
-      mixed[1] += x[1] * taps[w][1];
-    }
-    float *to = (float *)(memory + MIXED_AT) + part;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) to[j] = rounded(mixed[j] * sigmoid(mixed[j]));
+    window.mix(taps, (float *)(memory + MIXED_AT) + part);
     if (GROUP == 1 || part >= 2 * KEY_DIM) window.move_on(p);
   }
   if constexpr (GROUP > 1) cluster_arrive();  // the window of the shared channels is read
-  float log_decay = -rate * (step > 20.f ? step : log1pf(expf(step)));
+  float log_decay = -rate * softplus(step);
   if constexpr (BOUNDED) log_decay = p.bound * sigmoid(rate * step);
   if (BY_KEY && thread < KEY_DIM) ((float *)(memory + MIXED_AT))[CHANNELS + thread] = log_decay;
   const float decay = BY_KEY ? 1.f : expf(log_decay);

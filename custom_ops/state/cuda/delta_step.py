@@ -6,7 +6,7 @@ from __future__ import annotations
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.state.call import DeltaStepCall
-from torchpaged.custom_ops.state.check import check_delta_step
+from torchpaged.custom_ops.state.check_steps import check_delta_step
 from torchpaged.custom_ops.state.cuda import step
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall
-from torchpaged.custom_ops.state.check import check_delta_step
+from torchpaged.custom_ops.state.check_steps import check_delta_step
 from torchpaged.custom_ops.state.triton.causal_conv import causal_conv
 from torchpaged.custom_ops.state.triton.delta_gates import delta_gates
 from torchpaged.custom_ops.state.triton.gated_rms_norm import gated_rms_norm

@@ -30,10 +30,12 @@ from torchpaged.custom_ops.mla.cuda.constants import LATENT
 from torchpaged.custom_ops.mla.cuda.selected import SELECTED, SelectedSpec
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
 from torchpaged.custom_ops.state.cuda.decode import STATE_DECODE, StateSpec
+from torchpaged.custom_ops.state.cuda.mamba2_step import MAMBA2_STEP, Mamba2StepSpec
 from torchpaged.custom_ops.state.cuda.step import DELTA_STEP, StepSpec
 
 OF_ATTENTION = (DECODE, PREFILL, LATENT, SELECTED, LOGITS, TOP_K)
-TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, STATE_DECODE, DELTA_STEP)}
+OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP)
+TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, *OF_STATES)}
 KERNELS = {kernel: table for table in TABLES.values() for kernel in table.kernels}
 
 
@@ -61,6 +63,9 @@ def examples() -> dict[str, Config]:
         ).config(),
         "delta_step_config.cuh": StepSpec(
             128, 128, 16, 2, 2, False, False, False, 4, False, True, False, False, False
+        ).config(),
+        "mamba2_step_config.cuh": Mamba2StepSpec(
+            128, 64, 48, 48, 4, False, True, False, False, False, True
         ).config(),
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),
     }

@@ -18,6 +18,7 @@ from torchpaged.custom_ops.layers.cuda.linear import LinearParams, NormParams
 from torchpaged.custom_ops.mla.cuda.latent import LatentParams
 from torchpaged.custom_ops.mla.cuda.selected import SelectedParams
 from torchpaged.custom_ops.state.cuda.decode import StateParams
+from torchpaged.custom_ops.state.cuda.mamba2_step import Mamba2StepParams
 from torchpaged.custom_ops.state.cuda.step import StepParams
 
 KINDS = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int, "Where": Where, "Map": Map}
@@ -27,6 +28,7 @@ STRUCTS = {
     "latent_params.cuh": LatentParams,
     "linear_params.cuh": LinearParams,
     "logits_params.cuh": LogitsParams,
+    "mamba2_step_params.cuh": Mamba2StepParams,
     "norm.cu": NormParams,
     "prefill_params.cuh": PrefillParams,
     "selected_params.cuh": SelectedParams,

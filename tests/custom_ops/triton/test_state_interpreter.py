@@ -11,6 +11,7 @@ import torch
 from library_backends import stand_in
 from op_inputs.delta_step import SIZES as STEP_SIZES
 from op_inputs.delta_step import assert_delta_step_close, make_delta_step_inputs
+from op_inputs.mamba2_step import MAMBA2_SIZES, assert_mamba2_step_close, make_mamba2_step_inputs
 from op_inputs.state import (
     FAMILIES,
     LONG_BATCHES,
@@ -75,6 +76,14 @@ def test_delta_step_matches_the_oracle(size: str) -> None:
     for batch in ("decode_padded", "decode_begins", "no_tokens"):
         given = {"dtype": torch.bfloat16, **STEP_SIZES[size]}
         assert_delta_step_close(TRITON, REFERENCE, make_delta_step_inputs(STATE_BATCHES[batch], **given))
+
+
+@pytest.mark.slow_cases(but=("odd", "nemotron"))
+@pytest.mark.parametrize("size", MAMBA2_SIZES)
+def test_mamba2_step_matches_the_oracle(size: str) -> None:
+    for batch in ("decode_padded", "decode_begins", "no_tokens"):
+        given = {"dtype": torch.bfloat16, **MAMBA2_SIZES[size]}
+        assert_mamba2_step_close(TRITON, REFERENCE, make_mamba2_step_inputs(STATE_BATCHES[batch], **given))
 
 
 @pytest.mark.slow_cases(but_every=3)

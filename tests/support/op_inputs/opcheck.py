@@ -9,6 +9,7 @@ import torch
 from op_inputs.delta_step import make_delta_step_inputs
 from op_inputs.experts import make_experts_inputs, make_route_inputs
 from op_inputs.latent_writes import make_latent_writes
+from op_inputs.mamba2_step import make_mamba2_step_inputs
 from op_inputs.rope import ROPE_CASES, make_rope_inputs
 from op_inputs.state import STATE_BATCHES, make_conv_inputs, make_linear_inputs
 from op_inputs.state_gates import make_gated_norm_inputs, make_gates_inputs
@@ -66,7 +67,7 @@ def opcheck_cases(
     semaphore = torch.zeros(
         batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device
     )
-    conv, conv_gated, delta, ssd, gates, gated_norm, ssd_gates, ssd_norm, delta_step = (
+    conv, conv_gated, delta, ssd, gates, gated_norm, ssd_gates, ssd_norm, delta_step, mamba2_step = (
         {name: x.to(device).nan_to_num_() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         for given in (
             make_conv_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
@@ -78,6 +79,7 @@ def opcheck_cases(
             make_gates_inputs(ssd=True, dtype=dtype),
             make_gated_norm_inputs(ssd=True, dtype=dtype),
             make_delta_step_inputs(STATE_BATCHES["decode_padded"], dtype=dtype),
+            make_mamba2_step_inputs(STATE_BATCHES["decode_padded"], dtype=dtype),
         )
     )
     route = make_route_inputs(scoring="sigmoid", bias=True, norm_eps=1e-20, dtype=dtype, device=device)
@@ -141,6 +143,7 @@ def opcheck_cases(
         "delta_gates": ("delta_gates", (), gates),
         "gated_norm": ("gated_rms_norm", (), gated_norm),
         "delta_step": ("delta_step", (), delta_step),
+        "mamba2_step": ("mamba2_step", (), mamba2_step),
         "ssd": ("linear_attention", (), ssd),
         "ssd_gates": ("delta_gates", (), ssd_gates),
         "ssd_norm": ("gated_rms_norm", (), ssd_norm),

@@ -1,0 +1,116 @@
+"""Argument checks of ``delta_step`` and ``mamba2_step``, shared by the reference and the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchpaged.custom_ops.checks import (
+    check_apart,
+    check_device,
+    check_dims,
+    check_dtype,
+    check_last_dim,
+    given,
+    reads_values,
+    shape_of,
+)
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
+from torchpaged.custom_ops.state.check import (
+    check_causal_conv,
+    check_delta_gates,
+    check_gated_rms_norm,
+    check_linear_attention,
+)
+
+
+def _check_heads(x: Tensor, state: Tensor, out: Tensor) -> None:
+    """Queries, keys and values of state's sizes in x, values in out."""
+    check_dims("x", x, None, None)
+    check_dims("state", state, None, None, None, None)
+    if min(state.shape) < 1:
+        raise ArgumentError("state", "at least one slot, head, row and column", shape_of(state))
+    _, num_heads, key_dim, value_dim = state.shape
+    keys, rest = divmod(x.shape[1] - num_heads * value_dim, 2 * key_dim)
+    if keys < 1 or rest or num_heads % keys:
+        raise ArgumentError(
+            "x",
+            f"queries and keys of {key_dim} and values of {value_dim} numbers, of {num_heads} heads or, of "
+            "queries and keys, of a number that divides it",
+            shape_of(x),
+        )
+    check_dims("out", out, x.shape[0], num_heads, value_dim)
+    check_dtype("out", out, x.dtype)
+
+
+def check_delta_step(call: DeltaStepCall) -> None:
+    """Every argument of ``delta_step``; raises `ArgumentError` before anything is written."""
+    x, state, out, norm_weight = call.x, call.state, call.out, call.norm_weight
+    _check_heads(x, state, out)
+    _, num_heads, key_dim, value_dim = state.shape
+    check_dims("a", call.a, x.shape[0], None, None)
+    if call.a.shape[1] * call.a.shape[2] not in (num_heads, num_heads * key_dim):
+        said = f"groups of {num_heads} or {num_heads * key_dim} numbers per token in all"
+        raise ArgumentError("a", said, shape_of(call.a))
+    check_dims("a_log", call.a_log, num_heads)
+    check_dims("norm_weight", norm_weight, *(state.shape[1:2] if norm_weight.dim() == 2 else ()), value_dim)
+    check_dtype("norm_weight", norm_weight, x.dtype, torch.float32)
+    check_last_dim(norm_weight=norm_weight)
+    conv, gates, attention, norm = call.parts()
+    check_causal_conv(conv)
+    check_delta_gates(gates)
+    check_linear_attention(attention)
+    check_gated_rms_norm(norm)
+    check_device(state.device, x=x, a=call.a)
+    read = given(
+        x=x, weight=call.weight, bias=call.bias, a=call.a, b=call.b, a_log=call.a_log, dt_bias=call.dt_bias
+    )
+    read |= {"gate": call.gate, "norm_weight": norm_weight}
+    check_apart({"conv_state": call.conv_state}, read | {"state": state, "out": out}, "pass a copy: .clone()")
+    check_apart({"state": state}, read | {"out": out}, "pass a copy: .clone()")
+    check_apart({"out": out}, read, "allocate out with torch.empty")
+
+
+def check_mamba2_step(call: Mamba2StepCall) -> None:
+    """Every argument of ``mamba2_step``; raises `ArgumentError` before anything is written."""
+    x, state, out, dt, gate, semaphore = call.x, call.state, call.out, call.dt, call.gate, call.semaphore
+    _check_heads(x, state, out)
+    num_heads = state.shape[1]
+    check_dims("dt", dt, x.shape[0], num_heads)
+    check_dtype("dt", dt, x.dtype)
+    check_last_dim(dt=dt, out=out)
+    check_dims("a_log", call.a_log, num_heads)
+    check_dims("skip_weight", call.skip_weight, num_heads)
+    check_dtype("skip_weight", call.skip_weight, x.dtype, torch.float32)
+    check_last_dim(skip_weight=call.skip_weight)
+    if gate is not None:
+        check_dims("gate", gate, *out.shape)
+        check_dtype("gate", gate, x.dtype)
+        check_last_dim(gate=gate)
+    conv, gates, attention = call.parts()
+    check_causal_conv(conv)
+    check_delta_gates(gates)
+    check_linear_attention(attention)
+    read = given(
+        x=x, weight=call.weight, bias=call.bias, dt=dt, a_log=call.a_log, dt_bias=call.dt_bias, gate=gate
+    )
+    read["skip_weight"] = call.skip_weight
+    check_device(state.device, out=out, **read)
+    if semaphore is not None:
+        _check_semaphore(semaphore, call.state_slots.shape[0] * call.num_groups, state.device)
+        check_apart({"semaphore": semaphore}, read | {"state": state, "out": out}, "give it its own memory")
+    check_apart({"conv_state": call.conv_state}, read | {"state": state, "out": out}, "pass a copy: .clone()")
+    check_apart({"state": state}, read | {"out": out}, "pass a copy: .clone()")
+    check_apart({"out": out}, read, "allocate out with torch.empty")
+
+
+def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
+    check_dims("semaphore", semaphore, None)
+    check_dtype("semaphore", semaphore, torch.int32)
+    check_device(device, semaphore=semaphore)
+    check_last_dim(semaphore=semaphore)
+    if semaphore.shape[0] < least:
+        raise ArgumentError("semaphore", f"at least num_reqs * groups = {least} numbers", shape_of(semaphore))
+    if reads_values(device) and bool(semaphore.any()):
+        raise ArgumentError("semaphore", "zeros", "other numbers", "give it torch.zeros")

@@ -1,0 +1,138 @@
+// Mamba 2's single tokens on Hopper, from the projection to what the output projection, or a norm before it,
+// takes: a CTA per row and head, whose state comes and goes as one bulk copy each, as in state_decode.cu.
+// While it comes, the CTA makes its values, and key and query (B and C), by a causal convolution over its
+// channels, and the step.
+//
+// Heads of a group share key and query, and make them each for itself. There are too many for a cluster: of a
+// group's CTAs the one that comes last to a semaphore, behind its reads, moves the window of these channels
+// on. Every CTA has read it by then. The window of its values is each head's own.
+//
+// Nothing here waits for ever: the barrier is told by a copy that this CTA asked for, and nobody waits at the
+// semaphore. Compiled by NVRTC for sm_90; its constants: mamba2_step_config.cuh. Source: "Transformers are
+// SSMs" (arXiv:2405.21060), listing 1.
+
+#include "mamba2_step_params.cuh"
+#include "state_decode_tile.cuh"
+#include "state_step.cuh"
+
+constexpr int CHANNELS = VALUE_DIM + 2 * KEY_DIM;  // of a head: values, key and query, side by side
+constexpr int TURNS_OF_PAIRS = (CHANNELS / 2 + THREADS - 1) / THREADS;
+constexpr int NUM_GROUPS = NUM_HEADS / GROUP;
+constexpr int MIXED_AT = SUMS_AT;         // [CHANNELS], read before there are sums
+constexpr int IS_LAST_AT = SHARED_BYTES;  // of the CTAs that share key and query
+static_assert(CHANNELS <= PARTS * 2 * VALUE_DIM, "there is room");
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+    mamba2_step(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  const u32 shared = shared_address(memory);
+  const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
+  if (thread == 0) {  // as in state_decode.cu
+    mbarrier_init(shared + BARRIER_AT, 1);
+    fence_mbarrier_init();
+  }
+  griddepcontrol_launch_dependents();
+  const int head = blockIdx.x % NUM_HEADS, key_head = head / GROUP;
+  auto channel_of = [&](int part) {  // in x
+    if (part < VALUE_DIM) return head * VALUE_DIM + part;
+    const int key = part - VALUE_DIM, keys = NUM_HEADS * VALUE_DIM + key_head * KEY_DIM;
+    return keys + (key < KEY_DIM ? key : (NUM_GROUPS - 1) * KEY_DIM + key);
+  };
+  Taps taps[TURNS_OF_PAIRS];
+#pragma unroll
+  for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
+    const int part = (i * THREADS + thread) * 2;
+    if (part < CHANNELS) taps[i].load(p, channel_of(part));
+  }
+  griddepcontrol_wait();
+  const Row row = find_row(p, blockIdx.x);
+  const u64 policy = ONCE ? read_once() : read_again();
+  char *const state = p.state + (row.slot * p.state_slot + head * p.state_head) * NUMBER;
+  if (thread == 0 && row.kept) {
+    mbarrier_arrive_expect_tx(shared + BARRIER_AT, STATE_BYTES);
+    bulk_load(shared, state, STATE_BYTES, shared + BARRIER_AT, policy);
+  }
+  // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
+  const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
+  const i64 out = head * p.out_head + thread;
+  if (thread < VALUE_DIM) {
+    for (int i = 0; i < end; ++i)
+      if (i < row.first || i >= row.count) store_out(p.out, (row.begin + (i64)i) * p.out_token + out, 0.f);
+  }
+  if (row.slot == 0) return;  // all CTAs of the row
+  const i64 token = row.begin + (i64)row.first;
+
+  Window windows[TURNS_OF_PAIRS];
+#pragma unroll
+  for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
+    const int part = (i * THREADS + thread) * 2;
+    if (part < CHANNELS) windows[i].load(p, row, token, channel_of(part));
+  }
+  const float dt = load_number(p.dt, token * p.dt_token + head) + load_weight<DT_BIAS_FLOAT>(p.dt_bias, head);
+  const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
+  const float skip = load_weight<SKIP_FLOAT>(p.skip_weight, head);
+  float gate = 0.f;
+  if (GATED && thread < VALUE_DIM)
+    gate = load_number(p.gate, token * p.gate_token + head * p.gate_head + thread);
+#pragma unroll
+  for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
+    const int part = (i * THREADS + thread) * 2;
+    if (part >= CHANNELS) continue;
+    windows[i].mix(taps[i], (float *)(memory + MIXED_AT) + part);
+    if (GROUP == 1 || part < VALUE_DIM) windows[i].move_on(p);
+  }
+  float step = softplus(dt);  // comparisons: NaN stays NaN
+  step = step < p.min_step ? p.min_step : step;
+  step = step > p.max_step ? p.max_step : step;
+  const float decay = expf(-rate * step);
+  Part tile;
+  tile.at = memory + group * ROW_BYTES + chunk * 16;
+  if (!row.kept) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) *(uint4 *)(tile.at + i * GROUPS * ROW_BYTES) = {0, 0, 0, 0};
+  }
+  __syncthreads();  // values, key and query are there, and their windows are read; the barrier too
+  const float *made = (const float *)(memory + MIXED_AT);
+  if (thread < 32)
+    prepare(
+        memory, 0, thread, 1.f, 0.f,
+        [&](int n, float *k, float *q) {
+          k[0] = made[VALUE_DIM + n], k[1] = made[VALUE_DIM + n + 1];
+          q[0] = made[VALUE_DIM + KEY_DIM + n], q[1] = made[VALUE_DIM + KEY_DIM + n + 1];
+        },
+        [](int) { return 0.f; });
+  if (GROUP > 1 && thread == THREADS - 1) {
+    int *semaphore = p.semaphore + row.req * NUM_GROUPS + key_head;
+    const bool is_last = count_arrival(semaphore) == GROUP - 1;
+    if (is_last) *semaphore = 0;
+    *(int *)(memory + IS_LAST_AT) = is_last;
+  }
+  const float value = thread < VALUE_DIM ? made[thread] : 0.f, u = step * value;
+  if (thread < VALUE_DIM) ((float *)(memory + UPDATE_AT))[thread] = u;
+  __syncthreads();  // factors are there, and what was made is read
+  if (GROUP > 1 && *(const int *)(memory + IS_LAST_AT)) {
+#pragma unroll
+    for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
+      const int part = (i * THREADS + thread) * 2;
+      if (part >= VALUE_DIM && part < CHANNELS) windows[i].move_on(p);
+    }
+  }
+  if (row.kept) mbarrier_wait(shared + BARRIER_AT, 0);  // ends with the copy of this CTA's own state
+  sum_rows(tile, memory, 0, group, chunk, thread);
+  __syncthreads();
+  if (thread < VALUE_DIM) {
+    const float *sums = (const float *)(memory + SUMS_AT) + thread;
+    float y = 0.f;
+#pragma unroll
+    for (int n = 0; n < PARTS; ++n) y += sums[(n * 2 + 1) * VALUE_DIM];
+    y = decay * y + *(const float *)(memory + PRODUCT_AT) * u + skip * value;
+    store_out(p.out, token * p.out_token + out, GATED ? y * (gate * sigmoid(gate)) : y);
+  }
+  update_rows(tile, memory, decay, 0, group, chunk);
+  fence_async();  // of each thread that stored
+  __syncthreads();
+  if (thread == 0) {
+    bulk_store(state, shared, STATE_BYTES, policy);
+    bulk_wait_read();  // shared memory is this CTA's until then
+  }
+}

@@ -1,0 +1,189 @@
+"""mamba2_step of the ``cuda`` backend: one launch by the Hopper kernel; which calls it takes, by shapes,
+dtypes, strides and addresses. What it can't take goes through the ops that the step is made of."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from math import inf
+from typing import NamedTuple
+
+import torch
+
+from torchpaged.custom_ops.cuda import gpu, jit
+from torchpaged.custom_ops.cuda.config import Config, Constant, Table
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
+from torchpaged.custom_ops.cuda.routes import not_hopper, require_gpu
+from torchpaged.custom_ops.state.call import Mamba2StepCall
+from torchpaged.custom_ops.state.check_steps import check_mamba2_step
+from torchpaged.custom_ops.state.cuda import decode
+from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
+
+_POINTER, _INT = ctypes.c_void_p, ctypes.c_int
+
+MAMBA2_STEP = Table(
+    "mamba2_step_config.cuh",
+    ("mamba2_step.cu",),
+    "Granite 4.0 H 1B, states of float32",
+    (
+        *decode.HEADS,
+        Constant("WIDTH", "int", "of the convolution"),
+        Constant("HALF", "bool", "numbers are float16, else bfloat16"),
+        Constant("STATE_FLOAT", "bool", "states are float32, else of x's dtype"),
+        Constant("A_LOG_FLOAT", "bool", "a_log is float32, else of x's dtype"),
+        Constant("DT_BIAS_FLOAT", "bool", "dt_bias is float32, else of x's dtype"),
+        Constant("SKIP_FLOAT", "bool", "skip_weight is float32, else of x's dtype"),
+        Constant("GATED", "bool", "out is gated"),
+        *decode.CTAS,
+    ),
+)
+
+
+class Mamba2StepParams(ctypes.Structure):
+    """``struct Params`` of mamba2_step_params.cuh."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("x", "weight", "bias", "dt", "a_log", "dt_bias", "skip_weight")),
+        *((name, _POINTER) for name in ("gate", "conv_state", "state", "out", "semaphore")),
+        *((name, _POINTER) for name in ("slots", "lens", "starts")),
+        *((name, ctypes.c_int64) for name in ("x_token", "weight_channel", "conv_slot", "conv_row")),
+        *((name, ctypes.c_int64) for name in ("dt_token", "gate_token", "gate_head")),
+        *((name, ctypes.c_int64) for name in ("state_slot", "state_head", "out_token", "out_head")),
+        *((name, ctypes.c_float) for name in ("min_step", "max_step")),
+        *((name, _INT) for name in ("num_reqs", "num_tokens")),
+    ]
+
+
+class Mamba2StepSpec(NamedTuple):
+    """What a kernel is compiled for; the constants of the same names."""
+
+    key_dim: int
+    value_dim: int
+    num_heads: int
+    group: int
+    width: int
+    half: bool
+    state_float: bool
+    a_log_float: bool
+    dt_bias_float: bool
+    skip_float: bool
+    gated: bool
+    once: bool = True
+    threads: int = 256
+    min_ctas: int = 3
+
+    @classmethod
+    def of(cls, call: Mamba2StepCall) -> Mamba2StepSpec:
+        """Of a call that `why_not` lets pass."""
+        num_heads, key_dim, value_dim = call.state.shape[1:]
+        matrix_bytes = key_dim * value_dim * call.state.element_size()
+        a_log, dt_bias, skip = (
+            x.dtype == torch.float32 for x in (call.a_log, call.dt_bias, call.skip_weight)
+        )
+        return cls(
+            key_dim,
+            value_dim,
+            num_heads,
+            num_heads // call.num_groups,
+            call.weight.shape[1],
+            call.x.dtype == torch.float16,
+            call.state.dtype == torch.float32,
+            a_log,
+            dt_bias,
+            skip,
+            call.gate is not None,
+            min_ctas=3 if matrix_bytes > 32 * 1024 else 4,  # as shared memory has room for
+            once=call.state_slots.shape[0] * num_heads * matrix_bytes <= decode.ONCE_BYTES,
+        )
+
+    def config(self) -> Config:
+        """The constants."""
+        return MAMBA2_STEP.config({name.upper(): int(value) for name, value in self._asdict().items()})
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory, as mamba2_step.cu counts it."""
+        sizes = (self.key_dim, self.value_dim, self.threads, self.state_float, False)
+        return decode.shared_bytes(*sizes, turns=1) + 4
+
+
+def mamba2_step(call: Mamba2StepCall) -> None:
+    """Launch; arguments as in ``custom_ops/state/schema.py``. Every choice here depends on shapes, never on
+    lengths."""
+    require_gpu(call.x.device)
+    check_mamba2_step(call)
+    if route(call) is None:
+        launch(call, Mamba2StepSpec.of(call))
+        return
+    from torchpaged.custom_ops.state.triton.mamba2_step import run_parts  # only now: Triton loads slowly
+
+    run_parts(call, linear_attention)
+
+
+def route(call: Mamba2StepCall) -> str | None:
+    """Why a checked call goes through several launches, or None."""
+    if not call.state_slots.numel() or not call.x.numel():
+        return "no requests or no tokens"
+    return why_not(call, gpu.capability(call.x.device.index or 0))
+
+
+def why_not(call: Mamba2StepCall, capability: tuple[int, int]) -> str | None:
+    """Why the kernel can't take a call, or None. Shapes, dtypes, strides and addresses only."""
+    x, state = call.x, call.state
+    if reason := not_hopper(capability):
+        return reason
+    if x.dtype not in decode.DTYPES:
+        return f"{x.dtype}, not bfloat16 or float16"
+    key_dim, value_dim = state.shape[2:]
+    state_bytes = key_dim * value_dim * state.element_size()
+    if (
+        key_dim not in decode.KEY_DIMS
+        or value_dim not in decode.VALUE_DIMS
+        or state_bytes > decode.MAX_STATE_BYTES
+    ):
+        return f"states of {key_dim} x {value_dim}, {state_bytes} bytes"
+    if reason := decode.no_bulk(state):
+        return reason
+    for name, pairs in (("x", x), ("conv_state", call.conv_state)):
+        if pairs.data_ptr() % 4 or any(n % 2 for n in pairs.stride()[:-1]):
+            return f"{name} with strides {tuple(pairs.stride())}: rows that begin at multiples of 4 bytes"
+    return None
+
+
+def launch(call: Mamba2StepCall, spec: Mamba2StepSpec) -> None:
+    """Launch a checked call that `why_not` lets pass."""
+    index, gate, num_reqs = call.state.device.index or 0, call.gate, call.state_slots.shape[0]
+    semaphore = call.semaphore
+    if semaphore is None:
+        count = num_reqs * call.num_groups
+        semaphore = torch.zeros(count, dtype=torch.int32, device=call.state.device)
+    params = Mamba2StepParams(
+        *(address(getattr(call, name)) for name, *_ in Mamba2StepParams._fields_[:11]),
+        semaphore=semaphore.data_ptr(),
+        slots=call.state_slots.data_ptr(),
+        lens=call.seq_lens.data_ptr(),
+        starts=call.query_start_loc.data_ptr(),
+        x_token=call.x.stride(0),
+        weight_channel=call.weight.stride(0),
+        conv_slot=call.conv_state.stride(0),
+        conv_row=call.conv_state.stride(1),
+        dt_token=call.dt.stride(0),
+        gate_token=0 if gate is None else gate.stride(0),
+        gate_head=0 if gate is None else gate.stride(1),
+        state_slot=call.state.stride(0),
+        state_head=call.state.stride(1),
+        out_token=call.out.stride(0),
+        out_head=call.out.stride(1),
+        min_step=call.min_step,
+        max_step=inf if call.max_step is None else call.max_step,
+        num_reqs=num_reqs,
+        num_tokens=call.x.shape[0],
+    )
+    grid = num_reqs * spec.num_heads
+    _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))
+
+
+@functools.cache
+def _specialised(index: int, spec: Mamba2StepSpec) -> Kernel:
+    device = torch.device("cuda", index)
+    return jit.kernel("mamba2_step.cu", "mamba2_step", spec.config(), device, shared_bytes=spec.shared_bytes)

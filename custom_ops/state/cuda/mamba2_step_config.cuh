@@ -1,0 +1,19 @@
+// What mamba2_step.cu is compiled for. Generated: each specialisation has one of its own. The file of this
+// name in the repository is an example, Granite 4.0 H 1B, states of float32, and no kernel is compiled with
+// it.
+#pragma once
+
+inline constexpr int KEY_DIM = 128;            // rows of a state
+inline constexpr int VALUE_DIM = 64;           // columns of a state
+inline constexpr int NUM_HEADS = 48;           // heads of values
+inline constexpr int GROUP = 48;               // of these, heads per head of keys
+inline constexpr int WIDTH = 4;                // of the convolution
+inline constexpr bool HALF = false;            // numbers are float16, else bfloat16
+inline constexpr bool STATE_FLOAT = true;      // states are float32, else of x's dtype
+inline constexpr bool A_LOG_FLOAT = false;     // a_log is float32, else of x's dtype
+inline constexpr bool DT_BIAS_FLOAT = false;   // dt_bias is float32, else of x's dtype
+inline constexpr bool SKIP_FLOAT = false;      // skip_weight is float32, else of x's dtype
+inline constexpr bool GATED = true;            // out is gated
+inline constexpr bool ONCE = true;             // L2 is to let states go first
+inline constexpr int THREADS = 256;            // of a CTA
+inline constexpr int MIN_CTAS = 3;             // CTAs of a multiprocessor that registers must be there for

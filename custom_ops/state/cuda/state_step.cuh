@@ -1,0 +1,54 @@
+// What the kernels of whole steps share: the window of a convolution beside a state, gates and weights.
+// Behind `Params` and state_decode_tile.cuh.
+#pragma once
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+__device__ __forceinline__ float rounded(float x) { return to_float<HALF>((u16)pack<HALF>(x, 0.f)); }
+template <bool FLOAT> __device__ __forceinline__ float load_weight(const char *from, i64 at) {
+  if constexpr (FLOAT) return ((const float *)from)[at];
+  else return load_number(from, at);
+}
+// log(1 + exp(x))
+__device__ __forceinline__ float softplus(float x) { return x > 20.f ? x : log1pf(expf(x)); }
+
+// Weights of two channels of the convolution, which no kernel ahead writes.
+struct Taps {
+  float of[WIDTH][2], bias[2];
+  __device__ __forceinline__ void load(const Params &p, int channel) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int w = 0; w < WIDTH; ++w) of[w][j] = load_number(p.weight, (channel + j) * p.weight_channel + w);
+      bias[j] = p.bias ? load_number(p.bias, channel + j) : 0.f;
+    }
+  }
+};
+
+// Two channels of the convolution: their last inputs and the token's own, and where they lie.
+struct Window {
+  u32 seen[WIDTH];
+  char *at;  // of the first input, in the pool
+  __device__ __forceinline__ void load(const Params &p, const Row &row, i64 token, int channel) {
+    at = p.conv_state + (row.slot * p.conv_slot + channel) * 2;
+#pragma unroll
+    for (int w = 0; w < WIDTH - 1; ++w) seen[w] = row.kept ? *(const u32 *)(at + w * p.conv_row * 2) : 0;
+    seen[WIDTH - 1] = *(const u32 *)(p.x + (token * p.x_token + channel) * 2);
+  }
+  // The convolution's two numbers, through silu.
+  __device__ __forceinline__ void mix(const Taps &taps, float *to) const {
+    float mixed[2] = {taps.bias[0], taps.bias[1]};
+#pragma unroll
+    for (int w = 0; w < WIDTH; ++w) {
+      float x[2];
+      unpack_pair(seen[w], x);
+      mixed[0] += x[0] * taps.of[w][0];
+      mixed[1] += x[1] * taps.of[w][1];
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) to[j] = rounded(mixed[j] * sigmoid(mixed[j]));
+  }
+  __device__ __forceinline__ void move_on(const Params &p) const {
+#pragma unroll
+    for (int w = 1; w < WIDTH; ++w) *(u32 *)(at + (w - 1) * p.conv_row * 2) = seen[w];
+  }
+};

@@ -4,6 +4,7 @@ reaches all who wait, and nothing ever hangs."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 import random
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from engine_requests import EACH, LONG, PROMPTS
 from engine_requests import ENGINES as WAYS
+from forked import said_in_a_child
 from many_threads import in_threads, random_requests, run_threads
 
 from torchpaged import ArgumentError, ClosedError, TorchpagedError
@@ -319,27 +320,11 @@ def test_a_forked_process_is_refused_by_name(llama: Any, want: list[list[int]]) 
         open_request, request = (generator.submit(PROMPTS[0], EACH[0]) for _ in range(2))
         stream = generator.stream([open_request])
         assert stepping.wait(60)
-        reader, writer = os.pipe()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads
-            child = os.fork()
-        if not child:
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(20)  # a hang ends here
-            for name, call in CALLS_IN_A_CHILD.items():
-                try:
-                    call(generator, stream, request)
-                    said = "nothing"
-                except BaseException as error:
-                    said = f"{type(error).__name__}: {error}"
-                os.write(writer, f"{name}: {said}\n".encode())
-            os._exit(0)
-        forked.set()
-        os.close(writer)
-        with os.fdopen(reader) as file:
-            said = dict(line.split(": ", 1) for line in file.read().splitlines())
-        assert os.waitpid(child, 0)[1] == 0, said
-        assert said.keys() == CALLS_IN_A_CHILD.keys()
+        calls = {
+            name: functools.partial(call, generator, stream, request)
+            for name, call in CALLS_IN_A_CHILD.items()
+        }
+        said = said_in_a_child(calls, forked.set)
         for name, text in said.items():
             assert re.match(rf"TorchpagedError: .*start\(\).*process {os.getpid()}.*fork", text), (name, text)
         assert tokens_of(stream) == want[0]

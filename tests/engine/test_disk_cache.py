@@ -6,13 +6,12 @@ from __future__ import annotations
 import os
 import random
 import re
-import signal
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked import said_in_a_child
 from late_disk import LateDisk
 from tiered_engine import check_slots
 
@@ -250,24 +249,8 @@ def test_a_forked_process_is_refused_by_name(
     """It has no threads of the disk: a write under way at the fork would never end there."""
     generator, _ = made(model, tmp_path)
     run(generator, alone, seed=0)
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads
-        child = os.fork()
-    if not child:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(20)  # a hang ends here
-        said = "nothing"
-        try:
-            generator.generate(PROMPTS, PARAMS) if call == "generate" else generator.close()
-        except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writer, said.encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as file:
-        said = file.read()
-    assert os.waitpid(child, 0)[1] == 0, said
+    calls = {"generate": lambda: generator.generate(PROMPTS, PARAMS), "close": generator.close}
+    said = said_in_a_child({call: calls[call]})[call]
     assert re.match(rf"TorchpagedError: .*disk_cache_path.*process {os.getpid()}.*fork", said), said
     run(generator, alone, seed=1)
     generator.close()

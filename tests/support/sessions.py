@@ -75,34 +75,12 @@ def planned_op(namespace: str, attend: Callable[..., None], *tensors: str) -> An
 LIBRARIES: list[torch.library.Library] = []
 
 
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    planned_table: Tensor,
-    planned_lens: Tensor,
-    **options: Any,
-) -> None:
+def _attend(*tensors: Any, planned_table: Tensor, planned_lens: Tensor, **options: Any) -> None:
     """Attends over the blocks of the plan, not over those of the call."""
+    q, k_cache, v_cache, block_table, seq_lens, *rest = tensors
     assert_planned((planned_lens, planned_table), (seq_lens, block_table))
-    num_reqs = seq_lens.shape[0]
-    BACKEND_OPS["default"].paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        planned_table[:num_reqs],
-        planned_lens[:num_reqs],
-        query_start_loc,
-        out,
-        lse,
-        **options,
-    )
+    planned = planned_table[: len(seq_lens)], planned_lens[: len(seq_lens)]
+    BACKEND_OPS["default"].paged_attention(q, k_cache, v_cache, *planned, *rest, **options)
 
 
 class PlanningSession(Session):

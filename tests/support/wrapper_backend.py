@@ -100,23 +100,13 @@ SESSIONS: weakref.WeakValueDictionary[int, WrapperSession] = weakref.WeakValueDi
 
 
 def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    out: Tensor,
-    lse: Tensor | None = None,
-    *,
-    handle: Tensor,
-    planned_table: Tensor,
-    planned_lens: Tensor,
-    **options: Any,
+    *tensors: Any, handle: Tensor, planned_table: Tensor, planned_lens: Tensor, **options: Any
 ) -> None:
+    q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, *lse = tensors
     assert_planned((planned_lens, planned_table), (seq_lens, block_table))
     wrapper = SESSIONS[int(handle)].wrappers[seq_lens.shape[0]]
-    wrapper.run(q, k_cache, v_cache, query_start_loc, out, lse, block_table.shape[1], **options)
+    results = out, lse[0] if lse else options.pop("lse", None)
+    wrapper.run(q, k_cache, v_cache, query_start_loc, *results, block_table.shape[1], **options)
 
 
 _FLOATS = (torch.float32, torch.bfloat16)

@@ -117,12 +117,12 @@ def test_blocks_that_no_head_sees_do_not_matter(pattern: str, spec: str) -> None
 @pytest.mark.parametrize(
     "pattern", [BlockSparse(32, 1, 2, head_step=1, heads_per_step=2), BlockSparse(8, 2, 3)]
 )
-def test_one_graph_serves_all_lengths(pattern: BlockSparse) -> None:
+@pytest.mark.parametrize("case", conformance_cases(GraphSupport.ALWAYS)[:2], ids=lambda case: case.name)
+def test_one_graph_serves_all_lengths(case: Any, pattern: BlockSparse) -> None:
     able = replace(get_backend("triton").capabilities, device_types=("cpu",))
     backend = Backend("interpreted", able, TRITON, lambda: None)
-    for case in conformance_cases(GraphSupport.ALWAYS)[:2]:
-        asked = case._replace(options={"block_sparse": pattern})
-        assert check_replays(backend, asked, TapeCapture(), "cpu", head_dim=16) == len(case.batches) + 1
+    asked = case._replace(options={"block_sparse": pattern})
+    assert check_replays(backend, asked, TapeCapture(), "cpu", head_dim=16) == len(case.batches) + 1
 
 
 class Tiling(NamedTuple):

@@ -351,6 +351,22 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("route_experts.py:choose_experts_kernel", True, ("ids", "weights"), "start", case="choice"),
     ),
     "apply_experts": (
+        Launch(
+            "one_token.py:token_inner_kernel",
+            True,
+            SCRATCH,
+            "start",
+            ("shared_gate_up",),
+            case="one token, inner numbers",
+        ),
+        Launch(
+            "one_token.py:token_out_kernel",
+            True,
+            ("out",),
+            "start",
+            ("shared_down",),
+            case="one token, output",
+        ),
         Launch("apply_experts.py:experts_inner_kernel", True, SCRATCH, "start", case="gate and up"),
         Launch("apply_experts.py:experts_down_kernel", True, SCRATCH, "start", case="down"),
         Launch(

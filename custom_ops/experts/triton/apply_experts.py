@@ -1,4 +1,5 @@
-"""apply_experts: three kernels, of which the first two read each chosen expert's weights once.
+"""apply_experts of several tokens (one_token.py: of one): three kernels, of which the first two read each
+chosen expert's weights once.
 
 A program takes an expert by one of the pairs (token, its expert) that chose it: the first such pair leads,
 the programs of the others end at once. So nothing is sorted, and no count comes to the host. Tokens are the
@@ -20,6 +21,7 @@ import triton.language as tl
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.experts.call import ExpertsCall
 from torchpaged.custom_ops.experts.check import check_apply_experts
+from torchpaged.custom_ops.experts.triton import one_token
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.activate import activate
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
@@ -86,12 +88,9 @@ def _down(inner_ptr, rows_of_inner, real, down_ptr, row, n, WIDTH: tl.constexpr,
 
 @triton.jit
 def _group(ids_ptr, pair, num_pairs, num_experts, SIZES: tl.constexpr):
-    """The expert of ``pair`` and how many pairs chose it; 0 unless ``pair`` leads: is the first of them. Of
-    one token each pair leads."""
-    expert = tl.load(ids_ptr + pair)
-    if SIZES.alone:
-        return expert, ((expert >= 0) & (expert < num_experts)).to(tl.int32)
+    """The expert of ``pair`` and how many pairs chose it; 0 unless ``pair`` leads: is the first of them."""
     q = tl.arange(0, SIZES.pairs_pad)
+    expert = tl.load(ids_ptr + pair)
     same = (tl.load(ids_ptr + q, mask=q < num_pairs, other=-1) == expert) & (q < num_pairs)
     earlier = tl.sum((same & (q < pair)).to(tl.int32), axis=0)
     leads = (earlier == 0) & (expert >= 0) & (expert < num_experts)
@@ -99,12 +98,9 @@ def _group(ids_ptr, pair, num_pairs, num_experts, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _pairs_at(ids_ptr, pair, expert, first, num_pairs, SIZES: tl.constexpr):
-    """The pairs ``first`` to ``first + T`` of those that chose ``expert``, of which ``pair`` leads; any
-    behind the last one."""
+def _pairs_at(ids_ptr, expert, first, num_pairs, SIZES: tl.constexpr):
+    """The pairs ``first`` to ``first + T`` of those that chose ``expert``; 0 behind the last one."""
     T: tl.constexpr = SIZES.tokens
-    if SIZES.alone:
-        return tl.zeros([T], tl.int32) + pair
     PIECE: tl.constexpr = min(SIZES.pairs_pad, 32)
     wanted = first + tl.arange(0, T)
     pairs = tl.zeros([T], tl.int32)
@@ -159,7 +155,7 @@ def experts_inner_kernel(
         expert, count = _group(ids_ptr, pair, num_pairs, num_experts, SIZES)
         base = gate_up.ptr + expert.to(tl.int64) * gate_up.token
         for first in tl.range(0, count, SIZES.tokens):
-            pairs = _pairs_at(ids_ptr, pair, expert, first, num_pairs, SIZES)
+            pairs = _pairs_at(ids_ptr, expert, first, num_pairs, SIZES)
             real = first + j < count
             y = _gate_up(x, pairs // SIZES.top_k, real, base, gate_up.head, n, INNER, SIZES)
             place = inner_ptr + pairs[None, :] * INNER + n[:, None]
@@ -206,7 +202,7 @@ def experts_down_kernel(
         expert, count = _group(ids_ptr, pair, num_pairs, num_experts, SIZES)
         base = down.ptr + expert.to(tl.int64) * down.token
         for first in tl.range(0, count, SIZES.tokens):
-            pairs = _pairs_at(ids_ptr, pair, expert, first, num_pairs, SIZES)
+            pairs = _pairs_at(ids_ptr, expert, first, num_pairs, SIZES)
             real = first + j < count
             y = _down(inner_ptr, pairs, real, base, down.head, n, SIZES.inner, SIZES)
             place = parts_ptr + pairs[None, :] * HIDDEN + n[:, None]
@@ -265,7 +261,6 @@ class Sizes(NamedTuple):
     Attributes:
         inner, shared: inner numbers of an expert and of the shared one, 0 without one.
         pairs_pad: not fewer than tokens times ``top_k``, a power of 2.
-        alone: there is one token, whose experts are taken pair by pair.
         rows, depth: of a tile of weights; ``tokens``: of the other factor; ``stages``: tiles on their way.
     """
 
@@ -279,7 +274,6 @@ class Sizes(NamedTuple):
     depth: int
     tokens: int
     stages: int
-    alone: bool
 
 
 def sizes_of(call: ExpertsCall) -> tuple[Sizes, Sizes]:
@@ -294,9 +288,8 @@ def sizes_of(call: ExpertsCall) -> tuple[Sizes, Sizes]:
         tiles = (64, 64, tokens, 5), (64, 128, tokens, 4)
     if call.x.dtype == torch.float32:
         tiles = ((32, 32, 16, 2),) * 2
-    alone = (call.x.shape[0] == 1,)
     of_call = hidden, inner, shared, top_k, call.activation, next_power_of_2(pairs)
-    return Sizes(*of_call, *tiles[0], *alone), Sizes(*of_call, *tiles[1], *alone)
+    return Sizes(*of_call, *tiles[0]), Sizes(*of_call, *tiles[1])
 
 
 def apply_experts(call: ExpertsCall) -> None:
@@ -304,7 +297,9 @@ def apply_experts(call: ExpertsCall) -> None:
     require_launchable(call.x)
     check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
     check_apply_experts(call)
-    if call.x.shape[0]:
+    if (of_token := one_token.TokenSizes.of(call)) is not None:
+        one_token.launch(call, of_token)
+    elif call.x.shape[0]:
         launch(call, *sizes_of(call))
 
 

@@ -43,6 +43,16 @@ ROUTE_CASES: dict[str, dict[str, Any]] = {
 EXPERTS_CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "one_token": {"num_tokens": 1, "top_k": 6, "num_experts": 64},
+    "one_token_with_all": {
+        "num_tokens": 1,
+        "skips": True,
+        "shared": 24,
+        "shared_gate": True,
+        "residual": True,
+    },
+    "one_token_odd": {"num_tokens": 1, "hidden": 70, "inner": 33, "shared": 19, "activation": "gelu_tanh"},
+    "one_token_outside": {"num_tokens": 1, "outside": True, "residual": True},
+    "one_token_of_long_rows": {"num_tokens": 1, "inner": 2100, "activation": "gelu"},
     "shared": {"shared": 48, "activation": "gelu_tanh"},
     "shared_gate": {"shared": 24, "shared_gate": True, "residual": True},
     "twice_and_outside": {"twice": True, "num_tokens": 9, "residual": True},
@@ -104,6 +114,7 @@ def make_experts_inputs(
     shared_gate: bool = False,
     residual: bool = False,
     twice: bool = False,
+    skips: bool = False,
     outside: bool = False,
     activation: str = "silu",
     dtype: torch.dtype = torch.float32,
@@ -111,7 +122,7 @@ def make_experts_inputs(
     seed: int = 0,
 ) -> dict[str, Any]:
     """The arguments of ``apply_experts`` by name. ``twice``: tokens have an expert twice, and ids outside;
-    ``outside``: all are."""
+    ``skips``: the second choice is none; ``outside``: all are."""
     generator, on = torch.Generator("cpu").manual_seed(seed), {"dtype": dtype, "device": device}
     ids = torch.stack(
         [torch.randperm(num_experts, generator=generator, device="cpu")[:top_k] for _ in range(num_tokens)]
@@ -119,6 +130,8 @@ def make_experts_inputs(
     if twice:
         ids[:, -1] = ids[:, 0]
         ids[0, 0], ids[1], ids[2, 0] = -1, num_experts, num_experts + 5
+    if skips:
+        ids[:, 1] = -1
     if outside:
         ids.fill_(-1)
 

@@ -5,6 +5,9 @@ accelerated model.
     # any machine
     PYTHONPATH=. python benchmarks/bench_generate.py --shape tiny --batches 1,2 --prompt 32 --new 8 \\
         --dtype fp32
+    # beams, beside the cache that transformers takes by default, too
+    PYTHONPATH=. python benchmarks/bench_generate.py --batches 1 --beams 10 --prompt 512 --new 400 \\
+        --only "own cache;static cache;PagedCache"
 
 Random weights. Of each way two calls are timed, of one new token and of ``--new``; their difference over the
 tokens between them is the figure, the best of ``--repeats``. Compiling and capturing stay out. In float32 the
@@ -33,8 +36,8 @@ from torchpaged.bench import conditions
 Call = Callable[[Tensor, int], Tensor]
 
 
-def plain(model: Any, **options: Any) -> Call:
-    """``generate()`` as it is, greedy, without an end."""
+def plain(model: Any, beams: int, **options: Any) -> Call:
+    """``generate()`` as it is, greedy or with beams, without an end."""
 
     def call(prompts: Tensor, new: int) -> Tensor:
         return model.generate(
@@ -42,6 +45,7 @@ def plain(model: Any, **options: Any) -> Call:
             attention_mask=torch.ones_like(prompts),
             max_new_tokens=new,
             do_sample=False,
+            num_beams=beams,
             eos_token_id=None,
             pad_token_id=0,
             **{name: value(prompts) if callable(value) else value for name, value in options.items()},
@@ -50,18 +54,19 @@ def plain(model: Any, **options: Any) -> Call:
     return call
 
 
-def with_paged_cache(model: Any, most: int) -> Call:
+def with_paged_cache(model: Any, beams: int, most: int) -> Call:
     """With one `PagedCache` for all calls of a batch size; the decode step is compiled by generate()."""
     caches: dict[int, Any] = {}
 
     def cache(prompts: Tensor) -> Any:
-        made = caches.setdefault(
-            len(prompts), hf.PagedCache(model.config, max_batch_size=len(prompts), max_seq_len=most)
-        )
+        rows = len(prompts) * beams
+        if rows not in caches:
+            caches[rows] = hf.PagedCache(model.config, max_batch_size=rows, max_seq_len=most)
+        made = caches[rows]
         made.reset()
         return made
 
-    return plain(model, past_key_values=cache)
+    return plain(model, beams, past_key_values=cache)
 
 
 def measure(call: Call, prompts: Tensor, new: int, repeats: int) -> dict[str, Any]:
@@ -90,27 +95,28 @@ def measure(call: Call, prompts: Tensor, new: int, repeats: int) -> dict[str, An
     }
 
 
-def ways(model: Any, most: int, batches: list[int]) -> list[tuple[str, Callable[[], Call]]]:
+def ways(model: Any, most: int, batches: list[int], beams: int) -> list[tuple[str, Callable[[], Call]]]:
     """Name and set-up of each way, in an order in which each finds the model as it needs it."""
 
-    def static() -> Call:
+    def own(**options: Any) -> Call:
         model.set_attn_implementation("sdpa")
-        return plain(model, cache_implementation="static")
+        return plain(model, beams, **options)
 
     def paged(fused: bool) -> Call:
         torch.compiler.reset()
         model.set_attn_implementation("torchpaged")
         if fused:
             hf.fuse(model, count=False)
-        return with_paged_cache(model, most)
+        return with_paged_cache(model, beams, most)
 
     def accelerated() -> Call:
         torch.compiler.reset()
-        hf.accelerate(model, max_batch_size=max(batches), max_seq_len=most)
-        return plain(model)
+        hf.accelerate(model, max_batch_size=beams * max(batches), max_seq_len=most)
+        return plain(model, beams)
 
     return [
-        ("static cache", static),
+        ("own cache", own),
+        ("static cache", lambda: own(cache_implementation="static")),
         ("PagedCache", lambda: paged(False)),
         ("PagedCache, fused", lambda: paged(True)),
         ("accelerate", accelerated),
@@ -126,6 +132,7 @@ def main() -> None:
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--beams", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--only", type=lambda text: text.split(";"), default=None, help="names, by semicolons"
@@ -142,6 +149,7 @@ def main() -> None:
         "dtype": args.dtype,
         "prompt": args.prompt,
         "new": args.new,
+        "beams": args.beams,
         "rows": rows,
     }
     torch.manual_seed(0)
@@ -150,8 +158,8 @@ def main() -> None:
     }
     wanted: dict[int, list[list[int]]] = {}
     most = args.prompt + args.new
-    for name, make in ways(model, most, args.batches):
-        if args.only is not None and name not in args.only:
+    for name, make in ways(model, most, args.batches, args.beams):
+        if name not in (args.only or [name]) or (args.only is None and name == "own cache"):
             continue
         call = make()
         for batch, inputs in prompts.items():

@@ -13,11 +13,22 @@ from model_coverage.architectures import model_of
 from models import COMMON, padded_prompts
 from torch import Tensor
 
-from torchpaged import ArgumentError
+from torchpaged import ArgumentError, AttentionMetadata
+from torchpaged.backends import Limits
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.fuse.launch_count import count_launches
+from torchpaged.fuse.layers import LayerPlan
 from torchpaged.fuse.rope_table import RopeTable
-from torchpaged.hf import PagedCache, attach, compile_layers, detach, fuse, uncompile_layers, unfuse
+from torchpaged.hf import (
+    PagedCache,
+    PagedModel,
+    attach,
+    compile_layers,
+    detach,
+    fuse,
+    uncompile_layers,
+    unfuse,
+)
 from torchpaged.hf.packed_mixers import is_packed, mixers_of
 
 
@@ -388,3 +399,44 @@ def test_graphs_do_not_go_on_behind_an_engine_that_fused_their_model(unfused: bo
     first.close()
     second.close()
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Mixtral", "falcon_h1", "granitemoehybrid", "zamba2"])
+def test_the_last_layer_computes_the_tokens_whose_logits_are_wanted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind its attention; keys, values and states are written for all. None is wanted of a chunk in the
+    middle of a prompt."""
+    model = build(name, attached=False)
+    fuse(model, count=False)
+    fed, feed = list[int](), LayerPlan.feed
+
+    def watched(self: LayerPlan, ops: Any, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        if self.ends is not None:
+            fed.append(x.shape[0])
+        return feed(self, ops, x, shape)
+
+    monkeypatch.setattr(LayerPlan, "feed", watched)
+    ids = torch.randint(3, 99, (11,), generator=torch.Generator().manual_seed(1))
+
+    def run(wanted: list[int] | None) -> tuple[Tensor, Tensor]:
+        """Logits of ``wanted`` of two requests of 7 and 4 tokens, and of a token behind the first."""
+        limits = Limits(max_num_reqs=2, max_blocks_per_req=4)
+        paged = PagedModel(model, num_blocks=12, block_size=4, limits=limits)
+        size = {"block_size": 4, "num_blocks": 12}
+        if paged.rings is not None:
+            paged.rings.take(3), paged.rings.take(5)
+        fed.clear()  # of the token by which the model was looked at
+        batch = AttentionMetadata.from_lists([7, 4], [7, 4], [[3, 9], [5]], **size)
+        after = AttentionMetadata.from_lists([1], [8], [[3, 9]], **size)
+        with torch.inference_mode():
+            got = paged(ids, batch, None if wanted is None else torch.tensor(wanted, dtype=torch.int64))
+            return got, paged(torch.tensor([7]), after)
+
+    every, behind = run(None)
+    for wanted in ([6, 10], [10], [], [10, 2, 2, 0]):
+        got, then = run(wanted)
+        torch.testing.assert_close(got, every[wanted], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(then, behind, rtol=1e-4, atol=1e-4)
+        if name != "zamba2":  # its last layer is not fused as a whole
+            assert fed == ([len(wanted), 1] if wanted else [1])

@@ -27,15 +27,22 @@ class Ends:
     """What comes before and after the layers: ``owner`` is set for the time of one paged forward, in which
     the ops of its backend run.
 
-    The final norm and lm_head become one: the norm hands its input on, and lm_head norms it. Forwards of one
-    model must not overlap in threads.
+    The final norm and lm_head become one: the norm hands its input on, and lm_head norms it. Where logits of
+    some tokens of a packed batch are wanted, ``keep`` are these until a layer or the norm has taken them: the
+    last layer drops the others behind its attention. Forwards of one model must not overlap in threads.
     """
 
     def __init__(self) -> None:
         self.owner: PagedOwner | None = None
+        self.keep: Tensor | None = None
         self.norm: nn.Module | None = None
         self.offset = 0.0
         self.state: ModelState
+
+    def take(self) -> Tensor | None:
+        """``keep``, once: whoever takes it goes on with these tokens alone."""
+        keep, self.keep = self.keep, None
+        return keep
 
     def require_unchanged(self) -> None:
         """Refuse a step over weights, modules and forwards that are the model's no longer.
@@ -64,10 +71,12 @@ def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
 
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    result: Tensor = (
-        hidden_states if self._torchpaged_ends.owner is not None else type(self).forward(self, hidden_states)
-    )
-    return result
+    ends: Ends = self._torchpaged_ends
+    if ends.owner is None:
+        result: Tensor = type(self).forward(self, hidden_states)
+        return result
+    keep = ends.take()  # still there where the last layer is not fused
+    return hidden_states if keep is None else hidden_states.index_select(1, keep)
 
 
 def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -101,13 +110,21 @@ def _model_forward(model: Any) -> Any:
             return type(self).forward(self, *args, **kwargs)
         ends.require_unchanged()
         ends.owner = owner
+        if ends.norm is not None and _picks(**kwargs):
+            ends.keep = kwargs.pop("logits_to_keep")
         try:
             return type(self).forward(self, **kwargs)
         finally:
-            ends.owner = None
+            ends.owner = ends.keep = None
 
     forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
     return forward
+
+
+def _picks(input_ids: Any = None, logits_to_keep: Any = 0, **_: Any) -> bool:
+    """Whether fewer tokens than a packed batch has are named one by one."""
+    packed = isinstance(input_ids, Tensor) and input_ids.shape[0] == 1 and isinstance(logits_to_keep, Tensor)
+    return packed and logits_to_keep.dim() == 1 and logits_to_keep.numel() < input_ids.shape[1]
 
 
 def _why_no_ends(model: Any, base: Any) -> str | None:

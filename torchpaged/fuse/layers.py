@@ -49,6 +49,7 @@ class LayerPlan:
         self.architecture = architecture = ARCHITECTURES[type(layer).__name__]
         self.passes, self.mixers = tuple(passes), list(mixers)
         self.layer: Any = layer
+        self.ends: Any = None  # the `Ends`, of the last layer
         self.mlp: Any = architecture.mlp_of(layer)
         names = architecture.names
         self.projections = [linear for mixer in mixers for linear in mixer.projections]
@@ -204,15 +205,23 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     ops, x = plan.begin(cached, hidden_states), hidden_states.reshape(-1, width)
     names = ("position_ids", "position_embeddings", "attention_mask")
     given = (rows, *(kwargs.pop(name, None) for name in names), kwargs)
+    parts: list[Sequence[Tensor]] = []
     if plan.mixers:
         beside = kwargs.pop("transformer_hidden_states", None)  # Zamba 2: mixed with the layer's input
         parts = plan.project(ops, x if beside is None else x + beside.reshape(-1, width))
-        for number, mixer in enumerate(plan.mixers):
-            mixed, norm = mixer.mixed(Step(ops, cached[number], *given), parts[number])
-            if not isinstance(cache, LayerCache):
-                cached[number].complete()
+    keep = None if plan.ends is None else plan.ends.take()
+    if keep is not None:
+        x, shape = x.index_select(0, keep), [1, keep.shape[0]]
+    goes_on = keep is None or keep.shape[0] > 0
+    for number, mixer in enumerate(plan.mixers):
+        mixed, norm = mixer.mixed(Step(ops, cached[number], *given), parts[number])
+        if not isinstance(cache, LayerCache):
+            cached[number].complete()
+        if keep is not None:
+            mixed = mixed.index_select(0, keep)
+        if goes_on:
             x = plan.after(ops, x, mixed, 0, mixer.output, plan.scales.outputs[number], **norm)
-    if plan.mlp is not None:
-        x = plan.feed(ops, x, rows)
+    if plan.mlp is not None and goes_on:
+        x = plan.feed(ops, x, (shape[0], shape[1]))
     x = x.view(*shape, width)
     return (x, None) if plan.architecture.gives_weights else x

@@ -230,6 +230,9 @@ def fuse(model: PreTrainedModel, passes: Sequence[str] | None = None, *, count: 
         rotary = next(iter(fusion.rotations.tables.values())).rotary
         fusion.give(rotary, "forward", lazy_forward)  # its result is no longer used
     fusion.ends, forwards = end_forwards(model, base, chosen, report)
+    last = getattr(base.layers[-1], "_torchpaged_plan", None) if len(base.layers) else None
+    if last is not None:
+        last.ends = fusion.ends
     for module, forward in forwards:
         fusion.give(module, "_torchpaged_ends", fusion.ends)
         fusion.give(module, "forward", forward)

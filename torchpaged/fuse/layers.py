@@ -209,7 +209,8 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     if plan.mixers:
         beside = kwargs.pop("transformer_hidden_states", None)  # Zamba 2: mixed with the layer's input
         parts = plan.project(ops, x if beside is None else x + beside.reshape(-1, width))
-    keep = None if plan.ends is None else plan.ends.take()
+    # Compiled layers share one graph, which must not ask which of them is the last: the norm takes it then.
+    keep = None if torch.compiler.is_compiling() or plan.ends is None else plan.ends.take()
     if keep is not None:
         x, shape = x.index_select(0, keep), [1, keep.shape[0]]
     goes_on = keep is None or keep.shape[0] > 0

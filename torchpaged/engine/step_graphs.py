@@ -133,6 +133,8 @@ def make_step_graphs(
         "max_blocks_per_req": max_blocks_per_req,
         "progress": options.progress,
         "watch": model.kv_cache.tensors(),
+        # What torch.compile makes may take a second run to settle; the ops' kernels take one.
+        "warmup_iters": 2 if decided.compile else 1,
     }
     loop = DecodeLoop(
         model,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops import ahead
+from torchpaged.custom_ops import ahead, compiles
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.model import PagedModelProtocol
@@ -138,14 +138,26 @@ class WarmUp:
 
     def gather(self, graphs: Iterable[tuple[BucketedGraphs, int]], progress: Progress | None) -> int:
         """Compile side by side what the steps will launch, and those of ``graphs`` and their buckets; returns
-        how many kernels. What goes wrong does so again where it counts."""
+        how many kernels were looked for. What goes wrong does so again where it counts.
+
+        A start like one before it finds all of them stored. So every fourth step is looked at, and the others
+        only if one of these lacked a kernel: what they take is loaded, or compiled, when they run.
+        """
         steps: list[Callable[[], object]] = [partial(each.launch_padding, bucket) for each, bucket in graphs]
         steps += self._steps()
+        compiled = compiles.count()
         with ahead.gathering() as gathered:
-            while steps:  # of those whose op ended at its first kernel once more, for its second one
-                steps = [step for step in steps if self._finds(step, gathered)]
-                gathered.wait(progress)
+            self._gather(steps[::4], gathered, progress)
+            if compiles.count() != compiled:
+                self._gather(steps, gathered, progress)
         return len(gathered.kernels)
+
+    def _gather(
+        self, steps: list[Callable[[], object]], gathered: ahead.Gathering, progress: Progress | None
+    ) -> None:
+        while steps:  # of those whose op ended at its first kernel once more, for its second one
+            steps = [step for step in steps if self._finds(step, gathered)]
+            gathered.wait(progress)
 
     def _finds(self, step: Callable[[], object], gathered: ahead.Gathering) -> bool:
         """Run a step; whether it has kernels that were not known."""

@@ -1,7 +1,8 @@
 """Blocks on a disk: bytes per second there and back, and a prompt that is found there next to one that is
 computed.
 
-    PYTHONPATH=. python benchmarks/bench_disk.py [--folder FOLDER] [--mib 1024] [--shape NAME] [--output FILE]
+    PYTHONPATH=. python benchmarks/bench_disk.py [--folder FOLDER] [--mib 1024] [--shape NAME] [--prompt 1024]
+        [--output FILE]
 
 Rates: of blocks of three sizes, checksums included. ``write``: into the memory of the system, ``synced``:
 until the disk has them; ``cold``: after the system was told to forget them, ``cached``: once more. Hits:
@@ -40,8 +41,7 @@ MODELS = {
     "Llama 70B": (70.6e9, 80, 8, 128),
 }
 PRODUCTS = 700e12  # per second, 16 bit, of an H200
-PROMPT, OUT, REPEATS = 1024, SamplingParams(max_new_tokens=1, ignore_eos=True), 3
-PROMPTS = 12
+OUT, PROMPTS, REPEATS = SamplingParams(max_new_tokens=1, ignore_eos=True), 12, 3
 
 
 def rates(folder: str, size: int) -> dict[str, dict[str, float]]:
@@ -87,14 +87,14 @@ def small_model() -> Any:
     ).eval()
 
 
-def hits(folder: str, shape: str | None) -> dict[str, float]:
-    """Seconds to the first token."""
+def hits(folder: str, shape: str | None, tokens: int) -> dict[str, float]:
+    """Seconds to the first token of prompts of ``tokens``."""
     model = small_model()
     if shape is not None:
         model = build_model(select_shapes([shape])[0], torch.device("cuda"), torch.bfloat16)
-    blocks, config = PROMPT // 16 + 2, model.config
+    blocks, config = tokens // 16 + 2, model.config
     elements = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    options: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": PROMPT + 16, "num_blocks": 2 * blocks}
+    options: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": tokens + 16, "num_blocks": 2 * blocks}
     options["disk_cache_size"] = PROMPTS * blocks * 16 * elements * model.dtype.itemsize
     generator = Generator(model, **options, disk_cache_path=folder, fuse=shape is not None)
     assert generator.prefix_cache is not None
@@ -102,7 +102,7 @@ def hits(folder: str, shape: str | None) -> dict[str, float]:
     assert isinstance(tier, DiskTier)
     tier.recompute_seconds = None  # whatever is found there comes back, so that both ways are seen
     draws = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, 1000, (PROMPTS, PROMPT), generator=draws).tolist()
+    prompts = torch.randint(3, 1000, (PROMPTS, tokens), generator=draws).tolist()
     found: dict[str, list[float]] = {}
 
     def first_token(prompt: list[int]) -> tuple[str, float]:
@@ -158,12 +158,13 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="written and read for each rate")
     parser.add_argument("--output", type=Path, help="where the JSON goes, too")
     parser.add_argument("--shape", help="of the model on a GPU; default: a small one on a CPU")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt of the hits")
     args = parser.parse_args()
     device = torch.device("cuda" if args.shape else "cpu")
-    document: dict[str, Any] = {"conditions": conditions.collect(device)}
+    document: dict[str, Any] = {"prompt": args.prompt, "conditions": conditions.collect(device)}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         document["gb_per_s"] = rates(folder, args.mib * 2**20)
-        document["first_token_s"] = hits(folder, args.shape)
+        document["first_token_s"] = hits(folder, args.shape, args.prompt)
     document["break_even"] = break_even()
     print(document["first_token_s"], document["break_even"], file=sys.stderr)
     text = json.dumps(document)

@@ -137,6 +137,23 @@ def test_all_tokens_again_in_every_step(fused: bool) -> None:
     assert torch.equal(model.generate(**call, past_key_values=cache), want)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_assisted_generation_over_a_used_cache(fused: bool) -> None:
+    """transformers runs all of the prompt again, behind itself: wrong tokens with its own cache."""
+    model, ids = tiny("Llama"), torch.randint(3, 99, (1, 5))
+    want = model.generate(ids, **GREEDY)
+    model.set_attn_implementation("torchpaged")
+    if fused:
+        fuse(model, count=False)
+    cache = PagedCache(model.config, 1, 64)
+    first = model.generate(ids, past_key_values=cache, **GREEDY)
+    with pytest.raises(ArgumentError, match="10 tokens.*9 in the cache|one with 9.*reset"):
+        model.generate(first, past_key_values=cache, prompt_lookup_num_tokens=2, **GREEDY)
+    cache.reset()
+    lookup = {"prompt_lookup_num_tokens": 2, **GREEDY}
+    assert torch.equal(model.generate(ids, past_key_values=cache, **lookup), want)
+
+
 def test_a_model_for_its_config_and_a_config_for_its_model() -> None:
     model, call = tiny("Llama"), {**padded_prompts(), **GREEDY}
     for make in (PagedCache, PagedEncoderDecoderCache):

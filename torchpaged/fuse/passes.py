@@ -127,10 +127,11 @@ def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     fusion, owner = base._torchpaged_fusion, paged_owner(cache)
     if fusion.ends.owner is None and owner is not None:
         fusion.ends.require_unchanged()
-    if kwargs.get("use_cache") is False and owner is not None and owner.rows is not None:
+    if owner is not None and owner.rows is not None and not torch.compiler.is_compiling():
         tokens = args[0] if args else kwargs.get("input_ids")
-        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        owner.rows.require_new(tokens.shape[1], written=False)
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is not None:
+            owner.rows.require_new(tokens.shape[1], written=False, options=kwargs)
     collected = kwargs.get("output_router_logits", getattr(base.config, "output_router_logits", False))
     if collected and fusion.report.replaced.get("experts") and owner is not None:
         raise ArgumentError(

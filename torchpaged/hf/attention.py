@@ -126,8 +126,9 @@ def _refuse(
             f"{type(call.module).__name__} adds a position bias to its scores, which paged attention does "
             "not take; use PagedCache(..., dense=True)"
         )
-    if kwargs.get("use_cache") is False and layer.owner.rows is not None:
-        layer.owner.rows.require_new(call.query.shape[2], written=True)
+    rows = None if torch.compiler.is_compiling() else layer.owner.rows
+    if rows is not None and (kwargs.get("use_cache") is False or rows.expects_candidates):
+        rows.require_new(call.query.shape[2], written=True, options=kwargs)
     for name in SPARSE:
         if kwargs.get(name) is not None and not (layer.latent and name == "indices"):
             raise sparse(type(call.module).__name__)

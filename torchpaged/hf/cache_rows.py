@@ -7,7 +7,8 @@ row_changes.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,7 @@ class CacheRows:
         self.cut_padding = False
         self.num_forwards = 0
         self._covered = self.max_seq_len  # tokens per row that the rows' blocks have room for
+        self.expects_candidates = False  # of tokens that it holds, see `require_new`
         self._is_open = False  # whether a forward began and did not complete
         self._bound = 0  # tokens per row at most, as far as the host knows
         self._counted: int | None = None  # exactly, while the host has seen every forward
@@ -359,18 +361,34 @@ class CacheRows:
         return copies
 
     # ------------------------------------------------------------------------------------ what the host knows
-    def require_new(self, query_len: int, written: bool) -> None:
-        """Refuse several tokens behind others where the model was called with ``use_cache=False``: generate()
-        runs all tokens again then, and since transformers 5.24 no mask shows it. ``written``: whether the
-        forward has moved the rows on.
+    def require_new(self, query_len: int, written: bool, options: Mapping[str, Any]) -> None:
+        """Refuse several tokens behind others that generate() begins with all of, as it does with
+        ``use_cache=False`` and in assisted generation; since transformers 5.24 no mask shows it. For eager
+        code.
+
+        Args:
+            query_len: tokens per row of the forward.
+            written: whether it has moved the rows on.
+            options: what the model gave along: ``use_cache``, ``position_ids``, as far as it does.
 
         Raises:
             ArgumentError: the rows hold other tokens.
         """
-        first = None if torch.compiler.is_compiling() else self.first_position(query_len if written else 0)
-        if first and query_len > 1:
+        first = self.first_position(query_len if written else 0)
+        if not first or query_len == 1:
+            return
+        if options.get("use_cache") is False:
             expected = f"True behind the {first} tokens in the cache"
             raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
+        positions = options.get("position_ids")
+        if self.expects_candidates and positions is not None and int(positions.flatten()[0]) == 0:
+            raise ArgumentError(
+                "past_key_values",
+                "a PagedCache without tokens: assisted generation runs all of a prompt",
+                f"one with {first}",
+                "call cache.reset() before it",
+            )
+        self.expects_candidates = False
 
     def require_room(self, query_len: int) -> None:
         """Refuse tokens past ``max_seq_len``; where rows grow, give them blocks for these.

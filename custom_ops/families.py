@@ -51,7 +51,7 @@ class Family(NamedTuple):
             take the record alone, fakes included.
         cuda: ops with a kernel in CUDA C++.
         native: ops with a native C++ kernel for CPUs.
-        on_native: ops that the folder's ``cpu.py`` makes of native ones. On a CPU all others run their
+        on_native: ops that the folder's ``cpu.py`` makes of native ones, or of torch's. On a CPU all others run their
             reference, as the default and as the ``.cpu`` overload.
     """
 
@@ -98,7 +98,13 @@ FAMILIES = (
         native=("advance_step",),
     ),
     Family("layers", LAYERS, LAYERS_FAKES, {"rms_norm": NormCall, "linear": LinearCall}, cuda=("linear",)),
-    Family("experts", EXPERTS, EXPERTS_FAKES, {"route_experts": RouteCall, "apply_experts": ExpertsCall}),
+    Family(
+        "experts",
+        EXPERTS,
+        EXPERTS_FAKES,
+        {"route_experts": RouteCall, "apply_experts": ExpertsCall},
+        on_native=("apply_experts",),
+    ),
     Family(
         "mla",
         MLA,
@@ -127,7 +133,7 @@ FAMILIES = (
             "mamba2_step": Mamba2StepCall,
         },
         cuda=("linear_attention", "delta_step", "mamba2_step"),
-        native=("causal_conv", "linear_attention"),
+        native=("causal_conv", "linear_attention", "delta_gates", "gated_rms_norm"),
         on_native=("delta_step", "mamba2_step"),
     ),
 )

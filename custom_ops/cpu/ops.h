@@ -24,6 +24,11 @@ void causal_conv(Tensor x, Tensor weight, Tensor conv_state, Tensor state_slots,
 void linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor state, Tensor state_slots,
                       Tensor seq_lens, Tensor query_start_loc, Tensor out, std::optional<Tensor> beta,
                       int64_t max_query_len, double scale, bool delta_rule, bool normalize);
+void delta_gates(Tensor a, std::optional<Tensor> b, Tensor a_log, Tensor dt_bias, Tensor g, Tensor beta,
+                 double beta_scale, double min_step, std::optional<double> max_step,
+                 std::optional<double> bound);
+void gated_rms_norm(Tensor x, Tensor gate, Tensor weight, Tensor out, double eps, bool gate_first,
+                    std::optional<Tensor> skip, std::optional<Tensor> skip_weight, std::string activation);
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping);
 void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
                   Tensor seq_lens, Tensor slot_mapping, int64_t block_size);

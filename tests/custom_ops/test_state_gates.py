@@ -74,8 +74,10 @@ BAD: dict[str, tuple[str, str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_refused(case: str) -> None:
+def test_what_is_refused(case: str, backend: str) -> None:
+    """By the native kernels as a RuntimeError."""
     op, name, change = BAD[case]
     if op == "causal_conv":
         given = make_conv_inputs(STATE_BATCHES["chunks"], gated=True)
@@ -83,11 +85,44 @@ def test_what_is_refused(case: str) -> None:
         given = MAKE[op]()
     given |= change(given)
     before = clone(given)
-    with pytest.raises(ArgumentError, match=f"^{name}: expected"):
-        getattr(REFERENCE, op)(**given)
+    error = RuntimeError if backend == "cpu" else ArgumentError
+    with pytest.raises(error, match=rf"\b{name}: expected"):
+        getattr(BACKEND_OPS[backend], op)(**given)
     for each, x in before.items():
         if isinstance(x, torch.Tensor):
             torch.testing.assert_close(given[each], x, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e4, -1e4])
+@pytest.mark.parametrize("size", SIZES)
+def test_numbers_without_bounds(size: str, value: float) -> None:
+    """Each input's in turn, as in the reference: NaN and infinities go where they go there."""
+    for op, inputs in (("delta_gates", ("a", "b", "a_log", "dt_bias")), ("gated_rms_norm", ("x", "gate"))):
+        for name in inputs:
+            given = MAKE[op](**SIZES[size])
+            if given[name] is None:
+                continue
+            given[name][-1] = value
+            want = clone(given)
+            getattr(BACKEND_OPS["cpu"], op)(**given)
+            getattr(REFERENCE, op)(**want)
+            for out in ("g", "beta", "out"):
+                if out in given:
+                    torch.testing.assert_close(given[out], want[out], equal_nan=True)
+
+
+@pytest.mark.parametrize("op", MAKE)
+def test_threads_do_not_change_the_answer(op: str) -> None:
+    inputs, before = MAKE[op](heads=32, groups=4, width=128, tokens=300), torch.get_num_threads()
+    again = clone(inputs)
+    try:
+        for threads, given in ((1, inputs), (3, again)):
+            torch.set_num_threads(threads)
+            getattr(BACKEND_OPS["cpu"], op)(**given)
+    finally:
+        torch.set_num_threads(before)
+    for name in ("g", "beta") if op == "delta_gates" else ("out",):
+        torch.testing.assert_close(inputs[name], again[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("op", MAKE)

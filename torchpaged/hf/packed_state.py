@@ -140,16 +140,13 @@ class PackedState(TakesBack, StateLayer):
         tokens: Tensor,
         *gates: Tensor,
         options: tuple[Tensor, Tensor | None, str],
-        slots: Tensor,
-        seq_lens: Tensor,
-        starts: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
         max_query_len: int,
     ) -> Tensor:
         weight, bias, activation = options
         out = torch.empty_like(tokens, memory_format=torch.contiguous_format)
         sizes: dict[str, Any] = {"max_query_len": max_query_len, "activation": activation}
         sizes |= dict(zip(("in_gate", "out_gate"), gates, strict=False))
-        rows = slots, seq_lens, starts
         self._ops.causal_conv(tokens, weight, self.pools.conv_state, *rows, out, bias, **sizes)
         return out
 
@@ -185,18 +182,24 @@ class PackedState(TakesBack, StateLayer):
         *,
         scale: float,
         delta_rule: bool,
-        slots: Tensor,
-        seq_lens: Tensor,
-        starts: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
         max_query_len: int,
     ) -> Tensor:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
         rule: dict[str, Any] = {"scale": scale, "delta_rule": delta_rule, "normalize": delta_rule}
-        rows = slots, seq_lens, starts
         self._ops.linear_attention(
             q, k, v, g, self.pools.state, *rows, out, beta, max_query_len=max_query_len, **rule
         )
         return out
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
+        """The op ``gated_rms_norm`` over all of a token's numbers: ``x`` and the result of as many as ``gate
+        [batch, query_len, width]``. Behind `attend`."""
+        sizes = -1, 1, gate.shape[2]
+        x = x.view(sizes)
+        out = torch.empty_like(x)
+        self._ops.gated_rms_norm(x, gate.view(sizes), weight, out, eps=eps, **options)
+        return out.view(gate.shape)
 
     def takes_single_tokens(self, step: AttentionMetadata) -> bool:
         """Whether `delta_step` and `mamba2_step` take a step: of single tokens, none of which may be taken
@@ -316,7 +319,7 @@ def exact(x: Tensor) -> Tensor:
 
 def _of_conv(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weight ``[channels, width]`` and bias of a depthwise ``nn.Conv1d`` in x's dtype."""
-    return conv.weight[:, 0].to(x.dtype), None if conv.bias is None else conv.bias.to(x.dtype)
+    return conv.weight.squeeze(1).to(x.dtype), None if conv.bias is None else conv.bias.to(x.dtype)
 
 
 def _exact(x: Tensor) -> torch.dtype:

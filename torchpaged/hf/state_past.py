@@ -14,8 +14,8 @@ from torchpaged.custom_ops.words import counted
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.metadata import AttentionMetadata
 
-#: A state op: called with tokens, ``[batch * query_len, ...]`` each, and ``slots``, ``seq_lens``, ``starts``
-#: and ``max_query_len`` of their rows.
+#: A state op: called with tokens, ``[batch * query_len, ...]`` each, and ``rows``, their slots, lengths and
+#: starts, and ``max_query_len``.
 StateOp = Callable[..., Tensor]
 
 
@@ -49,9 +49,7 @@ class StatePast:
         options: dict[str, Any] = {"dtype": torch.int32, "device": slots.device}
         self._run(
             *(x.unflatten(0, (self.batch, -1))[:, :kept].flatten(0, 1) for x in self._tokens),
-            slots=slots,
-            seq_lens=seq_lens,
-            starts=torch.arange(self.batch + 1, **options) * kept,
+            rows=(slots, seq_lens, torch.arange(self.batch + 1, **options) * kept),
             max_query_len=kept,
         )
 
@@ -88,13 +86,8 @@ class TakesBack:
         if not torch.compiler.is_compiling() and self.records_past:
             self.past.append(StatePast(pool, run, tokens, sizes[0], sizes[1]))
         assert self.cache.state_slots is not None
-        return run(
-            *tokens,
-            slots=self.cache.state_slots[: step.num_reqs],
-            seq_lens=step.seq_lens,
-            starts=step.query_start_loc,
-            max_query_len=step.max_query_len,
-        )
+        rows = self.cache.state_slots[: step.num_reqs], step.seq_lens, step.query_start_loc
+        return run(*tokens, rows=rows, max_query_len=step.max_query_len)
 
     def require_plain(self, step: AttentionMetadata) -> None:
         """Refuse a step whose tokens do not follow one another.

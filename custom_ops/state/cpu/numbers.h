@@ -34,13 +34,24 @@ template <typename A> inline A total(const W<A>& v) {
   return sums[0];
 }
 
+template <typename A> inline A sum_of_squares(const A* x, int64_t n) {
+  W<A> squares{};
+  int64_t i = 0;
+  for (; i + LANES<A> <= n; i += LANES<A>) squares += wide(x + i) * wide(x + i);
+  A sum = total<A>(squares);
+  for (; i < n; ++i) sum += x[i] * x[i];
+  return sum;
+}
+
 inline double to_float(double x) { return x; }
 inline void from_float(double x, double* out) { *out = x; }
 
 template <typename A, typename F>
 inline void by_dtype(Number dtype, const F& body) {
-  if constexpr (sizeof(A) == 8) { body(static_cast<double*>(nullptr)); return; }
-  else switch (dtype) {
+  if constexpr (sizeof(A) == 8) {
+    if (dtype == Number::Float) body(static_cast<float*>(nullptr));
+    else body(static_cast<double*>(nullptr));
+  } else switch (dtype) {
     case Number::BFloat16: body(static_cast<bf16*>(nullptr)); return;
     case Number::Half: body(static_cast<fp16*>(nullptr)); return;
     default: body(static_cast<float*>(nullptr)); return;
@@ -85,19 +96,21 @@ template <> struct Exponent<float> {
   typedef int32_t bits;
   static constexpr float least = -87.3f, most = 88.7f, magic = 12582912.0f, ln2_high = 0.693359375f,
                          ln2_low = -2.12194440e-4f;
-  static constexpr int terms = 8, bias = 127, mantissa = 23;
+  static constexpr int terms = 8, bias = 127, mantissa = 23, log_terms = 5;
+  static constexpr bits half_root = 0x3f3504f3;  // of the root of 1/2
 };
 template <> struct Exponent<double> {
   typedef int64_t bits;
   static constexpr double least = -708.0, most = 709.7, magic = 6755399441055744.0,
                           ln2_high = 6.93145751953125e-1, ln2_low = 1.42860682030941723212e-6;
-  static constexpr int terms = 14, bias = 1023, mantissa = 52;
+  static constexpr int terms = 14, bias = 1023, mantissa = 52, log_terms = 12;
+  static constexpr bits half_root = 0x3fe6a09e667f3bcd;
 };
 
 // exp(x) as keep + change: 1 and exp(x) - 1 where x is next to 0, else 0 and exp(x). A decay that is constant
-// would else be rounded alike at every token, and its error add up.
+// would else be rounded alike at every token, and its error add up. Loops over a call are not vectorised.
 template <typename A>
-inline void split_exp(A x, A* keep, A* change) {
+__attribute__((always_inline)) inline void split_exp(A x, A* keep, A* change) {
   typedef Exponent<A> E;
   const A clipped = x < E::least ? E::least : x > E::most ? E::most : x;
   const A rounded = (clipped * A(1.44269504088896340736) + E::magic) - E::magic;

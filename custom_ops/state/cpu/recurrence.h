@@ -25,14 +25,7 @@ template <typename A> thread_local Scratch<A> scratch;
 template <typename A>
 void read_key(const Recurrence& p, const Operand& t, int64_t token, int64_t key_head, A scale, A* to) {
   read(t, token * t.token + key_head * t.head, p.key_dim, to);
-  if (p.normalize) {
-    W<A> squares{};
-    int64_t i = 0;
-    for (; i + LANES<A> <= p.key_dim; i += LANES<A>) squares += wide(to + i) * wide(to + i);
-    A norm = total<A>(squares);
-    for (; i < p.key_dim; ++i) norm += to[i] * to[i];
-    scale /= std::sqrt(norm + A(NORM_EPS));
-  }
+  if (p.normalize) scale /= std::sqrt(sum_of_squares(to, p.key_dim) + A(NORM_EPS));
   for (int64_t i = 0; i < p.key_dim; ++i) to[i] *= scale;
 }
 

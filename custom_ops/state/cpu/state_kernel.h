@@ -1,5 +1,5 @@
-// causal_conv and linear_attention over packed rows: token by token, a state's numbers in registers and the
-// first cache. Compiled once per instruction set by kernel_*.cpp, chosen at run time by state_ops.cpp.
+// causal_conv and linear_attention over packed rows, token by token, a state's numbers in registers and the
+// first cache; delta_gates and gated_rms_norm. Compiled once per instruction set by kernel_*.cpp, chosen at run time by state_ops.cpp.
 #pragma once
 #include <cstdint>
 
@@ -35,10 +35,27 @@ struct Recurrence {
   bool delta_rule, normalize, decays_by_key;
 };
 
-// Channels [first, end) of all rows; heads [first, end) of one row.
+// Those of a group stand side by side: group_columns numbers of a, gate_columns of a gate.
+struct Gates {
+  Operand a, b, a_log, dt_bias, g, beta;
+  int64_t groups, columns, group_columns, num_heads;
+  double beta_scale, min_step, max_step, bound;
+  bool bounded;
+};
+
+struct GatedNorm {
+  Operand x, gate, weight, out, skip, skip_weight;  // weight.head: from the weight of one head to the next's
+  int64_t num_heads, width, gate_columns, skip_columns;
+  double eps;
+  bool gate_first, sigmoid;
+};
+
+// Channels [first, end) of all rows; heads [first, end) of one row; tokens; heads of all tokens.
 struct StateKernels {
   void (*convolve)(const Convolution&, const Row* rows, int64_t num_rows, int64_t first, int64_t end);
   void (*recur)(const Recurrence&, const Row&, int64_t first, int64_t end);
+  void (*gates)(const Gates&, int64_t first, int64_t end);
+  void (*norms)(const GatedNorm&, int64_t first, int64_t end);
 };
 
 StateKernels state_kernels_generic(bool is_double);

@@ -1,58 +1,13 @@
 // causal_conv and linear_attention: checks, the rows that write, and their pieces for threads.
 #include <vector>
 
-#include "state_kernel.h"
-#include "../../cpu/instruction_set.h"
-#include "../../cpu/ops.h"
+#include "operands.h"
 #include "../../cpu/parallel.h"
 
 namespace torchpaged {
 namespace {
 
 constexpr int64_t PIECE_CHANNELS = 256, PIECE_COLUMNS = 128;
-
-StateKernels choose(bool is_double) {
-#if defined(__x86_64__)
-  const int level = instruction_level();
-  if (level == 2) return state_kernels_avx512(is_double);
-  if (level == 1) return state_kernels_avx2(is_double);
-#endif
-  return state_kernels_generic(is_double);
-}
-
-Number number_of(const char* name, const Tensor& t) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return Number::Float;
-    case ScalarType::BFloat16: return Number::BFloat16;
-    case ScalarType::Half: return Number::Half;
-    case ScalarType::Double: return Number::Double;
-    default:
-      STD_TORCH_CHECK(false, name, ": expected torch.bfloat16, torch.float16, torch.float32 or "
-                      "torch.float64, got another dtype");
-  }
-}
-
-// What the op reads: its size, place and strides; `dims` of -1 are any.
-Operand operand(const char* name, const Tensor& t, std::initializer_list<int64_t> dims) {
-  check_dims(name, t, dims);
-  check_cpu(name, t);
-  check_last_dim(name, t);
-  void* data = const_cast<void*>(t.const_data_ptr());
-  return {number_of(name, t), data, t.stride(0), t.dim() > 2 ? t.stride(1) : 1};
-}
-
-void check_as(const char* name, const Tensor& t, ScalarType own, ScalarType other) {
-  STD_TORCH_CHECK(t.scalar_type() == own || t.scalar_type() == other, name,
-                  ": expected the inputs' dtype or the one of sums, got another");
-}
-
-struct Named { const char* name; const Tensor* tensor; };
-
-void check_written(const char* target, const Tensor& written, std::initializer_list<Named> read) {
-  if (written.numel()) check_own_elements(target, written);
-  for (const Named& each : read)
-    if (each.tensor) check_apart(each.name, *each.tensor, target, written);
-}
 
 // The rows that write, and zeros in `out [tokens, ...]` wherever none of them does.
 std::vector<Row> rows_of(const Tensor& state_slots, const Tensor& seq_lens, const Tensor& query_start_loc,
@@ -116,8 +71,6 @@ int64_t tokens_of(const std::vector<Row>& rows) {
   for (const Row& row : rows) tokens += row.end - row.begin;
   return tokens;
 }
-
-const Tensor* pointer(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
 
 }  // namespace
 

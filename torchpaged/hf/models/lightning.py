@@ -28,12 +28,13 @@ def _forward(self: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, 
         plain: tuple[Tensor, Tensor | None] = type(self).forward(self, hidden_states, **options)
         return plain
     layer.begin(hidden_states)
-    mixed = self.act_fn(self.qkv_proj(hidden_states)).unflatten(-1, (self.num_attention_heads, -1))
-    q, k, v = mixed.split(self.head_dim, dim=-1)
-    g = -exact(self.slope_rate).view(-1).expand(*hidden_states.shape[:2], -1)
+    mixed, sizes = self.act_fn(self.qkv_proj(hidden_states)), hidden_states.shape[:2]
+    q, k, v = mixed.view(*sizes, self.num_attention_heads, 3, -1).unbind(-2)
+    g = exact(self.slope_rate).neg().view(-1).expand(*sizes, -1)
     out = layer.attend(q, k, v, g, None, scale=1.0, delta_rule=False)
     layer.complete()
-    gated = self.output_gate(hidden_states).sigmoid() * self.norm(out.flatten(2))
+    norm, gate = self.norm, self.output_gate(hidden_states)
+    gated = layer.gated_norm(out, gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
     return self.out_proj(gated), None
 
 

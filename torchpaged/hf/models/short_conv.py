@@ -21,9 +21,9 @@ def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
         plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
     b, c, x = self.in_proj(hidden_states).chunk(3, dim=-1)
-    mixed = layer.convolve(b * x, self.conv)
+    mixed = layer.convolve(x, self.conv, gates=(b, c))
     layer.complete()
-    projected: Tensor = self.out_proj(c * mixed)
+    projected: Tensor = self.out_proj(mixed)
     return projected
 
 

@@ -260,13 +260,17 @@ class PackedState(TakesBack, StateLayer):
         assert self.cache.state_slots is not None
         return self.pools, (self.cache.state_slots[: step.num_reqs], step.seq_lens, step.query_start_loc)
 
-    def positions(self, batch: int, query_len: int) -> Tensor:
-        """``[batch, query_len]``: of each token in its request, below 0 of padding. Behind `convolve` or
-        `begin`."""
+    def begins(self, batch: int, query_len: int) -> Tensor:
+        """``[batch, query_len, 1]``: whether a token is its request's first. Behind `convolve` or `begin`."""
         step = self.cache.metadata_of(self, batch, query_len)
         if step.positions is not None:
-            return step.positions.view(batch, query_len)
-        return step.seq_lens[:, None] - query_len + torch.arange(query_len, device=step.seq_lens.device)
+            first = step.positions == 0
+        elif query_len == 1:
+            first = step.seq_lens == 1
+        else:
+            places = torch.arange(query_len, device=step.seq_lens.device)
+            first = step.seq_lens[:, None] + places == query_len
+        return first.view(batch, query_len, 1)
 
     def complete(self) -> None:
         """Say that this forward's states are written, last of what a mixer calls; the last layer's word

@@ -104,10 +104,10 @@ def _kept(place: Tensor | None, state: Tensor | None) -> Tensor | None:
     return made.copy_(state)
 
 
-def _gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Of ``x [batch, query_len, channels]``, by blocks of channels: weights ``[blocks, width, width]``."""
-    blocks = x.reshape(-1, *bias.shape).transpose(0, 1)
-    return torch.baddbmm(bias[:, None], blocks, weight).transpose(0, 1).reshape(x.shape).sigmoid()
+def _gate(blocks: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``[tokens, blocks, width]`` of ``blocks [blocks, tokens, width]``, with a ``weight [blocks, width,
+    width]`` each."""
+    return torch.baddbmm(bias[:, None], blocks, weight).transpose(0, 1).sigmoid()
 
 
 def _forward(
@@ -129,11 +129,12 @@ def _forward(
         return plain
     lru, gate = self.rg_lru, self.act_fn(self.linear_y(input_states))
     x = layer.convolve(self.linear_x(input_states), self.conv_1d)
-    decay = exact(_gate(x, lru.recurrent_gate_weight, lru.recurrent_gate_bias))
+    blocks = x.reshape(-1, *lru.input_gate_bias.shape).transpose(0, 1)
+    decay = exact(_gate(blocks, lru.recurrent_gate_weight, lru.recurrent_gate_bias).reshape(x.shape))
     decay = -8.0 * decay * softplus(exact(lru.recurrent_param))
-    begins = layer.positions(*x.shape[:2])[..., None] == 0
-    norm = torch.where(begins, 1.0, (-torch.expm1(2 * decay)).sqrt())
-    v = x * _gate(x, lru.input_gate_weight, lru.input_gate_bias) * norm.to(x.dtype)
+    norm = torch.where(layer.begins(*x.shape[:2]), 1.0, (-torch.expm1(2 * decay)).sqrt())
+    gated = _gate(blocks, lru.input_gate_weight, lru.input_gate_bias).reshape(x.shape)
+    v = x * gated * norm.to(x.dtype)
     ones = x.new_ones(*x.shape[:2], 1, 1)
     h = layer.attend(ones, ones, v[..., None], decay, None, scale=1.0, delta_rule=False)
     layer.complete()

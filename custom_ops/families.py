@@ -51,8 +51,8 @@ class Family(NamedTuple):
             take the record alone, fakes included.
         cuda: ops with a kernel in CUDA C++.
         native: ops with a native C++ kernel for CPUs.
-        on_native: ops that the folder's ``cpu.py`` makes of native ones, or of torch's. On a CPU all others run their
-            reference, as the default and as the ``.cpu`` overload.
+        on_native: ops that the folder's ``cpu.py`` makes of native ones, or of torch's. On a CPU all others
+            run their reference, as the default and as the ``.cpu`` overload.
     """
 
     folder: str

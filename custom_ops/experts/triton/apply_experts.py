@@ -284,8 +284,10 @@ def sizes_of(call: ExpertsCall) -> tuple[Sizes, Sizes]:
     # of more than 8 tokens of an expert on average, many groups have more than 16
     tokens = 16 if pairs <= 8 * num_experts else 32
     tiles = ((64, 64, tokens, 4),) * 2
-    if pairs <= 16 and launching.is_hopper(call.x.device):
-        tiles = (64, 64, tokens, 5), (64, 128, tokens, 4)
+    if pairs <= 64 and launching.is_hopper(call.x.device):
+        tiles = (64, 128, tokens, 3), (64, 64, tokens, 4)
+        if pairs <= 16:
+            tiles = (64, 64, tokens, 5), (64, 128, tokens, 4)
     if call.x.dtype == torch.float32:
         tiles = ((32, 32, 16, 2),) * 2
     of_call = hidden, inner, shared, top_k, call.activation, next_power_of_2(pairs)

@@ -177,6 +177,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
         steps.cold,
         steps.engine,
         steps.serving,
+        steps.serving_steps,
         steps.serving_peers,
         steps.serving_latencies,
         steps.linear,

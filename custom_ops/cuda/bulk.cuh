@@ -98,6 +98,15 @@ __device__ __forceinline__ void tma_load_4d(u32 to, const void *map, int x, int 
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier)
       : "memory");
 }
+// The same with a policy of L2.
+__device__ __forceinline__ void tma_load_4d(u32 to, const void *map, int x, int y, int z, int w,
+                                            u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
+      "{%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(barrier), "l"(policy)
+      : "memory");
+}
 __device__ __forceinline__ void prefetch_tensormap(const void *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

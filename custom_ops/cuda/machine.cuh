@@ -186,6 +186,12 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 template <int THREADS_IN> __device__ __forceinline__ void barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS_IN) : "memory");
 }
+template <int THREADS_IN> __device__ __forceinline__ bool barrier_or(int id, bool mine) {  // anyone's
+  u32 any;
+  asm volatile("{.reg .pred m, a; setp.ne.u32 m, %1, 0; bar.red.or.pred a, %2, %3, m; selp.u32 %0, 1, 0, a;}"
+               : "=r"(any) : "r"((u32)mine), "r"(id), "n"(THREADS_IN) : "memory");
+  return any;
+}
 // Arrives there and goes on; of THREADS_IN threads in all, the others wait.
 template <int THREADS_IN> __device__ __forceinline__ void barrier_arrive(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(THREADS_IN) : "memory");

@@ -22,10 +22,11 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.cuda import prefill
 from torchpaged.custom_ops.attention.cuda.prefill_shape import Debug
 from torchpaged.custom_ops.mla.cuda import selected
+from torchpaged.custom_ops.mla.cuda.shape import MAX_FP8_ROWS
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch, run_paged_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from op_inputs.latent import make_latent_batch, run_mla_attention
+from op_inputs.latent import as_fp8, make_latent_batch, run_mla_attention
 
 
 def main(backend: str) -> None:
@@ -70,11 +71,13 @@ def main(backend: str) -> None:
 
 
 def latent() -> None:
-    """Backend cuda: 8 to 128 query rows, whole requests, cut ones and ones without keys."""
+    """Backend cuda: 8 to 128 query rows, over rows of fp8 up to 32, whole requests, cut ones and ones without
+    keys."""
     specs = [
         BatchSpec("cut", (900, 65, 0, 1), (1,) * 4, padded_tokens=1, padded_reqs=1),
         BatchSpec("one length", (130,) * 5, (1,) * 5),
         BatchSpec("drafts", (200, 3), (4, 2)),
+        BatchSpec("no clusters", (7400, 65, 0, 1, 130, 130, 64, -1, 200), (1,) * 9),
     ]
     for (num_heads, dtype), spec in itertools.product(
         (
@@ -88,7 +91,10 @@ def latent() -> None:
     ):
         if num_heads * max(spec.query_lens) <= 128:
             options = {"rank": 512, "rope": 64, "dtype": dtype, "device": "cuda", "block_size": 32}
-            run_mla_attention(BACKEND_OPS["cuda"], make_latent_batch(spec, num_heads=num_heads, **options))
+            batch = make_latent_batch(spec, num_heads=num_heads, **options)
+            run_mla_attention(BACKEND_OPS["cuda"], batch)
+            if num_heads * max(spec.query_lens) <= MAX_FP8_ROWS:
+                run_mla_attention(BACKEND_OPS["cuda"], as_fp8(batch))
     torch.cuda.synchronize()
     print("latent: done")
 

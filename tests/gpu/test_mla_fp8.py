@@ -54,8 +54,10 @@ def test_short_queries_on_hopper(heads: int, block_size: int, dtype: torch.dtype
     if torch.cuda.get_device_capability() != (9, 0) or jit.unavailable() is not None:
         pytest.skip("the kernel runs on Hopper")
     edges = BatchSpec("edges of tiles", (63, 64, 65, 127, 128, 129), (1,) * 6)
+    ranges = BatchSpec("ranges, not clusters", (9000, 3, 700, 0, *edges.seq_lens, -1), (1,) * 11)
+    drafts = BatchSpec("drafts in ranges", (17000, 70, 1, 2, 0), (2, 2, 1, 2, 1), padded_tokens=1)
     for number, spec in enumerate(
-        (LONG, edges, BATCH_SPECS["speculative"], BATCH_SPECS["left_padded_chunk"])
+        (LONG, edges, ranges, drafts, BATCH_SPECS["speculative"], BATCH_SPECS["left_padded_chunk"])
     ):
         if max(spec.query_lens) * heads > shape.MAX_FP8_ROWS:
             continue

@@ -1,4 +1,4 @@
-"""The constants of ``latent.cu``, ``latent_pairs.cu`` and ``latent_merge.cu``."""
+"""The constants of ``latent.cu``, ``latent_pairs.cu``, ``latent_fp8.cu`` and ``latent_merge.cu``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torchpaged.custom_ops.cuda.config import Constant, Table
 
 LATENT = Table(
     "latent_config.cuh",
-    ("latent.cu", "latent_pairs.cu", "latent_merge.cu"),
+    ("latent.cu", "latent_pairs.cu", "latent_fp8.cu", "latent_merge.cu"),
     "DeepSeek-V3 on eight GPUs",
     (
         Constant("RANK", "int", "columns of a latent, which are its value"),
@@ -14,7 +14,7 @@ LATENT = Table(
         Constant("NUM_HEADS", "int", "query heads"),
         Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
         Constant("HALF", "bool", "numbers are float16, else bfloat16"),
-        Constant("FP8", "macro", "the pool has rows of fp8; chooses the producer"),
+        Constant("FP8", "macro", "rows of fp8; 2: converted in registers. Chooses the producer"),
         Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
         Constant("LSE", "bool", "log-sum-exp is stored"),
         Constant("ROWS", "int", "query rows (tokens x heads) of a CTA"),

@@ -1,6 +1,7 @@
 // Latent attention over a paged cache on Hopper, for up to 32 query rows of a request: one warp has the copy
 // engine fetch latents, each token's row once, and a warpgroup uses it as key and, turned, as value.
-// Rows of fp8 are fetched and converted by two warpgroups (latent_fp8.cuh).
+// Rows of fp8 are fetched and converted by two warpgroups (latent_fp8.cuh); where requests are many, or query
+// rows at most 8, by latent_fp8.cu.
 //
 // CTAs stay; who works on which keys says latent_scheduler.cuh, from lengths on the device. Why nothing here
 // waits for ever: stages are filled and used in one order by all consumer warps, which go through the same

@@ -1,4 +1,5 @@
-"""Launches of ``latent.cu`` or ``latent_pairs.cu`` and, behind it, of ``latent_merge.cu``."""
+"""Launches of ``latent.cu``, ``latent_pairs.cu`` or ``latent_fp8.cu`` and, behind it, of
+``latent_merge.cu``."""
 
 from __future__ import annotations
 
@@ -45,9 +46,9 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
     q, pool, out, lse = call.q, call.kv_cache, call.out, call.lse
     index, num_reqs = q.device.index or 0, call.block_table.shape[0]
     kernel, merge, config = _specialised(index, spec)
-    ctas, early = gpu.num_sms(index), gpu.launches_early(index)
+    early = gpu.launches_early(index)
     row_tiles = -(-call.max_query_len * spec.num_heads // config["ROWS"])
-    groups = call.block_table.shape[0] * spec.cluster if spec.cluster > 1 else ctas // row_tiles
+    groups = call.block_table.shape[0] * spec.cluster if spec.cluster > 1 else spec.max_groups // row_tiles
     parts = torch.empty(
         groups * row_tiles * 2 * slot_floats(config) if groups > 1 and spec.cluster == 1 else 0,
         dtype=torch.float32,

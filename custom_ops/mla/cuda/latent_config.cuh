@@ -1,6 +1,6 @@
-// What latent.cu and latent_pairs.cu and latent_merge.cu are compiled for. Generated: each specialisation has
-// one of its own. The file of this name in the repository is an example, DeepSeek-V3 on eight GPUs, and no
-// kernel is compiled with it.
+// What latent.cu and latent_pairs.cu and latent_fp8.cu and latent_merge.cu are compiled for. Generated: each
+// specialisation has one of its own. The file of this name in the repository is an example, DeepSeek-V3 on
+// eight GPUs, and no kernel is compiled with it.
 #pragma once
 
 inline constexpr int RANK = 512;               // columns of a latent, which are its value
@@ -8,7 +8,7 @@ inline constexpr int ROPE = 64;                // columns of a rotated key, behi
 inline constexpr int NUM_HEADS = 16;           // query heads
 inline constexpr int BLOCK_SIZE = 64;          // tokens of a block of the cache
 inline constexpr bool HALF = false;            // numbers are float16, else bfloat16
-#define FP8 0                                  // the pool has rows of fp8; chooses the producer
+#define FP8 0                                  // rows of fp8; 2: converted in registers. Chooses the producer
 inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
 inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr int ROWS = 16;                // query rows (tokens x heads) of a CTA

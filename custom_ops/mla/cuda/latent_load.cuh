@@ -24,6 +24,7 @@ constexpr int SHARED_BYTES = SCAN_AT + SCAN_BYTES;
 static_assert(SHARED_BYTES <= 227 * 1024, "shared memory");
 
 __device__ __forceinline__ void produce(const Params &p, u32 shared, Walk walk, int lane) {
+  const u64 policy = read_once();
   int slot = 0, phase = 0;
   Segment s;
   while (walk.next(s)) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ void produce(const Params &p, u32 shared, Walk walk, 
       __syncwarp();
       if (lane < TILE_BLOCKS)
         tma_load_4d(shared + slot * TILE_BYTES + lane * (TILE_BYTES / TILE_BLOCKS), &p.kv, 0, 0, 0,
-                    block * p.block_group, full);
+                    block * p.block_group, full, policy);
       if (++slot == STAGES) {
         slot = 0;
         phase ^= 1;

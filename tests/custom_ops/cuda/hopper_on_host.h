@@ -101,6 +101,12 @@ inline u32 __ballot_sync(u32, bool x) {
 }
 inline bool __any_sync(u32, bool x) { return __ballot_sync(ALL, x); }
 inline void __syncwarp() { exchange(0); }
+inline u32 __byte_perm(u32 x, u32 y, u32 chosen) {
+  const u64 bytes = x | (u64)y << 32;
+  u32 z = 0;
+  for (int i = 0; i < 4; ++i) z |= (u32)(bytes >> (chosen >> i * 4 & 7) * 8 & 255) << i * 8;
+  return z;
+}
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline void __syncthreads() { meet(named[cta()][0], cta_threads); }
 template <int COUNT> void barrier(int id) { meet(named[cta()][id], COUNT); }
@@ -110,6 +116,16 @@ template <int COUNT> void barrier_arrive(int id) {
   m.count = 0;
   ++m.generation;
   ++moved;
+}
+template <int COUNT> bool barrier_or(int id, bool mine) {
+  static bool any[MOST_CTAS][2];
+  const int turn = named[cta()][id].generation & 1;
+  if (mine) any[cta()][turn] = true;
+  barrier<COUNT>(id);
+  const bool found = any[cta()][turn];
+  barrier<COUNT>(id);
+  any[cta()][turn] = false;
+  return found;
 }
 template <int CTAS> void meet_cluster() { meet(of_cluster, cta_threads * cta_count); }
 
@@ -166,6 +182,44 @@ inline float from_e4m3(u32 x) {
 template <bool> void unpack_fp8(u32 x, u32 &low, u32 &high) {
   low = pack<true>(from_e4m3(x), from_e4m3(x >> 8));
   high = pack<true>(from_e4m3(x >> 16), from_e4m3(x >> 24));
+}
+
+// ----------------------------------------------------------------------------------------------- matrices
+inline u16 half_at(u32 at) { u16 x; memcpy(&x, memories + at, 2); return x; }
+inline void ldmatrix_x4(u32 (&r)[4], u32 at) {
+  const u64 *all = exchange(at);
+  const int lane = current % 32;
+  for (int i = 0; i < 4; ++i) memcpy(&r[i], memories + all[i * 8 + lane / 4] + lane % 4 * 4, 4);
+}
+inline void ldmatrix_x4_trans(u32 (&r)[4], u32 at) {
+  const u64 *all = exchange(at);
+  const int lane = current % 32, row = lane % 4 * 2, column = lane / 4 * 2;
+  for (int i = 0; i < 4; ++i)
+    r[i] = half_at(all[i * 8 + row] + column) | (u32)half_at(all[i * 8 + row + 1] + column) << 16;
+}
+// Rows lane / 4 and lane / 4 + 8 of fragments of 16 x 16.
+template <bool FP16> void rows_of(float (&x)[2][16], const u32 (&a)[4]) {
+  const int row = current % 32 / 4;
+  for (int i = 0; i < 4; ++i) {
+    const u64 *all = exchange(a[i]);
+    for (int q = 0; q < 4; ++q)
+      for (int e = 0; e < 2; ++e)
+        x[i % 2][i / 2 * 8 + q * 2 + e] = number<FP16>((u16)(all[row * 4 + q] >> e * 16));
+  }
+}
+template <bool FP16> void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  float x[2][16], y[2][16];
+  rows_of<FP16>(x, a);
+  const int column = current % 4 * 2;
+  for (int i = 0; i < 2; ++i) {
+    const u64 *all = exchange(i ? b1 : b0);
+    for (int e = 0; e < 2; ++e)
+      for (int k = 0; k < 8; ++k)
+        y[e][i * 8 + k] = number<FP16>((u16)(all[(column + e) * 4 + k / 2] >> k % 2 * 16));
+  }
+  for (int r = 0; r < 2; ++r)
+    for (int e = 0; e < 2; ++e)
+      for (int k = 0; k < 16; ++k) c[r * 2 + e] += x[r][k] * y[e][k];
 }
 
 // ------------------------------------------------------------------------------------------------- launch

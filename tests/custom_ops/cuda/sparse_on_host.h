@@ -14,42 +14,6 @@ inline void st_cluster(u32 to, u32 x) { *(u32 *)(memories + to) = x; }
 inline void prefetch_l2(const char *) {}
 inline float clipped(float x) { return x < 0.f ? 0.f : x; }
 // ----------------------------------------------------------------------------------------------- matrices
-inline u16 half_at(u32 at) { u16 x; memcpy(&x, memories + at, 2); return x; }
-inline void ldmatrix_x4(u32 (&r)[4], u32 at) {
-  const u64 *all = exchange(at);
-  const int lane = current % 32;
-  for (int i = 0; i < 4; ++i) memcpy(&r[i], memories + all[i * 8 + lane / 4] + lane % 4 * 4, 4);
-}
-inline void ldmatrix_x4_trans(u32 (&r)[4], u32 at) {
-  const u64 *all = exchange(at);
-  const int lane = current % 32, row = lane % 4 * 2, column = lane / 4 * 2;
-  for (int i = 0; i < 4; ++i)
-    r[i] = half_at(all[i * 8 + row] + column) | (u32)half_at(all[i * 8 + row + 1] + column) << 16;
-}
-// Rows lane / 4 and lane / 4 + 8 of fragments of 16 x 16.
-template <bool FP16> void rows_of(float (&x)[2][16], const u32 (&a)[4]) {
-  const int row = current % 32 / 4;
-  for (int i = 0; i < 4; ++i) {
-    const u64 *all = exchange(a[i]);
-    for (int q = 0; q < 4; ++q)
-      for (int e = 0; e < 2; ++e)
-        x[i % 2][i / 2 * 8 + q * 2 + e] = number<FP16>((u16)(all[row * 4 + q] >> e * 16));
-  }
-}
-template <bool FP16> void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  float x[2][16], y[2][16];
-  rows_of<FP16>(x, a);
-  const int column = current % 4 * 2;
-  for (int i = 0; i < 2; ++i) {
-    const u64 *all = exchange(i ? b1 : b0);
-    for (int e = 0; e < 2; ++e)
-      for (int k = 0; k < 8; ++k)
-        y[e][i * 8 + k] = number<FP16>((u16)(all[(column + e) * 4 + k / 2] >> k % 2 * 16));
-  }
-  for (int r = 0; r < 2; ++r)
-    for (int e = 0; e < 2; ++e)
-      for (int k = 0; k < 16; ++k) c[r * 2 + e] += x[r][k] * y[e][k];
-}
 inline u64 matrix(u32 at) { return at; }  // lines of 128 bytes, swizzled, 8 of them 1024 bytes
 template <bool FP16> float element(u64 of, int row, int k) {
   const u32 at = (u32)of + row * 128 + k * 2;

@@ -18,10 +18,10 @@ from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Map
 from torchpaged.custom_ops.mla.call import LatentCall
-from torchpaged.custom_ops.mla.cuda import latent
+from torchpaged.custom_ops.mla.cuda import latent, shape
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, kernel_of, latent_config
-from torchpaged.testing import BatchSpec
+from torchpaged.testing import Batch, BatchSpec
 
 pytestmark = needs_gxx
 CTAS = 6  # of the device: few, so that requests are cut and CTAs go from one to the next
@@ -79,9 +79,18 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
     "not causal": ({"num_heads": 4, "causal": False}, BatchSpec("g", (100, 30), (4, 4))),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("h", (300,), (1,))),
     "fp8": ({"num_heads": 5, "rank": 512, "fp8": True}, BatchSpec("i", (300, 1, 0, 65), (1,) * 4)),
-    "fp8, many tiles": (
-        {"num_heads": 16, "rank": 512, "fp8": True, "block_size": 32},
+    "fp8, stored": (
+        {"num_heads": 16, "rank": 512, "fp8": True, "stored": True, "block_size": 32},
         BatchSpec("k", (900, 130), (1, 1)),
+    ),
+    # numbers of keys, of each 128 columns, and of queries far apart
+    "fp8, uneven": (
+        {"num_heads": 16, "rank": 512, "fp8": True, "uneven": 12.0, "block_size": 32},
+        BatchSpec("m", (900, 130), (2, 1)),
+    ),
+    "fp8, uneven, fp16": (
+        {"num_heads": 8, "rank": 512, "fp8": True, "uneven": 4.0, "dtype": torch.float16},
+        BatchSpec("n", (300, 130), (1, 1)),
     ),
     "fp8, fp16, drafts": (
         {"num_heads": 10, "rank": 512, "fp8": True, "dtype": torch.float16, "block_size": 16},
@@ -90,14 +99,30 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
 }
 
 
+def make_uneven(batch: Batch, most: float) -> None:
+    """Multiplies each 128 columns of each key, and each row of queries, by a power of two of its own, up to
+    ``most`` of them up or down."""
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = batch.k_cache, batch.q
+    groups = torch.rand(*keys.shape[:3], keys.shape[3] // 128 + 1, generator=generator)
+    by = (groups.repeat_interleave(128, 3)[..., : keys.shape[3]] * 2 - 1) * most
+    keys.mul_(torch.exp2(by.round() - most))
+    rows = torch.rand(*queries.shape[:2], 1, generator=generator) * 2 - 1
+    queries.mul_(torch.exp2((rows * most).round()))
+
+
 @pytest.mark.slow_cases(but=("8 rows", "128 rows", "drafts", "fp8, fp16, drafts"))
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, in other orders of the threads: the same bits."""
     options, batch_spec = CASES[name]
     options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64, "causal": True} | options
-    causal, fp8 = options.pop("causal"), options.pop("fp8", False)
+    causal, fp8, uneven = options.pop("causal"), options.pop("fp8", False), options.pop("uneven", 0.0)
+    if not options.pop("stored", False):  # by latent.cu
+        monkeypatch.setattr(shape, "FP8_TOKENS", 0)
     batch = make_latent_batch(batch_spec, **options)
+    if uneven:
+        make_uneven(batch, uneven)
     batch = as_fp8(batch) if fp8 else batch
     shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []
     libraries: dict[str, ctypes.CDLL] = {}

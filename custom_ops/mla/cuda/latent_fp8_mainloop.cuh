@@ -1,0 +1,375 @@
+// The consumers of rows of fp8: eight warps. Keys are numbers of e4m3, which are exact in float16, where each
+// warp converts them, in registers: once as fragments of keys, once, turned, as fragments of values.
+//
+// A step: a warp has the scores of 32 keys, of the 128 columns that share a scale and a quarter of the
+// rotated ones, and multiplies them by its keys' scales. Then it adds those of ROWS / 8 rows for all keys and
+// has their weights, times each of the scales. Then it has 64 value columns.
+//
+// Weights are relative to a row's level, a whole power of two, which rises where one is over MOST; those
+// times scales to a unit, a power of two for each row and scale, which rises where one is over MOST_SCALED.
+// So whatever the scales are, what is lost of small products is below 2^-22 of the largest ones, and what
+// accumulators are multiplied by is exact. Queries of bfloat16 are float16 over a power of two for each row:
+// of what is below 2^-28 of its largest number some bits are lost, of the rest none.
+#pragma once
+
+#include "latent_epilogue.cuh"
+#include "latent_fp8_load.cuh"
+
+constexpr float MOST = 0x1p8f, MOST_SCALED = 0x1p14f;  // of a weight, and of one times a scale, over its unit
+constexpr int ALL_CONSUMERS = 1;  // a named barrier
+constexpr int MY_TILES = 4;       // of 16 value columns, of a warp
+
+// The power of two at or below x, as far as it and its inverse are normal; and that inverse.
+__device__ __forceinline__ float power_below(float x) {
+  return __int_as_float(__float_as_int(fminf(fmaxf(x, 0x1p-100f), 0x1p100f)) & 0x7f800000);
+}
+__device__ __forceinline__ float inverse_power(float x) {
+  return __int_as_float((254 << 23) - __float_as_int(x));
+}
+__device__ __forceinline__ float warps_most(float x) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, step));
+  return x;
+}
+
+// Scores, weights and the keys of a product with values have one order of each 16 keys, in pairs that lie in
+// other banks and in one lane: the key of a pair's first place, and of its second one.
+__device__ __forceinline__ int first_key(int pair) { return pair; }
+__device__ __forceinline__ int second_key(int pair) { return 8 + (pair ^ 4); }
+
+__device__ __forceinline__ void load4(float (&x)[4], const char *from) {
+  const float4 all = *(const float4 *)from;
+  x[0] = all.x;
+  x[1] = all.y;
+  x[2] = all.z;
+  x[3] = all.w;
+}
+
+struct RowConsumer {
+  const Params &p;
+  char *memory;
+  const u32 shared;
+  const int warp, lane;
+
+  // Of the 16 rows a warp has the scores of one half, for all keys; of 8 rows all, for half of the keys.
+  __device__ __forceinline__ int my_block() const { return BLOCKS_8 == 1 ? 0 : warp % 2; }
+  // Queries of a warp's columns, as fragments: [16 columns][8 rows], and of its rotated ones.
+  struct Queries {
+    u32 latents[8][2], rotated[2];
+  };
+  __device__ __forceinline__ void load_queries(Queries &q, const Segment &s, int first_row) const {
+    const int group = warp / 2, quad = lane % 4;
+    const Row row = row_of(first_row + my_block() * 8 + lane / 4, s.start, s.query_len, s.seq_len);
+    const char *const from = p.q + (row.real ? (row.token * p.q_token + row.head * p.q_head) * 2 : 0);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const uint2 x = *(const uint2 *)(from + (group * 128 + k * 16 + quad * 4) * 2);
+      q.latents[k][0] = row.real ? x.x : 0;
+      q.latents[k][1] = row.real ? x.y : 0;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u32 x = *(const u32 *)(from + (RANK + group * 16 + h * 8 + quad * 2) * 2);
+      q.rotated[h] = row.real ? x : 0;
+    }
+  }
+  // To float16 over a power of two for each row, by which scores of row `warp * BLOCKS_8 + r` have to be
+  // multiplied: `back[r]`.
+  __device__ __forceinline__ void scale_queries(Queries &q, float (&back)[BLOCKS_8]) const {
+    float *const tops = (float *)(memory + FACTORS_AT);  // [ROWS, GROUPS]
+    float most = 0.f;
+#pragma unroll
+    for (int k = 0; k < 9; ++k)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const u32 x = k < 8 ? q.latents[k % 8][h] : q.rotated[h];
+        most = fmaxf(most, fmaxf(fabsf(to_float<false>((u16)x)), fabsf(to_float<false>((u16)(x >> 16)))));
+      }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) most = fmaxf(most, __shfl_xor_sync(ALL, most, step));
+    const int row = my_block() * 8 + lane / 4;
+    if (lane % 4 == 0) tops[row * GROUPS + warp / 2] = most;  // of 8 rows two warps have the same
+    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);                 // tops are there
+    const float by = inverse_power(power_of(tops, row));
+#pragma unroll
+    for (int k = 0; k < 9; ++k)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        u32 &x = k < 8 ? q.latents[k % 8][h] : q.rotated[h];
+        const float low = to_float<false>((u16)x) * by, high = to_float<false>((u16)(x >> 16)) * by;
+        x = k < 8 ? pack<true>(low, high) : pack<false>(low, high);
+      }
+#pragma unroll
+    for (int r = 0; r < BLOCKS_8; ++r) back[r] = power_of(tops, warp * BLOCKS_8 + r);
+  }
+  __device__ __forceinline__ float power_of(const float *tops, int row) const {
+    float top[4];
+    load4(top, (const char *)(tops + row * GROUPS));
+    return power_below(fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]))) * 0x1p-14f;
+  }
+  // Behind the last key may stand anything, and 0 * NaN is NaN.
+  __device__ __forceinline__ void clear_tail(const Segment &s, int tile, int stage) const {
+    const int real = s.seq_len - tile * TILE_KV;
+    if (real >= TILE_KV) return;
+    uint4 *const rows = (uint4 *)(memory + stage * STAGE_BYTES);
+    for (int i = real * (ROW_BYTES / 16) + warp * 32 + lane; i < STAGE_BYTES / 16; i += CONSUMER_THREADS)
+      rows[i] = uint4{0, 0, 0, 0};
+    fence_async();
+    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);
+  }
+  __device__ __forceinline__ void score(const Queries &q, int stage) const {
+    constexpr int KEYS = TILE_KV / (BLOCKS_8 == 1 ? 2 : 1);
+    const int group = warp / 2, first = BLOCKS_8 == 1 ? warp % 2 * KEYS : 0, of = lane % 8,
+              line = lane / 8 % 2 ? second_key(of) : first_key(of);
+    const char *const keys = memory + stage * STAGE_BYTES + first * ROW_BYTES + SCALES_IN + group * 4;
+    const u32 at = shared + stage * STAGE_BYTES + (first + line) * ROW_BYTES + lane / 16 * 16;
+    float *const to = (float *)(memory + SCORES_AT) +
+                      (group * ROWS + my_block() * 8 + lane % 4 * 2) * SCORES_LINE + first + lane / 4 * 2;
+#pragma unroll
+    for (int begin = 0; begin < KEYS; begin += 32) {
+      float d[2][4] = {};
+#pragma unroll
+      for (int k = 0; k < 8; k += 2)
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          // four numbers of a key, which a product has as its columns n, n + 1, n + 8, n + 9
+          u32 raw[4], a[4];
+          ldmatrix_x4(raw, at + (begin + m * 16) * ROW_BYTES + group * 128 + k * 16);
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            unpack_fp8<false>(raw[h * 2], a[0], a[2]);
+            unpack_fp8<false>(raw[h * 2 + 1], a[1], a[3]);
+            mma<true>(d[m], a, q.latents[k + h][0], q.latents[k + h][1]);
+          }
+        }
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        u32 a[4];
+        ldmatrix_x4(a, at + (begin + m * 16) * ROW_BYTES + ROPE_IN + group * 32);
+        const char *const scales = keys + (begin + m * 16) * ROW_BYTES;
+        const float low = *(const float *)(scales + first_key(lane / 4) * ROW_BYTES),
+                    high = *(const float *)(scales + second_key(lane / 4) * ROW_BYTES);
+        if constexpr (HALF)
+#pragma unroll
+          for (int n = 0; n < 4; ++n)
+            a[n] = pack<true>(to_float<false>((u16)a[n]), to_float<false>((u16)(a[n] >> 16)));
+#pragma unroll
+        for (int e = 0; e < 4; ++e) d[m][e] *= e < 2 ? low : high;
+        mma<HALF>(d[m], a, q.rotated[0], q.rotated[1]);
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          *(float2 *)(to + e * SCORES_LINE + begin + m * 16) = float2{d[m][e], d[m][e + 2]};
+      }
+    }
+  }
+  // Of this warp's rows, from `mine` on, whose scores are times `back`; true: accumulators have to be
+  // multiplied by factors.
+  __device__ __forceinline__ bool weigh(const Segment &s, int first_row, int tile, int stage,
+                                        const float (&back)[BLOCKS_8], float (&level)[BLOCKS_8],
+                                        float (&total)[BLOCKS_8]) const {
+    const int mine = warp * BLOCKS_8, key[2] = {lane / 8 * 16 + first_key(lane % 8),
+                                                lane / 8 * 16 + second_key(lane % 8)};
+    float scale[2][GROUPS], x[BLOCKS_8][2], weight[BLOCKS_8][2], scaled[BLOCKS_8][2][GROUPS];
+    float *const units = (float *)(memory + UNITS_AT) + mine * GROUPS,
+                *const factors = (float *)(memory + FACTORS_AT) + mine * GROUPS;
+    bool over = false;
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      load4(scale[e], memory + stage * STAGE_BYTES + key[e] * ROW_BYTES + SCALES_IN);
+#pragma unroll
+    for (int r = 0; r < BLOCKS_8; ++r) {
+      const float *const scores = (const float *)(memory + SCORES_AT) + (mine + r) * SCORES_LINE + lane * 2;
+      float2 of[GROUPS];
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g) of[g] = *(const float2 *)(scores + g * ROWS * SCORES_LINE);
+      x[r][0] = (of[0].x + of[1].x + (of[2].x + of[3].x)) * back[r];
+      x[r][1] = (of[0].y + of[1].y + (of[2].y + of[3].y)) * back[r];
+      if ((tile + 1) * TILE_KV > row_of(first_row, s.start, s.query_len, s.seq_len).end) {
+        const int end = row_of(first_row + mine + r, s.start, s.query_len, s.seq_len).end - tile * TILE_KV;
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (key[e] >= end) x[r][e] = -INF;
+      }
+      float unit[GROUPS], most = 0.f;
+      load4(unit, (const char *)(units + r * GROUPS));
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        weight[r][e] = exp2_(x[r][e] - level[r]);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+          scaled[r][e][g] = weight[r][e] * scale[e][g] * unit[g];
+          most = fmaxf(most, fabsf(scaled[r][e][g]));
+        }
+      }
+      over |= most > MOST_SCALED || fmaxf(weight[r][0], weight[r][1]) > MOST;
+    }
+    const bool rose = __any_sync(ALL, over);
+    if (rose) {
+#pragma unroll
+      for (int r = 0; r < BLOCKS_8; ++r) {
+        const float top = warps_most(fmaxf(x[r][0], x[r][1])), now = top > level[r] ? ceilf(top) : level[r],
+                    by = exp2_(level[r] - now);
+        level[r] = now;
+        total[r] *= by;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) weight[r][e] = exp2_(x[r][e] - now);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) scaled[r][e][g] = weight[r][e] * scale[e][g];
+          const float before = inverse_power(units[r * GROUPS + g]) * by,
+                      largest = warps_most(fmaxf(fabsf(scaled[r][0][g]), fabsf(scaled[r][1][g]))),
+                      unit = inverse_power(fmaxf(before, power_below(largest)));
+#pragma unroll
+          for (int e = 0; e < 2; ++e) scaled[r][e][g] *= unit;
+          __syncwarp();  // all lanes have read it
+          if (lane == 0) {
+            units[r * GROUPS + g] = unit;
+            factors[r * GROUPS + g] = before * unit;
+          }
+        }
+      }
+    } else if (lane < BLOCKS_8 * GROUPS) {
+      factors[lane] = 1.f;
+    }
+#pragma unroll
+    for (int r = 0; r < BLOCKS_8; ++r) {
+      total[r] += weight[r][0] + weight[r][1];
+#pragma unroll
+      for (int g = 0; g < GROUPS; ++g)
+        *(u32 *)(memory + WEIGHTS_AT + (g * ROWS + mine + r) * WEIGHTS_LINE + lane * 4) =
+            pack<true>(scaled[r][0][g], scaled[r][1][g]);
+    }
+    return rose;
+  }
+  // By factors of rows and scales.
+  __device__ __forceinline__ void multiply(float (&acc)[MY_TILES][BLOCKS_8][4], int at) const {
+    const float *const factors = (const float *)(memory + at) + lane % 4 * 2 * GROUPS + warp / 2;
+#pragma unroll
+    for (int j = 0; j < BLOCKS_8; ++j) {
+      const float by[2] = {factors[j * 8 * GROUPS], factors[(j * 8 + 1) * GROUPS]};
+#pragma unroll
+      for (int i = 0; i < MY_TILES; ++i)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[i][j][e] *= by[e % 2];
+    }
+  }
+  // Rows of a product are value columns: those of lane / 4 and the 8th behind it are neighbours.
+  __device__ __forceinline__ void add_values(float (&acc)[MY_TILES][BLOCKS_8][4], int stage) const {
+    const int place = lane / 8 % 2 * 8 + lane % 8,
+              key = place % 2 ? second_key(place / 2) : first_key(place / 2);
+    const u32 values = shared + stage * STAGE_BYTES + key * ROW_BYTES + warp * 64 + lane / 16 * 16,
+              weights = shared + WEIGHTS_AT + (warp / 2 * ROWS + lane % 8) * WEIGHTS_LINE +
+                        lane / 8 % 2 * 16 + lane / 16 * (BLOCKS_8 == 2 ? 8 * WEIGHTS_LINE : 32);
+    u32 b[4];
+#pragma unroll
+    for (int k = 0; k < TILE_KV / 16; ++k) {
+      if (BLOCKS_8 == 2 || k % 2 == 0) ldmatrix_x4(b, weights + k * 32);  // of 8 rows for two k
+#pragma unroll
+      for (int i = 0; i < MY_TILES; i += 2) {
+        u32 raw[4], a[4];
+        ldmatrix_x4_trans(raw, values + k * 16 * ROW_BYTES + i * 16);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          // two columns of two keys: as pairs of keys
+          unpack_fp8<false>(__byte_perm(raw[h * 2], 0, 0x3120), a[0], a[1]);
+          unpack_fp8<false>(__byte_perm(raw[h * 2 + 1], 0, 0x3120), a[2], a[3]);
+#pragma unroll
+          for (int j = 0; j < BLOCKS_8; ++j) {
+            const int n = BLOCKS_8 == 2 ? j * 2 : k % 2 * 2;
+            mma<true>(acc[i + h][j], a, b[n], b[n + 1]);
+          }
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void finish(const Segment &s, int group, int row_tile,
+                                         float (&acc)[MY_TILES][BLOCKS_8][4], const float (&level)[BLOCKS_8],
+                                         float (&total)[BLOCKS_8]) const {
+    float *const slot = slot_of(p, group, s.slot, row_tile);
+#pragma unroll
+    for (int r = 0; r < BLOCKS_8; ++r) {
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) total[r] += __shfl_xor_sync(ALL, total[r], step);
+      const int row = warp * BLOCKS_8 + r;
+      if (lane < GROUPS) {
+        float &unit = ((float *)(memory + UNITS_AT))[row * GROUPS + lane];
+        unit = inverse_power(unit) * (s.whole ? 1.f / total[r] : 1.f);
+      }
+      if (lane == 0) {
+        if (s.whole)
+          store_lse(p, row_of(row_tile * ROWS + row, s.start, s.query_len, s.seq_len), level[r], total[r]);
+        else *(float2 *)(slot + UNITS * 512 + row * 2) = float2{level[r], total[r]};
+      }
+    }
+    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // units are there
+    multiply(acc, UNITS_AT);
+#pragma unroll
+    for (int j = 0; j < BLOCKS_8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const Row row =
+            row_of(row_tile * ROWS + j * 8 + lane % 4 * 2 + e, s.start, s.query_len, s.seq_len);
+        char *const to =
+            p.out + (row.token * p.o_token + row.head * p.o_head + warp * 64 + lane / 4 * 2) * 2;
+#pragma unroll
+        for (int i = 0; i < MY_TILES; ++i)
+          if (s.whole && row.real)
+            *(u32 *)(to + i * 32) = row.end > 0 ? pack<HALF>(acc[i][j][e], acc[i][j][e + 2]) : 0;
+      }
+    if (s.whole) return;
+    // as latent_merge.cu has them: column n % 8 of 16 in lanes n % 8 * 4 ..., the eighth behind it there too
+#pragma unroll
+    for (int i = 0; i < MY_TILES; ++i)
+#pragma unroll
+      for (int j = 0; j < BLOCKS_8; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int column = lane / 4 * 2 + h;
+          float *const to = slot + ((warp * BLOCKS_8 + j) * 128 + i * 32 + column % 8 * 4 + lane % 4) * 4;
+          *(float2 *)(to + column / 8 * 2) = float2{acc[i][j][h * 2], acc[i][j][h * 2 + 1]};
+        }
+  }
+  __device__ __forceinline__ void run(Walk walk, int group) const {
+    int stage = 0, phase = 0;
+    const int first_row = walk.row_tile * ROWS;
+    Segment s;
+    while (walk.next(s)) {
+      Queries q;
+      load_queries(q, s, first_row);
+      float acc[MY_TILES][BLOCKS_8][4] = {}, back[BLOCKS_8], level[BLOCKS_8], total[BLOCKS_8];
+      if constexpr (!HALF) scale_queries(q, back);
+#pragma unroll
+      for (int r = 0; r < BLOCKS_8; ++r) {
+        level[r] = FLOOR;
+        total[r] = 0.f;
+        back[r] = HALF ? p.scale : back[r] * p.scale;
+      }
+      for (int tile = s.first; tile < s.last; ++tile) {
+        // arrive: the producer, with all bytes of the stage
+        mbarrier_wait(shared + FULL_AT + stage * 8, phase);
+        clear_tail(s, tile, stage);
+        score(q, stage);
+        barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // scores are there; weights of the step before were read
+        if (tile == s.first) {
+          if (lane < GROUPS)
+#pragma unroll
+            for (int r = 0; r < BLOCKS_8; ++r)
+              ((float *)(memory + UNITS_AT))[(warp * BLOCKS_8 + r) * GROUPS + lane] = 0x1p100f;
+          __syncwarp();
+        }
+        const bool rose = weigh(s, first_row, tile, stage, back, level, total);
+        if (barrier_or<CONSUMER_THREADS>(ALL_CONSUMERS, rose)) multiply(acc, FACTORS_AT);
+        // weights are there
+        add_values(acc, stage);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(shared + EMPTY_AT + stage * 8);
+        if (++stage == STAGES) {
+          stage = 0;
+          phase ^= 1;
+        }
+      }
+      finish(s, group, walk.row_tile, acc, level, total);
+    }
+  }
+};

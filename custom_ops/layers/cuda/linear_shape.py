@@ -111,7 +111,7 @@ def linear_shape(
     bytes of shared memory that a multiprocessor has, and that a CTA may ask for.
     """
     if bucket <= 16:
-        return _narrow(bucket, out_features, sms, shared_per_sm, shared_per_cta)
+        return _narrow(bucket, out_features, in_features, sms, shared_per_sm, shared_per_cta)
     if hopper:
         return _wide(bucket, out_features, in_features, sms)
     shape = LinearShape(4, 1, 4, 2, 2) if bucket == 32 else LinearShape(4, 2, 2, 2, 2)
@@ -164,29 +164,40 @@ def _evenness(ctas: int, places: int) -> float:
     return ctas / (-(-ctas // places) * places)
 
 
-def _narrow(bucket: int, out_features: int, sms: int, shared_per_sm: int, shared_per_cta: int) -> LinearShape:
+def _narrow(
+    bucket: int, out_features: int, in_features: int, sms: int, shared_per_sm: int, shared_per_cta: int
+) -> LinearShape:
     """For few tokens: short tiles with 8 warps along k where their CTAs all find a place at once, else taller
     ones with 4.
 
     Besides the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill
-    all places evenly.
+    all places evenly. Where k is short they don't need all of the memory either: the weights of what comes
+    next are then on their way while this kernel ends. Where tiles of 16 rows don't fill the multiprocessors
+    once, more warps go along k, and from 8 tokens on the tiles stay taller.
     """
+    chunks, tiles = -(-in_features // 64), -(-out_features // 16)
+    few = chunks >= 16 and tiles * 10 < sms * 9
+    if few and (bucket >= 8 or (bucket == 1 and chunks <= 32 and tiles * 20 >= sms * 9)):
+        shape = LinearShape(2, 1, 8, 3, 2) if bucket >= 8 else LinearShape(1, 1, 16, 2, 2)
+        if shape.shared_bytes(bucket, True) + _KEPT <= shared_per_cta:
+            return shape
     for row_tiles, k_warps in ((1, 8), (2, 4)):
         shape = LinearShape(row_tiles, 1, k_warps, 2, 2)
         grid = shape.grid(out_features)
         places = -(-grid // sms)
         even = grid * 10 >= places * sms * 9
-        if (places <= 2 and (even or bucket == 1 or row_tiles == 2)) or (places == 3 and bucket == 1):
+        deepest = 3 if even and row_tiles == 2 and chunks <= 6 * k_warps else 5
+        if (places <= 2 and (even or few or bucket == 1 or row_tiles == 2)) or (places == 3 and bucket == 1):
             places = max(2, places + (not even))
             break
     else:
-        shape, places = LinearShape(4, 1, 4, 2, 2), 2
+        shape, places, deepest = LinearShape(4, 1, 4, 2, 2), 2, 5
 
     def fits(shape: LinearShape) -> bool:
         needed = shape.shared_bytes(bucket, True) + _KEPT
         return needed <= shared_per_cta and places * needed <= shared_per_sm
 
-    deeper = [dataclasses.replace(shape, stages=stages) for stages in (5, 4, 3)]
+    deeper = [dataclasses.replace(shape, stages=stages) for stages in range(deepest, 2, -1)]
     return next(filter(fits, deeper), shape)
 
 

@@ -29,6 +29,8 @@ LAYERS = {
     "8b o": (4096, 4096, "none", False, True, torch.bfloat16),
     "8b gate_up": (28672, 4096, "silu", True, False, torch.bfloat16),
     "1b down": (2048, 8192, "none", False, True, torch.bfloat16),
+    "qwen3.5 in": (8224, 1024, "none", True, False, torch.bfloat16),
+    "qwen3.5 out": (1024, 2048, "none", False, True, torch.bfloat16),
     "odd": (1002, 1032, "gelu", True, True, torch.float16),
 }
 

@@ -1,11 +1,12 @@
 """Prompts of gated delta nets: the device's own kernels against FlashInfer's, on one GPU.
 
-    PYTHONPATH=. python benchmarks/bench_state_prompts.py [--only TEXT] [--seconds 60] [--output FILE]
+    PYTHONPATH=. python benchmarks/bench_state_prompts.py [--only TEXT] [--own] [--seconds 60] [--output FILE]
 
 Inputs are a model's: slices of what its convolution gives, queries and keys to be normalised, requests
 without a past. ``own``, ``library``: ms of a call as a graph, medians of 15 replays; ``..._plain``: called
 without one; ``first_s``: seconds of the library's first call, in which it compiles; ``errors``: of out and
-states between the two. The last line is one JSON document.
+states between the two. ``--own``: own kernels alone, over Kimi delta attention, too. The last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ GATED_DELTA: dict[str, tuple[int, ...]] = {
     "Next TP1 1x512 + 32x1": (1, 512, 16, 32, 32),
     "Next TP1 1x2048 + 64x1": (1, 2048, 16, 32, 64),
     "397B TP8 1x512 + 64x1": (1, 512, 2, 8, 64),
+}
+#: The same of Kimi delta attention: a decay for each column of the keys, as many key heads as heads.
+KIMI: dict[str, tuple[int, ...]] = {
+    "KDA 1x4096": (1, 4096, 16, 16),
+    "KDA 1x8192": (1, 8192, 32, 32),
+    "KDA 8x2048": (8, 2048, 32, 32),
+    "KDA 32x256": (32, 256, 32, 32),
 }
 
 
@@ -107,19 +115,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="cases whose names have this")
     parser.add_argument("--seconds", type=float, default=60.0, help="no new case after that")
+    parser.add_argument("--own", action="store_true", help="own kernels alone, over KDA, too")
     parser.add_argument("--output")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     end = time.time() + args.seconds
     backend = "flashinfer_gdn"
-    for name, sizes in GATED_DELTA.items():
-        missing = get_backend(backend).unavailable()
+    for name, sizes in (GATED_DELTA | (KIMI if args.own else {})).items():
+        missing = None if args.own else get_backend(backend).unavailable()
         if args.only not in name or missing or time.time() > end:
             print(f"left out: {name} {missing or ''}", file=sys.stderr)
             continue
         given = inputs(*sizes)
-        row: dict[str, Any] = {"case": name, "backend": backend}
+        if name in KIMI:
+            given["g"] = -5 * torch.rand(*given["q"].shape, device="cuda") ** 4
+        row: dict[str, Any] = {"case": name, "backend": "cuda" if args.own else backend}
         own, want = run("own", BACKEND_OPS["cuda"], given)
+        if args.own:
+            print(json.dumps(row | own), file=sys.stderr, flush=True)
+            rows.append(row | own)
+            continue
         library, got = run("library", get_backend(backend).ops, given)
         pairs = zip(got, want, strict=True)
         errors = [float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs]

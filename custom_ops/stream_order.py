@@ -277,6 +277,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "linear_attention": (
         Launch("linear_decode.py:linear_decode_kernel", False, ("state", "out"), waits="launch"),
         Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),
+        Launch("key_products.py:key_chunk_kernel", False, ("out",), waits="launch", case="long rows"),
         Launch("chunk_pass.py:pass_kernel", False, ("state", "out"), waits="launch", case="long rows"),
         Launch("linear_attention.py:recurrent_kernel", False, ("state", "out"), waits="launch"),
         Launch(

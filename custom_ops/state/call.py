@@ -94,6 +94,7 @@ class DeltaStepCall(NamedTuple):
     query_start_loc: Tensor
     out: Tensor
     bias: Tensor | None = None
+    max_query_len: int = 1
     scale: float = 1.0
     beta_scale: float = 1.0
     bound: float | None = None
@@ -123,9 +124,11 @@ class DeltaStepCall(NamedTuple):
         g, beta = (self.x.new_empty(self.x.shape[0], n, dtype=exact) for n in (decays, num_heads))
         log_decay = g.unflatten(1, (num_heads, -1)) if self.by_key else g
         rows = self.state_slots, self.seq_lens, self.query_start_loc
-        rule: dict[str, Any] = {"scale": self.scale, "delta_rule": True, "normalize": True}
+        longest: dict[str, Any] = {"max_query_len": self.max_query_len}
+        rule = {"scale": self.scale, "delta_rule": True, "normalize": True, **longest}
+        conv = self.x, self.weight, self.conv_state, *rows, mixed, self.bias
         return (
-            ConvCall(self.x, self.weight, self.conv_state, *rows, mixed, self.bias, activation="silu"),
+            ConvCall(*conv, **longest, activation="silu"),
             GatesCall(self.a, self.b, self.a_log, self.dt_bias, g, beta, self.beta_scale, bound=self.bound),
             LinearAttentionCall(q, k, v, log_decay, self.state, *rows, made, beta, **rule),
             GatedNormCall(made, self.gate, self.norm_weight, self.out, self.eps, activation=self.activation),

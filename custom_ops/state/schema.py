@@ -49,16 +49,16 @@ SCHEMAS = {
     "gated_rms_norm": """(Tensor x, Tensor gate, Tensor weight, Tensor(a!) out, *, float eps=1e-6,
         bool gate_first=False, Tensor? skip=None, Tensor? skip_weight=None,
         str activation="silu") -> ()""",
-    # Single tokens of a gated delta net, or of Kimi delta attention with a decay per row of the state, from
-    # projections to what the output projection takes: causal_conv of x with silu, delta_gates,
-    # linear_attention with the delta rule over normalised keys, gated_rms_norm without gate_first. Rows have
-    # at most one token. Between these q, k, v and results are in x's dtype, g and beta in float32. x, out: in
-    # one dtype; x [T, channels], the queries, keys and values of all heads side by side; out [T, num_heads,
-    # value_dim]; norm_weight: gated_rms_norm's weight; the others: as those of the four.
+    # A gated delta net, or Kimi delta attention with a decay per row of the state, from projections to what
+    # the output projection takes: causal_conv of x with silu, delta_gates, linear_attention with the delta
+    # rule over normalised keys, gated_rms_norm without gate_first. Between these q, k, v and results are in
+    # x's dtype, g and beta in float32. x, out: in one dtype; x [T, channels], the queries, keys and values of
+    # all heads side by side; out [T, num_heads, value_dim]; norm_weight: gated_rms_norm's weight; the others:
+    # as those of the four.
     "delta_step": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor a, Tensor b, Tensor a_log,
         Tensor dt_bias, Tensor(b!) state, Tensor gate, Tensor norm_weight, {_BATCH}, Tensor(c!) out,
-        Tensor? bias=None, *, float scale, float beta_scale=1., float? bound=None, float eps=1e-6,
-        str activation="silu") -> ()""",
+        Tensor? bias=None, *, SymInt max_query_len=1, float scale, float beta_scale=1., float? bound=None,
+        float eps=1e-6, str activation="silu") -> ()""",
     # Single tokens of Mamba 2, from its projection to what the output projection, or a norm before it, takes:
     # causal_conv of x with silu, delta_gates without b, linear_attention, then out = (y + skip_weight v)
     # silu(gate), without gate y + skip_weight v. Rows have at most one token. Between these values, keys and

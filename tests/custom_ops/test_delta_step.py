@@ -13,7 +13,7 @@ from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
 
 REFERENCE = BACKEND_OPS["reference"]
-BATCHES = ("decode", "decode_begins", "decode_padded", "no_tokens")
+BATCHES = ("decode", "decode_begins", "decode_padded", "no_tokens", "mixed_empty", "left_padding")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)

@@ -349,8 +349,9 @@ def triton_launches() -> list[tuple[str, Any]]:
     with launched.recorded() as launches:  # the others are those of its parts
         ops.mamba2_step(**next(case[2] for case in cases if case[0] == "mamba2_step"))
     found.append(("mamba2_step", launches[-1]))
-    widths = {"key_dim": 128, "value_dim": 48}
-    record("linear_attention", **make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **widths))
+    for by_key in (False, True):
+        sizes = {"key_dim": 128, "value_dim": 48, "by_key": by_key, "dtype": torch.bfloat16}
+        record("linear_attention", **make_state_inputs(STATE_BATCHES["chunks"], **sizes))
     sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
     record("embedding", **make_embedding_inputs(width=576, dtype=torch.bfloat16))
     record("rms_norm", **make_norm_inputs(dtype=torch.bfloat16))

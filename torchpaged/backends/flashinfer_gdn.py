@@ -6,20 +6,23 @@ the device's own kernels.
 The library's kernel reads rows' starts and slots on the device, goes from the pool's states to the pool's
 and leaves rows of slot -1 alone, so that one graph serves all lengths and nothing is planned. Few heads of
 long rows it splits along the tokens, from and to states that lie side by side. A kernel of ours makes the
-rows that it wants (custom_ops/state/triton/library_rows.py). Its kernels compile at first use, some seconds
-each.
+rows that it wants (custom_ops/state/triton/library_rows.py); in fused layers the convolution gives them. Its
+kernels compile at first use, some seconds each.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchpaged.backends.flashinfer_package import FLASHINFER, at_least
 from torchpaged.backends.package import parameters_lacking
 from torchpaged.backends.state_library import loaded, state_backend, why_own_rows
-from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall
+
+if TYPE_CHECKING:
+    from torchpaged.custom_ops.state.triton.library_rows import LibraryRows
 
 NAME = "flashinfer_gdn"
 MIN_TOKENS = 64  # of a row: below them chunks are mostly padding
@@ -72,25 +75,46 @@ def _mean_tokens(call: LinearAttentionCall) -> int:
 
 
 def _attend(call: LinearAttentionCall) -> None:
-    from torchpaged.custom_ops.state.triton.library_rows import (
-        gather_states,
-        library_rows,
-        scatter_states,
-    )
+    from torchpaged.custom_ops.state.triton.library_rows import library_rows
 
-    run = loaded(PACKAGE).chunk_gated_delta_rule
-    state, starts, out = call.state, call.query_start_loc, call.out
-    if starts.data_ptr() % 8:
-        starts = starts.clone()
+    out = call.out
     if not out.is_contiguous() or out.data_ptr() % 16:
         out = torch.empty_like(out, memory_format=torch.contiguous_format)
-    rows = library_rows(call._replace(out=out))  # zeros behind the last row, too
+    call_out = call._replace(out=out)
+    _run(call_out, library_rows(call_out))  # zeros behind the last row, too
+    if out is not call.out:
+        call.out.copy_(out)
+
+
+def _step(call: DeltaStepCall) -> None:
+    """No copies: the convolution gives what the library wants."""
+    from torchpaged.custom_ops.state.triton.causal_conv import convolve_apart
+    from torchpaged.custom_ops.state.triton.delta_gates import delta_gates
+    from torchpaged.custom_ops.state.triton.gated_rms_norm import gated_rms_norm
+    from torchpaged.custom_ops.state.triton.library_rows import rows_of_parts
+
+    conv, gates, attention, norm = call.parts()
+    q, k, v = convolve_apart(conv, *attention.q.shape[1:])
+    delta_gates(gates)
+    attention = attention._replace(q=q, k=k, v=v)
+    _run(attention, rows_of_parts(attention))
+    gated_rms_norm(norm)
+
+
+def _run(call: LinearAttentionCall, rows: LibraryRows) -> None:
+    """The library over rows of a call whose ``out`` it can write."""
+    from torchpaged.custom_ops.state.triton.library_rows import gather_states, scatter_states
+
+    run = loaded(PACKAGE).chunk_gated_delta_rule
+    state, starts = call.state, call.query_start_loc
+    if starts.data_ptr() % 8:
+        starts = starts.clone()
     num_tokens, num_reqs = rows.v.shape[0], rows.reads.shape[0]
     common: dict[str, Any] = {
         "scale": call.scale,
         "output_final_state": True,
         "cu_seqlens": starts,
-        "output": out,
+        "output": call.out,
         "backend": "flashinfer",
     }
     if splits_rows(call):
@@ -116,8 +140,6 @@ def _attend(call: LinearAttentionCall) -> None:
             use_cp=False,
             **common,
         )
-    if out is not call.out:
-        call.out.copy_(out)
 
 
-BACKEND = state_backend(NAME, PACKAGE, _attend, why_own)
+BACKEND = state_backend(NAME, PACKAGE, _attend, _step, why_own)

@@ -76,16 +76,14 @@ def attention_op(
     contract = SCHEMAS["paged_attention"]
     assert _SEMAPHORE in contract, "the contract has changed"
     schema = contract.replace(_SEMAPHORE, "".join(f", {kind} {name}=None" for name, kind in further.items()))
-    return defined(namespace, "paged_attention", schema, apart_from_modes(launch), fake)
+    return defined(namespace, paged_attention=(schema, apart_from_modes(launch), fake))
 
 
-def defined(
-    namespace: str, op: str, schema: str, launch: Callable[..., None], fake: Callable[..., None]
-) -> dict[str, Any]:
-    """Define ``namespace::op`` with ``launch`` behind it on every device.
+def defined(namespace: str, **ops: tuple[str, Callable[..., None], Callable[..., None]]) -> dict[str, Any]:
+    """Define ops in ``namespace``, each by its schema, what runs it on every device, and its fake kernel.
 
     Returns:
-        The op's handle by its name, as `Backend` takes it.
+        The ops' handles by their names, as `Backend` takes them.
 
     Raises:
         ValueError: the namespace is taken.
@@ -93,10 +91,11 @@ def defined(
     if namespace in _LIBRARIES:
         raise ValueError(f"namespace: expected a new one, got {namespace!r}")
     library = _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    library.define(op + schema, tags=_TAGS)
-    library.impl(op, launch, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{namespace}::{op}", fake, lib=library)
-    return {op: getattr(getattr(torch.ops, namespace), op).default}
+    for op, (schema, launch, fake) in ops.items():
+        library.define(op + schema, tags=_TAGS)
+        library.impl(op, launch, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{namespace}::{op}", fake, lib=library)
+    return {op: getattr(getattr(torch.ops, namespace), op).default for op in ops}
 
 
 def _refuse(call: AttentionCall, able: Capabilities | None, name: str) -> None:

@@ -1,7 +1,8 @@
-"""Backends around libraries that run prompts of delta nets: the op ``linear_attention`` in a namespace of its
-own, which gives the library the calls that it was proved for and the device's own kernels all others.
+"""Backends around libraries that run prompts of delta nets: the ops ``linear_attention`` and ``delta_step``
+in a namespace of their own, which give the library the calls that it was proved for and the device's own
+kernels all others.
 
-    BACKEND = state_backend("flashinfer_gdn", PACKAGE, _attend, why_own)
+    BACKEND = state_backend("flashinfer_gdn", PACKAGE, _attend, _step, why_own)
 
 The choice follows from shapes, dtypes, strides and addresses, never from lengths.
 """
@@ -25,13 +26,13 @@ from torchpaged.backends.spec import AttentionSpec
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.callers_modes import apart_from_modes
 from torchpaged.custom_ops.registry import FAKES
-from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
+from torchpaged.custom_ops.state.check_steps import check_delta_step
 from torchpaged.custom_ops.state.schema import SCHEMAS
 
 WIDTH = 128  # of keys and values
 PROVED = (9, 0)
-_OP = "linear_attention"
 
 
 def why_own_rows(call: LinearAttentionCall, min_tokens: int) -> str | None:
@@ -63,7 +64,8 @@ def loaded(package: Package) -> Any:
 def state_backend(
     name: str,
     package: Package,
-    kernel: Callable[[LinearAttentionCall], None],
+    attend: Callable[[LinearAttentionCall], None],
+    step: Callable[[DeltaStepCall], None],
     why_own: Callable[[LinearAttentionCall], str | None],
 ) -> Backend:
     """The device's own ops, but for prompts that ``kernel`` runs.
@@ -71,7 +73,7 @@ def state_backend(
     Args:
         name: of the backend.
         package: the library.
-        kernel: run on a checked call, never on an empty batch.
+        attend, step: run on checked calls, never on an empty batch.
         why_own: why a call is the device's own kernels', or None.
     """
 
@@ -81,9 +83,20 @@ def state_backend(
             BACKEND_OPS["default"].linear_attention(*tensors, **options)
             return
         check_linear_attention(call)
-        device = call.v.device
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            kernel(call)
+        with _on(call.v.device):
+            attend(call)
+
+    def launch_step(*tensors: Any, **options: Any) -> None:
+        call = DeltaStepCall(*tensors, **options)
+        if call.max_query_len == 1:
+            BACKEND_OPS["default"].delta_step(*tensors, **options)
+            return
+        check_delta_step(call)
+        with _on(call.x.device):
+            if why_own(call.parts()[2]) is None:
+                step(call)
+            else:
+                BACKEND_OPS["default"].delta_step(*tensors, **options)
 
     class LibrarySession(SemaphoreSession):
         """Loads the library, so that one that can't be used is refused here."""
@@ -100,10 +113,21 @@ def state_backend(
             min_compute_capability=PROVED,
             further=_further,
         ),
-        defined(f"torchpaged_{name}", _OP, SCHEMAS[_OP], apart_from_modes(launch), FAKES[_OP]),
+        defined(
+            f"torchpaged_{name}",
+            **{
+                op: (SCHEMAS[op], apart_from_modes(run), FAKES[op])
+                for op, run in (("linear_attention", launch), ("delta_step", launch_step))
+            },
+        ),
         lambda: package.unavailable() or triton_kernels.unavailable(),
         session=LibrarySession,
     )
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """What kernels of Python are launched within."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _further(spec: AttentionSpec) -> list[str]:

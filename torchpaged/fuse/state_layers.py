@@ -3,10 +3,10 @@ gated short convolutions (LFM2) and Mamba 2 (Bamba, Granite 4, Nemotron-H, Falco
 
 A step of a delta net: linear (norm, all projections of the layer's input), causal_conv, delta_gates,
 linear_attention, gated_rms_norm, linear (output, residual), and the MLP; the four in the middle are one op,
-delta_step, where rows have single tokens. Mamba 2 has the same; its mamba2_step leaves a norm over all heads
-to the linear behind it, any other to gated_rms_norm. Of a short convolution: linear (norm, gates and input),
-causal_conv with its gates, linear (output, residual), and the MLP. What surrounds the mixer is `LayerPlan`'s,
-the state `torchpaged.hf.packed_state.PackedState`'s.
+delta_step, unless tokens may be taken back. Mamba 2 has the same, over single tokens; its mamba2_step leaves
+a norm over all heads to the linear behind it, any other to gated_rms_norm. Of a short convolution: linear
+(norm, gates and input), causal_conv with its gates, linear (output, residual), and the MLP. What surrounds
+the mixer is `LayerPlan`'s, the state `torchpaged.hf.packed_state.PackedState`'s.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class DeltaNetPlan(StatePlan):
         beta_scale = 2.0 if getattr(mixer, "allow_neg_eigval", False) else 1.0
         scale, x = mixer.head_k_dim**-0.5, mixed.unflatten(0, step.shape)
         rows = cached.begin(x, self.conv.weight.shape[2], x.shape[2])
-        if mixer.activation == "silu" and cached.takes_single_tokens(rows):
+        if mixer.activation == "silu" and cached.takes_whole_steps:
             sizes = mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim
             given = self.conv, (a, b, mixer.A_log, mixer.dt_bias), gate, self.norm_weight, sizes
             options = {"scale": scale, "beta_scale": beta_scale, "eps": self.norm_eps}
@@ -172,7 +172,7 @@ class KimiDeltaPlan(StatePlan):
         bound = forget.lower_bound if getattr(forget, "safe_gate", False) else None  # Bailing hybrid's
         scale, x = width**-0.5, mixed.unflatten(0, step.shape)
         rows = cached.begin(x, self.conv.weight.shape[2], x.shape[2])
-        if mixer.activation == "silu" and cached.takes_single_tokens(rows):
+        if mixer.activation == "silu" and cached.takes_whole_steps:
             given = self.conv, decay, gate, self.norm_weight, (b.shape[1], width, width)
             options = {"scale": scale, "bound": bound, "eps": self.norm_eps, "activation": "sigmoid"}
             done: Tensor = cached.delta_step(rows, mixed, *given, **options)
@@ -212,7 +212,7 @@ class Mamba2Plan(StatePlan):
         gate, mixed, dt = whole.split([mixer.intermediate_size, mixer.conv_dim, num_heads], dim=-1)
         x = mixed.unflatten(0, step.shape)
         rows = cached.begin(x, self.conv.weight.shape[2], x.shape[2])
-        if mixer.activation == "silu" and cached.takes_single_tokens(rows):
+        if mixer.activation == "silu" and rows.max_query_len == 1 and cached.takes_whole_steps:
             options: dict[str, Any] = {**self.limits}
             if self.leaves_norm or not self.norm_size:
                 options["gate"] = gate.unflatten(-1, (num_heads, head_dim))

@@ -201,11 +201,11 @@ class PackedState(TakesBack, StateLayer):
         self._ops.gated_rms_norm(x, gate.view(sizes), weight, out, eps=eps, **options)
         return out.view(gate.shape)
 
-    def takes_single_tokens(self, step: AttentionMetadata) -> bool:
-        """Whether `delta_step` and `mamba2_step` take a step: of single tokens, none of which may be taken
-        back."""
-        recorded = not torch.compiler.is_compiling() and self.records_past
-        return step.max_query_len == 1 and not recorded
+    @property
+    def takes_whole_steps(self) -> bool:
+        """Whether `delta_step` takes a step, and `mamba2_step` one of single tokens: if none of its tokens
+        can be taken back."""
+        return torch.compiler.is_compiling() or not self.records_past
 
     def delta_step(
         self,
@@ -220,9 +220,10 @@ class PackedState(TakesBack, StateLayer):
     ) -> Tensor:
         """The op ``delta_step`` over ``x [T, channels]`` of a step that `begin` gave; ``[T, num_heads,
         value_dim]``. ``gates``: a, b, a_log and dt_bias. ``sizes``: heads, key_dim and value_dim."""
-        (inputs, state), rows = self._single_tokens(step, x, sizes)
+        (inputs, state), rows = self._of_step(step, x, sizes)
         weight, bias = _of_conv(conv, x)
         out = x.new_empty(x.shape[0], sizes[0], sizes[2])
+        options["max_query_len"] = step.max_query_len
         self._ops.delta_step(x, weight, inputs, *gates, state, gate, norm_weight, *rows, out, bias, **options)
         return out
 
@@ -240,7 +241,7 @@ class PackedState(TakesBack, StateLayer):
         """The op ``mamba2_step`` over ``x [T, channels]`` of a step that `begin` gave; ``[T, num_heads,
         value_dim]``. ``steps``: dt, a_log and dt_bias. ``sizes``: heads, key_dim and value_dim; ``groups`` of
         heads."""
-        (inputs, state), rows = self._single_tokens(step, x, sizes)
+        (inputs, state), rows = self._of_step(step, x, sizes)
         weight, bias = _of_conv(conv, x)
         out, semaphore = x.new_empty(x.shape[0], sizes[0], sizes[2]), self.cache.backend.semaphore
         most = self.cache.backend.limits.max_num_reqs
@@ -250,10 +251,10 @@ class PackedState(TakesBack, StateLayer):
         self._ops.mamba2_step(x, weight, inputs, *steps, state, skip_weight, *rows, out, bias, **options)
         return out
 
-    def _single_tokens(
+    def _of_step(
         self, step: AttentionMetadata, x: Tensor, sizes: tuple[int, int, int]
     ) -> tuple[LayerStates, tuple[Tensor, Tensor, Tensor]]:
-        """Pools, and slots, lengths and starts of a step that `takes_single_tokens` takes."""
+        """Pools, and slots, lengths and starts of a whole step."""
         self.require_plain(step)
         if self.pools.state is None:
             self._make_matrices(sizes, x)

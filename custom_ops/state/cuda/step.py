@@ -120,6 +120,8 @@ def why_not(call: DeltaStepCall, capability: tuple[int, int]) -> str | None:
     x, state, group = call.x, call.state, call.state.shape[1] // max(call.num_key_heads, 1)
     if reason := not_hopper(capability):
         return reason
+    if call.max_query_len > 1:
+        return "rows of several tokens"
     if x.dtype not in decode.DTYPES:
         return f"{x.dtype}, not bfloat16 or float16"
     if state.shape[2] not in KEY_DIMS or state.shape[3] not in VALUE_DIMS:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from torchpaged.custom_ops.checks import check_dtype
-from torchpaged.custom_ops.state.call import ConvCall
+from torchpaged.custom_ops.state.call import NORM_EPS, ConvCall
 from torchpaged.custom_ops.state.check import check_causal_conv
 from torchpaged.custom_ops.state.triton.records import Batch, Window
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
@@ -80,11 +81,14 @@ def causal_conv_kernel(
     TILE_TOKENS: tl.constexpr,
     TILE_CHANNELS: tl.constexpr,
     SHORT: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    EPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``x``, ``weight``, ``out``, gates: `Matrix`; ``state``: `Window`; ``batch``: `Batch`. Grid: (tiles of
     tokens, tiles of channels); SHORT: a tile has all of a row's tokens, and the last one goes on behind them;
-    ROWS: a power of two of at least WIDTH - 1. PDL: launched early."""
+    ROWS: a power of two of at least WIDTH - 1. KEY_HEADS: 0, or, of `convolve_apart`, heads of
+    queries and of keys, of TILE_CHANNELS numbers. PDL: launched early."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -118,7 +122,20 @@ def causal_conv_kernel(
                 factors = tl.load(place, mask=live[:, None] & here[None, :], other=0.0)
                 acc *= factors.to(tl.float32)
             acc = tl.where(live[:, None], acc, 0.0)
-            target = out.ptr + (begin + token).to(tl.int64)[:, None] * out.row + channel[None, :]
+            to = (begin + token).to(tl.int64)[:, None]
+            if KEY_HEADS > 0:
+                WIDE: tl.constexpr = KEY_HEADS * TILE_CHANNELS
+                region = tl.minimum(tl.program_id(1) // KEY_HEADS, 2)
+                stride = WIDE
+                if region == 2:
+                    stride = CHANNELS - 2 * WIDE
+                else:
+                    acc = acc.to(out.ptr.dtype.element_ty).to(tl.float32)
+                    acc *= tl.rsqrt(tl.sum(acc * acc, 1) + EPS)[:, None]
+                target = out.ptr + region.to(tl.int64) * WIDE * num_tokens + to * stride
+                target += (channel - region * WIDE)[None, :]
+            else:
+                target = out.ptr + to * out.row + channel[None, :]
             tl.store(target, acc.to(out.ptr.dtype.element_ty), mask=(token < end)[:, None] & here[None, :])
     if (part == 0) & (row.slot > 0):
         n = tl.arange(0, ROWS)
@@ -134,16 +151,37 @@ def causal_conv(call: ConvCall) -> None:
     require_launchable(call.x)
     check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
     check_causal_conv(call)
+    if call.state_slots.shape[0]:
+        _launch(call)
+    else:
+        call.out.zero_()
+
+
+def convolve_apart(call: ConvCall, key_heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A checked call of a delta net's queries, keys and values side by side, with requests and without gates,
+    whose results lie in the memory of ``out``, which is contiguous, one after the other.
+
+    Returns:
+        q, k: ``[T, key_heads, key_dim]``, divided by their norms; v ``[T, num_heads, key_dim]``.
+    """
+    _launch(call, key_heads, key_dim)
+    flat, (num_tokens, channels) = call.out.view(-1), call.out.shape
+    sizes = [num_tokens * key_heads * key_dim] * 2
+    parts = flat.split([*sizes, num_tokens * channels - sum(sizes)])
+    q, k, v = (part.view(num_tokens, -1, key_dim) for part in parts)
+    return q, k, v
+
+
+def _launch(call: ConvCall, key_heads: int = 0, key_dim: int = 0) -> None:
     num_tokens, channels = call.x.shape
     num_reqs, width = call.state_slots.shape[0], call.weight.shape[1]
-    if not num_reqs:
-        call.out.zero_()
-        return
-    tile_tokens = min(next_power_of_2(call.max_query_len), _MAX_TILE_TOKENS)
+    # heads apart are narrower tiles
+    most = 2 * _MAX_TILE_TOKENS if key_dim else _MAX_TILE_TOKENS
+    tile_tokens = min(next_power_of_2(call.max_query_len), most)
     gated = call.in_gate is not None or call.out_gate is not None
     # whole tiles with gates do not fit into registers
     widest = _TILE_CHANNELS // 2 if gated and tile_tokens > 8 else _TILE_CHANNELS
-    tile_channels = min(next_power_of_2(channels), widest)
+    tile_channels = key_dim or min(next_power_of_2(channels), widest)
     short = call.max_query_len <= tile_tokens
     tiles = num_reqs if short else num_tokens // tile_tokens + num_reqs
     launch_kernel(
@@ -166,6 +204,8 @@ def causal_conv(call: ConvCall) -> None:
         TILE_TOKENS=tile_tokens,
         TILE_CHANNELS=tile_channels,
         SHORT=short,
+        KEY_HEADS=key_heads,
+        EPS=NORM_EPS,
         num_warps=4,
         **early_launch(call.x.device),
     )

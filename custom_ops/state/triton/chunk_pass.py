@@ -31,6 +31,7 @@ def pass_kernel(
     DELTA: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
+    BY_KEY: tl.constexpr,
 ):
     """Grid: (rows * NUM_HEADS * tiles of values,), tiles fastest; ``q, k, v, out``: `Tokens`."""
     VALUE_TILES: tl.constexpr = (VALUE_DIM + TILE - 1) // TILE
@@ -50,27 +51,45 @@ def pass_kernel(
         for base in tl.range(first // CHUNK * CHUNK, count, CHUNK, num_stages=STAGES):
             at = base + i
             live = (at >= first) & (at < count)
-            queries = load_rows(q, start + at, live, head // GROUP, n, KEY_DIM).to(DTYPE)
-            keys = load_rows(k, start + at, live, head // GROUP, n, KEY_DIM).to(DTYPE)
+            if BY_KEY:
+                inside_keys = live[:, None] & (n < KEY_DIM)[None, :]
+                ptrs = (here + at)[:, None] * KEY_DIM + n[None, :]
+                queries = tl.load(chunks.since + ptrs, mask=inside_keys, other=0.0)
+                keys = tl.load(chunks.left + ptrs, mask=inside_keys, other=0.0)
+            else:
+                queries = load_rows(q, start + at, live, head // GROUP, n, KEY_DIM).to(DTYPE)
+                keys = load_rows(k, start + at, live, head // GROUP, n, KEY_DIM).to(DTYPE)
             scores = tl.load(
                 chunks.scores + (here + at)[:, None] * CHUNK + i[None, :], mask=live[:, None], other=0.0
             )
-            since = tl.load(chunks.since + here + at, mask=live, other=0.0)
-            left = tl.load(chunks.left + here + at, mask=live, other=0.0)
-            decay = tl.load(chunks.decay + here + tl.maximum(base, first))
-            held = matrix.to(DTYPE)
-            if DELTA:
-                ptrs = chunks.u + (here + at)[:, None] * VALUE_DIM + d[None, :]
-                u = tl.load(ptrs, mask=live[:, None] & (d < VALUE_DIM)[None, :], other=0.0).to(tl.float32)
-                ptrs = chunks.w + (here + at)[:, None] * KEY_DIM + n[None, :]
-                w = tl.load(ptrs, mask=live[:, None] & (n < KEY_DIM)[None, :], other=0.0)
-                u -= product(w, held, PRECISION)
+            if BY_KEY:
+                last = here + tl.minimum(base + CHUNK, count) - 1
+                decay = tl.exp(tl.load(chunks.sums + last * KEY_DIM + n, mask=n < KEY_DIM, other=0.0))[
+                    :, None
+                ]
             else:
-                u = load_rows(v, start + at, live, head, d, VALUE_DIM)
-            y = product(queries, held, PRECISION) * since[:, None]
+                since = tl.load(chunks.since + here + at, mask=live, other=0.0)
+                left = tl.load(chunks.left + here + at, mask=live, other=0.0)
+                decay = tl.load(chunks.decay + here + tl.maximum(base, first))
+            held = matrix.to(DTYPE)
+            u = load_rows(v, start + at, live, head, d, VALUE_DIM)
+            if DELTA:
+                ptrs = chunks.solved + (here + at)[:, None] * CHUNK + i[None, :]
+                solved = tl.load(ptrs, mask=live[:, None], other=0.0)
+                if BY_KEY:
+                    ptrs = chunks.seen + (here + at)[:, None] * KEY_DIM + n[None, :]
+                    known = product(tl.load(ptrs, mask=inside_keys, other=0.0), held, PRECISION)
+                else:
+                    seen = tl.load(chunks.seen + here + at, mask=live, other=0.0)
+                    known = product(keys, held, PRECISION) * seen[:, None]
+                u = product(solved, (u.to(tl.float32) - known).to(DTYPE), PRECISION)
+            y = product(queries, held, PRECISION)
+            if not BY_KEY:
+                y *= since[:, None]
             y += product(scores, u.to(DTYPE), PRECISION)
             ptrs = out.ptr + (start + at)[:, None] * out.token + head * out.head + d[None, :]
             tl.store(ptrs, y.to(out.ptr.dtype.element_ty), mask=live[:, None] & (d < VALUE_DIM)[None, :])
-            kept = (u.to(tl.float32) * left[:, None]).to(DTYPE)
-            matrix = matrix * decay + product(tl.trans(keys), kept, PRECISION)
+            if not BY_KEY:
+                u = u.to(tl.float32) * left[:, None]
+            matrix = matrix * decay + product(tl.trans(keys), u.to(DTYPE), PRECISION)
         tl.store(place, matrix.to(state.ptr.dtype.element_ty), mask=inside)

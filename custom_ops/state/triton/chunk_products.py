@@ -2,8 +2,8 @@
 
 Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464), section 3.3; Dao, Gu,
 "Transformers are SSMs" (arXiv:2405.21060), section 6. With G the sums of a chunk's decays, the delta rule's
-updates u of a chunk that begins with the state S are ``T (beta v) - T (beta exp(G) k) S``, where T is the
-inverse of ``1 + L`` and L the products of keys below the diagonal, times ``beta exp(G_i - G_j)``.
+updates u of a chunk that begins with the state S are ``T beta (v - exp(G) k S)``, where T is the inverse of
+``1 + L`` and L the products of keys below the diagonal, times ``beta exp(G_i - G_j)``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,28 @@ from torchpaged.custom_ops.state.triton.causal_conv import row_of
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 
+#: Of a token: below it nothing of a state is left, and sums of it and of others stay exact enough.
+LEAST_DECAY = tl.constexpr(-100.0)
+
 
 @triton.jit
 def product(a, b, PRECISION: tl.constexpr):
     """Of two matrices, in float32."""
     return tl.dot(as_numbers(a), as_numbers(b), input_precision=PRECISION)
+
+
+@triton.jit
+def chunk_of(tile, batch, num_reqs, num_tokens, CHUNK: tl.constexpr, SHORT: tl.constexpr):
+    """Of a chunk: its number in its row, the row's first token, its tokens and how many of them are padding;
+    ``[CHUNK]``, which of the chunk's tokens a state sees, and which get zeros: padding, rows without a slot,
+    and what is behind the last row. Rows of at most SHORT tokens are another kernel's."""
+    req, part = find_row_of_tile(tile, batch.starts, num_reqs, CHUNK)
+    begin, count, first, _, _ = row_of(req, batch)
+    at = part * CHUNK + tl.arange(0, CHUNK)
+    live = (at >= first) & (at < count) & (count > SHORT)
+    end = tl.where(req == num_reqs - 1, num_tokens - begin, count)
+    void = (at < end) & ~live & ((at >= count) | (count > SHORT))
+    return part, begin.to(tl.int64), count, first, live, void
 
 
 @triton.jit
@@ -36,27 +53,23 @@ def load_gate(x, token, live, head):
 
 
 @triton.jit
-def inverse(lower, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of ``1 + lower``; that is zero on its diagonal and above. Blocks of 16 by substitution, all
-    at once; then blocks of twice the size, each from two: the corner is ``-b^-1 c a^-1``."""
-    BLOCKS: tl.constexpr = CHUNK // 16
-    LEVELS: tl.constexpr = 4 + (BLOCKS >= 2) + (BLOCKS >= 4)
-    block, n = tl.arange(0, BLOCKS), tl.arange(0, 16)
-    own = block[:, None, None, None] == block[None, None, :, None]
-    square = tl.reshape(lower, (BLOCKS, 16, BLOCKS, 16))
-    small = tl.sum(tl.where(own, square, 0.0), 2)  # [blocks, rows, columns]
-    solved = tl.where(n[:, None] == n[None, :], 1.0, 0.0)[None] + tl.zeros_like(small)
-    for i in range(1, 16):
-        at = (n == i)[None, :, None]
-        row = tl.sum(tl.where(at, small, 0.0), 1)  # [blocks, columns]
-        new = tl.sum(row[:, :, None] * solved, 1)
-        solved = tl.where(at, solved - new[:, None, :], solved)
-    result = tl.where(own, solved[:, :, None, :], 0.0)
-    result = tl.reshape(result, (CHUNK, CHUNK))
+def sum_decays(decay):
+    """From the first token of a chunk on; finite, since sums are subtracted from each other."""
+    return tl.cumsum(tl.maximum(decay, LEAST_DECAY, propagate_nan=tl.PropagateNan.ALL), 0)
+
+
+@triton.jit
+def inverse(lower, DTYPE: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of ``1 + lower``; that is zero on its diagonal and above. Of blocks of 2 it is the block
+    with its corner negated; then blocks of twice the size, each from two: the corner is ``-b^-1 c a^-1``.
+    DTYPE: of what is multiplied."""
+    LEVELS: tl.constexpr = 4 + (CHUNK >= 32) + (CHUNK >= 64)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    for half in range(4, LEVELS):  # a loop, since by itself the compiler has several levels in registers
+    result = tl.where(i == j, 1.0, tl.where(i >> 1 == j >> 1, -lower, 0.0))
+    for half in range(1, LEVELS):  # a loop, since by itself the compiler has several levels in registers
         corner = tl.where((i >> half != j >> half) & (i >> half + 1 == j >> half + 1), lower, 0.0)
-        result -= product(product(result, corner, PRECISION), result, PRECISION)
+        blocks = result.to(DTYPE)
+        result -= product(product(blocks, corner.to(DTYPE), PRECISION).to(DTYPE), blocks, PRECISION)
     return result
 
 
@@ -70,38 +83,22 @@ def store_zeros(out, token, void, head, d, CHUNK: tl.constexpr, VALUE_DIM: tl.co
 
 
 @triton.jit
-def store_updates(
-    solved,
-    of_value,
-    of_key,
-    k,
-    v,
+def store_solved(
+    lower,
+    factor,
     chunks,
-    token,
     place,
     live,
-    head,
-    d,
-    GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    TILE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``u`` and ``w`` of `Chunks`: values and keys times ``solved``, each with its token's factor."""
+    """``solved`` of `Chunks`. Between keys that are normalised, nothing is too large for float16."""
     DTYPE: tl.constexpr = chunks.scores.dtype.element_ty
-    by_value = (solved * of_value[None, :]).to(DTYPE)
-    by_key = (solved * of_key[None, :]).to(DTYPE)
-    for base in range(0, VALUE_DIM, TILE):
-        values = load_rows(v, token, live, head, base + d, VALUE_DIM).to(DTYPE)
-        u = product(by_value, values, PRECISION).to(DTYPE)
-        u_ptrs = chunks.u + place[:, None] * VALUE_DIM + (base + d)[None, :]
-        tl.store(u_ptrs, u, mask=live[:, None] & (base + d < VALUE_DIM)[None, :])
-    for base in range(0, KEY_DIM, TILE):
-        keys = load_rows(k, token, live, head // GROUP, base + d, KEY_DIM).to(DTYPE)
-        w = product(by_key, keys, PRECISION).to(DTYPE)
-        w_ptrs = chunks.w + place[:, None] * KEY_DIM + (base + d)[None, :]
-        tl.store(w_ptrs, w, mask=live[:, None] & (base + d < KEY_DIM)[None, :])
+    HALF: tl.constexpr = NORMALIZE and DTYPE.is_bf16()
+    solved = inverse(lower, tl.float16 if HALF else tl.float32, CHUNK, PRECISION) * factor[None, :]
+    ptrs = chunks.solved + place[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+    tl.store(ptrs, solved.to(DTYPE), mask=live[:, None])
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
@@ -129,24 +126,19 @@ def chunk_kernel(
     EPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Grid: (chunks * NUM_HEADS,), heads fastest; ``q, k, v, out``: `Tokens`. Rows of at most SHORT tokens
-    are another kernel's. All other tokens without a state get zeros, those behind the last row too."""
+    """Grid: (chunks * NUM_HEADS,), heads fastest; ``q, k, v, out``: `Tokens`."""
     head = tl.program_id(0) % NUM_HEADS
-    req, part = find_row_of_tile(tl.program_id(0) // NUM_HEADS, batch.starts, num_reqs, CHUNK)
-    begin, count, first, _, _ = row_of(req, batch)
+    part, begin, _, _, live, void = chunk_of(
+        tl.program_id(0) // NUM_HEADS, batch, num_reqs, num_tokens, CHUNK, SHORT
+    )
     i = tl.arange(0, CHUNK)
-    at = part * CHUNK + i
-    live = (at >= first) & (at < count) & (count > SHORT)
-    token = begin.to(tl.int64) + at
-    end = tl.where(req == num_reqs - 1, num_tokens - begin, count)
-    void = (at < end) & ~live & ((at >= count) | (count > SHORT))
+    token = begin + part * CHUNK + i
     d = tl.arange(0, TILE)
     if tl.max(void.to(tl.int32), 0) > 0:
         store_zeros(out, token, void, head, d, CHUNK, VALUE_DIM, TILE)
     if tl.max(live.to(tl.int32), 0) > 0:
         place = head.to(tl.int64) * num_tokens + token
-        decay = tl.maximum(load_gate(g, token, live, head), -1000.0, propagate_nan=tl.PropagateNan.ALL)
-        total = tl.cumsum(decay.to(tl.float64), 0)  # from which others are subtracted; finite, thus
+        total = sum_decays(load_gate(g, token, live, head))
         factor = tl.full((CHUNK,), 1.0, tl.float32)
         if beta.ptr is not None:
             factor = load_gate(beta, token, live, head)
@@ -170,17 +162,15 @@ def chunk_kernel(
         if NORMALIZE:
             norm_q *= tl.rsqrt(squares_q + EPS)
             norm_k = tl.rsqrt(squares_k + EPS)
-        high = total.to(tl.float32)
-        low = (total - high).to(tl.float32)
-        gone = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+        gone = total[:, None] - total[None, :]
         decays = tl.exp(tl.where(i[:, None] >= i[None, :], gone, float("-inf")))
         last = tl.sum(tl.where(i == CHUNK - 1, total, 0.0), 0)
         # without the delta rule u is beta v, so that beta is a factor of the token's key
         of_key = norm_k if DELTA else norm_k * factor
-        tl.store(chunks.left + place, tl.exp((last - total).to(tl.float32)) * of_key, mask=live)
-        since = tl.exp(total.to(tl.float32))
+        tl.store(chunks.left + place, tl.exp(last - total) * of_key, mask=live)
+        since = tl.exp(total)
         tl.store(chunks.since + place, since * norm_q, mask=live)
-        whole = tl.exp(last.to(tl.float32)) + tl.zeros_like(norm_k)
+        whole = tl.exp(last) + tl.zeros_like(norm_k)
         tl.store(chunks.decay + place, whole, mask=live)
         scores *= decays * norm_q[:, None] * of_key[None, :]
         scores_ptrs = chunks.scores + place[:, None] * CHUNK + i[None, :]
@@ -188,21 +178,5 @@ def chunk_kernel(
         if DELTA:
             lower *= decays * (factor * norm_k)[:, None] * norm_k[None, :]
             lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-            store_updates(
-                inverse(lower, CHUNK, PRECISION),
-                factor,
-                factor * norm_k * since,
-                k,
-                v,
-                chunks,
-                token,
-                place,
-                live,
-                head,
-                d,
-                GROUP,
-                KEY_DIM,
-                VALUE_DIM,
-                TILE,
-                PRECISION,
-            )
+            store_solved(lower, factor, chunks, place, live, CHUNK, NORMALIZE, PRECISION)
+            tl.store(chunks.seen + place, since * norm_k, mask=live)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 from torchpaged.custom_ops.state.triton.chunk_pass import pass_kernel
 from torchpaged.custom_ops.state.triton.chunk_products import chunk_kernel
+from torchpaged.custom_ops.state.triton.key_products import key_chunk_kernel
 from torchpaged.custom_ops.state.triton.records import Batch, Chunks, State
 from torchpaged.custom_ops.triton import launching
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
@@ -47,6 +48,8 @@ def tiles(call: LinearAttentionCall) -> Tiles:
     while value > 16 and 2 * programs <= launching.num_sms(call.v.device):
         value, programs = value // 2, programs * 2
     deep = call.delta_rule or num_tokens >= LONG * num_reqs
+    if call.g.dim() == 3 and value == 64:  # no room
+        deep = False
     return Tiles(64, value, 3 if deep else 2, "tf32")
 
 
@@ -57,7 +60,7 @@ def has_long_rows(call: LinearAttentionCall) -> bool:
     return (
         call.max_query_len > SHORT
         and v.dtype == torch.bfloat16
-        and call.g.dim() == 2
+        and (call.g.dim() == 2 or call.delta_rule)
         and q.shape[2] in KEY_DIMS[call.delta_rule]
         and v.shape[2] % MULTIPLE == 0
         and launching.is_hopper(v.device)
@@ -75,15 +78,18 @@ def even(x: Tensor) -> Tensor:
 
 def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
     """Memory for what the first kernel leaves to the second, by the number of tokens."""
-    num_tokens, num_heads, value_dim = call.v.shape
+    num_tokens, num_heads, _ = call.v.shape
     dtype = torch.bfloat16 if call.v.dtype == torch.bfloat16 else torch.float32
 
     def new(*width: int, dtype: torch.dtype = dtype) -> Tensor:
         return call.v.new_empty(num_heads, num_tokens, *width, dtype=dtype)
 
-    w, u = (new(call.q.shape[2]), new(value_dim)) if call.delta_rule else (None, None)
-    factors = (new(dtype=torch.float32) for _ in range(3))
-    return Chunks(w, u, new(chunk), *factors)
+    key_dim, wide = call.q.shape[2], torch.float32
+    if call.g.dim() == 3:
+        since, left, seen = (new(key_dim) for _ in range(3))
+        return Chunks(new(chunk), since, left, solved=new(chunk), seen=seen, sums=new(key_dim, dtype=wide))
+    chunks = Chunks(new(chunk), *(new(dtype=wide) for _ in range(3)))
+    return chunks._replace(solved=new(chunk), seen=new(dtype=wide)) if call.delta_rule else chunks
 
 
 def attend_in_chunks(call: LinearAttentionCall) -> None:
@@ -93,7 +99,7 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
     tile = tiles(call)
     chunks = _workspace(call, tile.chunk)
     q, k, v = (Tokens.of(even(x)) for x in (call.q, call.k, call.v))
-    out = Tokens.of(call.out)
+    out, by_key = Tokens.of(call.out), call.g.dim() == 3
     batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
     common: dict[str, Any] = {
         "NUM_HEADS": num_heads,
@@ -106,7 +112,7 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
         "PRECISION": tile.precision,
     }
     launch_kernel(
-        chunk_kernel,
+        key_chunk_kernel if by_key else chunk_kernel,
         ((num_tokens // tile.chunk + num_reqs) * num_heads,),
         num_reqs,
         num_tokens,
@@ -114,12 +120,12 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
         q,
         k,
         v,
-        Matrix.of(call.g),
+        Tokens.of(call.g) if by_key else Matrix.of(call.g),
         Matrix.of(call.beta),
         batch,
         out,
         chunks,
-        TILE=min(64, max(16, next_power_of_2(max(key_dim, value_dim)))),
+        TILE=min(32 if by_key else 64, max(16, next_power_of_2(max(key_dim, value_dim)))),
         NORMALIZE=call.normalize,
         EPS=NORM_EPS,
         num_warps=4,
@@ -139,6 +145,7 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
         KEY_PAD=max(16, next_power_of_2(key_dim)),
         TILE=tile.value,
         STAGES=tile.stages,
+        BY_KEY=by_key,
         num_warps=4,
         **common,
     )

@@ -3,7 +3,7 @@ gates by themselves, and states of few rows side by side."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -63,6 +63,42 @@ def copy_tokens(
     tl.store(to, rows.to(to_ptr.dtype.element_ty), mask=inside[:, None] & (d < DIM)[None, :])
 
 
+@triton.jit
+def gates_of_tokens(
+    g,
+    beta,
+    out,
+    rows,
+    token,
+    live,
+    inside,
+    behind,
+    HEADS: tl.constexpr,
+    PAD: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Decays and betas of a tile's tokens, and zeros of ``out`` behind the last row."""
+    h = tl.arange(0, PAD)
+    of_head = (h < HEADS)[None, :]
+    here = live[:, None] & of_head
+    decay = tl.exp(tl.load(g.ptr + token[:, None] * g.row + h[None, :], mask=here, other=0.0))
+    to = token[:, None] * HEADS + h[None, :]
+    tl.store(rows.decay + to, decay, mask=inside[:, None] & of_head)
+    factor = here.to(tl.float32)
+    if beta.ptr is not None:
+        place = beta.ptr + token[:, None] * beta.row + h[None, :]
+        factor = tl.load(place, mask=here, other=0.0).to(tl.float32)
+    tl.store(rows.beta + to, factor, mask=inside[:, None] & of_head)
+    if tl.max(behind.to(tl.int32), 0) > 0:
+        d = tl.arange(0, VALUE_PAD)[None, :]
+        for head in range(HEADS):
+            zeros_to = out.ptr + token[:, None] * out.token + head * out.head + d
+            nothing = tl.zeros((TILE, VALUE_PAD), out.ptr.dtype.element_ty)
+            tl.store(zeros_to, nothing, mask=behind[:, None] & (d < VALUE_DIM))
+
+
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
 def library_rows_kernel(
     num_reqs,
@@ -77,16 +113,18 @@ def library_rows_kernel(
     rows,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
+    COPIES: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEY_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
     TILE: tl.constexpr,
     NORMALIZE: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """Grid: (num_tokens // TILE + num_reqs, 2 * KEY_HEADS + HEADS); ``q, k, v, out``: `Tokens`, ``rows``:
-    `LibraryRows`. Also zeros of ``out`` behind the last row."""
+    """Grid: (num_tokens // TILE + num_reqs, COPIES + 1); ``q, k, v, out``: `Tokens`, ``rows``: `LibraryRows`.
+    COPIES: heads to copy, 2 * KEY_HEADS + HEADS, or none. Also zeros of ``out`` behind the last row."""
     req, part = find_row_of_tile(tl.program_id(0), batch.starts, num_reqs, TILE)
     head = tl.program_id(1)
     begin, count, first, slot, seq_len = row_of(req, batch)
@@ -95,7 +133,12 @@ def library_rows_kernel(
     end = tl.where(req == num_reqs - 1, num_tokens - begin, count)
     inside = at < end
     live = (at >= first) & (at < count) & (slot > 0)
-    if head < KEY_HEADS:
+    if head == COPIES:
+        behind = inside & (at >= count)
+        gates_of_tokens(
+            g, beta, out, rows, token, live, inside, behind, HEADS, HEADS_PAD, VALUE_DIM, VALUE_PAD, TILE
+        )
+    elif head < KEY_HEADS:
         copy_tokens(q, rows.q, token, live, inside, head, KEY_HEADS, KEY_DIM, KEY_PAD, NORMALIZE, EPS)
     elif head < 2 * KEY_HEADS:
         copy_tokens(
@@ -104,18 +147,6 @@ def library_rows_kernel(
     else:
         h = head - 2 * KEY_HEADS
         copy_tokens(v, rows.v, token, live, inside, h, HEADS, VALUE_DIM, VALUE_PAD, False, EPS)
-        decay = tl.exp(tl.load(g.ptr + token * g.row + h, mask=live, other=0.0))
-        tl.store(rows.decay + token * HEADS + h, decay, mask=inside)
-        factor = live.to(tl.float32)
-        if beta.ptr is not None:
-            factor = tl.load(beta.ptr + token * beta.row + h, mask=live, other=0.0).to(tl.float32)
-        tl.store(rows.beta + token * HEADS + h, factor, mask=inside)
-        behind = inside & (at >= count)
-        if tl.max(behind.to(tl.int32), 0) > 0:
-            d = tl.arange(0, VALUE_PAD)
-            place = out.ptr + token[:, None] * out.token + h * out.head + d[None, :]
-            nothing = tl.zeros((TILE, VALUE_PAD), out.ptr.dtype.element_ty)
-            tl.store(place, nothing, mask=behind[:, None] & (d < VALUE_DIM)[None, :])
     if (head == 0) & (part == 0):
         writes = tl.where(slot > 0, slot, -1)
         tl.store(rows.writes + req, writes)
@@ -124,31 +155,41 @@ def library_rows_kernel(
 
 def library_rows(call: LinearAttentionCall) -> LibraryRows:
     """What the library is called with, on the device from end to end."""
-    q, k, v, out, num_reqs = call.q, call.k, call.v, call.out, call.state_slots.shape[0]
-    num_tokens, num_heads, value_dim = v.shape
+    given = call.q, call.k, call.v
+    return _rows(call, *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in given))
+
+
+def rows_of_parts(call: LinearAttentionCall) -> LibraryRows:
+    """The same where q, k and v are what `convolve_apart` gives: no copies but of gates."""
+    return _rows(call, call.q, call.k, call.v)
+
+
+def _rows(call: LinearAttentionCall, q: Tensor, k: Tensor, v: Tensor) -> LibraryRows:
+    num_reqs, (num_tokens, num_heads, value_dim) = call.state_slots.shape[0], v.shape
     _, key_heads, key_dim = q.shape
-    wide: dict[str, Any] = {"dtype": torch.float32, "device": v.device}
-    slots: dict[str, Any] = {"dtype": torch.int32, "device": v.device}
-    own = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, call.g)]
-    own.append(torch.empty(num_tokens, num_heads, **wide))
-    rows = LibraryRows(*own, *(torch.empty(num_reqs, **slots) for _ in range(2)))
+    copies = 0 if q is call.q else 2 * key_heads + num_heads
+    gates = (call.g.new_empty(num_tokens, num_heads, dtype=torch.float32) for _ in range(2))
+    slots = (call.state_slots.new_empty(num_reqs) for _ in range(2))
+    rows = LibraryRows(q, k, v, *gates, *slots)
     launch_kernel(
         library_rows_kernel,
-        (num_tokens // _TILE + num_reqs, 2 * key_heads + num_heads),
+        (num_tokens // _TILE + num_reqs, copies + 1),
         num_reqs,
         num_tokens,
-        *map(Tokens.of, (q, k, v)),
+        *map(Tokens.of, (call.q, call.k, call.v)),
         Matrix.of(call.g),
         Matrix.of(call.beta),
         Batch(call.state_slots, call.seq_lens, call.query_start_loc),
-        Tokens.of(out),
+        Tokens.of(call.out),
         rows,
         KEY_HEADS=key_heads,
         HEADS=num_heads,
+        COPIES=copies,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         KEY_PAD=next_power_of_2(key_dim),
         VALUE_PAD=next_power_of_2(value_dim),
+        HEADS_PAD=next_power_of_2(num_heads),
         TILE=_TILE,
         NORMALIZE=call.normalize,
         EPS=NORM_EPS,

@@ -16,18 +16,24 @@ class Batch(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """What the first kernel leaves to the second, tokens of a head one after the other: ``w [heads, tokens,
-    key_dim]`` and ``u [heads, tokens, value_dim]`` with the delta rule, else None; ``scores [heads, tokens,
-    chunk]``, of a chunk's tokens by each of them; and float32 factors ``[heads, tokens]``: ``since``, of what
-    a token reads of the state at its chunk's begin, and ``left``, of what it leaves to the state at its end;
-    ``decay``, of the whole chunk, at its first token."""
+    """What the first kernel leaves to the second, tokens of a head one after the other: ``scores [heads,
+    tokens, chunk]``, of a chunk's tokens by each of them; and float32 factors ``[heads, tokens]``: ``since``,
+    of what a token's query reads of the state at its chunk's begin, and ``left``, of what its key leaves to
+    the state at its end; ``decay``, of the whole chunk, at its first token. With the delta rule also
+    ``solved``, like ``scores``, of a chunk's updates by the values that its keys do not know yet, and
+    ``seen``, a factor of what a token's key knows of the state at its chunk's begin.
 
-    w: Any
-    u: Any
+    Where keys' columns decay one by one, ``since``, ``left`` and ``seen`` are queries and keys themselves,
+    ``[heads, tokens, key_dim]``, with these factors; ``sums``, in float32 and of the same sizes, of the
+    chunk's decays up to a token, takes the place of ``decay``."""
+
     scores: Any
     since: Any
     left: Any
-    decay: Any
+    decay: Any = None
+    solved: Any = None
+    seen: Any = None
+    sums: Any = None
 
 
 class State(NamedTuple):

@@ -245,11 +245,13 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         "kv_cache": torch.zeros(4, 16, 1, 656, dtype=torch.float8_e4m3fn),
         "slot_mapping": torch.tensor([17, 18, -1]),
     }
-    widths = {"key_dim": 128, "value_dim": 48}
-    prompts = make_state_inputs(STATE_BATCHES["chunks"], dtype=torch.bfloat16, **widths)
+    widths = {"key_dim": 128, "value_dim": 48, "dtype": torch.bfloat16}
+    prompts, by_key = (
+        make_state_inputs(STATE_BATCHES["chunks"], by_key=by_key, **widths) for by_key in (False, True)
+    )
     return (
         calls
-        + [("write_latent", (), rows), ("linear_attention", (), prompts)]
+        + [("write_latent", (), rows), *(("linear_attention", (), x) for x in (prompts, by_key))]
         + [(op, (), inputs) for op, inputs in ({"mla_attention": latents} | layers).items()]
         + [("mla_attention", (), {**latents, "indices": torch.zeros(6, 640, dtype=torch.int32)})]
     )

@@ -61,11 +61,10 @@ def make_delta_step_inputs(
     seed: int = 0,
     num_slots: int = 9,
 ) -> dict[str, Any]:
-    """Arguments of ``delta_step`` of single tokens; ``out`` and what no row goes on from hold NaN.
+    """Arguments of ``delta_step``; ``out`` and what no row goes on from hold NaN.
     ``by_key``: a decay per row of the state, and a gate that is a sigmoid."""
     torch.manual_seed(seed)
     given = batch_tensors(batch, num_slots)
-    del given["max_query_len"]
     num_tokens = int(given["query_start_loc"][-1]) + batch.padded_tokens
     channels, wide = 2 * key_heads * key_dim + heads * value_dim, weight_dtype or dtype
     decays = heads * key_dim if by_key else heads

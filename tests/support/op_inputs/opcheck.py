@@ -67,7 +67,7 @@ def opcheck_cases(
     semaphore = torch.zeros(
         batch.block_table.shape[0] * batch.k_cache.shape[2], dtype=torch.int32, device=device
     )
-    conv, conv_gated, delta, ssd, gates, gated_norm, ssd_gates, ssd_norm, delta_step, mamba2_step = (
+    conv, conv_gated, delta, ssd, gates, gated_norm, ssd_gates, ssd_norm, *steps = (
         {name: x.to(device).nan_to_num_() if isinstance(x, torch.Tensor) else x for name, x in given.items()}
         for given in (
             make_conv_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
@@ -79,6 +79,7 @@ def opcheck_cases(
             make_gates_inputs(ssd=True, dtype=dtype),
             make_gated_norm_inputs(ssd=True, dtype=dtype),
             make_delta_step_inputs(STATE_BATCHES["decode_padded"], dtype=dtype),
+            make_delta_step_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
             make_mamba2_step_inputs(STATE_BATCHES["decode_padded"], dtype=dtype),
         )
     )
@@ -142,8 +143,9 @@ def opcheck_cases(
         "delta": ("linear_attention", (), delta),
         "delta_gates": ("delta_gates", (), gates),
         "gated_norm": ("gated_rms_norm", (), gated_norm),
-        "delta_step": ("delta_step", (), delta_step),
-        "mamba2_step": ("mamba2_step", (), mamba2_step),
+        "delta_step": ("delta_step", (), steps[0]),
+        "delta_step_prompts": ("delta_step", (), steps[1]),
+        "mamba2_step": ("mamba2_step", (), steps[2]),
         "ssd": ("linear_attention", (), ssd),
         "ssd_gates": ("delta_gates", (), ssd_gates),
         "ssd_norm": ("gated_rms_norm", (), ssd_norm),

@@ -406,7 +406,7 @@ def test_the_last_layer_computes_the_tokens_whose_logits_are_wanted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind its attention; keys, values and states are written for all. None is wanted of a chunk in the
-    middle of a prompt."""
+    middle of a prompt; negative numbers count from the end, as in transformers."""
     model = build(name, attached=False)
     fuse(model, count=False)
     fed, feed = list[int](), LayerPlan.feed
@@ -434,7 +434,7 @@ def test_the_last_layer_computes_the_tokens_whose_logits_are_wanted(
             return got, paged(torch.tensor([7]), after)
 
     every, behind = run(None)
-    for wanted in ([6, 10], [10], [], [10, 2, 2, 0]):
+    for wanted in ([6, 10], [10], [], [10, 2, 2, 0], [-1, 3]):
         got, then = run(wanted)
         torch.testing.assert_close(got, every[wanted], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(then, behind, rtol=1e-4, atol=1e-4)

@@ -76,7 +76,7 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
         result: Tensor = type(self).forward(self, hidden_states)
         return result
     keep = ends.take()  # still there where the last layer is not fused
-    return hidden_states if keep is None else hidden_states.index_select(1, keep)
+    return hidden_states if keep is None else hidden_states[:, keep]
 
 
 def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:

@@ -212,14 +212,14 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     # Compiled layers share one graph, which must not ask which of them is the last: the norm takes it then.
     keep = None if torch.compiler.is_compiling() or plan.ends is None else plan.ends.take()
     if keep is not None:
-        x, shape = x.index_select(0, keep), [1, keep.shape[0]]
+        x, shape = x[keep], [1, keep.shape[0]]
     goes_on = keep is None or keep.shape[0] > 0
     for number, mixer in enumerate(plan.mixers):
         mixed, norm = mixer.mixed(Step(ops, cached[number], *given), parts[number])
         if not isinstance(cache, LayerCache):
             cached[number].complete()
         if keep is not None:
-            mixed = mixed.index_select(0, keep)
+            mixed = mixed[keep]
         if goes_on:
             x = plan.after(ops, x, mixed, 0, mixer.output, plan.scales.outputs[number], **norm)
     if plan.mlp is not None and goes_on:

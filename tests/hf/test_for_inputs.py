@@ -147,7 +147,7 @@ def test_assisted_generation_over_a_used_cache(fused: bool) -> None:
         fuse(model, count=False)
     cache = PagedCache(model.config, 1, 64)
     first = model.generate(ids, past_key_values=cache, **GREEDY)
-    with pytest.raises(ArgumentError, match="10 tokens.*9 in the cache|one with 9.*reset"):
+    with pytest.raises(ArgumentError, match="9 in the cache|one with 9.*reset"):
         model.generate(first, past_key_values=cache, prompt_lookup_num_tokens=2, **GREEDY)
     cache.reset()
     lookup = {"prompt_lookup_num_tokens": 2, **GREEDY}

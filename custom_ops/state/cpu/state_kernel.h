@@ -1,6 +1,6 @@
 // causal_conv and linear_attention over packed rows, token by token, a state's numbers in registers and the
-// first cache; delta_gates and gated_rms_norm. Compiled once per instruction set by kernel_*.cpp, chosen at run
-// time by state_ops.cpp.
+// first cache; delta_gates and gated_rms_norm. Compiled once per instruction set by kernel_*.cpp, chosen at
+// run time by state_ops.cpp.
 #pragma once
 #include <cstdint>
 

@@ -52,7 +52,6 @@ EXPERTS_CASES: dict[str, dict[str, Any]] = {
     },
     "one_token_odd": {"num_tokens": 1, "hidden": 70, "inner": 33, "shared": 19, "activation": "gelu_tanh"},
     "one_token_outside": {"num_tokens": 1, "outside": True, "residual": True},
-    "one_token_of_long_rows": {"num_tokens": 1, "inner": 2100, "activation": "gelu"},
     "shared": {"shared": 48, "activation": "gelu_tanh"},
     "shared_gate": {"shared": 24, "shared_gate": True, "residual": True},
     "twice_and_outside": {"twice": True, "num_tokens": 9, "residual": True},

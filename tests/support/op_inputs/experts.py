@@ -52,6 +52,7 @@ EXPERTS_CASES: dict[str, dict[str, Any]] = {
     },
     "one_token_odd": {"num_tokens": 1, "hidden": 70, "inner": 33, "shared": 19, "activation": "gelu_tanh"},
     "one_token_outside": {"num_tokens": 1, "outside": True, "residual": True},
+    "one_token_of_long_rows": {"num_tokens": 1, "inner": 2100, "activation": "gelu"},
     "shared": {"shared": 48, "activation": "gelu_tanh"},
     "shared_gate": {"shared": 24, "shared_gate": True, "residual": True},
     "twice_and_outside": {"twice": True, "num_tokens": 9, "residual": True},
@@ -66,7 +67,11 @@ def _numbers(generator: torch.Generator, *size: int, strided: bool = False, **op
     """Normal numbers; ``strided``: the left part of a wider tensor, so that rows do not follow
     one another."""
     wide = torch.randn(
-        *size[:-1], size[-1] + (8 if strided else 0), generator=generator, dtype=torch.float32, device="cpu"
+        *size[:-1],
+        size[-1] + (8 if strided else 0),
+        generator=generator,
+        dtype=torch.float32,
+        device=generator.device,
     )
     return wide.to(**options)[..., : size[-1]]
 
@@ -86,7 +91,7 @@ def make_route_inputs(
     **options: Any,
 ) -> dict[str, Any]:
     """The arguments of ``route_experts`` by name; ``ties``: all experts have one row, bar the last one."""
-    generator, on = torch.Generator("cpu").manual_seed(seed), {"device": device}
+    generator, on = torch.Generator(device).manual_seed(seed), {"device": device}
     weight = _numbers(generator, num_experts, width, strided=True, dtype=weight_dtype, **on) * width**-0.5
     x = _numbers(generator, num_tokens, width, strided=True, dtype=dtype, **on)
     if ties:
@@ -122,9 +127,9 @@ def make_experts_inputs(
 ) -> dict[str, Any]:
     """The arguments of ``apply_experts`` by name. ``twice``: tokens have an expert twice, and ids outside;
     ``skips``: the second choice is none; ``outside``: all are."""
-    generator, on = torch.Generator("cpu").manual_seed(seed), {"dtype": dtype, "device": device}
+    generator, on = torch.Generator(device).manual_seed(seed), {"dtype": dtype, "device": device}
     ids = torch.stack(
-        [torch.randperm(num_experts, generator=generator, device="cpu")[:top_k] for _ in range(num_tokens)]
+        [torch.randperm(num_experts, generator=generator, device=device)[:top_k] for _ in range(num_tokens)]
     )
     if twice:
         ids[:, -1] = ids[:, 0]
@@ -142,9 +147,7 @@ def make_experts_inputs(
         "gate_up": weight(num_experts, 2 * inner, hidden),
         "down": weight(num_experts, hidden, inner),
         "ids": ids.to(device, torch.int32),
-        "weights": torch.rand(num_tokens, top_k, generator=generator, dtype=torch.float32, device="cpu").to(
-            device
-        ),
+        "weights": torch.rand(num_tokens, top_k, generator=generator, dtype=torch.float32, device=device),
         "out": torch.full((num_tokens, hidden), float("nan"), **on),
         "activation": activation,
         "shared_gate_up": weight(2 * shared, hidden) if shared else None,

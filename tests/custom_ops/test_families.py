@@ -1,0 +1,24 @@
+"""The table of families names every kernel that its folders have."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+
+from torchpaged.custom_ops.families import FAMILIES, Family
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.folder)
+def test_ops_of_cpu_files_are_registered(family: Family) -> None:
+    """An op in ``cpu.py`` that the table does not name would run its reference in silence."""
+    name = f"torchpaged.custom_ops.{family.folder}.cpu"
+    found = find_spec(name)
+    if found is None or not (found.origin or "").endswith("cpu.py"):  # a folder ``cpu`` has C++ alone
+        assert not family.on_native
+        return
+    functions = inspect.getmembers(import_module(name), inspect.isfunction)
+    ops = {op for op, function in functions if op in family.schemas and function.__module__ == name}
+    assert ops == set(family.on_native)

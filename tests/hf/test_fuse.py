@@ -114,7 +114,7 @@ def test_pools_memory_and_unfuse(name: str) -> None:
     assert all(p is parameters[key] for key, p in model.named_parameters())
     plan = model.get_decoder().layers[0]._torchpaged_plan
     assert len({x.weight.untyped_storage().data_ptr() for x in plan.projections}) == 1
-    torch.testing.assert_close(logits(model, fused), before, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(model, fused), before, rtol=1e-4, atol=1e-4 * float(before.abs().max()))
     for x, y in zip(pools(fused), pools(plain), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4, equal_nan=True)
     unfuse(model)

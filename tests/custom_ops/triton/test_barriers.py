@@ -28,6 +28,7 @@ import ptx
 import torch
 import triton
 from hanging_batches import CASES, SEEN, Case, make_hanging_batch
+from op_inputs.experts import EXPERTS_CASES, make_experts_inputs
 from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_linear_inputs, make_norm_inputs
 from op_inputs.opcheck import opcheck_cases
 from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
@@ -223,6 +224,7 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     layers = {
         "embedding": make_embedding_inputs(width=576, dtype=torch.bfloat16),
         "rms_norm": make_norm_inputs(dtype=torch.bfloat16),
+        "apply_experts": make_experts_inputs(**EXPERTS_CASES["one_token_with_all"], dtype=torch.bfloat16),
         "act_and_mul": make_gate_inputs(dtype=torch.bfloat16),
         "linear": make_linear_inputs(dtype=torch.bfloat16),
         "accept_tokens": make_accept_inputs(),

@@ -226,6 +226,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             LENGTHS,
             case="cuda, many rows on Hopper",
         ),
+        Launch("latent_fp8.cu:latent_fp8", True, OUT, "start", LENGTHS, case="cuda, rows of fp8 on Hopper"),
         Launch(
             "latent_merge.cu:latent_merge", True, OUT, "wait", LENGTHS, case="cuda, merge of cut requests"
         ),

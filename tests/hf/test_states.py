@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.hf import PagedCache, attach, detach, paged
+from torchpaged.hf import PagedCache, attach, detach, fuse, paged
 from torchpaged.hf.packed_mixers import is_packed, mixers_of
 from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.state_layer import StateLayer
@@ -482,3 +482,26 @@ def test_gradients_are_refused_before_a_state_moves_on(attached: bool) -> None:
     with torch.no_grad():
         got = model(ids, past_key_values=cache).logits
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", "falcon_h1", "lfm2", "minimax", "qwen3_next", "recurrent_gemma", "zamba2"]
+)
+def test_no_gradient_of_one_weight_is_dropped(name: str, fused: bool) -> None:
+    """It is refused where an op would drop it, and comes through elsewhere."""
+    model, ids = attach(model_of(name)).requires_grad_(False), prompts(padding=0)["input_ids"]
+    if fused:
+        fuse(model, count=False)
+    refused, dropped = list[str](), list[str]()
+    for weight, parameter in model.named_parameters():
+        parameter.requires_grad_(True)
+        try:
+            if not model(input_ids=ids, past_key_values=cached(model)).logits.requires_grad:
+                dropped.append(weight)
+        except ArgumentError as error:
+            assert "expected a tensor without grad" in str(error)
+            refused.append(weight)
+        parameter.requires_grad_(False)
+    assert refused
+    assert not dropped

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.fuse.architectures import Architecture
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import norm_of
@@ -109,6 +110,9 @@ def _model_forward(model: Any) -> Any:
         if owner is None:
             return type(self).forward(self, *args, **kwargs)
         ends.require_unchanged()
+        if ends.norm is not None and torch.is_grad_enabled():  # the op of both would drop their gradients
+            for name, module in (("the final norm", ends.norm), ("lm_head", self.lm_head)):
+                refuse_grad(**{f"{name}'s {part}": each for part, each in module.named_parameters()})
         ends.owner = owner
         if ends.norm is not None and _picks(**kwargs):
             ends.keep = kwargs.pop("logits_to_keep")

@@ -196,7 +196,8 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
         if "position_embeddings" in kwargs:
             kwargs["position_embeddings"] = computed(kwargs["position_embeddings"])
         return type(self).forward(self, hidden_states, **{CACHE: cache}, **kwargs)
-    refuse_grad(hidden_states=hidden_states)
+    beside = kwargs.pop("transformer_hidden_states", None)  # Zamba 2: mixed with the layer's input
+    refuse_grad(hidden_states=hidden_states, transformer_hidden_states=beside)
     if torch.is_grad_enabled():  # weights, too, where what is ahead of the layer has no grad
         refuse_grad(**dict(self.named_parameters()))
     *shape, width = hidden_states.shape
@@ -207,7 +208,6 @@ def fused_forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -
     given = (rows, *(kwargs.pop(name, None) for name in names), kwargs)
     parts: list[Sequence[Tensor]] = []
     if plan.mixers:
-        beside = kwargs.pop("transformer_hidden_states", None)  # Zamba 2: mixed with the layer's input
         parts = plan.project(ops, x if beside is None else x + beside.reshape(-1, width))
     # Compiled layers share one graph, which must not ask which of them is the last: the norm takes it then.
     keep = None if torch.compiler.is_compiling() or plan.ends is None else plan.ends.take()

@@ -8,14 +8,17 @@ one. With any other cache they run their class's own.
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 
+from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.state.check import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
 from torchpaged.hf.attached import MARK, forget_before, was_given_functions
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import PACKED, Function
 from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.owner import PagedOwner
@@ -29,6 +32,18 @@ def packed_state(cache: Any, index: int) -> PackedState | None:
     layer = layers[index] if index < len(layers) else None  # some caches get their layers one by one
     layer = getattr(layer, "state", layer)
     return layer if isinstance(layer, PackedState) else None
+
+
+def state_of(mixer: Any, options: Mapping[str, Any]) -> PackedState | None:
+    """`packed_state` of the cache among the ``options`` of a mixer's forward.
+
+    Raises:
+        ArgumentError: a weight of the mixer is trained: the ops have no derivative, and would drop it.
+    """
+    layer = packed_state(cache_of(options), mixer.layer_idx)
+    if layer is not None and torch.is_grad_enabled():  # what comes in may have no grad
+        refuse_grad(**dict(mixer.named_parameters()))
+    return layer
 
 
 def mixers_of(model: Any) -> list[Any]:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
 from torchpaged.hf.packed_state import exact
 
 
 def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
-    layer = packed_state(cache_of(options), self.layer_idx)
+    layer = state_of(self, options)
     if layer is None:
         plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import family_of, register_family
 from torchpaged.hf.models import latent  # noqa: F401  the family that is asked for below
-from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
 
 _LATENT = family_of("deepseek_v3")
 
 
 def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
-    layer = packed_state(cache_of(options), self.layer_idx)
+    layer = state_of(self, options)
     if layer is None:
         plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain

@@ -25,6 +25,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin, StaticIndex
 from torchpaged.backends import AttentionSpec, attention_spec
 from torchpaged.cache import LatentLayerSpec
 from torchpaged.cache.latent import LayerLatentCache
+from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.hf.attached import was_given_functions
@@ -106,6 +107,7 @@ class LatentLayer(PagedLayer):
                 "not take; use PagedCache(..., dense=True)"
             )
         up_keys, up_values = up_projections(call.module, call.query)
+        refuse_grad(**{"kv_b_proj.weight": up_keys})
         absorbed = call.query  # [batch, num_heads, query_len, rank + rope]
         if not call.absorbed:
             nope, rope = call.query.split([up_keys.shape[1], self.stored.qk_rope_head_dim], dim=-1)

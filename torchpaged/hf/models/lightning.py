@@ -17,13 +17,13 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.cache_argument import CACHE, cache_of
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
 from torchpaged.hf.packed_state import PackedState, exact
 from torchpaged.hf.support import records_layers
 
 
 def _forward(self: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    layer = packed_state(cache_of(options), self.layer_idx)
+    layer = state_of(self, options)
     if layer is None:
         plain: tuple[Tensor, Tensor | None] = type(self).forward(self, hidden_states, **options)
         return plain

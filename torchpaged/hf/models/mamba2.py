@@ -13,15 +13,14 @@ from torch import Tensor
 from torch.nn import Identity
 from torch.nn.functional import silu, softplus
 
-from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.packed_mixers import packed_functions, packed_state, state_of_attached
+from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
 from torchpaged.hf.packed_state import exact
 
 
 def forward_mamba2(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     """Of a mixer, in the place of its class's, which runs with any other cache."""
-    layer = packed_state(cache_of(options), self.layer_idx)
+    layer = state_of(self, options)
     if layer is None:
         plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain

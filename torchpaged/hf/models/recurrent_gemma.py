@@ -22,11 +22,10 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 
 from torchpaged.hf.attached import plain_of, was_given_functions
-from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.packed_mixers import packed_functions, packed_state
+from torchpaged.hf.packed_mixers import packed_functions, state_of
 from torchpaged.hf.packed_state import PackedState, exact
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.hf.support import records_layers
@@ -120,7 +119,7 @@ def _forward(
     """Of a recurrent block. With any other cache its class's, whose states are kept where they are: behind a
     prompt they have another layout than behind a token, so that steps would be compiled twice, and lie in
     memory that a captured graph owns."""
-    layer = packed_state(cache_of(options), self.layer_idx)
+    layer = state_of(self, options)
     if layer is None:
         conv, recurrent = self.conv1d_state, self.rg_lru.recurrent_states
         plain: tuple[Tensor, None] = type(self).forward(self, input_states, position_ids, *args, **options)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -22,3 +24,12 @@ def test_ops_of_cpu_files_are_registered(family: Family) -> None:
     functions = inspect.getmembers(import_module(name), inspect.isfunction)
     ops = {op for op, function in functions if op in family.schemas and function.__module__ == name}
     assert ops == set(family.on_native)
+
+
+def test_the_page_of_ops_says_what_runs_on_a_cpu() -> None:
+    page = (Path(__file__).parents[2] / "docs/ops.md").read_text()
+    told = dict(re.findall(r"^\| `(\w+)` \| .* \| (.+) \|$", page, re.MULTILINE))
+    assert {op for op, words in told.items() if words == "yes"} == {op for f in FAMILIES for op in f.native}
+    assert {op for op, words in told.items() if words == "reference"} == {
+        op for f in FAMILIES for op in set(f.schemas) - {*f.native, *f.on_native}
+    }

@@ -51,9 +51,8 @@ def digest(root: Path) -> str | None:
     """Of the C++ sources below ``root``, as ``custom_ops/cpu/sources.cmake`` makes it; None where there are
     none, as in a wheel."""
     folders = [root / "custom_ops" / "cpu", *root.glob("custom_ops/*/cpu")]
-    found = (
-        path for folder in folders for path in folder.glob("*") if path.suffix in (".h", ".cpp", ".cmake")
-    )
+    kinds = (".h", ".cpp", ".cmake", ".txt")
+    found = (path for folder in folders for path in folder.glob("*") if path.suffix in kinds)
     files = [path for path in found if path.is_file()]  # an editor's lock is a link to nothing
     if not files or not (root / "CMakeLists.txt").is_file():
         return None

@@ -128,13 +128,14 @@ def test_the_digest_is_the_builds(tmp_path: Path) -> None:
     assert native.digest(tmp_path) is None
     texts = {"CMakeLists.txt": "a", "custom_ops/state/cpu/b.h": "b", "custom_ops/cpu/b.cpp": "b"}
     seen = set()
-    for name, text in (*texts.items(), ("custom_ops/state/cpu/b.h", "c"), ("custom_ops/state/cpu/d.py", "")):
+    changes = {"custom_ops/state/cpu/b.h": "c", "custom_ops/state/cpu/d.py": "", "custom_ops/cpu/e.txt": ""}
+    for name, text in (*texts.items(), *changes.items()):
         (tmp_path / name).write_text(text)
         script = ["cmake", "-P", str(tmp_path / "custom_ops/cpu/sources.cmake")]
         told = subprocess.run(script, capture_output=True, text=True, check=True).stderr.strip()
         assert told == native.digest(tmp_path)
         seen.add(told)
-    assert len(seen) == 4
+    assert len(seen) == 5
     (tmp_path / "custom_ops/cpu/.#b.cpp").symlink_to("someone@a-host.1")  # while an editor has changes
     assert native.digest(tmp_path) == told
 

@@ -472,7 +472,7 @@ def test_copies() -> None:
 
 @pytest.mark.parametrize("attached", [False, True])
 def test_gradients_are_refused_before_a_state_moves_on(attached: bool) -> None:
-    """The same call goes through afterwards, as it does for who sees the error in a notebook."""
+    """The same call goes through afterwards, as in a notebook's next cell."""
     model, ids = model_of("lfm2"), prompts(padding=0)["input_ids"]
     want = model(ids, use_cache=False).logits.detach()
     attach(model) if attached else model.set_attn_implementation("torchpaged")

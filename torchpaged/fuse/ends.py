@@ -41,7 +41,7 @@ class Ends:
         self.state: ModelState
 
     def take(self) -> Tensor | None:
-        """``keep``, once: whoever takes it goes on with these tokens alone."""
+        """``keep``, once: the caller goes on with these tokens alone."""
         keep, self.keep = self.keep, None
         return keep
 

@@ -391,7 +391,7 @@ class PagedCache(PagedOwner):
         """generate() asks for it before it adds candidates that it may take back."""
         super().activate_past_recording()
         self.masks.expect_candidates()
-        self.rows.expects_candidates = self.ready
+        self.rows.expects_candidates = self.ready and self.rows.first_position(0) != 0
 
     def __repr__(self) -> str:
         return in_one_line(self)

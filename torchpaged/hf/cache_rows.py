@@ -380,8 +380,10 @@ class CacheRows:
         if options.get("use_cache") is False:
             expected = f"True behind the {first} tokens in the cache"
             raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
-        positions = options.get("position_ids") if self.expects_candidates and query_len > first else None
-        if positions is not None and int(positions.flatten()[0]) == 0:
+        if not self.expects_candidates:
+            return
+        positions = options.get("position_ids")  # None: attention is not told of them, as Bloom's
+        if query_len > first and (positions is None or int(positions.flatten()[0]) == 0):
             raise ArgumentError(
                 "past_key_values",
                 "a PagedCache without tokens: assisted generation runs all of a prompt",

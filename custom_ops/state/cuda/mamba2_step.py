@@ -18,6 +18,7 @@ from torchpaged.custom_ops.state.call import Mamba2StepCall
 from torchpaged.custom_ops.state.check_steps import check_mamba2_step
 from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
+from torchpaged.custom_ops.state.cuda.whole_step import is_once, no_pairs, params_of
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
@@ -93,7 +94,7 @@ class Mamba2StepSpec(NamedTuple):
             skip,
             call.gate is not None,
             min_ctas=3 if matrix_bytes > 32 * 1024 else 4,  # as shared memory has room for
-            once=call.state_slots.shape[0] * num_heads * matrix_bytes <= decode.ONCE_BYTES,
+            once=is_once(call),
         )
 
     def config(self) -> Config:
@@ -142,12 +143,7 @@ def why_not(call: Mamba2StepCall, capability: tuple[int, int]) -> str | None:
         or state_bytes > decode.MAX_STATE_BYTES
     ):
         return f"states of {key_dim} x {value_dim}, {state_bytes} bytes"
-    if reason := decode.no_bulk(state):
-        return reason
-    for name, pairs in (("x", x), ("conv_state", call.conv_state)):
-        if pairs.data_ptr() % 4 or any(n % 2 for n in pairs.stride()[:-1]):
-            return f"{name} with strides {tuple(pairs.stride())}: rows that begin at multiples of 4 bytes"
-    return None
+    return decode.no_bulk(state) or no_pairs(call)
 
 
 def launch(call: Mamba2StepCall, spec: Mamba2StepSpec) -> None:
@@ -160,24 +156,12 @@ def launch(call: Mamba2StepCall, spec: Mamba2StepSpec) -> None:
     params = Mamba2StepParams(
         *(address(getattr(call, name)) for name, *_ in Mamba2StepParams._fields_[:11]),
         semaphore=semaphore.data_ptr(),
-        slots=call.state_slots.data_ptr(),
-        lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
-        x_token=call.x.stride(0),
-        weight_channel=call.weight.stride(0),
-        conv_slot=call.conv_state.stride(0),
-        conv_row=call.conv_state.stride(1),
         dt_token=call.dt.stride(0),
         gate_token=0 if gate is None else gate.stride(0),
         gate_head=0 if gate is None else gate.stride(1),
-        state_slot=call.state.stride(0),
-        state_head=call.state.stride(1),
-        out_token=call.out.stride(0),
-        out_head=call.out.stride(1),
         min_step=call.min_step,
         max_step=inf if call.max_step is None else call.max_step,
-        num_reqs=num_reqs,
-        num_tokens=call.x.shape[0],
+        **params_of(call),
     )
     grid = num_reqs * spec.num_heads
     _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))

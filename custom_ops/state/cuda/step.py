@@ -15,6 +15,7 @@ from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
 from torchpaged.custom_ops.cuda.routes import not_hopper
 from torchpaged.custom_ops.state.call import NORM_EPS, DeltaStepCall
 from torchpaged.custom_ops.state.cuda import decode
+from torchpaged.custom_ops.state.cuda.whole_step import is_once, no_pairs, params_of
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 #: Sizes of a head's keys and values, and heads that share a key: of a cluster of CTAs.
@@ -82,7 +83,6 @@ class StepSpec(NamedTuple):
     def of(cls, call: DeltaStepCall) -> StepSpec:
         """Of a call that `why_not` lets pass."""
         num_heads, key_dim, value_dim = call.state.shape[1:]
-        matrix_bytes = key_dim * value_dim * call.state.element_size()
         a_log, dt_bias, norm_weight = (
             x.dtype == torch.float32 for x in (call.a_log, call.dt_bias, call.norm_weight)
         )
@@ -101,7 +101,7 @@ class StepSpec(NamedTuple):
             a_log,
             dt_bias,
             norm_weight,
-            once=call.state_slots.shape[0] * num_heads * matrix_bytes <= decode.ONCE_BYTES,
+            once=is_once(call),
         )
 
     def config(self) -> Config:
@@ -130,12 +130,7 @@ def why_not(call: DeltaStepCall, capability: tuple[int, int]) -> str | None:
         return f"{group} heads that share a key"
     if call.a.shape[1] != call.gate.shape[1]:
         return f"{call.a.shape[1]} groups of a, {call.gate.shape[1]} of gate"
-    if reason := decode.no_bulk(state):
-        return reason
-    for name, pairs in (("x", x), ("conv_state", call.conv_state)):
-        if pairs.data_ptr() % 4 or any(n % 2 for n in pairs.stride()[:-1]):
-            return f"{name} with strides {tuple(pairs.stride())}: rows that begin at multiples of 4 bytes"
-    return None
+    return decode.no_bulk(state) or no_pairs(call)
 
 
 def launch(call: DeltaStepCall, spec: StepSpec) -> None:
@@ -149,26 +144,14 @@ def launch(call: DeltaStepCall, spec: StepSpec) -> None:
     }
     params = StepParams(
         **pointers,
-        slots=call.state_slots.data_ptr(),
-        lens=call.seq_lens.data_ptr(),
-        starts=call.query_start_loc.data_ptr(),
-        x_token=call.x.stride(0),
-        weight_channel=call.weight.stride(0),
-        conv_slot=call.conv_state.stride(0),
-        conv_row=call.conv_state.stride(1),
         **strides,
         norm_head=call.norm_weight.stride(0) if call.norm_weight.dim() == 2 else 0,
-        state_slot=call.state.stride(0),
-        state_head=call.state.stride(1),
-        out_token=call.out.stride(0),
-        out_head=call.out.stride(1),
         scale=call.scale,
         beta_scale=call.beta_scale,
         bound=call.bound or 0.0,
         eps=call.eps,
         key_eps=NORM_EPS,
-        num_reqs=call.state_slots.shape[0],
-        num_tokens=call.x.shape[0],
+        **params_of(call),
     )
     grid = call.state_slots.shape[0] * spec.num_heads
     _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))

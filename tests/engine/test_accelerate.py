@@ -152,14 +152,21 @@ def test_no_row_is_refused(pair: tuple[Any, Any]) -> None:
         pair[1].generate(padded([7])["input_ids"][:0], max_new_tokens=2)
 
 
+def prepares_another_way(model: Any) -> None:
+    """As peft's wrapper of learned prompts does for each call of the model in it."""
+    own = model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: own(*args, **kwargs)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
         (lambda model: model.to(torch.bfloat16), "dtype"),
         (lambda model: model.resize_token_embeddings(101), "vocab_size"),
         (lambda model: model.set_attn_implementation("eager"), "attn_implementation"),
+        (prepares_another_way, "prepare_inputs_for_generation"),
     ],
-    ids=["dtype", "vocabulary", "attention"],
+    ids=["dtype", "vocabulary", "attention", "inputs"],
 )
 def test_a_model_that_changed_is_refused(
     make_llama: Callable[..., Any], change: Callable[[Any], Any], name: str
@@ -172,6 +179,10 @@ def test_a_model_that_changed_is_refused(
     with pytest.raises(ArgumentError, match=f"^model: expected {name} .*as accelerate\\(\\) found it"):
         model.generate(padded([7])["input_ids"], **options)
     hf.unaccelerate(model)
+    if "prepare_inputs_for_generation" in vars(model):
+        with pytest.raises(UnsupportedModelError, match="prepare_inputs_for_generation was replaced"):
+            hf.accelerate(model, max_batch_size=1, max_seq_len=32)
+        del model.prepare_inputs_for_generation
     hf.accelerate(model, max_batch_size=1, max_seq_len=32)
     assert model.generate(padded([7])["input_ids"], **options).shape == (1, 11)
 
@@ -189,6 +200,7 @@ def test_a_dictionary_is_returned_when_asked(pair: tuple[Any, Any]) -> None:
         ("use_cache", {"use_cache": False}),
         ("cache_implementation", {"cache_implementation": "static"}),
         ("assistant_model", {"assistant_model": "pair"}),
+        ("assistant_early_exit", {"assistant_early_exit": 1}),
         ("position_ids", {"position_ids": torch.arange(7)[None] + 1}),
         ("max_new_tokens", {"max_new_tokens": 60}),
     ],

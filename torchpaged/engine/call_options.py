@@ -90,6 +90,8 @@ def call_sampling(
     mode = config.get_generation_mode().value
     if mode not in ("greedy_search", "sample", *_OWN_MODES):
         raise _refuse("generation_config", "greedy decoding, sampling or beams on an accelerated model", mode)
+    if config.assistant_early_exit is not None:  # its first layers draft by a generate() of their own
+        raise _refuse("assistant_early_exit", "None on an accelerated model", config.assistant_early_exit)
     if config.use_cache is False:
         raise _refuse("use_cache", "True on an accelerated model", False)
     if config.cache_implementation is not None:

@@ -26,6 +26,8 @@ from torchpaged.engine.generator import Generator
 from torchpaged.engine.numbers import shown
 from torchpaged.engine.sampling import SamplingParams
 
+_PREPARES = "prepare_inputs_for_generation"
+
 
 class _Generate:
     """``model.generate`` of an accelerated model; its ``generator`` runs the loop."""
@@ -88,12 +90,14 @@ class _Generate:
 
 def _facts(model: Any) -> dict[str, Any]:
     """What pools, rows and graphs of a model depend on."""
-    config = model.config.get_text_config(decoder=True)
+    config, prepares = model.config.get_text_config(decoder=True), getattr(model, _PREPARES)
     return {
         "vocab_size": config.vocab_size,
         "dtype": model.dtype,
         "device": model.device,
         "attn_implementation": config._attn_implementation,
+        # The engine does not call it: what one put in by a wrapper adds (a learned prompt) would be lost.
+        _PREPARES: getattr(prepares, "__qualname__", type(prepares).__qualname__),
     }
 
 
@@ -245,7 +249,8 @@ def accelerate(
         ArgumentError: it is accelerated already, or an option of `Generator` is refused.
         BackendUnavailableError, UnsupportedModelError: the engine can't run it.
     """
-    from torchpaged.hf.wrapped import unwrapped  # transformers is optional
+    from torchpaged.hf.attached import MARK  # transformers is optional
+    from torchpaged.hf.wrapped import unwrapped
 
     given, model = model, unwrapped(model)
     if isinstance(getattr(model, "generate", None), _Generate):
@@ -256,6 +261,12 @@ def accelerate(
             "call torchpaged.hf.unaccelerate(model) first",
         )
     switch("fuse", fuse, "auto")
+    put_in = getattr(model, MARK, {}).get(_PREPARES)
+    if (vars(model).get(_PREPARES) if put_in is None else put_in.before) is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {_PREPARES} was replaced on this model, and the engine would not call "
+            "it: delete the attribute, or call generate() with a torchpaged.hf.PagedCache instead"
+        )
     if options.get("logits_processor") is not None:
         raise ArgumentError(
             "logits_processor",

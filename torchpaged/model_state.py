@@ -12,7 +12,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, ParamSpec
 
 import torch
@@ -28,6 +28,7 @@ _WATCHERS = ("transformers.utils.output_capturing", "torchpaged.profiling.kernel
 #: Of a config: what says nothing about a model's numbers that its tensors don't.
 _NO_NUMBERS = ("_name_or_path", "architectures", "dtype", "transformers_version")
 _AT_ONCE = 1 << 24  # numbers
+_version = operator.attrgetter("_version")
 #: How often `torchpaged.fuse` moved weights of any model: by which a step that replays kernels at addresses
 #: knows when to look at them.
 MOVES = [0]
@@ -132,23 +133,25 @@ class ModelState:
             for held in (module._parameters, module._buffers):
                 names = [name for name, tensor in held.items() if tensor is not None and name not in passing]
                 self._places += [(f"{path}.{name}" if path else name, held, name) for name in names]
+        self._held, self._names = [held for _, held, _ in self._places], [name for *_, name in self._places]
         self._tensors: list[Tensor] = [held[name] for _, held, name in self._places]
         # Subclasses (quantised ones) may have no address; that they are the same objects says enough.
         self._plain = [
             (where, held[name]) for where, held, name in self._places if type(held[name].data) is Tensor
         ]
+        self._on_device = [tensor for _, tensor in self._plain]
+        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._addresses: list[int] | None = self._lie_at()
 
     def _lie_at(self) -> list[int]:
-        return [tensor.data_ptr() for _, tensor in self._plain]
+        return list(map(Tensor.data_ptr, self._on_device))
 
     def _now(self) -> list[Any]:
-        code = self._code.values()
         return [
             *chain.from_iterable(map(dict.values, self._dicts)),
             *map(type, chain.from_iterable(map(dict.values, self._loose))),
-            *map(type, code),
-            *[module.__dict__.get("forward") for module in code],
+            *map(type, self._code.values()),
+            *map(dict.get, map(vars, self._code.values()), repeat("forward")),
         ]
 
     def _described(self) -> Iterator[tuple[str, list[Any]]]:
@@ -184,7 +187,7 @@ class ModelState:
         return None
 
     def _changed_weights(self) -> str | None:
-        if not _same([held.get(name) for _, held, name in self._places], self._tensors):
+        if not _same(list(map(dict.get, self._held, self._names)), self._tensors):
             pairs = zip(self._places, self._tensors, strict=True)
             moved = [where for (where, held, name), tensor in pairs if held.get(name) is not tensor]
             return f"{moved[0]} lies elsewhere"
@@ -202,7 +205,7 @@ class ModelState:
         """How often the weights were written in place so far, as far as torch counts it: not through
         ``.data``, and not in tensors that were made in inference mode."""
         # Not public; autograd relies on it (tests/engine/test_prefix_cache.py notices a change).
-        return sum(tensor._version for tensor in self._tensors if not tensor.is_inference())
+        return sum(map(_version, self._counted))
 
     def require_unchanged(self, by: str, fix: str) -> None:
         """Refuse to go on with what the modules were.

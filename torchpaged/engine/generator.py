@@ -31,6 +31,7 @@ from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.kept_prefixes import KeptPrefixes, make_prefix_cache
 from torchpaged.engine.lifecycle import Lifecycle
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.model_watch import ModelWatch
 from torchpaged.engine.options import GeneratorOptions, taking
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.paged import paged_model, tokens_per_request
@@ -41,7 +42,7 @@ from torchpaged.engine.start import start
 from torchpaged.engine.start_report import LateCompiles, StartClock, StartReport
 from torchpaged.engine.step_graphs import PrefillGraphs, make_step_graphs
 from torchpaged.engine.stepper import Stepper
-from torchpaged.model_state import ModelState, undone_if_it_raises
+from torchpaged.model_state import undone_if_it_raises
 from torchpaged.prefixes.automatic import find_prefixes
 
 if TYPE_CHECKING:
@@ -189,7 +190,8 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         ArgumentError, BackendUnavailableError, UnsupportedModelError: what was asked can't be had; nothing
             stays allocated then.
         ArgumentError: of `submit` and `generate`, with graphs: the model's modules, weights or adapters are
-            others than those that the graphs were made with.
+            others than those that the graphs were made with. Of several `submit` between two steps the first
+            looks; what changes behind it, the next step raises.
         CaptureError: a bucket could not be captured ahead; names the bucket and the op.
         NotCopyableError: it is copied or pickled: its graphs and rows are places in this process's memory.
     """
@@ -207,8 +209,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
         self.choice, self.device = self.model.choice, torch.device(self.model.device)
         self.fusion_report: FusionReport | None = getattr(self.model, "fusion_report", None)
         self._decided = decided = decide(options, self.model, self.max_seq_len)
-        self._state = ModelState.of(getattr(self.model, "model", self.model))
-        self._num_writes = self._state.num_writes()
+        watch = ModelWatch(getattr(self.model, "model", self.model), decided.graphs, decided.shares)
         cache = self.model.kv_cache
         columns = -(-self.max_seq_len // cache.block_size)
         sizes = {"max_blocks_per_req": columns, "block_size": cache.block_size}
@@ -252,11 +253,11 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             self.model,
             self.scheduler,
             self.loop,
+            watch,
             self._prefill_graphs,
             prefixes,
             decided.mixes,
             self._stage,
-            self._state,
         )
         self._requests, self._next_id = self._stepper.requests, 0
         self.stats: GeneratorStats = self._stepper.stats
@@ -271,7 +272,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             if self.prefix_cache is not None and self.prefix_cache.host is not None:
                 self.prefix_cache.host.close()
             self.loop = self._prefill_graphs = self.prefix_cache = None
-            del self.model, self.scheduler, self._stepper, self._state
+            del self.model, self.scheduler, self._stepper
             self._give_back()
 
     def __repr__(self) -> str:

@@ -23,7 +23,7 @@ from torchpaged.engine.options import GeneratorOptions
 from torchpaged.engine.prompts import prompt_ids
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.stepper import Stepper
-from torchpaged.model_state import ModelState, fingerprint
+from torchpaged.model_state import fingerprint
 
 #: Bytes of host memory at most that blocks pass through on their way to a disk and back, if nothing was said.
 _STAGING = 2**30
@@ -87,9 +87,7 @@ class KeptPrefixes:
     prefix_cache: PrefixCache | None
     _calls: Calls
     _decided: Decisions
-    _num_writes: int
     _requests: dict[int, Sequence]
-    _state: ModelState
     _stepper: Stepper
 
     @property
@@ -130,7 +128,7 @@ class KeptPrefixes:
         with self._calls.entered():
             ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
             self._stepper.require_cache()
-            self._forget_other_weights()
+            self._stepper.look()
             return self._kept_prefixes().pin(ids, cache_salt, ttl=ttl, priority=priority)
 
     def unpin(self, pin: Pin) -> None:
@@ -151,7 +149,7 @@ class KeptPrefixes:
         """
         with self._calls.entered():
             self._stepper.require_cache()
-            self._forget_other_weights()
+            self._stepper.look()
             return save_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
 
     def restore(self, path: str | os.PathLike[str]) -> int:
@@ -179,7 +177,7 @@ class KeptPrefixes:
                     "give the Generator those of the snapshot's",
                 )
             self._stepper.require_cache()
-            self._forget_other_weights()
+            self._stepper.look()
             return load_prefixes(path, self._kept_prefixes(), self.model.kv_cache, self._identity())
 
     def _kept_prefixes(self) -> PrefixCache:
@@ -194,14 +192,3 @@ class KeptPrefixes:
         weights = fingerprint(model) if isinstance(model, torch.nn.Module) else type(model).__name__
         scales = [[x.tolist() for x in pair] for pair in getattr(self.model, "kv_scales", ())]
         return {"model_type": str(kind), "weights": weights, "kv_scales": str(scales)}
-
-    def _forget_other_weights(self) -> None:
-        """Keys and values of weights or adapters that the model had before are of no use."""
-        if self.prefix_cache is None:
-            return
-        if self.loop is None and self._state.changed() is not None:  # with graphs that is refused
-            self._state, self._num_writes = ModelState.of(getattr(self.model, "model", self.model)), -1
-        num_writes = self._state.num_writes()
-        if num_writes != self._num_writes:
-            self._stepper.forget_prefixes("the model changed")
-            self._num_writes = num_writes

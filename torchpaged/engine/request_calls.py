@@ -54,8 +54,7 @@ class RequestCalls:
         sequence = None
         try:
             with self._calls.entered():
-                self._require_unchanged()
-                self._forget_other_weights()
+                self._stepper.look(request=True)
                 sequence = self._sequence(prompt, sampling, self._calls.inbox)
                 self._stepper.add(sequence)
             return sequence.request_id
@@ -98,7 +97,7 @@ class RequestCalls:
             Exception: of a step, as in `generate`.
         """
         self._calls.require_open()
-        self._require_unchanged()
+        self._stepper.require_unchanged()
         if request_ids is None:
             return self._calls.stream(None, self)
         if not isinstance(request_ids, Iterable):
@@ -134,8 +133,7 @@ class RequestCalls:
         samples = [(text, one) for text, params in zip(texts, each, strict=True) for one in params.samples()]
         inbox = Inbox()
         with self._calls.entered():
-            self._require_unchanged()
-            self._forget_other_weights()
+            self._stepper.look()
             sequences = [self._sequence(text, one, inbox) for text, one in samples]
         try:
             with self._calls.entered():
@@ -179,10 +177,6 @@ class RequestCalls:
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
         return not self._calls.closed and bool(self._requests or self._calls.inbox.waiting)
-
-    def _require_unchanged(self) -> None:
-        """Refuse to replay graphs over a model that changed."""
-        self._stepper.require_unchanged()
 
     def _sequence(self, prompt: Any, sampling: SamplingParams | None, inbox: Inbox) -> Sequence:
         """A request that fits, not queued yet."""
@@ -230,6 +224,3 @@ class RequestCalls:
         if self._room < self.max_seq_len:
             return "raise num_blocks, or "
         return "" if self.max_seq_len == self._longest_text else "raise max_seq_len, or "
-
-    def _forget_other_weights(self) -> None:
-        raise NotImplementedError

@@ -29,6 +29,7 @@ from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.fault_bisection import FaultBisection
 from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.model_watch import ModelWatch
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.request_blocks import leave_arrival
@@ -37,7 +38,6 @@ from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.start_report import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.engine.step_times import StepTimes
-from torchpaged.model_state import MOVES, ModelState
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 
@@ -57,11 +57,11 @@ class Stepper:
         model: the paged model.
         scheduler: who runs, and with which blocks.
         loop: the decode loop; None to decode without graphs.
+        watch: of the model, as it was before ``loop`` was captured.
         prefill_graphs: of prefills; None: all are launched from Python.
         prefixes: finds the groups of decode steps without a loop; None: no groups.
         mixes: decodes and chunks run in one pass.
         stage: as in `PackedSteps`.
-        state: of the modules that ``loop`` was captured with.
 
     Attributes:
         requests: by id, those that wait or run.
@@ -74,14 +74,14 @@ class Stepper:
         model: PagedModelProtocol,
         scheduler: Scheduler,
         loop: DecodeLoop | None,
+        watch: ModelWatch,
         prefill_graphs: PrefillGraphs | None = None,
         prefixes: AutomaticPrefixes | None = None,
         mixes: bool = False,
         stage: LogitsStage | None = None,
-        state: ModelState | None = None,
     ) -> None:
-        self._state, self._moves = state, MOVES[0]
         self._model, self._scheduler, self._loop, self._mixes = model, scheduler, loop, mixes
+        self._watch = watch
         rows = None if loop is None else loop.rows
         self._packed = PackedSteps(model, prefill_graphs, prefixes, rows, stage)
         self._lost = Lost.NOTHING
@@ -143,15 +143,15 @@ class Stepper:
 
         Raises:
             TorchpagedError: another engine has the model's cache.
-            ArgumentError: the model was fused or unfused since its graphs were made.
+            ArgumentError: the model was fused or unfused since its graphs were made, or a request came since
+                the last step and its `look`, and there is another change.
             Exception: none of them got through a step alone, so that it is no matter of a request. They go on
                 with the next step.
         """
         if self.requests:
             self.require_cache()
-            if self._moves != MOVES[0]:
-                self.require_unchanged()
-                self._moves = MOVES[0]
+            if self._watch.at_step():
+                self.look()
         if self._limited_for and not any(sequence.finish_reason is None for sequence in self._limited_for):
             self._limited_for, self._scheduler.max_running = [], self._scheduler.max_batch_size
         named, error = profile_range("step", self.stats.steps), None
@@ -213,14 +213,22 @@ class Stepper:
         if self._owner.require():
             self.forget_prefixes("another Generator had the pools")
 
+    def look(self, request: bool = False) -> None:
+        """Forget what blocks hold if the model's weights changed, and refuse to replay graphs over another
+        model.
+
+        Args:
+            request: ahead of one of many requests: a look since the last step will do (`ModelWatch`).
+
+        Raises:
+            ArgumentError: with the first thing that is not as the graphs were made with.
+        """
+        if (not request or self._watch.at_request()) and self._watch.look():
+            self.forget_prefixes("the model changed")
+
     def require_unchanged(self) -> None:
         """Refuse to replay graphs over a model that changed."""
-        if self._loop is not None and self._state is not None:
-            self._state.require_unchanged(
-                "its graphs were made with",
-                "make a new Generator (unaccelerate and accelerate again), or give graphs=False, which looks "
-                "at them at every step",
-            )
+        self._watch.require_unchanged()
 
     def forget_prefixes(self, reason: str) -> None:
         """What blocks hold is of no use to requests that begin from now on."""

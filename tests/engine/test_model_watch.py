@@ -1,0 +1,102 @@
+"""Changes of a model between `submit` and a step: seen by one look for all requests that come between two
+steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.model_state import ModelState
+
+PARAMS = SamplingParams(max_new_tokens=4, ignore_eos=True)
+PROMPTS = [[5 + i, *range(7, 27)] for i in range(6)]
+
+
+@pytest.fixture
+def model(make_llama: Callable[..., Any]) -> Any:
+    return make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+
+
+def made(model: Any, **options: Any) -> Generator:
+    return Generator(model, max_batch_size=8, max_seq_len=64, block_size=4, **options)
+
+
+def replace_norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm.weight = torch.nn.Parameter(torch.linspace(-3, 3, 64))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_many_requests_are_one_look(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, looks = made(model, graphs=graphs), list[ModelState]()
+    changed = ModelState.changed
+
+    def counted(self: ModelState) -> str | None:
+        looks.append(self)
+        return changed(self)
+
+    monkeypatch.setattr(ModelState, "changed", counted)
+    ids = [generator.submit(prompt, PARAMS) for prompt in PROMPTS]
+    assert len(looks) == 1
+    generator.step()
+    assert len(looks) == 2  # for those behind the first
+    generator.step()
+    assert len(looks) == 2
+    ids.append(generator.submit(PROMPTS[0], PARAMS))
+    assert len(looks) == 3
+    generator.step()
+    assert len(looks) == 3
+    assert {event.request_id for event in generator.stream()} == set(ids)
+
+
+def test_a_change_behind_the_first_request_is_raised_by_the_step(model: Any) -> None:
+    generator = made(model, graphs=True)
+    ids = [generator.submit(PROMPTS[0], PARAMS)]
+    norm = model.model.layers[0].input_layernorm.weight
+    replace_norm(model)
+    ids.append(generator.submit(PROMPTS[1], PARAMS))
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="its graphs were made with"):
+            generator.step()
+    with pytest.raises(ArgumentError, match="its graphs were made with"):
+        generator.submit(PROMPTS[2], PARAMS)
+    assert generator.stats.steps == generator.stats.new_tokens == 0
+    model.model.layers[0].input_layernorm.weight = norm  # as it was
+    got = {event.request_id for event in generator.stream()}
+    assert got == set(ids)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_blocks_of_other_weights_are_forgotten_by_the_step(model: Any, graphs: bool) -> None:
+    """In place: graphs go on with the new numbers."""
+    generator = made(model, graphs=graphs)
+    generator.generate(PROMPTS[:2], PARAMS)
+    ids = [generator.submit(PROMPTS[0], PARAMS)]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    ids.append(generator.submit(PROMPTS[1], PARAMS))
+    got: dict[int, list[int | None]] = {}
+    for event in generator.stream():
+        got.setdefault(event.request_id, []).append(event.token_id)
+    plain = made(model, graphs=False, prefix_cache=False)
+    assert [got[i] for i in ids] == [out.token_ids for out in plain.generate(PROMPTS[:2], PARAMS)]
+    assert generator.stats.prefix_cache.hit_tokens == 0
+
+
+def test_parts_may_change_behind_the_first_request_without_graphs(model: Any) -> None:
+    generator = made(model, graphs=False)
+    first = [out.token_ids for out in generator.generate(PROMPTS[:2], PARAMS)]
+    ids = [generator.submit(PROMPTS[0], PARAMS)]
+    replace_norm(model)
+    ids.append(generator.submit(PROMPTS[1], PARAMS))
+    got: dict[int, list[int | None]] = {}
+    for event in generator.stream():
+        got.setdefault(event.request_id, []).append(event.token_id)
+    plain = made(model, graphs=False, prefix_cache=False)
+    want = [out.token_ids for out in plain.generate(PROMPTS[:2], PARAMS)]
+    assert [got[i] for i in ids] == want != first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,31 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 INF = float("inf")
 FEW = 256  # numbers: so many Python has looked at before a dozen ops of torch have begun
+
+
+class KVScales(NamedTuple):
+    """What the numbers of a pair of fp8 pools are multiplied by, under the names that the ops have.
+
+    Made where a layer's scales are declared, opened where an op computes with them; what lies between hands
+    it on: ``*scales``, ``**scales.by_name``. A further fact of this kind is a field here and an argument of
+    the ops.
+
+    Attributes:
+        k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``; None: 1.
+    """
+
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, holder: Any) -> KVScales:
+        """Those of a call's record, or of a layer's pools; none where it has none."""
+        return cls._make(getattr(holder, name, None) for name in cls._fields)
+
+    @property
+    def by_name(self) -> dict[str, Tensor]:
+        """Those that are given, as keyword arguments of an op."""
+        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
 
 
 def check_pools(k_cache: Tensor, v_cache: Tensor, *, stores: bool = False) -> None:
@@ -54,17 +81,15 @@ def check_pools(k_cache: Tensor, v_cache: Tensor, *, stores: bool = False) -> No
         )
 
 
-def check_cache_dtype(x: Tensor, cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    """``cache`` holds tokens of x's dtype, or of fp8, and only then are there scales: one, or one per
-    kv head."""
+def check_cache_dtype(x: Tensor, cache: Tensor, scales: KVScales) -> None:
+    """``cache`` holds tokens of x's dtype, or of fp8, and only then are there ``scales``: one, or one per kv
+    head."""
     fp8 = cache.dtype in FP8
     if not fp8 and cache.dtype != x.dtype:
         raise ArgumentError(
             "k_cache", f"the dtype of the tokens ({x.dtype}) or an fp8 dtype", str(cache.dtype)
         )
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale is None:
-            continue
+    for name, scale in scales.by_name.items():
         if not fp8:
             raise ArgumentError(
                 name, f"None for a {cache.dtype} cache", "a tensor", "scales belong to fp8 caches"

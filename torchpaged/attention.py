@@ -227,8 +227,7 @@ class PagedAttention(BackendModule):
             pools.k_cache,
             pools.v_cache,
             result.view(-1, self.num_heads, self.head_dim_v),
-            k_scale=pools.k_scale,
-            v_scale=pools.v_scale,
+            **pools.scales.by_name,
             **options,
         )
         of_heads = {name: options[name] for name in ("sinks", "alibi_slopes", "output_scale")}
@@ -281,7 +280,7 @@ class PagedAttention(BackendModule):
         k = key.reshape(-1, self.num_kv_heads, self.head_dim)
         v = value.reshape(-1, self.num_kv_heads, self.head_dim_v)
         slots = metadata.slots_of("keys", "key=None, value=None")
-        return k, v, pools.k_cache, pools.v_cache, slots, pools.k_scale, pools.v_scale
+        return k, v, pools.k_cache, pools.v_cache, slots, *pools.scales
 
     def _options(self) -> dict[str, Any]:
         """The options of the module's own, as the record of a call has them."""

@@ -82,8 +82,7 @@ def in_parts(name: str) -> Contender:
                     None,
                     max_query_len=longest,
                     scale=inputs.scale,
-                    k_scale=inputs.k_scale,
-                    v_scale=inputs.v_scale,
+                    **inputs.scales.by_name,
                     semaphore=semaphores[layer, pairs],
                 )
             return out

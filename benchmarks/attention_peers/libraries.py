@@ -76,7 +76,7 @@ def _flashinfer_prepare(backend: str, graphs: bool, case: AttentionCase, inputs:
         return torch.zeros(size, dtype=torch.int32, device=device)
 
     workspace = torch.zeros(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device=device)
-    k_scale = FP8_K_SCALE if inputs.k_scale is not None else 1.0
+    k_scale = FP8_K_SCALE if inputs.scales.k_scale is not None else 1.0
     common = {
         "q_data_type": case.dtype,
         "kv_data_type": case.kv_dtype,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.attention.mask import BlockSparse, Mask
-from torchpaged.custom_ops.pools import FP8
+from torchpaged.custom_ops.pools import FP8, KVScales
 
 
 class AttentionCall(NamedTuple):
@@ -82,10 +82,15 @@ class AttentionCall(NamedTuple):
         return self[:_POSITIONAL], options
 
     @property
+    def scales(self) -> KVScales:
+        """Of the pools."""
+        return KVScales(self.k_scale, self.v_scale)
+
+    @property
     def optional(self) -> tuple[Tensor | None, ...]:
         """The tensors that it may have, in the order in which kernels take them: of heads, of the pools, of
         tokens."""
-        return self.alibi_slopes, self.sinks, self.k_scale, self.v_scale, self.tree_mask
+        return self.alibi_slopes, self.sinks, *self.scales, self.tree_mask
 
     @property
     def mask(self) -> Mask:
@@ -196,7 +201,7 @@ _POSITIONAL = AttentionCall._fields.index("lse") + 1
 _NAMES = tuple(AttentionCall._field_defaults)
 _DEFAULTS = tuple(AttentionCall._field_defaults.values())
 _CASCADE_OPTIONS = (
-    *("max_query_len", "scale", "logits_soft_cap", "sinks", "k_scale", "v_scale", "output_scale"),
+    *("max_query_len", "scale", "logits_soft_cap", "sinks", *KVScales._fields, "output_scale"),
     "semaphore",
 )
 

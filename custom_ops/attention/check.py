@@ -80,12 +80,11 @@ def check_paged_attention(call: AttentionCall, fp8_queries: bool = False) -> Non
         lse=lse,
         alibi_slopes=call.alibi_slopes,
         sinks=call.sinks,
-        k_scale=call.k_scale,
-        v_scale=call.v_scale,
         output_scale=call.output_scale,
+        **call.scales.by_name,
         **batch,
     )
-    check_cache_dtype(q, k_cache, call.k_scale, call.v_scale)
+    check_cache_dtype(q, k_cache, call.scales)
     _check_numbers(call)
     if call.semaphore is not None:
         _check_semaphore(call.semaphore, block_table.shape[0] * num_kv_heads, q.device)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from torchpaged.custom_ops.pools import KVScales
+
 
 class WriteCall(NamedTuple):
     """The arguments of ``write_kv``, with the schema's defaults."""
@@ -19,6 +21,11 @@ class WriteCall(NamedTuple):
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     are_query_tokens: bool = False
+
+    @property
+    def scales(self) -> KVScales:
+        """Of the pools."""
+        return KVScales(self.k_scale, self.v_scale)
 
 
 class RotatedWriteCall(NamedTuple):
@@ -44,6 +51,5 @@ class RotatedWriteCall(NamedTuple):
 
     def write(self) -> WriteCall:
         """The write alone."""
-        return WriteCall(
-            self.k, self.v, self.k_cache, self.v_cache, self.slot_mapping, self.k_scale, self.v_scale
-        )
+        pools = self.k_cache, self.v_cache
+        return WriteCall(self.k, self.v, *pools, self.slot_mapping, *KVScales.of(self))

@@ -23,7 +23,7 @@ from torchpaged.custom_ops.slots import check_positions, check_slots
 
 def check_write_kv(call: WriteCall) -> None:
     """Every argument of ``write_kv``; raises `ArgumentError` before anything is written."""
-    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, _ = call
+    k, v, k_cache, v_cache, slot_mapping, *_ = call
     check_pools(k_cache, v_cache, stores=True)
     check_dims("slot_mapping", slot_mapping, None)
     check_dims("k", k, slot_mapping.shape[0], k_cache.shape[2], k_cache.shape[3])
@@ -31,9 +31,9 @@ def check_write_kv(call: WriteCall) -> None:
     check_dtype("slot_mapping", slot_mapping, torch.int64)
     check_dtype("k", k, *FLOATS)
     check_dtype("v", v, k.dtype)
-    check_device(k_cache.device, k=k, v=v, slot_mapping=slot_mapping, k_scale=k_scale, v_scale=v_scale)
+    check_device(k_cache.device, k=k, v=v, slot_mapping=slot_mapping, **call.scales.by_name)
     check_last_dim(k=k, v=v)
-    check_cache_dtype(k, k_cache, k_scale, v_scale)
+    check_cache_dtype(k, k_cache, call.scales)
     check_apart({"k_cache": k_cache, "v_cache": v_cache}, {"k": k, "v": v}, "pass a copy: .clone()")
     check_slots(slot_mapping, k_cache)
 

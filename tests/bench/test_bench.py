@@ -250,7 +250,8 @@ def test_a_dropped_fp8_scale_is_found() -> None:
     )
 
     def forgetful(case: AttentionCase, made: Inputs) -> Prepared:
-        return own_backend("reference").prepare(case, replace(made, k_scale=torch.ones(1)))
+        spoilt = made.scales._replace(k_scale=torch.ones(1))
+        return own_backend("reference").prepare(case, replace(made, scales=spoilt))
 
     liar = Contender("liar", False, lambda: None, lambda case, device: None, forgetful)
     row = measure_case(case, [own_backend("reference"), liar], CPU, CEILINGS, repeats=1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.pools import KVScales
 from torchpaged.custom_ops.words import one_line
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -30,6 +31,11 @@ class LayerKVCache(NamedTuple):
     v_cache: Tensor
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
+
+    @property
+    def scales(self) -> KVScales:
+        """Those of the pools, as the ops take them."""
+        return KVScales(self.k_scale, self.v_scale)
 
     def __repr__(self) -> str:
         """Without the values, of which there are millions."""
@@ -93,8 +99,8 @@ class KVLayerSpec(LayerSpec):
         )
         if dtype not in FP8_DTYPES:
             return LayerKVCache(k_cache, v_cache)
-        k_scale, v_scale = (torch.ones(1, dtype=torch.float32, device=device) for _ in range(2))
-        return LayerKVCache(k_cache, v_cache, k_scale, v_scale)
+        ones = (torch.ones(1, dtype=torch.float32, device=device) for _ in KVScales._fields)
+        return LayerKVCache(k_cache, v_cache, *ones)
 
     def block_tensors(self, pools: LayerKVCache) -> dict[str, Tensor]:
         """See `LayerSpec`."""

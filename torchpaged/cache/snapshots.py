@@ -25,6 +25,7 @@ from torchpaged.cache.kv_cache import PagedKVCache
 from torchpaged.cache.prefix_cache import PrefixCache
 from torchpaged.cache.runs import TOKEN_BYTES, Place, Run, Runs
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.pools import KVScales
 from torchpaged.custom_ops.whole_files import replacing
 
 _FORMAT = 1
@@ -192,11 +193,8 @@ def _layout(prefixes: PrefixCache, cache: PagedKVCache) -> dict[str, Any]:
             f"blocks of {cache.block_size}, and layers {sorted(cache.blocks_of)} with states or rings",
         )
     blocks = {name: f"{list(x.shape[1:])} {x.dtype}" for name, x in cache.tensors().items()}
-    scales = []
-    for pools in cache:
-        for name in ("k_scale", "v_scale"):
-            scale = getattr(pools, name, None)
-            scales.append(None if scale is None else scale.tolist())
+    numbers = (scale for pools in cache for scale in KVScales.of(pools))
+    scales = [None if scale is None else scale.tolist() for scale in numbers]
     return {"format": _FORMAT, "block_size": cache.block_size, "blocks": blocks, "scales": scales}
 
 

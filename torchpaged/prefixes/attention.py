@@ -171,7 +171,7 @@ def _two_passes(
     """Outputs and LSE over the prefixes, in the batch's order, and over the rest."""
     shared, pools = step.shared, (call.k_cache, call.v_cache)
     options: dict[str, Any] = {"scale": call.scale, "logits_soft_cap": call.logits_soft_cap, "ops": ops}
-    options |= {"k_scale": call.k_scale, "v_scale": call.v_scale, "return_lse": True}
+    options |= {**call.scales.by_name, "return_lse": True}
     over_prefixes, prefix_lse = paged_attention(
         q[shared.order],
         *pools,

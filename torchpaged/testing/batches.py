@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.pools import KVScales
 from torchpaged.custom_ops.words import repr_of_fields
 from torchpaged.testing.pools import FP8_DTYPES, PoolLayout, clone_storage, on_host, paged_pool, strided
 
@@ -207,7 +208,7 @@ def make_batch(
         extras["sinks"] = torch.randn(num_heads, generator=generator, dtype=torch.float32).to(dtype)
     if alibi:
         extras["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, num_heads, dtype=torch.float32)
-    for name in ("k_scale", "v_scale") if scales != "none" else ():
+    for name in KVScales._fields if scales != "none" else ():
         count = num_kv_heads if scales == "per_head" else 1
         extras[name] = torch.rand(count, generator=generator, dtype=torch.float32) + 0.25
     return Batch(

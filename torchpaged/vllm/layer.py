@@ -17,6 +17,7 @@ from torchpaged.compat.reshape_and_cache import FP8_NAMES
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import BackendUnavailableError
+from torchpaged.custom_ops.pools import KVScales
 
 #: vLLM's names of cache dtypes that are served.
 KV_CACHE_DTYPES = ["auto", "float16", "bfloat16", *FP8_NAMES]
@@ -128,9 +129,9 @@ class TorchpagedAttentionImpl(AttentionImpl):
             raise NotImplementedError("torchpaged: a window or ALiBi where keys after the query are seen")
         batch, (k_cache, v_cache) = attn_metadata, self._pools(kv_cache)
         refuse_grad(query=query, key=key, value=value)
-        scales: tuple[Any, Any] = (None, None)
+        scales = KVScales()
         if self.kv_cache_dtype in FP8_NAMES:
-            scales = layer._k_scale.reshape(-1), layer._v_scale.reshape(-1)
+            scales = KVScales(layer._k_scale.reshape(-1), layer._v_scale.reshape(-1))
         call = self._call(query, k_cache, v_cache, batch, output, scales)
         if output_scale is not None:
             call = call._replace(output_scale=output_scale.reshape(-1))
@@ -175,7 +176,7 @@ class TorchpagedAttentionImpl(AttentionImpl):
         v_cache: Tensor,
         batch: TorchpagedMetadata,
         output: Tensor,
-        scales: tuple[Any, Any],
+        scales: KVScales,
     ) -> AttentionCall:
         num_tokens = batch.num_actual_tokens
         return AttentionCall(

@@ -8,7 +8,7 @@ import torch
 
 from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
 from torchpaged.custom_ops.cuda.config import Constant
-from torchpaged.custom_ops.pools import head_stride
+from torchpaged.custom_ops.pools import KVScales, head_stride
 
 #: Constants that decode and prefill are both compiled with.
 CALL_CONSTANTS = (
@@ -81,10 +81,11 @@ def call_params(call: AttentionCall) -> dict[str, Any]:
     if lse is not None:
         fields["lse"] = lse.data_ptr()
         fields["l_token"], fields["l_head"] = lse.stride()
-    for name, tensor in zip(("slopes", "sinks", "k_scale", "v_scale", "tree"), call.optional, strict=True):
+    names = "slopes", "sinks", *KVScales._fields, "tree"
+    for name, tensor in zip(names, call.optional, strict=True):
         if tensor is not None:
             fields[name] = tensor.data_ptr()
     if call.output_scale is not None:
         fields["output_scale"] = call.output_scale.data_ptr()
-    fields["ks_head"], fields["vs_head"] = head_stride(call.k_scale), head_stride(call.v_scale)
+    fields["ks_head"], fields["vs_head"] = map(head_stride, call.scales)
     return fields

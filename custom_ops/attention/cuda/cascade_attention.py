@@ -79,9 +79,7 @@ def attend(call: CascadeCall) -> None:
         suffixes = own._replace(lse=own_lse)
         return decode.prepare(suffixes, Specialisation.of(suffixes), own.max_query_len, own.max_query_len)
 
-    prefixes = call.prefixes(own.q, own.out, own.lse)._replace(
-        k_scale=own.k_scale, v_scale=own.v_scale, semaphore=own.semaphore
-    )
+    prefixes = call._replace(own=own).prefixes(own.q, own.out, own.lse)._replace(semaphore=own.semaphore)
     ctas = prefix_ctas(gpu.num_sms(own.q.device.index or 0))
     suffixes = prefill.Suffixes(call.order, own_lse, ctas)
     prefill.prefill(prefixes, Specialisation.of(prefixes), behind=decodes, suffixes=suffixes)

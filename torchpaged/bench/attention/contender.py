@@ -139,8 +139,7 @@ def own_backend(name: str, shown: str = "") -> Contender:
                 None,
                 max_query_len=inputs.max_query_len,
                 scale=inputs.scale,
-                k_scale=inputs.k_scale,
-                v_scale=inputs.v_scale,
+                **inputs.scales.by_name,
                 block_sparse=case.block_sparse,
                 **kept[layer],
             )

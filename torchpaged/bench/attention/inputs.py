@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.bench.attention.cases import AttentionCase
+from torchpaged.custom_ops.pools import KVScales
 from torchpaged.metadata import AttentionMetadata
 
 L2_BYTES = 60e6  # of an H200; smaller ones are covered too
@@ -50,7 +51,7 @@ class Inputs:
         query_start_loc: ``[num_reqs + 1]`` int32.
         max_query_len: of the longest query.
         scale: softmax scale.
-        k_scale, v_scale: float32 ``[1]`` for fp8 caches, else None.
+        scales: float32 ``[1]``, of fp8 caches.
         heads_first: whether the caches lie in memory as ``[num_blocks, num_kv_heads, block_size, head_dim]``,
             behind the same shape.
     """
@@ -63,8 +64,7 @@ class Inputs:
     query_start_loc: Tensor
     max_query_len: int
     scale: float
-    k_scale: Tensor | None
-    v_scale: Tensor | None
+    scales: KVScales
     heads_first: bool = False
 
     @property
@@ -143,6 +143,7 @@ def make_inputs(
         return cache.transpose(1, 2) if heads_first else cache
 
     layers = num_layers(case)
+    numbers = (torch.full((1,), x, device=device) for x in ((FP8_K_SCALE, 1.0) if fp8 else ()))
     return Inputs(
         q=torch.randn(
             case.num_tokens,
@@ -159,8 +160,7 @@ def make_inputs(
         query_start_loc=batch.query_start_loc,
         max_query_len=max(case.query_lens),
         scale=case.head_dim**-0.5,
-        k_scale=torch.full((1,), FP8_K_SCALE, dtype=torch.float32, device=device) if fp8 else None,
-        v_scale=torch.ones(1, dtype=torch.float32, device=device) if fp8 else None,
+        scales=KVScales(*numbers),
         heads_first=heads_first,
     )
 
@@ -171,8 +171,7 @@ def _oracle(case: AttentionCase, inputs: Inputs, layer: int, request: int, rows:
     k, v = inputs.dense(layer, request, length)
     start = sum(case.query_lens[:request])
     group = case.num_heads // case.num_kv_heads
-    k_scale = 1.0 if inputs.k_scale is None else float(inputs.k_scale)
-    v_scale = 1.0 if inputs.v_scale is None else float(inputs.v_scale)
+    k_scale, v_scale = (1.0 if scale is None else float(scale) for scale in inputs.scales)
     out = torch.empty(len(rows), case.num_heads, case.head_dim, dtype=torch.float32, device=rows.device)
     position = torch.arange(length, device=rows.device)
     step = max(1, _ORACLE_ELEMENTS // (length * group))

@@ -32,7 +32,7 @@ from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.families import family_of
 from torchpaged.hf.forward_order import TWO_CACHES, ForwardOrder
-from torchpaged.hf.kv_scales import KVScales, Scales, require_paged
+from torchpaged.hf.kv_scales import KVQuantization, Scales, require_paged
 from torchpaged.hf.layer import SET_UP, PagedLayer, scaled
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
@@ -150,7 +150,7 @@ class PagedCache(PagedOwner):
         self.block_size, self.sliding_step = block_size, sliding_step
         blocks_per_row = -(-max_seq_len // block_size)
         self.num_blocks = max_batch_size * blocks_per_row + 1 if num_blocks is None else num_blocks
-        self.kv = KVScales(kv_dtype, kv_scales, len(scaled(self.paged)))
+        self.kv = KVQuantization(kv_dtype, kv_scales, len(scaled(self.paged)))
         if self.kv.dtype is not None:
             require_paged(self.name, not_of_fp8(self.paged, self.kv.dtype, self.dense, self.dense_reason))
         most = max_batch_size, max_batch_size * max_seq_len

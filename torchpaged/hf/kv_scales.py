@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.pools import KVScales
 
 KV_DTYPES: dict[str, torch.dtype] = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 HEADROOM = 2.0
 Scales = Sequence[tuple[Any, Any]]
 
 
-class KVScales:
+class KVQuantization:
     """The dtype and the scales of one cache.
 
     Args:
@@ -69,22 +70,22 @@ class KVScales:
                 "kv_scales", f"a pair for each of {num_layers} layers", f"{len(self._given)} pairs"
             )
 
-    def of(self, position: int, key_states: Tensor, value_states: Tensor) -> dict[str, Tensor]:
-        """The scales of the paged layer at ``position``: arguments ``k_scale`` and ``v_scale`` of the ops,
-        float32 ``[1]`` or ``[num_kv_heads]`` on the keys' device.
+    def of(self, position: int, key_states: Tensor, value_states: Tensor) -> KVScales:
+        """The scales of the paged layer at ``position``, float32 ``[1]`` or ``[num_kv_heads]`` on the keys'
+        device.
 
         Args:
             position: among the paged layers.
             key_states, value_states: the first ones ``[batch, num_kv_heads, query_len, head_dim(_v)]``;
-                empty: scales that are not given are not known yet, and the result is empty.
+                empty: scales that are not given are not known yet, and there are none in the result.
 
         Raises:
             ArgumentError: given scales of another number of heads.
         """
         if self.dtype is None or (self._given is None and not key_states.shape[2]):
-            return {}
-        found = {}
-        for name, states, index in (("k_scale", key_states, 0), ("v_scale", value_states, 1)):
+            return KVScales()
+        found = []
+        for index, states in enumerate((key_states, value_states)):
             heads = states.shape[1]
             if self._given is not None:
                 scale = self._given[position][index].to(states.device)
@@ -94,8 +95,8 @@ class KVScales:
                     )
             else:
                 scale = self._found(states)
-            found[name] = static(scale)
-        return found
+            found.append(static(scale))
+        return KVScales(*found)
 
     def _found(self, states: Tensor) -> Tensor:
         assert self.dtype is not None

@@ -79,7 +79,7 @@ class PagedLayer(CacheLayerMixin):
         # What the backend's session keeps for such calls: arguments of `paged_attention`.
         self.workspace: dict[str, Tensor] = {}
         self.reads_once = False  # whether that kind of call may read shared prefixes once
-        self.scales: dict[str, Tensor] = {}  # ``k_scale`` and ``v_scale`` of fp8 pools, once they are known
+        self.scales: dict[str, Tensor] = {}  # `KVScales` of fp8 pools, by name, once they are known
         self.rolls = False  # whether its blocks are rings, see `torchpaged.hf.rolling_attention`
         self.step: int | None = None  # tokens of a row that such a ring takes at once; None: any number
         # Keys and values of a forward of more tokens than a ring takes at once, until attention takes them.
@@ -103,7 +103,8 @@ class PagedLayer(CacheLayerMixin):
         of their own."""
         if self.owner.kv.dtype is not None and not self.latent:
             with torch.inference_mode(False):
-                self.scales = self.owner.kv.of(scaled(self.owner.paged).index(self), key_states, value_states)
+                position = scaled(self.owner.paged).index(self)
+                self.scales = self.owner.kv.of(position, key_states, value_states).by_name
 
     def adopt(self, stored: LayerSpec, pools: Any, states_dtype: torch.dtype | None = None) -> None:
         """Take existing pools of ``stored``, and mark what attention reads as this layer's; ``states_dtype``:

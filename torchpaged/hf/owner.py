@@ -17,7 +17,7 @@ from torchpaged.backends import Choice, Session
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.families import family_of
-from torchpaged.hf.kv_scales import KVScales
+from torchpaged.hf.kv_scales import KVQuantization
 from torchpaged.metadata import AttentionMetadata
 
 
@@ -46,7 +46,7 @@ class PagedOwner(Cache):
 
     backend: ChosenBackend
     masks: Any
-    kv: KVScales
+    kv: KVQuantization
     num_blocks: int
     block_size: int
     rows: Any = None
@@ -88,7 +88,7 @@ class PagedOwner(Cache):
         ``[num_kv_heads]``: for a file, and for the next cache's argument of this name. Empty where there are
         none, or none yet."""
         found = [layer.scales for layer in self.paged if not layer.latent]
-        return [(scales["k_scale"], scales["v_scale"]) for scales in found] if all(found) else []
+        return [tuple(scales.values()) for scales in found] if all(found) else []
 
     @property
     def choice(self) -> Choice:

@@ -15,7 +15,8 @@ import torch
 from torchpaged.backends import Limits, Route
 from torchpaged.cache import KVLayerSpec, LatentLayerSpec, LayerSpec
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.hf.kv_scales import KVScales, Scales, require_paged, static
+from torchpaged.custom_ops.pools import KVScales
+from torchpaged.hf.kv_scales import KVQuantization, Scales, require_paged, static
 from torchpaged.hf.layer import PagedLayer, scaled
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.metadata import AttentionMetadata
@@ -23,7 +24,7 @@ from torchpaged.metadata import AttentionMetadata
 _MOST_TOKENS = 2048  # of the first prompt: enough to find scales in
 
 
-class PackedScales(KVScales):
+class PackedScales(KVQuantization):
     """Scales of a `StepCache`'s layers.
 
     Args:
@@ -35,7 +36,7 @@ class PackedScales(KVScales):
         missing: whether scales are still to be found.
 
     Raises:
-        ArgumentError: as `KVScales`.
+        ArgumentError: as `KVQuantization`.
         UnsupportedModelError: a layer stores something else than keys and values, or latents.
     """
 
@@ -64,11 +65,11 @@ class PackedScales(KVScales):
             if self.missing:
                 count = heads if self._by_head else 1
                 with torch.inference_mode(False):  # filled later, perhaps outside of it
-                    scales = (static(torch.ones(count, dtype=torch.float32, device=device)) for _ in "kv")
-                    layer.scales = dict(zip(("k_scale", "v_scale"), scales, strict=True))
+                    ones = (torch.ones(count, dtype=torch.float32, device=device) for _ in KVScales._fields)
+                    layer.scales = KVScales(*map(static, ones)).by_name
             else:
                 empty = torch.empty(1, heads, 0, 1, dtype=torch.float32, device=device)
-                layer.scales = self.of(position, empty, empty)
+                layer.scales = self.of(position, empty, empty).by_name
 
     def find(self, filled: Iterable[PagedLayer], num_tokens: int) -> None:
         """Fill the scales from pools of the keys' dtype. Keys or values that are not finite say nothing:
@@ -90,8 +91,8 @@ class PackedScales(KVScales):
                 return
             found.append(self.of(position, *states))
         for layer, scales in zip(self._layers, found, strict=True):
-            for name, scale in layer.scales.items():
-                scale.copy_(scales[name])
+            for name, scale in scales.by_name.items():
+                layer.scales[name].copy_(scale)
         self.missing = False
 
 

@@ -26,7 +26,7 @@ from torchpaged.custom_ops.checks import check_sizes, is_int, reads_values, swit
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
 from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.attention import NAME
-from torchpaged.hf.kv_scales import KVScales, Scales
+from torchpaged.hf.kv_scales import KVQuantization, Scales
 from torchpaged.hf.packed_memory import bytes_of_request, most_blocks, most_requests, num_checkpoints_for
 from torchpaged.hf.packed_mixers import pack_mixers
 from torchpaged.hf.packed_scales import PackedScales, run_once
@@ -133,7 +133,7 @@ class PagedModel(NotCopied):
         config = self._config = model.config.get_text_config(decoder=True)
         self.batch_invariant = batch_invariant
         self._read(model, config)
-        self._asked, pools = backend, KVScales(kv_dtype, "head", 0).dtype
+        self._asked, pools = backend, KVQuantization(kv_dtype, "head", 0).dtype
         probed = _probe(model, config, block_size, pools)
         specs = [layer.stored for layer in probed.keeping]
         keys = [layer.stored for layer in probed.paged]

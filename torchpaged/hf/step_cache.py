@@ -16,7 +16,7 @@ from torchpaged.hf.cache_options import latents_not_of
 from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.hybrid_layer import PackedHybridLayer
-from torchpaged.hf.kv_scales import KVScales, require_paged
+from torchpaged.hf.kv_scales import KVQuantization, require_paged
 from torchpaged.hf.layer import PagedLayer, scaled
 from torchpaged.hf.mask_functions import is_causal
 from torchpaged.hf.owner import PagedOwner
@@ -115,7 +115,7 @@ class StepCache(PagedOwner):
         # Scales of 1 for pools made here: `torchpaged.hf.packed_scales` gives adopted ones theirs.
         count = len(scaled(self.paged))
         ones = "head" if kv_dtype is None else [(1.0, 1.0)] * count
-        self.kv = KVScales(kv_dtype, ones, count)
+        self.kv = KVQuantization(kv_dtype, ones, count)
         self.metadata: AttentionMetadata | None = None
         self.in_rings: AttentionMetadata | None = None  # the same step, for layers that roll
         self.ready = False

@@ -10,9 +10,8 @@ from torchpaged.custom_ops.checks import (
     check_apart,
     check_device,
     check_dims,
-    check_dtype,
-    check_last_dim,
     check_softmax,
+    check_tensor,
     given,
     reads_values,
     shape_of,
@@ -41,9 +40,7 @@ def _check_batch(call: ConvCall | LinearAttentionCall, pool: Tensor) -> None:
         "query_start_loc": (call.query_start_loc, None if num_reqs is None else num_reqs + 1),
     }
     for name, (tensor, size) in batch.items():
-        check_dims(name, tensor, size)
-        check_dtype(name, tensor, torch.int32)
-        check_last_dim(**{name: tensor})
+        check_tensor(name, tensor, (size,), torch.int32)
         check_device(pool.device, **{name: tensor})
     if call.max_query_len < 1:
         raise ArgumentError("max_query_len", "at least 1", str(call.max_query_len))
@@ -76,28 +73,20 @@ def _check_values(call: ConvCall | LinearAttentionCall, num_slots: int) -> None:
 def check_causal_conv(call: ConvCall) -> None:
     """Every argument of ``causal_conv``; raises `ArgumentError` before anything is written."""
     x, weight, conv_state, out, bias = call.x, call.weight, call.conv_state, call.out, call.bias
-    check_dims("x", x, None, None)
-    check_dtype("x", x, *FLOATS, torch.float64)
+    check_tensor("x", x, (None, None), *FLOATS)
     channels = x.shape[1]
-    check_dims("weight", weight, channels, None)
+    check_tensor("weight", weight, (channels, None), x.dtype)
     if not MIN_WIDTH <= weight.shape[1] <= MAX_WIDTH:
         raise ArgumentError("weight", f"a width of {MIN_WIDTH} to {MAX_WIDTH}", shape_of(weight))
-    check_dims("conv_state", conv_state, None, weight.shape[1] - 1, channels)
-    check_dims("out", out, x.shape[0], channels)
-    for name, tensor in (("weight", weight), ("conv_state", conv_state), ("out", out)):
-        check_dtype(name, tensor, x.dtype)
+    check_tensor("conv_state", conv_state, (None, weight.shape[1] - 1, channels), x.dtype)
+    check_tensor("out", out, x.shape, x.dtype)
     if bias is not None:
-        check_dims("bias", bias, channels)
-        check_dtype("bias", bias, x.dtype)
-        check_last_dim(bias=bias)
+        check_tensor("bias", bias, (channels,), x.dtype)
     gates = given(in_gate=call.in_gate, out_gate=call.out_gate)
     for name, tensor in gates.items():
-        check_dims(name, tensor, *x.shape)
-        check_dtype(name, tensor, x.dtype)
-        check_last_dim(**{name: tensor})
+        check_tensor(name, tensor, x.shape, x.dtype)
     if call.activation not in ACTIVATIONS:
         raise ArgumentError("activation", f"one of {', '.join(ACTIVATIONS)}", repr(call.activation))
-    check_last_dim(x=x, weight=weight, conv_state=conv_state, out=out)
     check_device(conv_state.device, x=x, weight=weight, out=out, bias=bias, **gates)
     read = given(x=x, weight=weight, bias=bias) | gates
     check_apart({"conv_state": conv_state}, read | {"out": out}, "pass a copy: .clone()")
@@ -108,30 +97,21 @@ def check_causal_conv(call: ConvCall) -> None:
 def check_linear_attention(call: LinearAttentionCall) -> None:
     """Every argument of ``linear_attention``; raises `ArgumentError` before anything is written."""
     q, k, v, g, state, out, beta = call.q, call.k, call.v, call.g, call.state, call.out, call.beta
-    check_dims("v", v, None, None, None)
-    check_dtype("v", v, *FLOATS, torch.float64)
+    check_tensor("v", v, (None, None, None), *FLOATS)
     num_tokens, num_heads, value_dim = v.shape
-    check_dims("q", q, num_tokens, None, None)
+    exact = torch.float64 if v.dtype == torch.float64 else torch.float32
+    check_tensor("q", q, (num_tokens, None, None), v.dtype)
     if not q.shape[1] or num_heads % q.shape[1]:
         raise ArgumentError("q", f"a number of heads that divides v's {num_heads}", shape_of(q))
-    check_dims("k", k, *q.shape)
-    check_dims("state", state, None, num_heads, q.shape[2], value_dim)
+    check_tensor("k", k, q.shape, v.dtype)
+    check_tensor("state", state, (None, num_heads, q.shape[2], value_dim), v.dtype, exact)
     if min(state.shape) < 1:
         raise ArgumentError("state", "at least one slot, head, row and column", shape_of(state))
-    check_dims("out", out, *v.shape)
-    for name, tensor in (("q", q), ("k", k)):
-        check_dtype(name, tensor, v.dtype)
-    exact = torch.float64 if v.dtype == torch.float64 else torch.float32
-    check_dtype("out", out, v.dtype, exact)
-    check_dtype("state", state, v.dtype, exact)
-    check_dtype("g", g, exact)
-    check_dims("g", g, num_tokens, num_heads, *(q.shape[2:] if g.dim() == 3 else ()))
+    check_tensor("out", out, v.shape, v.dtype, exact)
+    check_tensor("g", g, (num_tokens, num_heads, *(q.shape[2:] if g.dim() == 3 else ())), exact)
     if beta is not None:
-        check_dims("beta", beta, num_tokens, num_heads)
-        check_dtype("beta", beta, v.dtype, exact)
-        check_last_dim(beta=beta)
+        check_tensor("beta", beta, (num_tokens, num_heads), v.dtype, exact)
     check_softmax(call.scale)
-    check_last_dim(q=q, k=k, v=v, g=g, state=state, out=out)
     check_device(state.device, q=q, k=k, v=v, g=g, out=out, beta=beta)
     read = given(q=q, k=k, v=v, g=g, beta=beta)
     check_apart({"state": state}, read | {"out": out}, "pass a copy: .clone()")
@@ -139,21 +119,18 @@ def check_linear_attention(call: LinearAttentionCall) -> None:
     _check_batch(call, state)
 
 
-def _check_groups(name: str, x: Tensor, num_tokens: int, width: int) -> None:
+def _check_groups(name: str, x: Tensor, num_tokens: int, width: int, *dtypes: torch.dtype) -> None:
     """``[num_tokens, groups, *]``, ``width`` numbers per token."""
-    check_dims(name, x, num_tokens, None, None)
+    check_tensor(name, x, (num_tokens, None, None), *dtypes)
     if x.shape[1] * x.shape[2] != width:
         raise ArgumentError(name, f"groups of {width} numbers per token in all", shape_of(x))
-    check_last_dim(**{name: x})
 
 
 def check_delta_gates(call: GatesCall) -> None:
     """Every argument of ``delta_gates``; raises `ArgumentError` before anything is written."""
     a, b, a_log, dt_bias, g, beta = call[:6]
-    check_dims("a", a, None, None, None)
-    check_dtype("a", a, *FLOATS, torch.float64)
+    check_tensor("a", a, (None, None, None), *FLOATS)
     num_tokens, columns = a.shape[0], a.shape[1] * a.shape[2]
-    _check_groups("a", a, num_tokens, columns)
     check_dims("a_log", a_log, None)
     num_heads = a_log.shape[0]
     if columns % num_heads if num_heads else columns:
@@ -162,8 +139,7 @@ def check_delta_gates(call: GatesCall) -> None:
         raise ArgumentError("a", f"a number of groups that divides {num_heads} heads", shape_of(a))
     if b is not None:
         check_dims("b", b, num_tokens, a.shape[1], None)
-        _check_groups("b", b, num_tokens, num_heads)
-        check_dtype("b", b, a.dtype)
+        _check_groups("b", b, num_tokens, num_heads, a.dtype)
     if not call.min_step >= 0:
         raise ArgumentError("min_step", "a number of at least 0", str(call.min_step))
     if call.max_step is not None and not call.max_step >= call.min_step:
@@ -171,13 +147,10 @@ def check_delta_gates(call: GatesCall) -> None:
     if call.bound is not None and not call.bound < 0:
         raise ArgumentError("bound", "None or a number below 0", str(call.bound))
     for name, tensor, size in (("a_log", a_log, num_heads), ("dt_bias", dt_bias, columns)):
-        check_dims(name, tensor, size)
-        check_dtype(name, tensor, a.dtype, torch.float32)
-        check_last_dim(**{name: tensor})
+        check_tensor(name, tensor, (size,), a.dtype, torch.float32)
+    exact = torch.float64 if a.dtype == torch.float64 else torch.float32
     for name, tensor, size in (("g", g, columns), ("beta", beta, columns if b is None else num_heads)):
-        check_dims(name, tensor, num_tokens, size)
-        check_dtype(name, tensor, torch.float64 if a.dtype == torch.float64 else torch.float32)
-        check_last_dim(**{name: tensor})
+        check_tensor(name, tensor, (num_tokens, size), exact)
     check_device(a.device, b=b, a_log=a_log, dt_bias=dt_bias, g=g, beta=beta)
     read = given(a=a, b=b, a_log=a_log, dt_bias=dt_bias)
     check_apart({"g": g}, read | {"beta": beta}, "allocate it with torch.empty")
@@ -187,31 +160,24 @@ def check_delta_gates(call: GatesCall) -> None:
 def check_gated_rms_norm(call: GatedNormCall) -> None:
     """Every argument of ``gated_rms_norm``; raises `ArgumentError` before anything is written."""
     x, gate, weight, out, eps = call[:5]
-    check_dims("x", x, None, None, None)
-    check_dtype("x", x, *FLOATS, torch.float64)
-    _check_groups("gate", gate, x.shape[0], x.shape[1] * x.shape[2])
+    check_tensor("x", x, (None, None, None), *FLOATS)
+    _check_groups("gate", gate, x.shape[0], x.shape[1] * x.shape[2], x.dtype)
     if x.shape[2] and gate.shape[2] % x.shape[2]:
         raise ArgumentError("gate", f"whole heads of {x.shape[2]} in each group", shape_of(gate))
-    check_dtype("gate", gate, x.dtype)
-    check_dims("weight", weight, *(x.shape[1:2] if weight.dim() == 2 else ()), x.shape[2])
-    check_dtype("weight", weight, x.dtype, torch.float32)
+    of_groups = x.shape[1:2] if weight.dim() == 2 else ()
+    check_tensor("weight", weight, (*of_groups, x.shape[2]), x.dtype, torch.float32)
     skip, skip_weight = call.skip, call.skip_weight
     if (skip is None) != (skip_weight is None):
         raise ArgumentError("skip_weight", "a tensor with skip, and None without", type(skip_weight).__name__)
     if skip is not None and skip_weight is not None:
-        _check_groups("skip", skip, x.shape[0], x.shape[1] * x.shape[2])
-        check_dtype("skip", skip, x.dtype)
-        check_dims("skip_weight", skip_weight, skip.shape[1])
-        check_dtype("skip_weight", skip_weight, x.dtype, torch.float32)
-        check_last_dim(skip_weight=skip_weight)
-    check_dims("out", out, *x.shape)
-    check_dtype("out", out, x.dtype)
+        _check_groups("skip", skip, x.shape[0], x.shape[1] * x.shape[2], x.dtype)
+        check_tensor("skip_weight", skip_weight, (skip.shape[1],), x.dtype, torch.float32)
+    check_tensor("out", out, x.shape, x.dtype)
     if not eps > 0:
         raise ArgumentError("eps", "a positive number", str(eps))
     if call.activation not in GATE_ACTIVATIONS:
         said = f"one of {', '.join(GATE_ACTIVATIONS)}"
         raise ArgumentError("activation", said, repr(call.activation))
-    check_last_dim(x=x, weight=weight, out=out)
     read = given(x=x, gate=gate, weight=weight, skip=skip, skip_weight=skip_weight)
     check_device(x.device, out=out, **read)
     check_apart({"out": out}, read, "allocate it with torch.empty")

@@ -9,8 +9,7 @@ from torchpaged.custom_ops.checks import (
     check_apart,
     check_device,
     check_dims,
-    check_dtype,
-    check_last_dim,
+    check_tensor,
     given,
     reads_values,
     shape_of,
@@ -40,8 +39,7 @@ def _check_heads(x: Tensor, state: Tensor, out: Tensor) -> None:
             "queries and keys, of a number that divides it",
             shape_of(x),
         )
-    check_dims("out", out, x.shape[0], num_heads, value_dim)
-    check_dtype("out", out, x.dtype)
+    check_tensor("out", out, (x.shape[0], num_heads, value_dim), x.dtype)
 
 
 def check_delta_step(call: DeltaStepCall) -> None:
@@ -54,9 +52,8 @@ def check_delta_step(call: DeltaStepCall) -> None:
         said = f"groups of {num_heads} or {num_heads * key_dim} numbers per token in all"
         raise ArgumentError("a", said, shape_of(call.a))
     check_dims("a_log", call.a_log, num_heads)
-    check_dims("norm_weight", norm_weight, *(state.shape[1:2] if norm_weight.dim() == 2 else ()), value_dim)
-    check_dtype("norm_weight", norm_weight, x.dtype, torch.float32)
-    check_last_dim(norm_weight=norm_weight)
+    of_heads = state.shape[1:2] if norm_weight.dim() == 2 else ()
+    check_tensor("norm_weight", norm_weight, (*of_heads, value_dim), x.dtype, torch.float32)
     conv, gates, attention, norm = call.parts()
     check_causal_conv(conv)
     check_delta_gates(gates)
@@ -77,17 +74,11 @@ def check_mamba2_step(call: Mamba2StepCall) -> None:
     x, state, out, dt, gate, semaphore = call.x, call.state, call.out, call.dt, call.gate, call.semaphore
     _check_heads(x, state, out)
     num_heads = state.shape[1]
-    check_dims("dt", dt, x.shape[0], num_heads)
-    check_dtype("dt", dt, x.dtype)
-    check_last_dim(dt=dt, out=out)
+    check_tensor("dt", dt, (x.shape[0], num_heads), x.dtype)
     check_dims("a_log", call.a_log, num_heads)
-    check_dims("skip_weight", call.skip_weight, num_heads)
-    check_dtype("skip_weight", call.skip_weight, x.dtype, torch.float32)
-    check_last_dim(skip_weight=call.skip_weight)
+    check_tensor("skip_weight", call.skip_weight, (num_heads,), x.dtype, torch.float32)
     if gate is not None:
-        check_dims("gate", gate, *out.shape)
-        check_dtype("gate", gate, x.dtype)
-        check_last_dim(gate=gate)
+        check_tensor("gate", gate, out.shape, x.dtype)
     conv, gates, attention = call.parts()
     check_causal_conv(conv)
     check_delta_gates(gates)
@@ -106,10 +97,8 @@ def check_mamba2_step(call: Mamba2StepCall) -> None:
 
 
 def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> None:
-    check_dims("semaphore", semaphore, None)
-    check_dtype("semaphore", semaphore, torch.int32)
+    check_tensor("semaphore", semaphore, (None,), torch.int32)
     check_device(device, semaphore=semaphore)
-    check_last_dim(semaphore=semaphore)
     if semaphore.shape[0] < least:
         raise ArgumentError("semaphore", f"at least num_reqs * groups = {least} numbers", shape_of(semaphore))
     if reads_values(device) and bool(semaphore.any()):

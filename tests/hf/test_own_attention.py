@@ -21,8 +21,8 @@ from torchpaged.hf import PagedCache, PagedModel, attach, detach, families
 from torchpaged.hf.models import falcon, own_attention
 from torchpaged.hf.support import lacks_causal_mask
 
-OWN_ATTENTION = families.types_of(lambda family: family.own_attention)
-MAY_LACK_CAUSAL_MASK = families.types_of(lambda family: family.may_lack_causal_mask)
+OWN_ATTENTION = {name for name, family in families.FAMILIES.items() if family.own_attention}
+MAY_LACK_CAUSAL_MASK = {name for name, family in families.FAMILIES.items() if family.may_lack_causal_mask}
 
 
 def with_options(monkeypatch: pytest.MonkeyPatch, name: str, **options: Any) -> None:

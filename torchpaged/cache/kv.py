@@ -12,10 +12,8 @@ from torch import Tensor
 from torchpaged.cache.kinds import BlockOps, LayerKind, LayerSpec, register_layer_kind
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import KVScales
+from torchpaged.custom_ops.pools import FP8, KVScales
 from torchpaged.custom_ops.words import one_line
-
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class LayerKVCache(NamedTuple):
@@ -97,7 +95,7 @@ class KVLayerSpec(LayerSpec):
             torch.zeros(*shape, width, dtype=dtype, device=device)
             for width in (self.head_dim, self.value_dim)
         )
-        if dtype not in FP8_DTYPES:
+        if dtype not in FP8:
             return LayerKVCache(k_cache, v_cache)
         ones = (torch.ones(1, dtype=torch.float32, device=device) for _ in KVScales._fields)
         return LayerKVCache(k_cache, v_cache, *ones)

@@ -101,7 +101,7 @@ class Family:
         return self.own_attention or bool(self.needs_dense)
 
 
-_FAMILIES: dict[str, Family] = {}
+FAMILIES: dict[str, Family] = {}
 _PLAIN = Family()
 #: The tables of all families, see `Family`.
 ATTENTION: dict[str, Maker] = {}
@@ -121,10 +121,10 @@ def register_family(family: Family) -> None:
         (MODULES, family.modules),
         (PACKED, family.packed),
     )
-    taken = {*_FAMILIES} & {*family.types} | {name for known, new in tables for name in {*known} & {*new}}
+    taken = {*FAMILIES} & {*family.types} | {name for known, new in tables for name in {*known} & {*new}}
     if taken:
         raise ArgumentError("family", "types and classes that no other family has", str(sorted(taken)))
-    _FAMILIES.update(dict.fromkeys(family.types, family))
+    FAMILIES.update(dict.fromkeys(family.types, family))
     for known, new in tables:
         known.update(new)
     CLASS_TABLES.update(dict.fromkeys(family.class_tables, family.own_attention))
@@ -132,9 +132,4 @@ def register_family(family: Family) -> None:
 
 def family_of(model_type: str) -> Family:
     """The family of a model type; one without any facts for other models."""
-    return _FAMILIES.get(model_type, _PLAIN)
-
-
-def types_of(is_so: Callable[[Family], object]) -> frozenset[str]:
-    """The model types whose family ``is_so``."""
-    return frozenset(model_type for model_type, family in _FAMILIES.items() if is_so(family))
+    return FAMILIES.get(model_type, _PLAIN)

@@ -23,7 +23,6 @@ from torchpaged.custom_ops.words import counted, one_line, repr_of_fields
 from torchpaged.metadata.checks import check_batch
 from torchpaged.metadata.fields import ALL_METADATA_FIELDS, FIELDS, BatchSizes
 from torchpaged.metadata.host import host_block_table, host_numbers, to_device
-from torchpaged.metadata.parts import PartCounts, count_parts, first_prefill, known_query_lens
 
 
 @dataclass(repr=False)
@@ -43,14 +42,14 @@ class AttentionMetadata:
         max_query_len: host int, an upper bound of the query lengths; 1 marks a decode batch.
         block_size: host int, the tokens per block that ``slot_mapping`` and ``block_table`` were made for;
             None = unknown. A cache of another block size is refused (`check_block_size`).
-        query_lens: the query length of each request as the host knows it; None = the host does not. Counts
-            and parts of the batch come from it.
+        query_lens: the query length of each request as the host knows it; None = the host does not,
+            and groups of shared prefixes read the device for them.
         tree_mask: ``[num_tokens]`` int64, bit j of a token's word: it sees query token j of its request, one
             before it, as `torchpaged.tree_mask_from_parents` gives it. None: every query token sees all those
             before it.
         prefixes: a `torchpaged.prefixes.buffers.StepPrefixes`: groups of requests whose first blocks are the
-            same ones, read once for a group by layers that can. None: each request is read alone. The
-            batch's parts and copies elsewhere have none.
+            same ones, read once for a group by layers that can. None: each request is read alone. Copies
+            elsewhere have none.
     """
 
     block_table: Tensor
@@ -119,64 +118,6 @@ class AttentionMetadata:
                 "metadata", f"a slot_mapping, since {written} are written", "None", f"or pass {unwritten}"
             )
         return self.slot_mapping
-
-    def _parts(self) -> PartCounts:
-        return count_parts(self.query_lens, self.num_reqs)
-
-    @property
-    def num_decodes(self) -> int:
-        """Requests of one query token; raises ValueError where the host does not know the query lengths."""
-        return self._parts().num_decodes
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Query tokens of the requests that have one each; raises as `num_decodes` does."""
-        return self._parts().num_decode_tokens
-
-    @property
-    def num_prefills(self) -> int:
-        """Requests of more than one query token; raises as `num_decodes` does."""
-        return self._parts().num_prefills
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Query tokens of the requests that have more than one; raises as `num_decodes` does."""
-        return self._parts().num_prefill_tokens
-
-    def split_decodes_and_prefills(self) -> tuple[AttentionMetadata | None, AttentionMetadata | None]:
-        """The batch as two, each for the kernels that are best at it: no copies but of the prefills' starts.
-
-        Padding rows stay with their neighbours, padding tokens with the prefills. The first part's tokens are
-        the first ``num_decode_tokens`` of the batch's queries.
-
-        Returns:
-            ``(decodes, prefills)``; None for a part without requests.
-
-        Raises:
-            ArgumentError: a request of one query token stands behind one of more.
-            ValueError: the host does not know the query lengths.
-        """
-        lens = known_query_lens(self.query_lens, self.num_reqs)
-        first = first_prefill(lens)
-        if first == 0 or first == len(lens):
-            return (None, self) if first < len(lens) else (self if lens else None, None)
-        cut = sum(lens[:first])
-        last = cut + sum(lens[first:]) if self.slot_mapping is None else self.num_tokens
-        return self._rows(0, first, 0, cut), self._rows(first, len(lens), cut, last)
-
-    def _rows(self, start: int, end: int, first_token: int, last_token: int) -> AttentionMetadata:
-        """The batch of some of the rows, whose tokens are these; ``query_lens`` are known."""
-        lens = known_query_lens(self.query_lens, self.num_reqs)[start:end]
-        cuts = {
-            "num_reqs": slice(start, end),
-            "num_reqs + 1": slice(start, end + 1),
-            "num_tokens": slice(first_token, last_token),
-        }
-        fields: Any = {name: x[cuts[FIELDS[name].axes[0]]] for name, x in self.tensors().items()}
-        if first_token:
-            fields["query_start_loc"] = fields["query_start_loc"] - first_token
-        most = self.max_query_len if max(lens) > 1 else 1
-        return replace(self, **fields, max_query_len=most, query_lens=lens, prefixes=None)
 
     def decodes_after(self, unfinished: Sequence[int] = ()) -> AttentionMetadata:
         """The buffers of the decode step that follows this one, for `torchpaged.advance_step` to fill: a row

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.pools import KVScales
+from torchpaged.custom_ops.pools import FP8, KVScales
 from torchpaged.custom_ops.words import repr_of_fields
-from torchpaged.testing.pools import FP8_DTYPES, PoolLayout, clone_storage, on_host, paged_pool, strided
+from torchpaged.testing.pools import PoolLayout, clone_storage, on_host, paged_pool, strided
 
 GARBAGE = 2_000_000_011  # past the end of every table row; a kernel that follows it leaves the pool
 
@@ -100,7 +100,7 @@ class Batch:
         """NaN to write into, so that what is not written shows: of q's dtype, bfloat16 where that is fp8, and
         the log-sum-exps."""
         shape = (*self.q.shape[:2], self.v_cache.shape[-1])
-        dtype = torch.bfloat16 if self.q.dtype in FP8_DTYPES else self.q.dtype
+        dtype = torch.bfloat16 if self.q.dtype in FP8 else self.q.dtype
         out = torch.full(shape, float("nan"), dtype=dtype, device=self.q.device)
         if not lse:
             return out, None
@@ -181,7 +181,7 @@ def make_batch(
             f"{spec} doesn't fit {columns} columns, {num_blocks} blocks of {block_size}, queries of "
             f"{max_query_len}"
         )
-    if scales not in ("none", "one", "per_head") or (scales != "none" and kv_dtype not in FP8_DTYPES):
+    if scales not in ("none", "one", "per_head") or (scales != "none" and kv_dtype not in FP8):
         raise ValueError(
             f"scales: expected 'none', or 'one' or 'per_head' for an fp8 pool, got {scales!r} for {kv_dtype}"
         )
@@ -236,7 +236,7 @@ def _filled_pools(
 ) -> list[Tensor]:
     """Pools of keys and values of these widths, random where the requests' tokens lie and NaN elsewhere."""
     # numbers can't be put into an fp8 tensor by index
-    written = torch.float32 if dtype in FP8_DTYPES else dtype
+    written = torch.float32 if dtype in FP8 else dtype
     pools = [paged_pool(*sizes, width, written, layout) for width in widths]
     for row, length in enumerate(max(n, 0) for n in seq_lens):
         position = torch.arange(length)

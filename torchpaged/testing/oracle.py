@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.custom_ops.pools import FP8
 from torchpaged.testing.batches import Batch
-from torchpaged.testing.pools import FP8_DTYPES
 
 
 def run_paged_attention(ops: BackendOps, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ def oracle(batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
     belong to them."""
     cpu = batch.to("cpu")
     k_cache, v_cache = (
-        cache if cache.dtype in FP8_DTYPES else cache.double() for cache in (cpu.k_cache, cpu.v_cache)
+        cache if cache.dtype in FP8 else cache.double() for cache in (cpu.k_cache, cpu.v_cache)
     )
     wide = replace(cpu, q=cpu.q.double(), k_cache=k_cache, v_cache=v_cache)
     return run_paged_attention(BACKEND_OPS["reference"], wide, **options)

@@ -16,7 +16,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+from torchpaged.custom_ops.pools import FP8
+
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
@@ -76,7 +77,7 @@ def strided(
         else offset
     )
     memory = torch.full(
-        (needed,), float("nan"), dtype=torch.float32 if dtype in FP8_DTYPES else dtype, device=device
+        (needed,), float("nan"), dtype=torch.float32 if dtype in FP8 else dtype, device=device
     ).to(dtype)
     return memory.as_strided(shape, strides, offset)
 

@@ -20,9 +20,10 @@ from fuzz.draw import random_batch, random_configuration
 from fuzz.shared_prefixes import OWN_TENSORS, PREFIX_TENSORS
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
+from torchpaged.custom_ops.pools import FP8
 from torchpaged.testing.batches import Batch
 from torchpaged.testing.oracle import assert_within_budget, run_paged_attention
-from torchpaged.testing.pools import FP8_DTYPES, clone_storage, memory_of, strided
+from torchpaged.testing.pools import clone_storage, memory_of, strided
 
 _REFERENCE = BACKEND_OPS["reference"]
 _FAILURES = 3  # of one configuration; then it is given up
@@ -142,7 +143,7 @@ def _expected(batch: Batch, options: dict[str, Any], dtype: torch.dtype) -> tupl
     for name in ("semaphore", *PREFIX_TENSORS, *OWN_TENSORS):
         extras.pop(name, None)
     pools = (batch.k_cache, batch.v_cache)
-    k_cache, v_cache = pools if batch.k_cache.dtype in FP8_DTYPES else (pool.to(dtype) for pool in pools)
+    k_cache, v_cache = pools if batch.k_cache.dtype in FP8 else (pool.to(dtype) for pool in pools)
     return run_paged_attention(
         _REFERENCE,
         replace(batch, q=batch.q.to(dtype), k_cache=k_cache, v_cache=v_cache, extras=extras),

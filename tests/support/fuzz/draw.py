@@ -19,9 +19,10 @@ from op_inputs.trees import TREE_KINDS, random_parents
 from fuzz.aims import AIMS, hide_blocks
 from fuzz.configuration import Configuration
 from fuzz.shared_prefixes import share_prefixes
+from torchpaged.custom_ops.pools import FP8
 from torchpaged.metadata.tree import words_of
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
-from torchpaged.testing.pools import FP8_DTYPES, PoolLayout
+from torchpaged.testing.pools import PoolLayout
 
 WIDTHS = (
     (40, 40),
@@ -285,7 +286,7 @@ def random_batch(c: Configuration, index: int, device: torch.device | str = "cpu
     )
     if c.sinks == "float32":
         batch.extras["sinks"] = batch.extras["sinks"].float()
-    assert kv_dtype == dtype or kv_dtype in FP8_DTYPES
+    assert kv_dtype == dtype or kv_dtype in FP8
     if c.tree:
         words = [
             word

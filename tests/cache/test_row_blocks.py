@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_rows_hold_their_tokens_through_forks_and_cuts(seed: int, first: int) ->
         if kind == "write" and max(map(len, t.want)) < BLOCK * PER_ROW:
             t.write()
         elif kind == "reindex":
-            parents = [rng.randrange(len(t.want)) for _ in t.want]
+            parents = [rng.randrange(len(t.want)) for _ in range(rng.choice([4, 4, 3, 2]))]
             t.copy(t.rows.reindex(parents, [len(tokens) for tokens in t.want]))
             t.want = [list(t.want[parent]) for parent in parents]
         elif kind == "cut":
@@ -88,6 +89,26 @@ def test_a_pool_that_is_too_small_changes_nothing() -> None:
     with pytest.raises(BlockPoolExhaustedError):
         rows.grow(PER_ROW + 1)
     assert (rows.rows, rows.blocks_per_row) == ([before], PER_ROW)
+
+
+def test_a_step_of_a_beam_search_changes_few_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of blocks that the rows share already, and none of blocks without tokens."""
+    rows = RowBlocks(BlockPool(4 * 100 + 1), BLOCK, 100)
+    rows.allocate(4)
+    rows.reindex([0, 0, 0, 0], [BLOCK * 50 + 1] * 4)
+    changed = list[int]()
+    for name in ("allocate", "fork", "free"):
+        method = getattr(BlockPool, name)
+
+        def counted(self: BlockPool, blocks: Any, method: Any = method) -> Any:
+            changed.append(blocks if isinstance(blocks, int) else len(blocks))
+            return method(self, blocks)
+
+        monkeypatch.setattr(BlockPool, name, counted)
+    copies = rows.reindex([1, 1, 2, 3], [BLOCK * 53 + 1] * 4)
+    assert (copies, changed) == ([(rows.rows[0][53], rows.rows[1][53])], [3, 3])
+    assert rows.rows[0][:53] == rows.rows[1][:53]
+    assert not set(rows.rows[0][53:]) & set(rows.rows[1][53:])
 
 
 @pytest.mark.parametrize("parents", [[0, 0, 0], [1, 1, 1], [0, 1, 1]])

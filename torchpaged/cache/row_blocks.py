@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress, count
+from operator import ne
 
 from torchpaged.cache.block_pool import BlockPool
 from torchpaged.custom_ops.errors import BlockPoolExhaustedError
@@ -98,35 +100,56 @@ class RowBlocks:
         """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens;
         gives the copies that are needed.
 
-        A parent's first child keeps its blocks; every further child shares the full ones and gets blocks of
-        its own from there on. Rows without children are freed first, so that with an unchanged number of rows
-        enough blocks are always free.
+        A parent's first child keeps its blocks; every further child shares the full ones and has blocks of
+        its own from there on. These are those of a row without children, while there is one as short: then
+        only blocks change hands that the two rows do not share already, O(1) of them in a step of a beam
+        search. Other rows without children are freed first, so that with an unchanged number of rows enough
+        blocks are always free.
 
         Raises:
             BlockPoolExhaustedError: the pool has too few; nothing is changed then.
         """
-        old_rows, rows, copies = self.rows, [], []
-        childless = set(range(len(old_rows))) - set(parents)
-        leaving = Counter(block for row in childless for block in old_rows[row])
-        room = self.pool.num_free + sum(self.pool.ref_count(block) == n for block, n in leaving.items())
-        wanted = sum(
-            (children - 1) * (self.blocks_per_row - max(lengths[parent], 0) // self.block_size)
-            for parent, children in Counter(parents).items()
-        )
-        if wanted > room:
-            raise BlockPoolExhaustedError(wanted, room, self.pool.num_usable)
-        for row in childless:
-            self.pool.free(old_rows[row])
-        seen: set[int] = set()
-        for parent in parents:
+        old_rows, rows, copies = self.rows, list[list[int]](), list[tuple[int, int]]()
+        childless = sorted(set(range(len(old_rows))) - set(parents))
+        full = [max(length, 0) // self.block_size for length in lengths]
+        seen, further, given = set[int](), list[tuple[int, int]](), list[tuple[int, int, int]]()
+        for place, parent in enumerate(parents):
             if parent not in seen:
                 seen.add(parent)
-                rows.append(old_rows[parent])
-                continue
-            full = max(lengths[parent], 0) // self.block_size
-            own = self.pool.allocate(self.blocks_per_row - full)
-            if lengths[parent] % self.block_size and lengths[parent] > 0:
-                copies.append((old_rows[parent][full], own[0]))
-            rows.append(self.pool.fork(old_rows[parent][:full]) + own)
+            elif childless and full[childless[-1]] <= full[parent]:
+                given.append((place, parent, childless.pop()))
+            else:
+                further.append((place, parent))
+            rows.append(old_rows[parent])
+        wanted = sum(self.blocks_per_row - full[parent] for _, parent in further)
+        self._require_room(wanted, [old_rows[row] for row in childless])
+        for row in childless:
+            self.pool.free(old_rows[row])
+        for place, parent, row in given:
+            rows[place] = self._go_on_from(old_rows[row], old_rows[parent], full[parent])
+        for place, parent in further:
+            own = self.pool.allocate(self.blocks_per_row - full[parent])
+            rows[place] = self.pool.fork(old_rows[parent][: full[parent]]) + own
+        for place, parent in sorted([(place, parent) for place, parent, _ in given] + further):
+            if lengths[parent] > 0 and lengths[parent] % self.block_size:
+                copies.append((old_rows[parent][full[parent]], rows[place][full[parent]]))
         self.rows = rows
         return copies
+
+    def _go_on_from(self, row: list[int], parent: list[int], full: int) -> list[int]:
+        """``row`` with the first ``full`` blocks of ``parent`` instead of its own."""
+        if row[:full] == parent[:full]:
+            return row
+        same = next(compress(count(), map(ne, row, parent)))
+        shared = self.pool.fork(parent[same:full])
+        self.pool.free(row[same:full])
+        return row[:same] + shared + row[full:]
+
+    def _require_room(self, wanted: int, leaving: Sequence[Sequence[int]]) -> None:
+        """Refuse ``wanted`` blocks where so many are not free once the rows ``leaving`` are."""
+        room = self.pool.num_free
+        if wanted > room and leaving:
+            holds = Counter(block for row in leaving for block in row)
+            room += sum(self.pool.ref_count(block) == held for block, held in holds.items())
+        if wanted > room:
+            raise BlockPoolExhaustedError(wanted, room, self.pool.num_usable)

@@ -352,9 +352,10 @@ class CacheRows:
         """New row ``i`` is a fork of old row ``parents[i]``, which holds ``lengths[parents[i]]`` tokens, see
         `RowBlocks.reindex`."""
         copies = [(table, table.blocks.reindex(parents, lengths)) for table in self.tables]
-        index = to_device(parents, torch.int64, self.seq_lens.device)
-        self.seq_lens[: len(parents)] = self.seq_lens[index]
-        self._num_rows.fill_(len(parents))
+        if [lengths[parent] for parent in parents] != lengths:  # else the rows of a beam search
+            index = to_device(parents, torch.int64, self.seq_lens.device)
+            self.seq_lens[: len(parents)] = self.seq_lens[index]
+            self._num_rows.fill_(len(parents))
         if self.padding is not None:
             self.padding = [self.padding[parent] for parent in parents]
         self.upload()

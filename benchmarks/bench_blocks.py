@@ -27,6 +27,7 @@ import torch
 from torchpaged.bench import conditions
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.requests import CacheRequests
+from torchpaged.engine.decisions import LOOKAHEAD
 from torchpaged.engine.metrics import measured
 from torchpaged.engine.outputs import GeneratorStats, TextStream
 from torchpaged.engine.sampling import SamplingParams
@@ -191,7 +192,7 @@ class Load:
 def loads(rows: int, steps: int) -> dict[str, Any]:
     """A pool that holds all requests, and one that holds three quarters of what they would take."""
     all_loads = {
-        f"{name}, {'with' if cached else 'without'} prefix cache": Load(rows, num_blocks, 128, cached)
+        f"{name}, {'with' if cached else 'without'} prefix cache": Load(rows, num_blocks, LOOKAHEAD, cached)
         for name, num_blocks in (("room", rows * 66), ("short", rows * 20))
         for cached in (False, True)
     }

@@ -113,7 +113,7 @@ class Generator(KeptPrefixes, RequestCalls, Lifecycle, Reasons):
             error of one of these steps is raised; False: kernels are compiled when they are needed; "auto":
             on a GPU unless ``capture_ahead`` is False, and an error of one of these steps is logged.
         lookahead: tokens ahead of need that a decoding request gets blocks for while the pool is mostly free;
-            default: 128 on a GPU, none on a CPU.
+            default: 32 on a GPU, none on a CPU.
         capture: how steps become graphs, as in `torchpaged.graphs.DecodeGraphRunner`.
         share_prefixes: requests that run at the same time and begin with the same tokens share the full
             blocks of these, which the first of them computes. False: each computes and keeps its own; "auto":

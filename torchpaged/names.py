@@ -35,7 +35,7 @@ def short_dtype(name: str) -> str:
     return LONG_NAMES.get(name, name)
 
 
-def device_named(name: str, option: str = "--device") -> torch.device:
+def device_named(name: str) -> torch.device:
     """The device of that name; "auto": the GPU if there is one.
 
     Raises:
@@ -49,14 +49,14 @@ def device_named(name: str, option: str = "--device") -> torch.device:
         or (colon and not index.isdecimal())
         or (kind == "cpu" and index not in ("", "0"))
     ):
-        raise ArgumentError(option, "auto, cpu, cuda or cuda:1", repr(name))
+        raise ArgumentError("--device", "auto, cpu, cuda or cuda:1", repr(name))
     if kind == "cuda" and not torch.cuda.is_available():
         raise ArgumentError(
-            option,
+            "--device",
             "a device of this machine",
             repr(name),
             f"{no_cuda()}; --device cpu runs anywhere, `torchpaged env` shows more",
         )
     if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
-        raise ArgumentError(option, f"a GPU below cuda:{torch.cuda.device_count()}", repr(name))
+        raise ArgumentError("--device", f"a GPU below cuda:{torch.cuda.device_count()}", repr(name))
     return torch.device(name)

@@ -43,17 +43,12 @@ def declared(name: str) -> dict[str, Any]:
     return row | has | {"different_head_dim_v": can.different_head_dim_v}
 
 
-def capability_tables(names: Sequence[str] | None = None) -> str:
-    """Two tables in Markdown: what runs where, and which features each backend serves.
-
-    Args:
-        names: of backends; None = all of `list_backends`.
-    """
-    names = list_backends() if names is None else list(names)
+def capability_tables() -> str:
+    """Two tables in Markdown: what runs where, and which features each backend serves."""
     where = [("backend", "device", "dtype", "cached", "head_dim", "CUDA graphs", "plan")]
     own = ("mods", "inv", "dim_v")
     what = [("backend", *SHORT.values(), *own)]
-    for name in names:
+    for name in list_backends():
         can = get_backend(name).capabilities
         dtypes, cached = (" ".join(_SHORT[dtype] for dtype in of) for of in (can.dtypes, can.kv_dtypes))
         plan = can.planning.name.lower().replace("_", " ")

@@ -156,11 +156,11 @@ class Calls:
                 "make a new Generator"
             )
 
-    def require_no_background(self, call: str) -> None:
-        """Refuse ``call``, which makes a step, while the background loop makes them."""
+    def require_no_background(self) -> None:
+        """Refuse `step` while the background loop makes the steps."""
         if self.background is not None:
             raise TorchpagedError(
-                f"{call}: the background loop makes the steps since start(); read events by "
+                "step(): the background loop makes the steps since start(); read events by "
                 "stream(request_ids) or events(request_id)"
             )
 

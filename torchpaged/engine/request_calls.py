@@ -162,7 +162,7 @@ class RequestCalls:
         handed: HandOut | None = None
         try:
             with self._calls.entered():
-                self._calls.require_no_background("step()")
+                self._calls.require_no_background()
                 self._stepper.step()
                 handed = HandOut(self._calls.inbox)
                 events = handed.take()

@@ -37,6 +37,7 @@ from torchpaged.fuse.rotations import Rotations
 from torchpaged.fuse.state_layers import STATE_PLANS
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.packed_mixers import pack_mixer
+from torchpaged.hf.row_refusals import require_new
 from torchpaged.hf.switch import unpack_mixers
 from torchpaged.hf.wrapped import unwrapped
 from torchpaged.model_state import MOVES, ModelState
@@ -131,7 +132,7 @@ def _require_unchanged(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         tokens = args[0] if args else kwargs.get("input_ids")
         tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
         if tokens is not None:
-            owner.rows.require_new(tokens.shape[1], written=False, options=kwargs)
+            require_new(owner.rows, tokens.shape[1], written=False, options=kwargs)
     collected = kwargs.get("output_router_logits", getattr(base.config, "output_router_logits", False))
     if collected and fusion.report.replaced.get("experts") and owner is not None:
         raise ArgumentError(

@@ -27,6 +27,7 @@ from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.mask_functions import is_causal as is_causal_mask
 from torchpaged.hf.owner import cache_of
 from torchpaged.hf.rolling_attention import attend_rolling
+from torchpaged.hf.row_refusals import require_new
 from torchpaged.hf.span_attention import attend_with_spans
 from torchpaged.hf.support import NAME as NAME
 from torchpaged.hf.support import needs_eager_mask
@@ -128,7 +129,7 @@ def _refuse(
         )
     rows = None if torch.compiler.is_compiling() else layer.owner.rows
     if rows is not None and (kwargs.get("use_cache") is False or rows.expects_candidates):
-        rows.require_new(call.query.shape[2], written=True, options=kwargs)
+        require_new(rows, call.query.shape[2], written=True, options=kwargs)
     for name in SPARSE:
         if kwargs.get(name) is not None and not (layer.latent and name == "indices"):
             raise sparse(type(call.module).__name__)

@@ -30,6 +30,7 @@ from torchpaged.hf.mask_functions import (
     whole_spans,
 )
 from torchpaged.hf.row_errors import ANOTHER_PROMPT, other_rows
+from torchpaged.hf.row_refusals import assert_padding
 
 
 def left_padding(mask: Tensor, todo: str = "") -> list[int]:
@@ -166,7 +167,7 @@ class CacheMasks:
                 "read; run the prefill eagerly, as generate() does"
             )
         if mask is not None:
-            self._rows.assert_padding(mask)
+            assert_padding(self._rows, mask)
         if asked.query_len > 1:
             self.causal = is_causal(function)
         if asked.query_len > 1 and self._marks and self.causal and function is not causal_mask_function:
@@ -183,7 +184,7 @@ class CacheMasks:
         on_device = mask is None or mask.device.type != "cpu"
         if rows.ready and self._mask_seen and query_length == 1 and on_device and not rows.cut_padding:
             if mask is not None:
-                rows.assert_padding(mask)  # reading it would synchronise
+                assert_padding(rows, mask)  # reading it would synchronise
             return None
         self._mask_seen = self._mask_seen or mask is not None
         padding = [] if mask is None else left_padding(mask, self._todo)

@@ -7,8 +7,7 @@ row_changes.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,10 +16,8 @@ from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
-from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.pinned_batch import fill_query_starts
 from torchpaged.hf.row_errors import (
-    ANOTHER_PROMPT,
     incomplete,
     other_rows,
     several_devices,
@@ -95,7 +92,7 @@ class CacheRows:
         self.cut_padding = False
         self.num_forwards = 0
         self._covered = self.max_seq_len  # tokens per row that the rows' blocks have room for
-        self.expects_candidates = False  # of tokens that it holds, see `require_new`
+        self.expects_candidates = False  # of tokens that it holds, see row_refusals.py
         self._is_open = False  # whether a forward began and did not complete
         self._bound = 0  # tokens per row at most, as far as the host knows
         self._counted: int | None = None  # exactly, while the host has seen every forward
@@ -226,24 +223,6 @@ class CacheRows:
         elif query_len > MAX_DECODE_QUERY_LEN:
             self.fill_query_starts(query_len)
 
-    def assert_padding(self, mask: Tensor) -> None:
-        """Assert on the device that a forward's 2-D mask ``[batch, length]`` has the left padding that the
-        rows have, and nothing else: in a trace, and where reading it would synchronise. A row of ones says
-        nothing: models make them where they are given no mask, as generate() gives none to a compiled step.
-        """
-        fixed = torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
-        if not fixed and not any(self.padding or ()):
-            agrees = mask.all()  # the host knows it: one kernel and no eight, in each step of generate()
-        else:  # a graph serves later batches, too
-            padding = self.total - self.seq_lens[: mask.shape[0], None]
-            mask, tokens = mask.bool(), torch.arange(mask.shape[1], device=padding.device)[None] >= padding
-            agrees = ((mask == tokens) | mask.all(1, keepdim=True)).all()
-        torch._assert_async(
-            agrees,
-            "PagedCache: an attention mask with other padding than this cache's first batch has; run the "
-            "step uncompiled to see which, or call cache.reset() before another batch",
-        )
-
     def complete(self) -> None:
         """The forward's tokens are in every layer: noted on the device, which compiled steps look at, and on
         the host."""
@@ -362,37 +341,6 @@ class CacheRows:
         return copies
 
     # ------------------------------------------------------------------------------------ what the host knows
-    def require_new(self, query_len: int, written: bool, options: Mapping[str, Any]) -> None:
-        """Refuse several tokens behind others that generate() begins with all of, as it does with
-        ``use_cache=False`` and in assisted generation; since transformers 5.24 no mask shows it. For eager
-        code.
-
-        Args:
-            query_len: tokens per row of the forward.
-            written: whether it has moved the rows on.
-            options: what the model gave along: ``use_cache``, ``position_ids``, as far as it does.
-
-        Raises:
-            ArgumentError: the rows hold other tokens.
-        """
-        first = self.first_position(query_len if written else 0)
-        if not first or query_len == 1:
-            return
-        if options.get("use_cache") is False:
-            expected = f"True behind the {first} tokens in the cache"
-            raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
-        if not self.expects_candidates:
-            return
-        positions = options.get("position_ids")  # None: attention is not told of them, as Bloom's
-        if query_len > first and (positions is None or int(positions.flatten()[0]) == 0):
-            raise ArgumentError(
-                "past_key_values",
-                "a PagedCache without tokens: assisted generation runs all of a prompt",
-                f"one with {first}",
-                "call cache.reset() before it",
-            )
-        self.expects_candidates = False
-
     def require_room(self, query_len: int) -> None:
         """Refuse tokens past ``max_seq_len``; where rows grow, give them blocks for these.
 

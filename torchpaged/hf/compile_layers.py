@@ -27,7 +27,8 @@ from torchpaged.compile.code_object import with_own_code
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_argument import CACHE, cache_of, take_cache
 from torchpaged.hf.hybrid_layer import PackedHybridLayer
-from torchpaged.hf.layer import LayerCache, PagedLayer
+from torchpaged.hf.layer import PagedLayer
+from torchpaged.hf.layer_cache import LayerCache
 from torchpaged.hf.wrapped import unwrapped
 
 _MARK = "_torchpaged_compiled"

@@ -93,9 +93,9 @@ def own_backends(device: torch.device, names: Sequence[str] | None = None) -> li
     return [own_backend(name) for name in names]
 
 
-def own_backend(name: str, shown: str = "") -> Contender:
+def own_backend(name: str) -> Contender:
     """The own backend of that name, or the route, called as a layer calls it: the op handle with all checks
-    on, and a semaphore per layer, or what a session planned for all layers. ``shown``: its name in tables."""
+    on, and a semaphore per layer, or what a session planned for all layers."""
     backend = get_backend(name)
     in_session = name in _AROUND_LIBRARIES or is_route(name)
 
@@ -148,7 +148,7 @@ def own_backend(name: str, shown: str = "") -> Contender:
         return Prepared([partial(call, layer) for layer in range(inputs.num_layers)], of_plan)
 
     # the library itself may be among the peers, by its own name
-    shown = shown or (f"{name}_backend" if name in _AROUND_LIBRARIES else name)
+    shown = f"{name}_backend" if name in _AROUND_LIBRARIES else name
     return Contender(shown, True, backend.unavailable, why_not, prepare)
 
 

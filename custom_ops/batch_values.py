@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops import pools
-from torchpaged.custom_ops.checks import check_apart, check_dims, check_dtype, check_last_dim
+from torchpaged.custom_ops.checks import check_dims, check_dtype, check_last_dim
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype, expect_rows
+from torchpaged.custom_ops.memory import check_apart
 
 
 def check_batch(

@@ -12,13 +12,12 @@ from torchpaged.custom_ops.checks import (
     check_dims,
     check_dtype,
     check_last_dim,
-    is_latent,
-    pools_meet,
     reads_values,
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.facts import expect, expect_dtype
+from torchpaged.custom_ops.memory import is_latent, pools_meet
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -12,12 +12,10 @@ from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, Mer
 from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.batch_values import check_batch, check_batch_values, check_results, check_starts
 from torchpaged.custom_ops.checks import (
-    check_apart,
     check_device,
     check_dims,
     check_dtype,
     check_last_dim,
-    check_own_elements,
     check_softmax,
     check_tensor,
     given,
@@ -26,6 +24,7 @@ from torchpaged.custom_ops.checks import (
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.memory import check_apart, check_own_elements
 from torchpaged.custom_ops.pools import FLOATS, FP8, check_cache_dtype, check_pools, check_scale
 
 #: Query tokens of a request that the words of a tree_mask have bits for.

@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import (
-    check_device,
-    check_dims,
-    check_dtype,
-    check_own_elements,
-    reads_values,
-)
+from torchpaged.custom_ops.checks import check_device, check_dims, check_dtype, reads_values
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.memory import check_own_elements
 from torchpaged.custom_ops.pools import check_pools
 
 

@@ -7,16 +7,15 @@ import torch
 
 from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.checks import (
-    check_apart,
     check_device,
     check_dims,
     check_dtype,
     check_last_dim,
     check_tensor,
-    overlap,
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.memory import check_apart, overlap
 from torchpaged.custom_ops.pools import FLOATS, INF, check_cache_dtype, check_pools
 from torchpaged.custom_ops.slots import check_positions, check_slots
 

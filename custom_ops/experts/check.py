@@ -12,7 +12,6 @@ from torch import Tensor
 
 from torchpaged.custom_ops.checks import (
     ACTIVATIONS,
-    check_apart,
     check_device,
     check_dims,
     check_dtype,
@@ -23,6 +22,7 @@ from torchpaged.custom_ops.checks import (
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.experts.call import ExpertsCall, RouteCall
 from torchpaged.custom_ops.experts.limits import MAX_TOKENS, MAX_TOP_K
+from torchpaged.custom_ops.memory import check_apart
 from torchpaged.custom_ops.pools import FLOATS
 
 SCORINGS = ("softmax", "sigmoid")

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from torchpaged.custom_ops.batch_values import check_batch, check_batch_values
 from torchpaged.custom_ops.checks import (
-    check_apart,
     check_device,
     check_dims,
     check_dtype,
@@ -19,6 +18,7 @@ from torchpaged.custom_ops.checks import (
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.indexer.call import IndexCall
+from torchpaged.custom_ops.memory import check_apart
 from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.slots import check_slots
 

@@ -16,13 +16,12 @@ from torchpaged.custom_ops.checks import (
     check_device,
     check_dims,
     check_dtype,
-    check_own_elements,
     check_tensor,
-    overlap,
     reads_values,
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
+from torchpaged.custom_ops.memory import check_own_elements, overlap
 from torchpaged.custom_ops.pools import FLOATS
 
 

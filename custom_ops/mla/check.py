@@ -8,18 +8,17 @@ from torch import Tensor
 
 from torchpaged.custom_ops.batch_values import check_batch, check_batch_values, check_results
 from torchpaged.custom_ops.checks import (
-    check_apart,
     check_device,
     check_dims,
     check_dtype,
     check_last_dim,
-    check_own_elements,
     check_softmax,
     given,
     reads_values,
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.memory import check_apart, check_own_elements
 from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, check_rows
 from torchpaged.custom_ops.pools import FLOATS, INF, check_scale

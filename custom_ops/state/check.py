@@ -7,7 +7,6 @@ from torch import Tensor
 
 from torchpaged.custom_ops.batch_values import check_starts
 from torchpaged.custom_ops.checks import (
-    check_apart,
     check_device,
     check_dims,
     check_softmax,
@@ -17,6 +16,7 @@ from torchpaged.custom_ops.checks import (
     shape_of,
 )
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.memory import check_apart
 from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.state.call import (
     ConvCall,

@@ -5,16 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import (
-    check_apart,
-    check_device,
-    check_dims,
-    check_tensor,
-    given,
-    reads_values,
-    shape_of,
-)
+from torchpaged.custom_ops.checks import check_device, check_dims, check_tensor, given, reads_values, shape_of
 from torchpaged.custom_ops.errors import ArgumentError
+from torchpaged.custom_ops.memory import check_apart
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
 from torchpaged.custom_ops.state.check import (
     check_causal_conv,

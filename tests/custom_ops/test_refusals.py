@@ -30,7 +30,8 @@ from torchpaged.custom_ops.attention.call import AttentionCall, MergeCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import pools_meet, switch
+from torchpaged.custom_ops.checks import switch
+from torchpaged.custom_ops.memory import pools_meet
 
 NAN, INF = float("nan"), float("inf")
 BLOCKS, SIZE, HEADS, DIM = 6, 4, 2, 8

@@ -6,8 +6,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchpaged.backends.session import Session
-from torchpaged.custom_ops.checks import check_apart, check_dims, check_tensors, shape_of
+from torchpaged.custom_ops.checks import check_dims, check_tensors, shape_of
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
+from torchpaged.custom_ops.memory import check_apart
 from torchpaged.metadata import AttentionMetadata
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.compat.dense import packed_pools, rows_as_pools
-from torchpaged.custom_ops.checks import is_latent, pools_meet
+from torchpaged.custom_ops.memory import is_latent, pools_meet
 from torchpaged.functional import paged_attention
 from torchpaged.hf.call import LayerCall
 from torchpaged.hf.call_mask import CallMask, held_by

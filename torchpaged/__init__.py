@@ -1,6 +1,6 @@
 """torchpaged: paged-KV attention for plain PyTorch, as custom ops, an nn.Module and a HuggingFace attention.
 
-Three doors: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified
+Entry points: ``torchpaged.PagedAttention`` (a module), ``torchpaged.hf`` (HuggingFace models, unmodified
 ``generate()``), and the ops ``torch.ops.torchpaged.*`` with `write_kv`, `paged_attention`, ... as their
 checked functions. ``torchpaged.hf``, ``torchpaged.engine`` and the other packages are imported when they are
 first asked for: importing this one imports torch and nothing optional. Errors derive from

@@ -127,8 +127,8 @@ def flex_backend(
 ) -> Backend:
     """A backend whose attention is changed by functions of one's own, as torch's FlexAttention takes them.
 
-    They hold for all layers of its sessions, whatever door they come through. A single layer's functions are
-    arguments of `torchpaged.PagedAttention`.
+    They hold for all layers of its sessions, by whichever entry point they are called. A single layer's
+    functions are arguments of `torchpaged.PagedAttention`.
 
     The functions get and give tensors without dimensions, and are traced once: what they read may change in
     place between calls. They come after scale, soft cap and ALiBi, and hide keys besides what causality,

@@ -1,8 +1,8 @@
 """What an attention asks of a backend: `AttentionSpec`, and `attention_spec`, the one function that makes it
 from a layer's arguments.
 
-Every door comes through here: the module from its options, the checked functions from their arguments, a
-HuggingFace cache and the engine's model from what their layers really call with. So a feature that a layer
+Every entry point comes through here: the module from its options, the checked functions from their arguments,
+a HuggingFace cache and the engine's model from what their layers really call with. So a feature that a layer
 uses and a backend lacks meet in one place.
 """
 

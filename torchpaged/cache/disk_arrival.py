@@ -31,7 +31,7 @@ class Returning:
 
     Attributes:
         keys, blocks, cold, copies, slots, job, told: as given.
-        is_left, is_over: whether nobody wants it any more, and whether ``returned`` was called.
+        is_left, is_over: whether no request wants it any more, and whether ``returned`` was called.
         then: of what came from the file; None: nothing, or not yet.
     """
 

@@ -157,7 +157,7 @@ class DiskBlocks(NotCopied):
         self._file.close()
 
     # --------------------------------------------------------------------------------------------- in threads
-    # What a job raises would be raised by whoever looks at it, the repair of a step that raised included.
+    # What a job raises would be raised where its result is read, the repair of a step that raised included.
     def _write(
         self, rows: Sequence[tuple[int, Tensor]], after: Callable[[], object]
     ) -> list[int | Exception]:

@@ -175,7 +175,7 @@ class DiskTier(HostTier):
     def clear(self) -> None:
         """See `HostTier`; waits for what is read or written right now."""
         self._reading.clear()
-        for one in list(self._returning):  # who waits gets it; nobody else does
+        for one in list(self._returning):  # only who waits gets it
             one.job.wait()
             self._returned(one)
         self._settle_writes()

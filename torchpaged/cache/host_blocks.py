@@ -45,7 +45,7 @@ class Arrival(Protocol):
         wait, unless they come from a disk."""
 
     def leave(self) -> None:
-        """Nobody wants them any more: the same, but what has not begun to arrive never will, and is not
+        """No request wants them any more: the same, but what has not begun to arrive never will, and is not
         waited for."""
 
 

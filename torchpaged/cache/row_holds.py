@@ -21,7 +21,7 @@ class RowHolds:
         self._chunks: list[list[int]] = []  # of each a list of one number, how many rows share it
 
     def fork(self, pool: BlockPool, table: list[int], num_full: int) -> tuple[list[int], RowHolds]:
-        """Another row with the same blocks, the first ``num_full`` of which nobody writes into."""
+        """Another row with the same blocks, the first ``num_full`` of which no row writes into."""
         twin, chunks = RowHolds(), self._chunks
         while (len(chunks) + 1) * CHUNK <= num_full:
             chunks.append([1])

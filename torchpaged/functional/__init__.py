@@ -3,8 +3,8 @@
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     out = paged_attention(q, k_cache, v_cache, block_table, seq_lens, query_start_loc, max_query_len=1)
 
-They run the backend that every other door would choose: `torchpaged.use_backend`, TORCHPAGED_BACKEND, then
-the automatic choice; one that was asked for and can't serve a call raises with its reasons.
+They run the backend that every other entry point would choose: `torchpaged.use_backend`, TORCHPAGED_BACKEND,
+then the automatic choice; one that was asked for and can't serve a call raises with its reasons.
 ``ops=BACKEND_OPS[name]`` runs one backend's kernels whatever was asked for.
 
 Under ``torch.compile`` they trace to one op call (and one allocation). The backend is chosen when the call is

@@ -96,7 +96,7 @@ def paged_attention(
         out: ``[num_tokens, num_heads, head_dim_v]`` in q's dtype to write into, which is returned; apart from
             q and the pools, any strides with a contiguous last dimension. None: a new one. With queries of
             fp8 of bfloat16 or float16; None: a new one of bfloat16. With ``output_scale`` of float8_e4m3fn.
-        ops: whose kernels to run; default: those of the backend that every other door would choose.
+        ops: whose kernels to run; default: those of the backend that every other entry point would choose.
 
     Returns:
         A tensor ``[num_tokens, num_heads, head_dim_v]`` in q's or out's dtype; with ``return_lse`` a pair of

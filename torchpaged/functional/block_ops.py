@@ -52,7 +52,7 @@ def copy_blocks(
         k_cache, v_cache: the pools, as in `write_kv`.
         block_mapping: ``[num_pairs, 2]`` int64 of (source, destination), or a list of pairs; negative ids
             skip the pair. No block may be a destination twice, or source and destination.
-        ops: whose kernels to run; default: those of the backend that every other door would choose.
+        ops: whose kernels to run; default: those of the backend that every other entry point would choose.
 
     Raises:
         ArgumentError: an id is out of range, or destinations collide; nothing is copied then.

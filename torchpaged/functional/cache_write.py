@@ -47,7 +47,7 @@ def write_kv(
             as its query tokens, and that none of them is context of a request in it. It may then start while
             this write runs, which saves a microsecond or two on Hopper. Without the promise any call
             may follow.
-        ops: whose kernels to run; default: those of the backend that every other door would choose.
+        ops: whose kernels to run; default: those of the backend that every other entry point would choose.
 
     Raises:
         ArgumentError: shapes, dtypes, devices, strides or slots don't fit; nothing is written then.

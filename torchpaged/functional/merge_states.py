@@ -37,7 +37,7 @@ def merge_attn_states(
             some libraries mark empty rows, is none to us.
         output_scale: float32, one number; the first result is then of float8_e4m3fn, as in
             `torchpaged.paged_attention`.
-        ops: whose kernels to run; default: those of the backend that every other door would choose.
+        ops: whose kernels to run; default: those of the backend that every other entry point would choose.
 
     Returns:
         ``(out, lse)`` of attention over both sets.

@@ -46,7 +46,7 @@ def advance_step(
         input_ids, positions, slot_mapping: ``[num_reqs]`` int64, rewritten.
         seq_lens: ``[num_reqs]`` int32, one longer afterwards.
         block_size: tokens per block.
-        ops: whose kernels to run; default: those of the backend that every other door would choose.
+        ops: whose kernels to run; default: those of the backend that every other entry point would choose.
 
     Raises:
         ArgumentError: shapes, dtypes or devices don't fit.

@@ -126,7 +126,7 @@ def why_not(layer: Any, name: str) -> str | None:
             return "only one of gate and up has a bias"
     if name == "experts":
         if architecture.beside_of(layer) is not None or names.post_norms or architecture.residual_scale:
-            return "its mixture of experts stands beside an MLP, or is scaled or normed behind"
+            return "its mixture of experts stands next to an MLP, or is scaled or normed behind"
         return why_not_experts(mlp, architecture.family)
     attention = getattr(layer, names.attention, None)
     if name == "rope" and architecture.head_norms_of(attention):

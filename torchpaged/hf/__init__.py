@@ -1,4 +1,4 @@
-"""The HuggingFace door: two lines around unmodified ``generate()``.
+"""HuggingFace models: two lines around unmodified ``generate()``.
 
     model.set_attn_implementation("torchpaged")
     cache = torchpaged.hf.PagedCache(model.config, max_batch_size=4, max_seq_len=512)

@@ -102,7 +102,7 @@ def _once_per_step(
 ) -> BatchStep:
     """Table, lengths and slots of the layer's group.
 
-    They are kept beside the step's own list of indices, which transformers makes anew for every step. What
+    They are kept next to the step's own list of indices, which transformers makes anew for every step. What
     a graph captures is made within it: a replay must make it again. A trace keeps nothing.
     """
     if torch.compiler.is_compiling():

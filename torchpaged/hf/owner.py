@@ -73,7 +73,7 @@ class PagedOwner(Cache):
 
     @property
     def keeping(self) -> list[Any]:
-        """What has pools, of keys and values, latents or states: layers, and states beside a layer's keys."""
+        """What has pools, of keys and values, latents or states: layers, and states of layers with keys."""
         parts = (part for layer in self.layers for part in (getattr(layer, "state", None), layer))
         return [part for part in parts if hasattr(part, "has_written")]
 

@@ -138,7 +138,7 @@ def _ops_of_one_call(call: AttentionCall, ops: BackendOps | None) -> BackendOps 
 
     Args:
         call: the whole one.
-        ops: held to what their backend declares; None: those that every other door would choose.
+        ops: held to what their backend declares; None: those that every other entry point would choose.
 
     Raises:
         BackendUnavailableError: as `torchpaged.paged_attention`.

@@ -1,5 +1,5 @@
 """The backend of one call of a function of `torchpaged.functional`: the one that its caller's handles are of,
-or the one that every other door would choose.
+or the one that every other entry point would choose.
 
     ops = choose_ops(Kind.of(call))         # an attention, or with Kind.written a write for one
     ops = device_ops(q.device)              # an op that no attention's features bear on

@@ -1,5 +1,5 @@
-"""One file per family of models that needs more than the door gives: functions for its modules, a layer of
-its cache, or facts of it. Importing registers them all (`torchpaged.hf.families`).
+"""One file per family of models that needs more than all others: functions for its modules, a layer of its
+cache, or facts of it. Importing registers them all (`torchpaged.hf.families`).
 
 Nothing outside this folder imports from it.
 """

@@ -18,7 +18,7 @@ _GIVES_TYPES = (5, 23)
 
 def _shared_keys(module: Any) -> Function | None:
     """Layers that attend over another layer's pools, which transformers 5.17 takes through ``Tensor.to``:
-    behind it compiled code no longer knows them, so that they are handed on beside."""
+    behind it compiled code no longer knows them, so that they are handed on apart."""
     if not getattr(module, "is_kv_shared_layer", False):
         return None
     plain = plain_of(module, "forward")

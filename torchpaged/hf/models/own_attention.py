@@ -1,5 +1,5 @@
 """What makes modules that ignore transformers' attention interface attend in a paged cache; the families of
-such models are in the files beside this one.
+such models are in the other files of this folder.
 
 Each module gets a function of ours in the place of one of its own, on the instance: `_attn`, where a module
 computes its scores in a method by that name, else `forward`. With a paged cache the function calls

@@ -20,7 +20,8 @@ from transformers.masking_utils import (
 from torchpaged import ArgumentError, UnsupportedModelError
 from torchpaged.hf import PagedCache
 from torchpaged.hf.call_mask import MaskRequest
-from torchpaged.hf.mask_functions import MaskKind, Prompt, kinds_of
+from torchpaged.hf.mask_functions import kinds_of
+from torchpaged.hf.mask_kinds import MaskKind, Prompt
 
 
 def test_causality_comes_from_the_mask() -> None:

@@ -20,7 +20,8 @@ from transformers.masking_utils import (
 
 from torchpaged import UnsupportedModelError
 from torchpaged.hf.call_mask import MaskRequest, describe, held_by
-from torchpaged.hf.mask_functions import MaskKind, Prompt, Spans, find_spans, kinds_of
+from torchpaged.hf.mask_functions import find_spans, kinds_of
+from torchpaged.hf.mask_kinds import MaskKind, Prompt, Spans
 
 GROUPS = torch.tensor(
     [

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
-from torchpaged.hf.mask_functions import MaskKind, Prompt, Spans, kind_without_cache
+from torchpaged.hf.mask_functions import kind_without_cache
+from torchpaged.hf.mask_kinds import MaskKind, Prompt, Spans
 from torchpaged.hf.pinned_batch import pin_batch
 
 

@@ -11,7 +11,7 @@ from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
 from torchpaged.hf.call import LayerCall, Requests
 from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.mask_functions import MaskKind
+from torchpaged.hf.mask_kinds import MaskKind
 from torchpaged.hf.pinned_batch import pin_batch
 from torchpaged.metadata import AttentionMetadata
 

@@ -23,13 +23,13 @@ from transformers import PreTrainedModel
 from torchpaged.backends import Choice, Limits, Planning, Route, Session, select_backend
 from torchpaged.cache import PagedKVCache, RollingBlocks
 from torchpaged.custom_ops.checks import check_sizes, is_int, reads_values, switch
-from torchpaged.custom_ops.errors import ArgumentError, NotCopied, UnsupportedModelError
+from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVQuantization, Scales
 from torchpaged.hf.packed_memory import bytes_of_request, most_blocks, most_requests, num_checkpoints_for
-from torchpaged.hf.packed_mixers import pack_mixers
 from torchpaged.hf.packed_scales import PackedScales, run_once
+from torchpaged.hf.probe import probe
 from torchpaged.hf.rolling_attention import choose_rolling
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.hf.step_rings import StepRings
@@ -134,7 +134,7 @@ class PagedModel(NotCopied):
         self.batch_invariant = batch_invariant
         self._read(model, config)
         self._asked, pools = backend, KVQuantization(kv_dtype, "head", 0).dtype
-        probed = _probe(model, config, block_size, pools)
+        probed = probe(model, config, block_size, pools)
         specs = [layer.stored for layer in probed.keeping]
         keys = [layer.stored for layer in probed.paged]
         self._scales = PackedScales(kv_dtype, kv_scales, keys, str(config.model_type))
@@ -343,29 +343,3 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     if not all(is_int(token) and -(2**31) <= token < 2**31 for token in ends):
         raise ArgumentError("eos_token_id", "token ids, of generation_config", repr(eos))
     return ends
-
-
-def _probe(
-    model: PreTrainedModel, config: Any, block_size: int, kv_dtype: torch.dtype | None = None
-) -> StepCache:
-    """A cache that knows what each layer stores, and what the layers ask of a backend.
-
-    Found by one padding token: exact for any architecture, whatever its config calls things. The reference
-    takes every attention.
-    """
-    limits = Limits(1, 1, 1, num_blocks=2, block_size=block_size)
-    cache = StepCache(config, limits, block_size, "reference", kv_dtype)
-    pack_mixers(model, cache.states)
-    with torch.no_grad():
-        cache.run(model, *cache.padding_step(model.device))
-    missing = [i for i, layer in enumerate(cache.keeping) if not layer.is_initialized]
-    if missing:
-        raise UnsupportedModelError(f"{type(model).__name__}: layers {missing} never wrote to the cache")
-    windows = {layer.window for layer in cache.paged} - {None}
-    if windows and cache.masks.causal and not cache.masks.local:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: its config gives layers a window of {sorted(windows)} tokens, and it "
-            "asks for no mask of a window, so that its own caches and its own forwards disagree; set "
-            "model.config.sliding_window = None (and its layer_types) if it has none"
-        )
-    return cache

@@ -17,7 +17,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.call import LayerCall
 from torchpaged.hf.call_mask import CallMask
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.mask_functions import MaskKind, Spans
+from torchpaged.hf.mask_kinds import MaskKind, Spans
 from torchpaged.hf.pinned_batch import pin_batch
 from torchpaged.hf.rolling_attention import require_kept
 

@@ -20,7 +20,7 @@ from torchpaged.functional import paged_attention
 from torchpaged.hf.call import LayerCall
 from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.families import family_of
-from torchpaged.hf.mask_functions import MaskKind
+from torchpaged.hf.mask_kinds import MaskKind
 from torchpaged.hf.pinned_batch import pin_batch
 
 _LEAST_BLOCK_SIZE = 16  # `rows_as_pools` cuts rows into blocks of this size at least

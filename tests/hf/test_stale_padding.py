@@ -176,4 +176,4 @@ def test_a_forward_longer_than_prepared() -> None:
         cache.update(keys, keys, 0)
     cache.masks.observe(asked(20, padded_prompts()["attention_mask"]))
     cache.masks.observe(asked(24))  # of another forward
-    assert cache.masks.take_padding(2, 24) is None
+    assert cache.masks.expected.take(2, 24) is None

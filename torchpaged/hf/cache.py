@@ -208,7 +208,7 @@ class PagedCache(PagedOwner):
             self.rows.require_device(self.name, key_states.device)
             return
         batch = key_states.shape[0]
-        padding = self.masks.take_padding(batch, key_states.shape[2])  # a refusal below forgets it
+        padding = self.masks.expected.take(batch, key_states.shape[2])  # a refusal below forgets it
         if batch > self.rows.max_rows:
             expected = f"at least the batch ({counted(batch, 'row')}, beams included)"
             got = str(self.rows.max_rows)

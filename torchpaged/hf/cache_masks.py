@@ -17,38 +17,13 @@ from transformers.masking_utils import causal_mask_function
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.call_mask import CallMask, MaskRequest
+from torchpaged.hf.expected_padding import ExpectedPadding, left_padding
 from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_functions import is_causal, kinds_of, sees_next, whole_spans
 from torchpaged.hf.mask_kinds import MaskKind, Prompt, Rows, Spans
 from torchpaged.hf.row_errors import ANOTHER_PROMPT, other_rows
 from torchpaged.hf.row_refusals import assert_padding
-
-
-def left_padding(mask: Tensor, todo: str = "") -> list[int]:
-    """Padding tokens at the start of each row of a 2-D mask ``[batch, length]`` (nonzero = token).
-
-    ``todo``: what to do about a hole, for the message.
-
-    Raises:
-        ArgumentError: a hole after the first token: right padding, or padding in the middle.
-    """
-    if mask.dim() != 2:
-        raise ArgumentError(
-            "attention_mask", "a 2-D mask [batch, length] with a PagedCache", f"shape {list(mask.shape)}"
-        )
-    present = mask.bool().cpu()
-    padding = (present.cumsum(-1) == 0).sum(-1)
-    holes = ~present & (torch.arange(mask.shape[1], device="cpu")[None] >= padding[:, None])
-    if bool(holes.any()):
-        row, column = holes.nonzero()[0].tolist()
-        raise ArgumentError(
-            "attention_mask",
-            "left padding only (tokenizer.padding_side = 'left')",
-            f"a zero after row {row}'s first token, at position {column}",
-            todo,
-        )
-    return [int(p) for p in padding]
 
 
 class CacheMasks:
@@ -64,6 +39,7 @@ class CacheMasks:
     Attributes:
         causal: whether the masks that the model asked for are causal; None if it asked for none (cross
             attention does not).
+        expected: the padding of a forward that has no rows yet.
     """
 
     def __init__(
@@ -73,6 +49,7 @@ class CacheMasks:
         # Bloom widens its mask to a fixed cache's length with zeros, unless it is attached.
         family = family_of(name)
         self._todo = "call torchpaged.hf.attach(model) first" if family.own_attention else ""
+        self.expected = ExpectedPadding(name)
         self._marks_padding = not family.asks_again
         self.forget()
 
@@ -84,14 +61,7 @@ class CacheMasks:
         self._prompts_are_whole = False  # see `expect_candidates`
         self._longest_mask = 0  # in tokens
         self._mask_seen = False  # a mask came, so that decode steps on a device need not look at theirs
-        self._forget_padding()
-
-    def _forget_padding(self) -> None:
-        # Of the forward that has no rows yet: the padding of each row, None if there is none; how many rows
-        # and tokens per row; and the windows or chunks that it asked masks for.
-        self._padding: list[int] | None = None
-        self._shape: tuple[int, int] | None = None
-        self._asked: set[int | None] = set()
+        self.expected.forget()
 
     def require_next(self, asked: MaskRequest) -> None:
         """Refuse a forward that does not go on behind what the cache holds, as far as it shows; host facts,
@@ -182,17 +152,17 @@ class CacheMasks:
         padding = [] if mask is None else left_padding(mask, self._todo)
         holds = None
         if not rows.ready:
-            self._forget_another_forward(asked)
+            self.expected.forget_another_forward(asked)
         if query_length > 1 or not rows.ready:
             # A row may have more padding than a mask says that came behind another one.
-            known = padding or rows.padding or self._padding or ()
+            known = padding or rows.padding or self.expected.padding or ()
             prompt = Prompt(asked.batch, int(asked.q_offset), query_length, known, asked.device)
             found = self._find_kinds(asked, prompt) if query_length > 1 else {}
             padded = self._marks_padding and any(padding) and not rows.ready
             if padded or any(spans.rows for spans in found.values()):
                 holds = CallMask(self._name, found, prompt, rows=rows)
         if not rows.ready:
-            self._expect(padding, asked)
+            self.expected.learn(padding, asked)
         elif mask is not None:
             if any(padding):
                 self._learn_padding(padding, query_length)
@@ -241,47 +211,6 @@ class CacheMasks:
         """What comes behind a prompt are candidates for its next tokens (assisted generation), no chunks of
         it."""
         self._cut, self._prompts_are_whole = None, True
-
-    def _forget_another_forward(self, asked: MaskRequest) -> None:
-        """Forget the padding of a forward that broke off before it wrote, ahead of this one's first mask:
-        transformers asks for those of windows and chunks in any order."""
-        if self._shape != (asked.batch, asked.query_len) or asked.local_size in self._asked:
-            self._forget_padding()
-
-    def _expect(self, padding: list[int], asked: MaskRequest) -> None:
-        """A mask of a forward that has no rows yet, with padding of each row; all zeros or empty: it says
-        nothing.
-
-        Raises:
-            UnsupportedModelError: the forward's masks contradict each other.
-        """
-        found, shape = (padding if any(padding) else None), (asked.batch, asked.query_len)
-        if self._shape is None:
-            self._padding, self._shape = found, shape
-        elif found != self._padding:
-            raise UnsupportedModelError(
-                f"{self._name} masks the padding of some layers and not, or not alike, that of others "
-                f"({self._padding}, then {found}), which rows of one length can't hold; generate without "
-                "padding, row by row"
-            )
-        self._asked.add(asked.local_size)
-
-    def take_padding(self, batch: int, query_length: int) -> list[int] | None:
-        """Return, and forget, the padding of each row of the forward that is about to write its first tokens;
-        None: there is none. ``query_length`` 0: the rows are made ahead of the forward.
-
-        Raises:
-            UnsupportedModelError: its masks were asked for as for a forward of another size.
-        """
-        padding, shape = self._padding, self._shape
-        self._forget_padding()
-        if padding is not None and shape is not None and query_length and shape != (batch, query_length):
-            raise UnsupportedModelError(
-                f"{self._name} runs {query_length} tokens per row where {shape[1]} were prepared, in {batch} "
-                f"rows where there were {shape[0]}, with left padding {padding}, so that it is not known "
-                "which of them are padding; generate without padding, row by row"
-            )
-        return padding
 
     def _learn_padding(self, padding: list[int], query_length: int) -> None:
         rows = self._rows

@@ -23,7 +23,7 @@ import torch
 
 from torchpaged import Limits
 from torchpaged.backends import Backend, HostLengths, Session, attention_spec, get_backend
-from torchpaged.backends.choose.route import Part
+from torchpaged.backends.choose.route_session import Part
 from torchpaged.bench import conditions
 
 DEVICE, DTYPE, BLOCK_SIZE = torch.device("cuda"), torch.bfloat16, 16

@@ -14,7 +14,7 @@ LATENT = Table(
         Constant("NUM_HEADS", "int", "query heads"),
         Constant("BLOCK_SIZE", "int", "tokens of a block of the cache"),
         Constant("HALF", "bool", "numbers are float16, else bfloat16"),
-        Constant("FP8", "macro", "rows of fp8; 2: converted in registers. Chooses the producer"),
+        Constant("FP8", "bool", "rows of fp8"),
         Constant("CAUSAL", "bool", "no key behind a query's own position is seen"),
         Constant("LSE", "bool", "log-sum-exp is stored"),
         Constant("ROWS", "int", "query rows (tokens x heads) of a CTA"),

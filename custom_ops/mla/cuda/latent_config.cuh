@@ -8,7 +8,7 @@ inline constexpr int ROPE = 64;                // columns of a rotated key, behi
 inline constexpr int NUM_HEADS = 16;           // query heads
 inline constexpr int BLOCK_SIZE = 64;          // tokens of a block of the cache
 inline constexpr bool HALF = false;            // numbers are float16, else bfloat16
-#define FP8 0                                  // rows of fp8; 2: converted in registers. Chooses the producer
+inline constexpr bool FP8 = false;             // rows of fp8
 inline constexpr bool CAUSAL = true;           // no key behind a query's own position is seen
 inline constexpr bool LSE = false;             // log-sum-exp is stored
 inline constexpr int ROWS = 16;                // query rows (tokens x heads) of a CTA

@@ -9,7 +9,7 @@ constexpr int SCALES_IN = RANK, ROPE_IN = SCALES_IN + GROUPS * 4, ROW_BYTES = RO
 constexpr int STAGE_BYTES = TILE_KV * ROW_BYTES;
 // A warpgroup leaves registers to the consumers, which otherwise would wait for them for ever; one warp of it
 // works.
-constexpr int CONSUMER_THREADS = 256, THREADS = CONSUMER_THREADS + 128;
+constexpr int CONSUMER_THREADS = 256, CONSUMER_WARPS = 8, THREADS = CONSUMER_THREADS + 128;
 constexpr int PRODUCER_REGISTERS = 24, CONSUMER_REGISTERS = 104, OF_CTA = 65536 / 2 / THREADS / 8 * 8;
 static_assert(CONSUMER_REGISTERS * CONSUMER_THREADS + PRODUCER_REGISTERS * 128 <= OF_CTA * THREADS, "");
 constexpr int SCORES_LINE = TILE_KV + 4, WEIGHTS_LINE = TILE_KV * 2 + 16;  // floats, bytes: in other banks
@@ -30,6 +30,7 @@ static_assert(SHARED_BYTES <= 113 * 1024, "shared memory of two CTAs");
 __device__ __forceinline__ void produce_rows(const Params &p, u32 shared, Walk walk, int lane) {
   const u64 policy = read_once();
   int slot = 0, phase = 0;
+  bool early = true;
   Segment s;
   while (walk.next(s)) {
     for (int tile = s.first; tile < s.last; ++tile) {
@@ -39,6 +40,7 @@ __device__ __forceinline__ void produce_rows(const Params &p, u32 shared, Walk w
       const char *const from = p.rows + block * p.rows_block + first % BLOCK_SIZE * p.rows_slot;
       const u32 full = shared + FULL_AT + slot * 8,
                 to = shared + slot * STAGE_BYTES + lane * (COPIED_KEYS * ROW_BYTES);
+      early = ask_early(s, tile, early);
       // arrive: every consumer warp, when it has read what was in the stage
       mbarrier_wait(shared + EMPTY_AT + slot * 8, phase ^ 1);
       if (lane == 0) mbarrier_arrive_expect_tx(full, min(s.seq_len - tile * TILE_KV, TILE_KV) * ROW_BYTES);

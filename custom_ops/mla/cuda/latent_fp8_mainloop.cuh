@@ -286,7 +286,7 @@ struct RowConsumer {
   __device__ __forceinline__ void finish(const Segment &s, int group, int row_tile,
                                          float (&acc)[MY_TILES][BLOCKS_8][4], const float (&level)[BLOCKS_8],
                                          float (&total)[BLOCKS_8]) const {
-    float *const slot = slot_of(p, group, s.slot, row_tile);
+    float *const slot = CLUSTER > 1 ? (float *)memory : slot_of(p, group, s.slot, row_tile);
 #pragma unroll
     for (int r = 0; r < BLOCKS_8; ++r) {
 #pragma unroll
@@ -296,13 +296,10 @@ struct RowConsumer {
         float &unit = ((float *)(memory + UNITS_AT))[row * GROUPS + lane];
         unit = inverse_power(unit) * (s.whole ? 1.f / total[r] : 1.f);
       }
-      if (lane == 0) {
-        if (s.whole)
-          store_lse(p, row_of(row_tile * ROWS + row, s.start, s.query_len, s.seq_len), level[r], total[r]);
-        else *(float2 *)(slot + UNITS * 512 + row * 2) = float2{level[r], total[r]};
-      }
+      if (lane == 0 && s.whole)
+        store_lse(p, row_of(row_tile * ROWS + row, s.start, s.query_len, s.seq_len), level[r], total[r]);
     }
-    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // units are there
+    barrier<CONSUMER_THREADS>(ALL_CONSUMERS);  // units are there, and no stage is read
     multiply(acc, UNITS_AT);
 #pragma unroll
     for (int j = 0; j < BLOCKS_8; ++j)
@@ -318,6 +315,10 @@ struct RowConsumer {
             *(u32 *)(to + i * 32) = row.end > 0 ? pack<HALF>(acc[i][j][e], acc[i][j][e + 2]) : 0;
       }
     if (s.whole) return;
+    if (lane == 0)
+#pragma unroll
+      for (int r = 0; r < BLOCKS_8; ++r)
+        *(float2 *)(slot + UNITS * 512 + (warp * BLOCKS_8 + r) * 2) = float2{level[r], total[r]};
     // as latent_merge.cu has them: column n % 8 of 16 in lanes n % 8 * 4 ..., the eighth behind it there too
 #pragma unroll
     for (int i = 0; i < MY_TILES; ++i)
@@ -334,7 +335,9 @@ struct RowConsumer {
     int stage = 0, phase = 0;
     const int first_row = walk.row_tile * ROWS;
     Segment s;
-    while (walk.next(s)) {
+    bool more = walk.next(s);
+    wait_for_kernels_ahead();
+    for (; more; more = walk.next(s)) {
       Queries q;
       load_queries(q, s, first_row);
       float acc[MY_TILES][BLOCKS_8][4] = {}, back[BLOCKS_8], level[BLOCKS_8], total[BLOCKS_8];

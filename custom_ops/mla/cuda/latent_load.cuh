@@ -7,10 +7,7 @@
 
 constexpr int GROUP_BYTES = SQUARES * 1024;  // 8 keys: their lines of each square, one behind the other
 constexpr int CONSUMER_THREADS = 128, CONSUMER_WARPS = 4;
-// and the producer, one warp; of fp8 two warpgroups, to which the consumers leave registers
-constexpr int THREADS = CONSUMER_THREADS + (FP8 ? 256 : 32);
-constexpr int FULL_ARRIVALS = FP8 ? 4 : 1;   // warps that fill a stage
-constexpr int PRODUCER_REGISTERS = ROWS == 32 ? 136 : 128, CONSUMER_REGISTERS = ROWS == 32 ? 232 : 240;
+constexpr int THREADS = CONSUMER_THREADS + 32;  // and the producer, one warp
 constexpr int P_BYTES = ROWS * 128;
 static_assert(ROWS <= 32 && STAGES >= 2, "tiles in use and on their way");
 
@@ -26,11 +23,13 @@ static_assert(SHARED_BYTES <= 227 * 1024, "shared memory");
 __device__ __forceinline__ void produce(const Params &p, u32 shared, Walk walk, int lane) {
   const u64 policy = read_once();
   int slot = 0, phase = 0;
+  bool early = true;
   Segment s;
   while (walk.next(s)) {
     for (int tile = s.first; tile < s.last; ++tile) {
       const int block = block_of(p, s, tile, lane);
       const u32 full = shared + FULL_AT + slot * 8;
+      early = ask_early(s, tile, early);
       // arrive: every consumer warp, when its products with what was in the stage have ended
       mbarrier_wait(shared + EMPTY_AT + slot * 8, phase ^ 1);
       if (lane == 0) mbarrier_arrive_expect_tx(full, TILE_BYTES);

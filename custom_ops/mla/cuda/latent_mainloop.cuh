@@ -33,7 +33,9 @@ __device__ __forceinline__ void consume(const Params &p, char *memory, Walk walk
   const u32 weights = shared + P_AT;
   int stage = 0, phase = 0;
   Segment s;
-  while (walk.next(s)) {
+  bool more = walk.next(s);
+  wait_for_kernels_ahead();
+  for (; more; more = walk.next(s)) {
     load_queries(p, memory + Q_AT, s, row_tile, thread);
     fence_async();
     float maximum[BLOCKS_8][2], total[BLOCKS_8][2];

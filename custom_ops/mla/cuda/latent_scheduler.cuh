@@ -5,7 +5,8 @@
 // There are no more ranges than the longest one asks for, and where all requests have equally many tiles a
 // few less, so that borders of ranges meet those of requests.
 //
-// Every CTA works all of this out from lengths on the device, before it waits for the kernels ahead.
+// Every CTA works all of this out from lengths on the device, before it waits for the kernels ahead. Ahead of
+// the wait it reads the table and keys of the context, too (custom_ops/stream_order.py).
 #pragma once
 
 #include "latent_params.cuh"
@@ -110,6 +111,10 @@ struct Segment {  // tiles [first, last) of a request
   bool whole;
 
   __device__ __forceinline__ int rows() const { return query_len * NUM_HEADS; }
+  // Whether a tile's keys were all there when the kernel ahead began: none is a query token's.
+  __device__ __forceinline__ bool is_context(int tile) const {
+    return (tile + 1) * TILE_KV <= seq_len - query_len;
+  }
 };
 
 // The segments of a range, one after the other; those without rows for this CTA are left out.
@@ -147,6 +152,22 @@ template <int COUNT> __device__ __forceinline__ Walk open_walk(const Params &p, 
   const bool has_work = group < schedule.groups && schedule.tiles > 0;
   const int many = has_work ? schedule.begin(group + 1) - schedule.begin(group) : 0;
   return {p, place.request, place.tile, many, (int)blockIdx.x - group * p.row_tiles, 0};
+}
+
+// When the next kernel may begin: at once, since the merge behind this one holds back those behind itself; or
+// behind the wait, so that to attention behind this one query tokens of this step are context.
+__device__ __forceinline__ void begin_next_at_once() {
+  if constexpr (CLUSTER == 1) griddepcontrol_launch_dependents();
+}
+__device__ __forceinline__ void wait_for_kernels_ahead() {
+  griddepcontrol_wait();
+  if constexpr (CLUSTER > 1) griddepcontrol_launch_dependents();
+}
+// By the producer, in front of each tile: it waits, once, for the first that is not all context.
+__device__ __forceinline__ bool ask_early(const Segment &s, int tile, bool early) {
+  if (!early || s.is_context(tile)) return early;
+  wait_for_kernels_ahead();
+  return false;
 }
 
 // The lane's block of a tile; none past the last key: the copy engine fills those with zeros.

@@ -17,14 +17,11 @@ from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
 #: float16, smaller blocks and several query tokens were compared with the oracle only.
 MAX_ROWS = 128
 WIDTHS = ((512, 64),)
-#: With rows of fp8: more need the registers of the warps that convert.
+#: With rows of fp8: as far as it was faster than the Triton kernel (docs/log/latent_fp8.md).
 MAX_FP8_ROWS = 32
-#: `LatentSpec.fp8`: rows of fp8, which latent.cu stores converted and latent_fp8.cu converts in registers.
-#: The latter has tiles of at most so many rows, whose queries are in registers, and so many CTAs of a
-#: multiprocessor. More than 8 rows it takes where tables have room for more than so many tokens: as far as it
-#: was faster (docs/log/latent_fp8.md).
-STORED, IN_REGISTERS = 1, 2
-FP8_TILE_ROWS, FP8_CTAS, FP8_TOKENS = 16, 2, 65536
+#: latent_fp8.cu has tiles of at most so many rows, whose queries are in registers, and so many CTAs of a
+#: multiprocessor.
+FP8_TILE_ROWS, FP8_CTAS = 16, 2
 _SHARED = 227 * 1024
 _DTYPES = (torch.bfloat16, torch.float16)
 _TILE_KV, _MAX_STAGES = 64, 4
@@ -44,7 +41,7 @@ class LatentSpec(NamedTuple):
     num_heads: int
     block_size: int
     half: bool
-    fp8: int
+    fp8: bool
     causal: bool
     lse: bool
     rows: int
@@ -54,13 +51,11 @@ class LatentSpec(NamedTuple):
     @classmethod
     def of(cls, call: LatentCall, num_sms: int) -> LatentSpec:
         """Of a call that `why_not` lets pass."""
-        num_heads, fp8 = call.q.shape[1], int(call.kv_cache.dtype == torch.float8_e4m3fn) * STORED
+        num_heads, fp8 = call.q.shape[1], call.kv_cache.dtype == torch.float8_e4m3fn
         rows = rows_of(num_heads * call.max_query_len)
         (num_reqs, columns), block_size = call.block_table.shape, call.kv_cache.shape[1]
         clustered = rows <= 32 and num_reqs <= MAX_CLUSTERS <= num_sms // CLUSTER
         clustered = clustered and columns * block_size <= TOKENS_PER_CLUSTER * max(num_reqs, 4)
-        if fp8 and not clustered and (rows == 8 or num_reqs * columns * block_size > FP8_TOKENS):
-            fp8, rows = IN_REGISTERS, min(rows, FP8_TILE_ROWS)
         return cls(
             rank=call.rank,
             rope=call.q.shape[2] - call.rank,
@@ -70,8 +65,8 @@ class LatentSpec(NamedTuple):
             fp8=fp8,
             causal=call.causal,
             lse=call.lse is not None,
-            rows=rows,
-            max_groups=num_sms * (FP8_CTAS if fp8 == IN_REGISTERS else 1),
+            rows=min(rows, FP8_TILE_ROWS) if fp8 else rows,
+            max_groups=num_sms * (FP8_CTAS if fp8 else 1),
             cluster=CLUSTER if clustered else 1,
         )
 
@@ -118,7 +113,7 @@ def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
 def latent_config(spec: LatentSpec) -> Config:
     """The constants."""
     # of a cluster, so that it finds room beside the kernel ahead
-    stages = 2 if spec.rows == 64 or spec.cluster > 1 or spec.fp8 == IN_REGISTERS else _MAX_STAGES
+    stages = 2 if spec.rows == 64 or spec.cluster > 1 or spec.fp8 else _MAX_STAGES
     while _count(spec.rank, spec.rope, spec.rows, stages, spec.fp8) > _SHARED:
         stages -= 1
     values = {name.upper(): int(value) for name, value in spec._asdict().items()}
@@ -139,7 +134,7 @@ def shared_bytes(config: Config) -> int:
 
 
 def _count(rank: int, rope: int, rows: int, stages: int, fp8: int) -> int:
-    if fp8 == IN_REGISTERS:
+    if fp8:
         scales = rank // 128
         keys = stages * _TILE_KV * (rank + scales * 4 + rope * 2)
         return keys + scales * rows * ((_TILE_KV + 4) * 4 + _TILE_KV * 2 + 16 + 8) + stages * 16 + 200
@@ -155,7 +150,7 @@ def slot_floats(config: Config) -> int:
 
 def kernel_of(config: Config) -> tuple[str, str]:
     """Source and name of the kernel that works on keys."""
-    if config["FP8"] == IN_REGISTERS:
+    if config["FP8"]:
         return "latent_fp8.cu", "latent_fp8"
     if config["ROWS"] == 64:
         return "latent_pairs.cu", "latent_pairs"

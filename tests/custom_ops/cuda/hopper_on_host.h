@@ -134,6 +134,9 @@ constexpr u32 CTA_BYTES = 1 << 18;
 alignas(1024) inline char memories[MOST_CTAS * CTA_BYTES];
 inline char *cta_memory() { return memories + cta() * CTA_BYTES; }
 inline u32 shared_address(const void *p) { return (u32)((const char *)p - memories); }
+inline u32 mapa(u32 mine, int rank) { return mine % CTA_BYTES + (u32)rank * CTA_BYTES; }
+inline u32 mapa(const void *mine, int rank) { return mapa(shared_address(mine), rank); }
+inline float4 ld_cluster_float4(u32 from) { return *(float4 *)(memories + from); }
 inline void cp_async_or_zero(u32 to, const char *from, bool real) {
   if (real) memcpy(memories + to, from, 16);
   else memset(memories + to, 0, 16);

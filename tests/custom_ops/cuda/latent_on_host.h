@@ -149,14 +149,15 @@ inline void wgmma_commit() {
   products[current].groups.push_back(std::move(products[current].open));
   products[current].open.clear();
 }
-inline Meeting warpgroups[4];
+inline Meeting warpgroups[MOST_CTAS * 4];
 template <int N> void wgmma_wait() {
   // no warp of the warpgroup has its results before all have asked
-  meet(warpgroups[current / 128], 128);
+  const int thread = current % cta_threads;
+  meet(warpgroups[cta() * 4 + thread / 128], 128);
   Products &t = products[current];
   while ((int)t.groups.size() > N) {
     for (const Product &p : t.groups.front()) {
-      const int row = current % 128 / 32 * 16 + current % 32 / 4;
+      const int row = thread % 128 / 32 * 16 + thread % 32 / 4;
       float of_a[2][16];
       for (int r = 0; r < 2; ++r)
         for (int k = 0; k < 16; ++k)

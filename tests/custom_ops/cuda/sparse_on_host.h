@@ -4,12 +4,8 @@
 #include "hopper_on_host.h"
 
 inline u32 atomicAdd(u32 *at, u32 x) { return (*at += x) - x; }
-inline u32 mapa(const void *mine, int rank) {
-  return shared_address(mine) % CTA_BYTES + (u32)rank * CTA_BYTES;
-}
 inline u32 ld_cluster_u32(u32 from) { return *(u32 *)(memories + from); }
 inline float2 ld_cluster_float2(u32 from) { return *(float2 *)(memories + from); }
-inline float4 ld_cluster_float4(u32 from) { return *(float4 *)(memories + from); }
 inline void st_cluster(u32 to, u32 x) { *(u32 *)(memories + to) = x; }
 inline void prefetch_l2(const char *) {}
 inline float clipped(float x) { return x < 0.f ? 0.f : x; }

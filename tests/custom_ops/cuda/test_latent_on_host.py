@@ -18,13 +18,14 @@ from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Map
 from torchpaged.custom_ops.mla.call import LatentCall
-from torchpaged.custom_ops.mla.cuda import latent, shape
+from torchpaged.custom_ops.mla.cuda import latent
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, kernel_of, latent_config
 from torchpaged.testing import Batch, BatchSpec
 
 pytestmark = needs_gxx
 CTAS = 6  # of the device: few, so that requests are cut and CTAs go from one to the next
+CLUSTERED_CTAS = 64  # so that few short requests are shared by clusters
 
 
 class HostMap(ctypes.Structure):
@@ -79,9 +80,17 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
     "not causal": ({"num_heads": 4, "causal": False}, BatchSpec("g", (100, 30), (4, 4))),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("h", (300,), (1,))),
     "fp8": ({"num_heads": 5, "rank": 512, "fp8": True}, BatchSpec("i", (300, 1, 0, 65), (1,) * 4)),
-    "fp8, stored": (
-        {"num_heads": 16, "rank": 512, "fp8": True, "stored": True, "block_size": 32},
-        BatchSpec("k", (900, 130), (1, 1)),
+    "clusters": (
+        {"num_heads": 12, "clusters": True},
+        BatchSpec("o", (1100, 64, 0, 130), (1,) * 4, padded_tokens=2),
+    ),
+    "fp8, clusters": (
+        {"num_heads": 5, "rank": 512, "fp8": True, "clusters": True},
+        BatchSpec("p", (700, 3, 0), (1,) * 3, padded_tokens=1),
+    ),
+    "fp8, two tiles of rows, clusters": (
+        {"num_heads": 12, "rank": 512, "fp8": True, "clusters": True, "block_size": 16},
+        BatchSpec("q", (300, 70), (2, 1)),
     ),
     # numbers of keys, of each 128 columns, and of queries far apart
     "fp8, uneven": (
@@ -111,15 +120,14 @@ def make_uneven(batch: Batch, most: float) -> None:
     queries.mul_(torch.exp2((rows * most).round()))
 
 
-@pytest.mark.slow_cases(but=("8 rows", "128 rows", "drafts", "fp8, fp16, drafts"))
+@pytest.mark.slow_cases(but=("8 rows", "128 rows", "drafts", "fp8, fp16, drafts", "clusters"))
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, in other orders of the threads: the same bits."""
     options, batch_spec = CASES[name]
     options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64, "causal": True} | options
     causal, fp8, uneven = options.pop("causal"), options.pop("fp8", False), options.pop("uneven", 0.0)
-    if not options.pop("stored", False):  # by latent.cu
-        monkeypatch.setattr(shape, "FP8_TOKENS", 0)
+    ctas = CLUSTERED_CTAS if options.pop("clusters", False) else CTAS
     batch = make_latent_batch(batch_spec, **options)
     if uneven:
         make_uneven(batch, uneven)
@@ -128,25 +136,26 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     libraries: dict[str, ctypes.CDLL] = {}
     seeds = []
 
-    def specialised(_: int, spec: LatentSpec) -> tuple[HostKernel, HostKernel, Config]:
+    def specialised(_: int, spec: LatentSpec) -> tuple[HostKernel, HostKernel | None, Config]:
         config = latent_config(spec)
-        names = (kernel_of(config), ("latent_merge.cu", "latent_merge"))
+        assert (spec.cluster > 1) == (ctas == CLUSTERED_CTAS)
+        names = [kernel_of(config), ("latent_merge.cu", "latent_merge")][: 2 if spec.cluster == 1 else 1]
         for file, entry in names:
             if file not in libraries:
                 libraries[file] = compiled(tmp_path / file, file, entry, config)
-        kernel, merge = (HostKernel(libraries[file], seed=seeds[-1]) for file, _ in names)
-        return kernel, merge, config
+        kernel, *merge = (HostKernel(libraries[file], spec.cluster, seeds[-1]) for file, _ in names)
+        return kernel, merge[0] if merge else None, config
 
     monkeypatch.setattr(latent, "_specialised", specialised)
     monkeypatch.setattr(latent, "pool_map", pool_map)
-    monkeypatch.setattr(gpu, "num_sms", lambda _: CTAS)
+    monkeypatch.setattr(gpu, "num_sms", lambda _: ctas)
     monkeypatch.setattr(gpu, "launches_early", lambda _: True)
     for seed in (1, 2):
         seeds.append(seed)
         out = torch.full(shapes, float("nan"), dtype=batch.q.dtype)
         lse = torch.full(shapes[:2], float("nan"))
         call = LatentCall(*latent_tensors(batch), out, lse, batch.max_query_len, batch.scale, causal)
-        latent.attend(call, LatentSpec.of(call, CTAS))
+        latent.attend(call, LatentSpec.of(call, ctas))
         assert_latent_close(out, lse, batch, causal=causal)
         results.append((out, lse))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -217,7 +217,24 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             "attend_selected.py:selected_kernel", False, SCRATCH, waits="launch", case="indices, in parts"
         ),
         Launch("merge.py:merge_kernel", False, OUT, waits="launch", case="merge of the parts"),
-        Launch("latent.cu:latent_decode", True, OUT, "start", LENGTHS, case="cuda, short queries on Hopper"),
+        Launch(
+            "latent.cu:latent_decode",
+            True,
+            OUT,
+            "start",
+            (*METADATA, CONTEXT),
+            case="cuda, short queries on Hopper",
+            why="the merge launch behind it waits for all of it",
+        ),
+        Launch(
+            "latent.cu:latent_decode",
+            True,
+            OUT,
+            "wait",
+            (*METADATA, CONTEXT),
+            case="cuda, short queries on Hopper, in clusters",
+            why="a query token of this step is context in the next",
+        ),
         Launch(
             "latent_pairs.cu:latent_pairs",
             True,
@@ -226,7 +243,24 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             LENGTHS,
             case="cuda, many rows on Hopper",
         ),
-        Launch("latent_fp8.cu:latent_fp8", True, OUT, "start", LENGTHS, case="cuda, rows of fp8 on Hopper"),
+        Launch(
+            "latent_fp8.cu:latent_fp8",
+            True,
+            OUT,
+            "start",
+            (*METADATA, CONTEXT),
+            case="cuda, rows of fp8 on Hopper",
+            why="the merge launch behind it waits for all of it",
+        ),
+        Launch(
+            "latent_fp8.cu:latent_fp8",
+            True,
+            OUT,
+            "wait",
+            (*METADATA, CONTEXT),
+            case="cuda, rows of fp8 on Hopper, in clusters",
+            why="a query token of this step is context in the next",
+        ),
         Launch(
             "latent_merge.cu:latent_merge", True, OUT, "wait", LENGTHS, case="cuda, merge of cut requests"
         ),
@@ -242,10 +276,19 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch(
             "rope_write_latent.py:rope_write_latent_kernel",
             True,
-            ("q_out", "kv_cache"),
+            ("q_out", CONTEXT),
+            reads_early=("up_keys",),
+            fence=True,
+            case="are_query_tokens=False",
+        ),
+        Launch(
+            "rope_write_latent.py:rope_write_latent_kernel",
+            True,
+            ("q_out", QUERY_TOKENS),
             "start",
             ("up_keys",),
-            why="no kernel reads latents early",
+            case="are_query_tokens=True",
+            why="as write_kv",
         ),
     ),
     "up_project_values": (

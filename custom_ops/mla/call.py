@@ -64,6 +64,7 @@ class LatentWriteCall(NamedTuple):
     kv_norm: Tensor | None = None
     norm_eps: float = 1e-6
     rotation: str = "halves"
+    are_query_tokens: bool = False
 
     def write(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The arguments of ``write_latent``."""

@@ -26,10 +26,11 @@ SCHEMAS = {
     # normed by kv_norm [rank] (RMSNorm) if given, and k_pe [T, rope], rotated, as write_latent stores them.
     # positions [T] int64, cos_sin [max_position, rope] float32 or q's dtype, cosines in the first half, sines
     # in the second. rotation: which numbers turn together, and where they go: "halves": i and i + rope / 2;
-    # "pairs": 2 i and 2 i + 1; "pairs_to_halves": read as pairs, stored as halves.
+    # "pairs": 2 i and 2 i + 1; "pairs_to_halves": read as pairs, stored as halves. are_query_tokens: promises
+    # that a mla_attention follows of which these are the query tokens, as write_kv has it.
     "rope_write_latent": """(Tensor q, Tensor kv_c, Tensor k_pe, Tensor positions, Tensor cos_sin,
         Tensor slot_mapping, Tensor up_keys, Tensor(a!) q_out, Tensor(b!) kv_cache, *, Tensor? kv_norm=None,
-        float norm_eps=1e-6, str rotation="halves") -> ()""",
+        float norm_eps=1e-6, str rotation="halves", bool are_query_tokens=False) -> ()""",
     # What stands behind mla_attention: latents [T, num_heads, rank] that each head has summed, multiplied by
     # the value's up-projections up_values [num_heads, v_head_dim, rank]: out [T, num_heads, v_head_dim].
     "up_project_values": "(Tensor latents, Tensor up_values, Tensor(a!) out) -> ()",

@@ -26,6 +26,7 @@ from torchpaged.custom_ops.stream_order import (
 ROOT = Path(__file__).parents[2]
 LAUNCHES = [(op, launch) for op, launches in STREAM_ORDER.items() for launch in launches]
 KERNELS = sorted({launch.kernel for _, launch in LAUNCHES})
+QUERY_TOKEN_WRITES = ("write_kv", "rope_write_kv", "rope_write_latent")
 SIGNALS = {"gdc_wait": "wait", "gdc_launch_dependents": "trigger", "fence": "fence"}
 
 
@@ -277,7 +278,7 @@ def row(op: str, kernel: str, case: str = "") -> Launch:
 
 
 def case_of(op: str, arguments: dict[str, Any]) -> str:
-    if op in ("write_kv", "rope_write_kv"):
+    if op in QUERY_TOKEN_WRITES:
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
     if op == "linear_attention":
         return "long rows" if "CHUNK" in arguments else ""
@@ -338,7 +339,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     ):
         _, args, kwargs = next(case for case in cases if case[0] == op)
         for flags in (
-            [{"are_query_tokens": value} for value in (False, True)] if op.endswith("write_kv") else [{}]
+            [{"are_query_tokens": value} for value in (False, True)] if op in QUERY_TOKEN_WRITES else [{}]
         ):
             record(op, *args, **{**kwargs, **flags})
     one_token = make_experts_inputs(num_tokens=1, shared=24, residual=True, dtype=torch.bfloat16)

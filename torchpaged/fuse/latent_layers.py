@@ -83,6 +83,7 @@ class LatentPlan(AttentionPlan):
         """See `AttentionPlan`; with the norm of the latents, and the keys' half of kv_b taken into q."""
         q_out = q.new_empty(*q.shape[:2], sum(self.widths))
         absorbed, options = up_projections(self.mixer, q)[0], {"rotation": self.rotation, **self.kv_norm}
+        options["are_query_tokens"] = step.cached.writes_query_tokens(rows)
         given = (positions, cos_sin, rows.slot_mapping, absorbed, q_out, step.cached.keys)
         step.ops.rope_write_latent(q, k[:, 0], v[:, 0], *given, **options)
         return q_out

@@ -24,6 +24,7 @@ from torchpaged.custom_ops.mla.call import LatentWriteCall
 from torchpaged.custom_ops.mla.check import check_rope_write_latent
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, num_scales
 from torchpaged.custom_ops.mla.triton.write_latent import store_fp8_latent
+from torchpaged.custom_ops.triton.cache_writes import end_write
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import (
@@ -125,12 +126,13 @@ def rope_write_latent_kernel(
     num_tokens,
     SIZES: tl.constexpr,
     ROTATION: tl.constexpr,
+    ARE_QUERY_TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """``q``, ``kv_c``, ``k_pe``, ``q_out``: `Tokens`; ``up_keys``: `Tokens`, of heads and their rows;
     ``pool``: `KeyPool`; ``cos_sin``: `Matrix`. Grid: (num_tokens + tiles of tokens x heads x (tiles of the
     rank + 1),)."""
-    if PDL:
+    if PDL and ARE_QUERY_TOKENS:
         tl.extra.cuda.gdc_launch_dependents()
     TILE: tl.constexpr = SIZES.tile_tokens
     TILE_RANK: tl.constexpr = SIZES.tile_rank
@@ -179,6 +181,7 @@ def rope_write_latent_kernel(
                 SIZES.half_pad,
                 ROTATION,
             )
+    end_write(ARE_QUERY_TOKENS, PDL)
 
 
 def rope_write_latent(call: LatentWriteCall) -> None:
@@ -222,6 +225,7 @@ def rope_write_latent(call: LatentWriteCall) -> None:
             fp8=kv_cache.dtype == ROW_DTYPE,
         ),
         ROTATION=call.rotation,
+        ARE_QUERY_TOKENS=call.are_query_tokens,
         num_warps=4,
         **early_launch(q.device),
     )

@@ -286,7 +286,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             True,
             ("q_out", QUERY_TOKENS),
             "start",
-            ("up_keys", "positions", "slot_mapping"),
+            ("up_keys", "slot_mapping"),
             case="are_query_tokens=True",
             why="as write_kv",
         ),

@@ -7,8 +7,8 @@ head's up-projection on tensor cores, one more per head rotates the rest of it. 
 columns follow each other, so that tiles of tokens find its weights in L2. Everything is rounded once, when it
 is stored.
 
-The first terms' weights, of few tokens all of them, are read before the kernels ahead have ended, and of
-query tokens slots, positions and angles, too (stream_order.py).
+The first terms' weights, of few tokens all of them, are read before the kernels ahead have ended, and so are
+slots of query tokens (stream_order.py).
 """
 
 from __future__ import annotations
@@ -61,17 +61,8 @@ class LatentSizes(NamedTuple):
 
 
 @triton.jit
-def _load_angles(cos_sin, positions, here, ROPE: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Cosines and sines ``[rows, HALF_PAD]`` of positions ``[rows, 1]``, ``here`` which of them there are."""
-    d = tl.arange(0, HALF_PAD)[None, :]
-    at, mask = cos_sin.ptr + positions * cos_sin.row + d, here & (d < ROPE // 2)
-    cos = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    return cos, tl.load(at + ROPE // 2, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _store_rotated(
-    source, target, cos, sin, here, ROPE: tl.constexpr, HALF_PAD: tl.constexpr, ROTATION: tl.constexpr
+    source, target, cos_sin, here, ROPE: tl.constexpr, HALF_PAD: tl.constexpr, ROTATION: tl.constexpr
 ):
     """Rotate rows of ROPE numbers; pointers ``[rows, 1]``, ``here`` which of them there are."""
     HALF: tl.constexpr = ROPE // 2
@@ -83,6 +74,8 @@ def _store_rotated(
         first, second = 2 * d, 2 * d + 1
     x1 = tl.load(source + first, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(source + second, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_sin + d, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(cos_sin + HALF + d, mask=mask, other=0.0).to(tl.float32)
     if ROTATION == "pairs_to_halves":
         first, second = d, HALF + d
     tl.store(target + first, (x1 * cos - x2 * sin).to(target.dtype.element_ty), mask=mask)
@@ -90,7 +83,7 @@ def _store_rotated(
 
 
 @triton.jit
-def _write_row(kv_c, k_pe, pool, norm, cos, sin, token, slot, SIZES: tl.constexpr, ROTATION: tl.constexpr):
+def _write_row(kv_c, k_pe, pool, norm, cos_sin, token, slot, SIZES: tl.constexpr, ROTATION: tl.constexpr):
     """The row of one token in the pool."""
     RANK: tl.constexpr = SIZES.rank
     column = tl.arange(0, SIZES.groups_pad)[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -110,8 +103,7 @@ def _write_row(kv_c, k_pe, pool, norm, cos, sin, token, slot, SIZES: tl.constexp
     _store_rotated(
         k_pe.ptr + token * k_pe.token + row,
         key_at + row,
-        cos,
-        sin,
+        cos_sin + row,
         row == 0,
         SIZES.rope,
         SIZES.half_pad,
@@ -157,22 +149,17 @@ def rope_write_latent_kernel(
     weight = tl.load(weights, mask=multiplies & (n[:, None] < SIZES.nope), other=0.0)
     if PDL and not ARE_QUERY_TOKENS:
         tl.extra.cuda.gdc_wait()
-    # a program that writes a row has one token, one that rotates a tile of them
-    writes, rotates, row = program < num_tokens, (program >= num_tokens) & (column == COLUMNS), program
-    tokens = ((program - num_tokens) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
-    here = tokens < num_tokens
-    slot = tl.load(slot_ptr + row, mask=writes, other=-1, cache_modifier=".cg")
-    position = tl.load(positions_ptr + row, mask=writes, other=0, cache_modifier=".cg")
-    positions = tl.load(positions_ptr + tokens, mask=here & rotates, other=0, cache_modifier=".cg")
-    first = tl.arange(0, 1)[:, None]
-    cos, sin = _load_angles(cos_sin, position + first, writes, SIZES.rope, SIZES.half_pad)
-    of_tile = _load_angles(cos_sin, positions, here & rotates, SIZES.rope, SIZES.half_pad)
+    slot = tl.load(slot_ptr + program, mask=program < num_tokens, other=-1, cache_modifier=".cg")
     if PDL and ARE_QUERY_TOKENS:
         tl.extra.cuda.gdc_wait()
-    if writes:
+    if program < num_tokens:
+        token = program.to(tl.int64)
         if slot >= 0:
-            _write_row(kv_c, k_pe, pool, norm, cos, sin, row.to(tl.int64), slot, SIZES, ROTATION)
+            rotation_at = cos_sin.ptr + tl.load(positions_ptr + token) * cos_sin.row
+            _write_row(kv_c, k_pe, pool, norm, rotation_at, token, slot, SIZES, ROTATION)
     else:
+        tokens = ((program - num_tokens) % tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+        here = tokens < num_tokens
         source = q.ptr + tokens * q.token + head * q.head
         target = q_out.ptr + tokens * q_out.token + head * q_out.head
         if column < COLUMNS:
@@ -186,11 +173,11 @@ def rope_write_latent_kernel(
                 y = tl.dot(as_numbers(x), as_numbers(weight), y, input_precision="ieee")
             tl.store(target + r, y.to(target.dtype.element_ty), mask=here & (r < SIZES.rank))
         else:
+            position = tl.load(positions_ptr + tokens, mask=here, other=0)
             _store_rotated(
                 source + SIZES.nope,
                 target + SIZES.rank,
-                of_tile[0],
-                of_tile[1],
+                cos_sin.ptr + position * cos_sin.row,
                 here,
                 SIZES.rope,
                 SIZES.half_pad,

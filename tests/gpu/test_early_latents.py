@@ -49,6 +49,7 @@ class Steps:
             if fp8
             else self.batch.k_cache
         )
+        self.positions = [torch.zeros_like(s) for s in self.slots]
         self.rows = [torch.empty(len(s), RANK + ROPE, **make) for s in self.slots]
         self.queries = [torch.empty(len(s), HEADS, NOPE + ROPE, **make) for s in self.slots]
         self.lens = [
@@ -74,9 +75,8 @@ class Steps:
             x.fill_(float("nan"))
 
     def write(self, part: int, q_out: Tensor, **options: Any) -> None:
-        positions = torch.zeros_like(self.slots[part])
         kv_c, k_pe = self.rows[part].split((RANK, ROPE), dim=1)
-        given = (positions, self.cos_sin, self.slots[part], self.up_keys, q_out, self.pool)
+        given = (self.positions[part], self.cos_sin, self.slots[part], self.up_keys, q_out, self.pool)
         CUDA.rope_write_latent(self.queries[part], kv_c, k_pe, *given, **options)
 
     def attend(self, step: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import fused_models
 import pytest
 import torch
 from models import padded_prompts, tiny
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BartConfig, BartForConditionalGeneration, EncoderDecoderCache, PreTrainedModel
 
 from torchpaged.backends.choose import names as names_module
-from torchpaged.hf import PagedCache, pinned_batch
+from torchpaged.hf import PagedCache, fuse, pinned_batch
 
 BART: dict[str, Any] = {
     "vocab_size": 99,
@@ -32,14 +33,14 @@ BART: dict[str, Any] = {
 
 
 class Writes(TorchDispatchMode):
-    """``(tokens, are_query_tokens)`` of every `write_kv`."""
+    """``(tokens, are_query_tokens)`` of every `write_kv` and `rope_write_latent`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[int, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().startswith("torchpaged::write_kv"):
+        if func.name().startswith(("torchpaged::write_kv", "torchpaged::rope_write_latent")):
             self.seen.append((len(args[0]), (kwargs or {}).get("are_query_tokens", False)))
         return func(*args, **(kwargs or {}))
 
@@ -61,6 +62,13 @@ def test_a_decoder_writes_its_query_tokens() -> None:
     assert writes == [(num_tokens, False), *[(num_tokens, True)] * others]
     writes = written(model, PagedCache(model.config, 8, 64, dense=True), **inputs)
     assert writes == [(num_tokens, False)] * (others + 1)
+
+
+def test_a_fused_model_over_latents_writes_its_query_tokens() -> None:
+    model, inputs = fused_models.build("youtu"), padded_prompts()
+    fuse(model)
+    writes = written(model, PagedCache(model.config, 8, 64), **inputs)
+    assert writes == [(inputs["input_ids"].numel(), n > 0) for n in range(model.config.num_hidden_layers)]
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

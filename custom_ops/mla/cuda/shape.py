@@ -19,9 +19,9 @@ MAX_ROWS = 128
 WIDTHS = ((512, 64),)
 #: With rows of fp8: as far as it was faster than the Triton kernel (docs/log/latent_fp8.md).
 MAX_FP8_ROWS = 32
-#: latent_fp8.cu has tiles of at most so many rows, whose queries are in registers, and so many CTAs of a
-#: multiprocessor.
-FP8_TILE_ROWS, FP8_CTAS = 16, 2
+#: latent_fp8.cu has so many CTAs of a multiprocessor, and tiles of 8 rows, or of up to 16, whose queries
+#: still fit registers, where tables have room for more than so many tokens (docs/log/latent_fp8.md).
+FP8_CTAS, FP8_TILE_ROWS, FP8_TOKENS = 2, 16, 65536
 _SHARED = 227 * 1024
 _DTYPES = (torch.bfloat16, torch.float16)
 _TILE_KV, _MAX_STAGES = 64, 4
@@ -56,6 +56,8 @@ class LatentSpec(NamedTuple):
         (num_reqs, columns), block_size = call.block_table.shape, call.kv_cache.shape[1]
         clustered = rows <= 32 and num_reqs <= MAX_CLUSTERS <= num_sms // CLUSTER
         clustered = clustered and columns * block_size <= TOKENS_PER_CLUSTER * max(num_reqs, 4)
+        if fp8:
+            rows = min(rows, FP8_TILE_ROWS if num_reqs * columns * block_size > FP8_TOKENS else 8)
         return cls(
             rank=call.rank,
             rope=call.q.shape[2] - call.rank,
@@ -65,7 +67,7 @@ class LatentSpec(NamedTuple):
             fp8=fp8,
             causal=call.causal,
             lse=call.lse is not None,
-            rows=min(rows, FP8_TILE_ROWS) if fp8 else rows,
+            rows=rows,
             max_groups=num_sms * (FP8_CTAS if fp8 else 1),
             cluster=CLUSTER if clustered else 1,
         )

@@ -18,7 +18,7 @@ from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.cuda.loaded_kernel import Map
 from torchpaged.custom_ops.mla.call import LatentCall
-from torchpaged.custom_ops.mla.cuda import latent
+from torchpaged.custom_ops.mla.cuda import latent, shape
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, kernel_of, latent_config
 from torchpaged.testing import Batch, BatchSpec
@@ -92,6 +92,10 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
         {"num_heads": 12, "rank": 512, "fp8": True, "clusters": True, "block_size": 16},
         BatchSpec("q", (300, 70), (2, 1)),
     ),
+    "fp8, four tiles of rows": (
+        {"num_heads": 16, "rank": 512, "fp8": True, "tokens": 9999, "block_size": 32},
+        BatchSpec("r", (900, 130), (2, 1)),
+    ),
     # numbers of keys, of each 128 columns, and of queries far apart
     "fp8, uneven": (
         {"num_heads": 16, "rank": 512, "fp8": True, "uneven": 12.0, "block_size": 32},
@@ -127,6 +131,7 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     options, batch_spec = CASES[name]
     options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64, "causal": True} | options
     causal, fp8, uneven = options.pop("causal"), options.pop("fp8", False), options.pop("uneven", 0.0)
+    monkeypatch.setattr(shape, "FP8_TOKENS", options.pop("tokens", 0))
     ctas = CLUSTERED_CTAS if options.pop("clusters", False) else CTAS
     batch = make_latent_batch(batch_spec, **options)
     if uneven:

@@ -232,7 +232,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             OUT,
             "wait",
             (*METADATA, CONTEXT),
-            case="cuda, short queries on Hopper, in clusters",
+            case="cuda, short queries in clusters",
             why="a query token of this step is context in the next",
         ),
         Launch(
@@ -258,7 +258,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             OUT,
             "wait",
             (*METADATA, CONTEXT),
-            case="cuda, rows of fp8 on Hopper, in clusters",
+            case="cuda, rows of fp8 in clusters",
             why="a query token of this step is context in the next",
         ),
         Launch(
@@ -279,7 +279,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             ("q_out", CONTEXT),
             reads_early=("up_keys",),
             fence=True,
-            case="are_query_tokens=False",
+            case="other tokens",
         ),
         Launch(
             "rope_write_latent.py:rope_write_latent_kernel",
@@ -287,7 +287,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             ("q_out", QUERY_TOKENS),
             "start",
             ("up_keys", "slot_mapping"),
-            case="are_query_tokens=True",
+            case="query tokens",
             why="as write_kv",
         ),
     ),

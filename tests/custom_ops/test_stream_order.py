@@ -278,6 +278,8 @@ def row(op: str, kernel: str, case: str = "") -> Launch:
 
 
 def case_of(op: str, arguments: dict[str, Any]) -> str:
+    if op == "rope_write_latent":
+        return "query tokens" if arguments["ARE_QUERY_TOKENS"] else "other tokens"
     if op in QUERY_TOKEN_WRITES:
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
     if op == "linear_attention":

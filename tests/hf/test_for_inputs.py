@@ -123,10 +123,11 @@ def test_a_model_that_caches_nothing_by_default() -> None:
             assert torch.equal(model.generate(**call, past_key_values=cache), want)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_all_tokens_again_in_every_step(fused: bool) -> None:
+def test_all_tokens_again_in_every_step(name: str, fused: bool) -> None:
     """Since transformers 5.24 no mask tells them from the next turn."""
-    model = tiny("Llama")
+    model = tiny(name)
     call, cache = {"input_ids": torch.randint(3, 99, (2, 5)), **GREEDY}, PagedCache(model.config, 2, 500)
     want = model.generate(**call)
     model.set_attn_implementation("torchpaged")

@@ -14,8 +14,10 @@ from torchpaged.hf.row_errors import ANOTHER_PROMPT
 
 
 def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping[str, Any]) -> None:
-    """Refuse several tokens behind others that generate() begins with all of, as it does with
-    ``use_cache=False`` and in assisted generation; since transformers 5.24 no mask shows it. For eager code.
+    """Refuse several tokens behind others that do not go on behind them. generate() begins with all of its
+    prompt with ``use_cache=False`` and in assisted generation, and with a part of one that is no longer than
+    what is cached; since transformers 5.24 no mask shows it, but positions do. Looks once in a forward, for
+    eager code.
 
     Args:
         rows: of the cache.
@@ -27,22 +29,30 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
         ArgumentError: the rows hold other tokens.
     """
     first = rows.first_position(query_len if written else 0)
-    if not first or query_len == 1:
+    if not first or query_len == 1 or rows.looked_at == rows.num_forwards:
         return
     if options.get("use_cache") is False:
         expected = f"True behind the {first} tokens in the cache"
         raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
-    if not rows.expects_candidates:
-        return
     positions = options.get("position_ids")  # None: attention is not told of them, as Bloom's
-    if query_len > first and (positions is None or int(positions.flatten()[0]) == 0):
+    if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    start = None if positions is None else int(positions.flatten()[0])
+    if rows.expects_candidates and query_len > first and start in (None, 0):
         raise ArgumentError(
             "past_key_values",
             "a PagedCache without tokens: assisted generation runs all of a prompt",
             f"one with {first}",
             "call cache.reset() before it",
         )
-    rows.expects_candidates = False
+    # A prompt of n tokens, no more than are cached, loses its first ones: its mask, and so its positions, end
+    # at n, or without a mask of the caller's at n more than are cached. Masks tell of padded rows.
+    ahead = first - query_len
+    again = start == 0 if ahead <= 0 else start is not None and 2 * start in (ahead, ahead + 2 * first)
+    if again and not any(rows.padding or ()):
+        expected = f"tokens behind the {first} in the cache"
+        raise ArgumentError("input_ids", expected, f"positions from {start} on", ANOTHER_PROMPT)
+    rows.expects_candidates, rows.looked_at = False, rows.num_forwards
 
 
 def assert_padding(rows: CacheRows, mask: Tensor) -> None:

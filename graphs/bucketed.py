@@ -15,36 +15,24 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.checks import check_callable, checks_device_values, switch
+from torchpaged.custom_ops.checks import checks_device_values, switch
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError, NotCopied
 from torchpaged.custom_ops.words import one_line, shortened
 from torchpaged.graphs.addresses import CapturedAddresses, Watch
 from torchpaged.graphs.buckets import bucket_for
-from torchpaged.graphs.capture import CaptureBackend, Captured, CudaCapture, EagerCapture, HostCapture
+from torchpaged.graphs.capture import CaptureBackend, Captured, HostCapture
 from torchpaged.graphs.capture_bucket import capture_bucket
+from torchpaged.graphs.capture_options import Progress, capture_backend_for, check_progress
 from torchpaged.graphs.report import BucketReport, describe_bucket
 from torchpaged.graphs.step import NoSession, Ranges, StepSession, no_range
 from torchpaged.metadata import HostLengths
 
 BucketStep = Callable[..., Tensor]
-Progress = Callable[[int, int, str], None]
-
-
-class CaptureOptions(TypedDict, total=False):
-    """What runners hand on to `BucketedGraphs`, which says what it means."""
-
-    capture: str | CaptureBackend
-    warmup_iters: int
-    progress: Progress | None
-    watch: Watch | None
-    debug: bool | None
-    ranges: Ranges | None
-    session: StepSession | None
 
 
 class StaticInputs(Protocol):
@@ -64,26 +52,6 @@ class StaticInputs(Protocol):
     def reset(self) -> None:
         """Wait for the device, and make host and device agree, after a capture or replay that failed or
         was interrupted."""
-
-
-def capture_backend_for(capture: str | CaptureBackend, device: torch.device) -> CaptureBackend:
-    """``capture``, or for "auto" CUDA graphs on a GPU and an eager capture elsewhere;
-    raises `ArgumentError`."""
-    check_capture(capture)
-    if not isinstance(capture, str):
-        return capture
-    return CudaCapture(device) if device.type == "cuda" else EagerCapture()
-
-
-def check_capture(capture: str | CaptureBackend) -> None:
-    """Refuse what is neither "auto" nor a `CaptureBackend`."""
-    if capture != "auto" and (isinstance(capture, type) or not isinstance(capture, CaptureBackend)):
-        raise ArgumentError("capture", "'auto' or a CaptureBackend", repr(capture))
-
-
-def check_progress(progress: Progress | None) -> None:
-    """Refuse what can't be called."""
-    check_callable("progress", progress, "progress(done, total, text)")
 
 
 class BucketedGraphs(NotCopied):

@@ -20,9 +20,9 @@ from torch import Tensor
 from torchpaged.custom_ops.checks import check_callable, shape_of
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted
-from torchpaged.graphs.bucketed import CaptureOptions
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.buffers import DecodeBatch, DecodeBuffers
+from torchpaged.graphs.capture_options import CaptureOptions
 from torchpaged.graphs.decode import DecodeGraphs, Prefixes
 from torchpaged.graphs.step import Step
 from torchpaged.metadata import HostLengths

@@ -39,7 +39,7 @@ from torchpaged.hf.call import LayerCall
 from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.families import family_of
 from torchpaged.hf.mask_kinds import MaskKind
-from torchpaged.hf.support import needs_eager_mask
+from torchpaged.hf.model_classes import needs_eager_mask
 from torchpaged.hf.uncached import Way, way_of
 
 SIZES: dict[str, Any] = {

@@ -19,9 +19,9 @@ from torchpaged.backends import Limits
 from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.fuse.report import Launches
 from torchpaged.hf.attention import NAME
+from torchpaged.hf.model_classes import uses_attention_interface
 from torchpaged.hf.packed_mixers import pack_mixers
 from torchpaged.hf.step_cache import StepCache
-from torchpaged.hf.support import uses_attention_interface
 from torchpaged.hf.switch import Settings
 
 #: Ops that give memory or another view of it, and launch nothing; views are known by their schema.

@@ -40,8 +40,8 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.functional import paged_attention, write_kv
 from torchpaged.hf.continuous_cache import BatchLayer, gathered, keys_of_kind, layer_of, step_of
 from torchpaged.hf.families import family_of
+from torchpaged.hf.model_classes import has_own_attention
 from torchpaged.hf.packed_mixers import mixers_of
-from torchpaged.hf.support import has_own_attention
 
 #: What a user asks for, with transformers 5.17; 5.23 strips the prefix, so that "torchpaged" is left.
 PAGED_NAME = "paged|torchpaged"

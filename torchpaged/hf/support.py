@@ -1,9 +1,7 @@
-"""Facts about a model: whether it can run through the attention interface (and the refusal of those that
-can't), and whether it is fused."""
+"""Facts about a model, and refusals of those that can't run through the attention interface."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import reprlib
 import sys
@@ -12,41 +10,21 @@ from typing import Any
 
 import torch
 from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    MODEL_MAPPING,
     PreTrainedModel,
 )
 
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import family_of
+from torchpaged.hf.model_classes import class_of, uses_attention_interface
 
 #: The name under which attention and mask functions are registered.
 NAME = "torchpaged"
-_MAPPINGS: tuple[Any, ...] = (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
-    MODEL_MAPPING,
-)
 _REASON = (
     "its attention layers do not call transformers' attention interface (ALL_ATTENTION_FUNCTIONS), so that "
     "no attention implementation can be plugged in; use a model that does, or torchpaged.PagedAttention in a "
     "model of your own"
 )
-
-
-def uses_attention_interface(model_class: type[PreTrainedModel]) -> bool:
-    """Whether a model class calls the attention interface.
-
-    transformers tells it only through the private ``_can_set_attn_implementation``;
-    ``set_attn_implementation`` asks the same method but merely warns. ``tests/hf/test_refusals.py`` notices
-    if it changes.
-    """
-    return bool(model_class._can_set_attn_implementation())
 
 
 def require_causal_lm(model: Any) -> None:
@@ -175,47 +153,6 @@ def require_weights(model: PreTrainedModel) -> None:
             )
 
 
-def _class_of(config_class: type) -> type[PreTrainedModel] | None:
-    """A model class that transformers knows for a config; None for a config from elsewhere. One modelling
-    file holds them all."""
-    for mapping in _MAPPINGS:
-        found = mapping.get(config_class, None)
-        found = found[0] if isinstance(found, (tuple, list)) else found
-        if isinstance(found, type):
-            return found
-    return None
-
-
-@functools.cache
-def _told_by_class(model_type: str) -> tuple[bool, bool]:
-    """`has_own_attention` and `needs_eager_mask`."""
-    found = _class_of(CONFIG_MAPPING[model_type]) if model_type in CONFIG_MAPPING else None
-    own = found is not None and not uses_attention_interface(found)
-    without_sdpa = found is not None and not getattr(found, "_supports_sdpa", False)
-    return own, own or without_sdpa or family_of(model_type).adds_bias
-
-
-@torch.compiler.assume_constant_result
-def has_own_attention(model_type: str) -> bool:
-    """Whether the models of a type ignore the attention interface, so that they add the mask to scores of
-    their own."""
-    return _told_by_class(model_type)[0]
-
-
-@torch.compiler.assume_constant_result
-def needs_eager_mask(model_type: str) -> bool:
-    """Whether the models of a type are right only with the mask that eager attention adds to scores: one for
-    every forward, in floating point.
-
-    Those that ignore the attention interface, and those that do not claim SDPA: BigBird-Pegasus' decoder
-    calls itself not causal and leaves causality to a mask that SDPA's mask function would leave out, and its
-    encoder adds the mask to scores of its own. And those with a bias by positions, a mask in floating point
-    anyway: UMT5's decoder calls itself not causal in transformers 5.17. ``_supports_sdpa`` is private;
-    ``tests/hf/test_encoder_decoder.py`` notices if it changes.
-    """
-    return _told_by_class(model_type)[1]
-
-
 def require_supported_config(config: Any) -> None:
     """The same from a config alone, where transformers knows the model that goes with it; also refuses those
     with caches of their own.
@@ -224,11 +161,11 @@ def require_supported_config(config: Any) -> None:
     changes.
     """
     require_keys_of_tokens(config)
-    model_class = _class_of(type(config))
+    model_class = class_of(type(config))
     if model_class is None:
         return
     if not uses_attention_interface(model_class):  # of a model of several parts the text part counts
-        model_class = _class_of(type(config.get_text_config(decoder=True))) or model_class
+        model_class = class_of(type(config.get_text_config(decoder=True))) or model_class
     family = family_of(config.model_type)
     if family.own_attention:
         family.require_expressible(config)

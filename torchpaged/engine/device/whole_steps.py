@@ -20,9 +20,10 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.engine.device.request_rows import DecodeRows
-from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, CaptureOptions
+from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep
 from torchpaged.graphs.buckets import bucket_for
 from torchpaged.graphs.capture import Captured
+from torchpaged.graphs.capture_options import CaptureOptions
 from torchpaged.graphs.decode import DecodeGraphs, Prefixes, PrefixGraphs
 from torchpaged.graphs.step import Step
 from torchpaged.metadata import AttentionMetadata

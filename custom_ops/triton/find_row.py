@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit
-def find_row(at, starts_ptr, num_rows, TOKENS: tl.constexpr = 0):
+def find_row(at, starts_ptr, num_rows, TOKENS=None):
     """The last row that begins at or before a token; with TOKENS, at or before a tile of so many.
 
     Row ``r`` has the tiles from ``starts[r] // TOKENS + r`` on: as many as it needs at least, and some that
@@ -19,7 +19,7 @@ def find_row(at, starts_ptr, num_rows, TOKENS: tl.constexpr = 0):
     while high - low > 1:
         middle = (low + high) // 2
         begin = tl.load(starts_ptr + middle)
-        if TOKENS > 0:
+        if TOKENS is not None:
             begin = begin // TOKENS + middle
         begins = begin <= at
         low = tl.where(begins, middle, low)
@@ -28,7 +28,7 @@ def find_row(at, starts_ptr, num_rows, TOKENS: tl.constexpr = 0):
 
 
 @triton.jit
-def find_row_of_tile(tile, starts_ptr, num_rows, TOKENS: tl.constexpr):
+def find_row_of_tile(tile, starts_ptr, num_rows, TOKENS):
     """`find_row` of a tile, and the tile's number within the row; the last row has what the tokens behind it
     need, too."""
     row = find_row(tile, starts_ptr, num_rows, TOKENS)

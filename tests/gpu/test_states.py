@@ -28,6 +28,7 @@ from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall, Mamba2StepCall
 from torchpaged.custom_ops.state.cuda import delta_step, mamba2_step
 from torchpaged.custom_ops.state.cuda.linear_attention import route
+from torchpaged.custom_ops.state.triton import chunks
 from torchpaged.custom_ops.state.triton.chunks import has_long_rows
 
 pytestmark = pytest.mark.gpu
@@ -95,6 +96,37 @@ def test_linear_attention_matches_the_oracle(batch: str, family: str, dtype: tor
     inputs = on_gpu(make_linear_inputs(rows, dtype=dtype, **FAMILIES[family]))
     products = dtype if has_long_rows(LinearAttentionCall(**inputs)) else None
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, products)
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["delta", "kda"])
+@pytest.mark.parametrize("batch", ["long", "mixed_empty", *LONG_BATCHES])
+def test_segments_of_rows_match_the_oracle(
+    batch: str, family: str, state_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one chunk or two; the last ones of rows are parts, or nothing."""
+    sizes = {"dtype": torch.bfloat16, "state_dtype": state_dtype, **FAMILIES[family]}
+    inputs = on_gpu(make_linear_inputs((STATE_BATCHES | LONG_BATCHES)[batch], **sizes))
+    for segment in (64, 128):
+        monkeypatch.setattr(chunks, "tiles", lambda call, n=segment: chunks.Tiles(64, 64, 2, "tf32", n))
+        assert_state_close(TRITON, REFERENCE, "linear_attention", clone(inputs), torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["delta", "kda"])
+def test_a_long_row_of_few_heads_is_cut(family: str) -> None:
+    sizes = {"dtype": torch.bfloat16, **FAMILIES[family]}
+    inputs = on_gpu(make_linear_inputs(Rows(((100, 2500), (0, 40)), 70, left=(130, 0)), **sizes))
+    inputs["g"] *= 0.05  # a state outlives a segment
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert chunks.tiles(LinearAttentionCall(**inputs)).segment == 512
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("factor", [3.0, 10.0, 40.0])
+def test_decays_of_keys_that_are_too_far_apart_for_one_product(factor: float) -> None:
+    inputs = on_gpu(make_linear_inputs(LONG_BATCHES["borders"], dtype=torch.bfloat16, **FAMILIES["kda"]))
+    inputs["g"] *= factor
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, torch.bfloat16)
 
 
 @pytest.mark.parametrize("extra", [5, 8])
@@ -227,9 +259,13 @@ def test_one_capture_for_other_batches(op: str) -> None:
             assert torch.equal(captured[name], want[name])
 
 
-def test_one_capture_for_prompts_of_other_lengths() -> None:
+@pytest.mark.parametrize(("family", "segment"), [("delta", None), ("delta", 64), ("kda", 64)])
+def test_one_capture_for_prompts_of_other_lengths(
+    family: str, segment: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the captured tokens some are behind the last row; rows are longer or shorter than they were."""
-    sizes: dict[str, Any] = {"dtype": torch.bfloat16, **FAMILIES["delta"]}
+    sizes: dict[str, Any] = {"dtype": torch.bfloat16, **FAMILIES[family]}
+    monkeypatch.setattr(chunks, "tiles", lambda call: chunks.Tiles(64, 64, 2, "tf32", segment))
     captured = on_gpu(make_linear_inputs(Rows(((0, 90), (4, 70), (3, 1)), 39), **sizes))
     captured["max_query_len"] = 200
     TRITON.linear_attention(**clone(captured))

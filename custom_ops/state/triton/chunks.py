@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
-from torchpaged.custom_ops.state.triton.chunk_pass import pass_kernel
+from torchpaged.custom_ops.state.triton.chunk_pass import join_kernel, pass_kernel
 from torchpaged.custom_ops.state.triton.chunk_products import chunk_kernel
 from torchpaged.custom_ops.state.triton.key_products import key_chunk_kernel
 from torchpaged.custom_ops.state.triton.records import Batch, Chunks, State
@@ -22,19 +22,28 @@ from torchpaged.custom_ops.triton.records import Matrix, Tokens
 SHORT = 16
 #: Tokens of a row, in the mean, from which on it is long.
 LONG = 1024
+#: Tokens of the longest row from which on it may be cut into segments, their number then, if heads are few
+#: enough for so many side by side, and their tokens at least.
+SPLIT, SEGMENTS, LEAST = 2048, 4, 512
 #: Widths of keys that go in chunks, and what widths of values and the kernels' strides are multiples of.
 KEY_DIMS, MULTIPLE = {False: (64, 128), True: (128,)}, 16
 
 
+#: Key columns at a time where they decay one by one.
+KEY_TILE = 32
+
+
 class Tiles(NamedTuple):
     """Tokens of a chunk; value columns of a program of the second kernel; stages of its loads; how float32
-    numbers are multiplied. Both kernels have 4 warps: for 8 and 64 rows Triton 3.6 and 3.7 make products of
-    128 rows, which read beyond their operands."""
+    numbers are multiplied; tokens of a segment, a multiple of a chunk's, None where rows go as wholes. Both
+    kernels have 4 warps: for 8 and 64 rows Triton 3.6 and 3.7 make products of 128 rows, which read beyond
+    their operands."""
 
     chunk: int
     value: int
     stages: int
     precision: str
+    segment: int | None = None
 
 
 def tiles(call: LinearAttentionCall) -> Tiles:
@@ -43,12 +52,17 @@ def tiles(call: LinearAttentionCall) -> Tiles:
     num_tokens, num_heads, value_dim = call.v.shape
     if value_dim % 64:
         return Tiles(64, 16 if value_dim == 16 else 32, 2, "tf32")
-    num_reqs = call.state_slots.shape[0]
-    value, programs = 64, num_reqs * num_heads * value_dim // 64
-    while value > 16 and 2 * programs <= launching.num_sms(call.v.device):
+    num_reqs, by_key = call.state_slots.shape[0], call.g.dim() == 3
+    columns, sms = num_heads * value_dim // 64, launching.num_sms(call.v.device)
+    longest = min(call.max_query_len, num_tokens)
+    if call.delta_rule and longest >= SPLIT and SEGMENTS * columns * num_tokens <= sms * longest:
+        segment = max(triton.cdiv(num_tokens, sms // columns), LEAST)
+        return Tiles(64, 64, 2 if by_key else 3, "tf32", triton.cdiv(segment, 64) * 64)
+    value, programs = 64, num_reqs * columns
+    while value > 16 and 2 * programs <= sms:
         value, programs = value // 2, programs * 2
     deep = call.delta_rule or num_tokens >= LONG * num_reqs
-    if call.g.dim() == 3 and value == 64:  # no room
+    if by_key and value == 64:  # no room
         deep = False
     return Tiles(64, value, 3 if deep else 2, "tf32")
 
@@ -85,10 +99,20 @@ def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
         return call.v.new_empty(num_heads, num_tokens, *width, dtype=dtype)
 
     key_dim, wide = call.q.shape[2], torch.float32
+    chunks = Chunks(new(chunk), *(new(dtype=wide) for _ in range(2)))
     if call.g.dim() == 3:
-        since, left, seen = (new(key_dim) for _ in range(3))
-        return Chunks(new(chunk), since, left, solved=new(chunk), seen=seen, sums=new(key_dim, dtype=wide))
-    chunks = Chunks(new(chunk), *(new(dtype=wide) for _ in range(3)))
+        queries, known, keys = (new(key_dim) for _ in range(3))
+        number = num_tokens // chunk + call.state_slots.shape[0]
+        decay = call.v.new_empty(number, num_heads, key_dim, dtype=wide)
+        by_key = {
+            "queries": queries,
+            "known": known,
+            "keys": keys,
+            "decay": decay,
+            "sums": new(KEY_TILE, dtype=wide),
+        }
+        return chunks._replace(solved=new(chunk), seen=chunks.left, **by_key)
+    chunks = chunks._replace(decay=new(dtype=wide))
     return chunks._replace(solved=new(chunk), seen=new(dtype=wide)) if call.delta_rule else chunks
 
 
@@ -125,27 +149,54 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
         batch,
         out,
         chunks,
-        TILE=min(32 if by_key else 64, max(16, next_power_of_2(max(key_dim, value_dim)))),
+        TILE=KEY_TILE if by_key else min(64, max(16, next_power_of_2(max(key_dim, value_dim)))),
         NORMALIZE=call.normalize,
         EPS=NORM_EPS,
         num_warps=4,
         **common,
     )
-    launch_kernel(
-        pass_kernel,
-        (num_reqs * num_heads * triton.cdiv(value_dim, tile.value),),
-        num_tokens,
-        q,
-        k,
-        v,
-        batch,
-        State.of(call.state),
-        out,
-        chunks,
-        KEY_PAD=max(16, next_power_of_2(key_dim)),
-        TILE=tile.value,
-        STAGES=tile.stages,
-        BY_KEY=by_key,
-        num_warps=4,
-        **common,
-    )
+    of_pass = {"KEY_PAD": max(16, next_power_of_2(key_dim)), "TILE": tile.value, "num_warps": 4}
+    state, segment, joined, places = State.of(call.state), tile.segment or num_tokens, None, num_reqs
+
+    def run_pass(columns: int, ends: bool) -> None:
+        launch_kernel(
+            pass_kernel,
+            (places * num_heads * triton.cdiv(columns, tile.value),),
+            num_reqs,
+            num_tokens,
+            segment,
+            q,
+            k,
+            v,
+            batch,
+            state,
+            out,
+            chunks,
+            joined,
+            STAGES=2 if ends else tile.stages,
+            BY_KEY=by_key,
+            ENDS=ends,
+            **common,
+            **of_pass,
+        )
+
+    if tile.segment is not None:
+        places += num_tokens // segment
+        joined = call.v.new_empty(places, num_heads, key_dim, value_dim + key_dim, dtype=torch.float32)
+        run_pass(value_dim + key_dim, ends=True)
+        launch_kernel(
+            join_kernel,
+            (num_reqs * num_heads * triton.cdiv(value_dim, 16),),
+            segment,
+            batch,
+            state,
+            chunks,
+            joined,
+            NUM_HEADS=num_heads,
+            KEY_DIM=key_dim,
+            VALUE_DIM=value_dim,
+            SHORT=SHORT,
+            PRECISION=tile.precision,
+            **of_pass | {"TILE": 16, "num_warps": 8},
+        )
+    run_pass(value_dim, ends=False)

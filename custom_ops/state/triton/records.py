@@ -23,9 +23,10 @@ class Chunks(NamedTuple):
     ``solved``, like ``scores``, of a chunk's updates by the values that its keys do not know yet, and
     ``seen``, a factor of what a token's key knows of the state at its chunk's begin.
 
-    Where keys' columns decay one by one, ``since``, ``left`` and ``seen`` are queries and keys themselves,
-    ``[heads, tokens, key_dim]``, with these factors; ``sums``, in float32 and of the same sizes, of the
-    chunk's decays up to a token, takes the place of ``decay``."""
+    Where keys' columns decay one by one, the columns' factors are in ``queries``, ``known`` and ``keys``,
+    ``[heads, tokens, key_dim]``, which stand for queries and keys, and ``since``, ``seen`` and ``left`` have
+    norms alone; ``decay [chunks, heads, key_dim]`` has a row's chunks from ``starts[row] // chunk + row`` on;
+    ``sums``: float32 of the first kernel's own, a column tile wide."""
 
     scores: Any
     since: Any
@@ -33,6 +34,9 @@ class Chunks(NamedTuple):
     decay: Any = None
     solved: Any = None
     seen: Any = None
+    queries: Any = None
+    known: Any = None
+    keys: Any = None
     sums: Any = None
 
 

@@ -125,15 +125,23 @@ def test_a_constant_decay_does_not_lose_by_its_rounding(calls: int, by_key: bool
     assert float((state[slot] - want).norm() / want.norm()) < 0.2 * of_rounding
 
 
-@pytest.fixture(params=[32, 64], ids="chunks of {}".format)
+@pytest.fixture(params=[(32, None), (64, None), (32, 32), (64, 128)], ids="chunks of {0[0]}, {0[1]}".format)
 def in_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long rows go in chunks whatever their dtype and widths: of float32, nothing rounded hides an error."""
+    """Long rows go in chunks whatever their dtype and widths: of float32, nothing rounded hides an error.
+    With the delta rule in segments, too."""
     long = lambda call: call.max_query_len > chunks.SHORT and (call.g.dim() == 2 or call.delta_rule)  # noqa: E731
     monkeypatch.setattr(linear_attention, "has_long_rows", long)
-    monkeypatch.setattr(chunks, "tiles", lambda call: chunks.Tiles(request.param, 16, 1, "ieee"))
+    chunk, segment = request.param
+
+    def tiles(call: LinearAttentionCall) -> chunks.Tiles:
+        return chunks.Tiles(chunk, 16, 1, "ieee", segment if call.delta_rule else None)
+
+    monkeypatch.setattr(chunks, "tiles", tiles)
 
 
-@pytest.mark.slow_cases(but=("chunks of 64-*-delta", "chunks of 32-mixed_empty-ssd"))
+@pytest.mark.slow_cases(
+    but=("chunks of 64, None-*-delta", "chunks of 64, 128-long-delta", "chunks of 32, None-mixed_empty-ssd")
+)
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", ["long", "mixed_empty", *LONG_BATCHES])
@@ -144,7 +152,7 @@ def test_long_rows_match_the_oracle(batch: str, family: str) -> None:
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, factor=8.0)
 
 
-@pytest.mark.slow_cases(but=("chunks of 64-delta",))
+@pytest.mark.slow_cases(but=("chunks of 64, None-delta",))
 @pytest.mark.usefixtures("in_chunks")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_all_alike_and_decays_that_leave_nothing(family: str) -> None:
@@ -159,6 +167,17 @@ def test_keys_that_are_all_alike_and_decays_that_leave_nothing(family: str) -> N
     assert_state_close(TRITON, REFERENCE, "linear_attention", alike)
     # sums up to 1,500, whose float32 are 1.2e-4 apart; 259 were needed
     assert_state_close(TRITON, REFERENCE, "linear_attention", nothing, factor=300.0)
+
+
+@pytest.mark.slow_cases(but=("chunks of 64, None-10.0", "chunks of 32, 32-3.0"))
+@pytest.mark.usefixtures("in_chunks")
+@pytest.mark.parametrize("factor", [3.0, 10.0, 40.0])
+def test_decays_of_keys_that_are_too_far_apart_for_one_product(factor: float) -> None:
+    """Sums of a chunk up to 128 times this: it is halved once, twice and down to single tokens."""
+    inputs = make_linear_inputs(LONG_BATCHES["borders"], **FAMILIES["kda"])
+    inputs["g"] *= factor
+    # differences of sums that are as much larger
+    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, factor=8.0 + 2 * factor)
 
 
 @pytest.mark.usefixtures("in_chunks")

@@ -283,7 +283,7 @@ def case_of(op: str, arguments: dict[str, Any]) -> str:
     if op in QUERY_TOKEN_WRITES:
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
     if op == "linear_attention":
-        return "long rows" if "CHUNK" in arguments else ""
+        return "long rows" if "chunks" in arguments else ""
     if op == "paged_attention" and hasattr(arguments["TILING"], "longest"):
         return "decode half" if arguments["TILING"].longest else "triton, decode"
     if op == "mla_attention" and "top_k" in arguments:
@@ -305,7 +305,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
     from op_inputs.opcheck import opcheck_cases
     from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
-    from op_inputs.state import STATE_BATCHES
+    from op_inputs.state import STATE_BATCHES, Rows
     from op_inputs.state import make_linear_inputs as make_state_inputs
 
     from torchpaged.custom_ops import BACKEND_OPS
@@ -355,6 +355,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     for by_key in (False, True):
         sizes = {"key_dim": 128, "value_dim": 48, "by_key": by_key, "dtype": torch.bfloat16}
         record("linear_attention", **make_state_inputs(STATE_BATCHES["chunks"], **sizes))
+    record("linear_attention", **make_state_inputs(Rows(((0, 2048),)), **sizes | {"value_dim": 64}))
     sampled = {"temperature": 0.7, "top_k": 5, "top_p": 0.9}
     record("embedding", **make_embedding_inputs(width=576, dtype=torch.bfloat16))
     record("rms_norm", **make_norm_inputs(dtype=torch.bfloat16))

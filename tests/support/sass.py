@@ -23,7 +23,7 @@ _LINE = re.compile(
 _LABEL = re.compile(r"\s*(?P<name>[.\w$]+):")
 _TARGET = re.compile(r"`\((?P<name>[.\w$]+)\)")
 _ENDS = {"EXIT", "RET", "KILL", "BPT"}
-_UNKNOWN = {"BRX", "BRXU", "JMP", "JMX", "JMXU", "BREAK"}
+_UNKNOWN = {"BRX", "BRXU", "JMP", "JMX", "JMXU"}  # BREAK leaves a barrier; the BRA behind it jumps
 
 
 class Instruction(NamedTuple):

@@ -168,13 +168,14 @@ def join_kernel(
         ptrs = state.ptr + slot * state.slot + head * state.head + n[:, None] * state.row + d[None, :]
         matrix = tl.load(ptrs, mask=inside & (seq_len > count), other=0.0).to(tl.float32)
         place = begin // segment + req
-        for part in range((count + segment - 1) // segment):
-            rows = (
-                joined_ptr + (((place + part) * NUM_HEADS + head).to(tl.int64) * KEY_DIM + n[:, None]) * WIDTH
-            )
-            further = part * segment + segment < count
-            end = tl.load(rows + d[None, :], mask=inside & further, other=0.0)
-            over = tl.load(rows + VALUE_DIM + n[None, :], mask=of_keys & further & (part > 0), other=0.0)
+        last = (count - 1) // segment
+        for part in range(last + 1):
+            rows = joined_ptr + ((place + part) * NUM_HEADS + head).to(tl.int64) * KEY_DIM * WIDTH
+            here = rows + n[:, None] * WIDTH
+            end = tl.load(here + d[None, :], mask=inside & (part < last), other=0.0)
             tl.debug_barrier()  # other threads' numbers are there
-            tl.store(rows + d[None, :], matrix, mask=inside)
-            matrix = end + exact_product(over, matrix, chunks.scores.dtype.element_ty, PRECISION)
+            tl.store(here + d[None, :], matrix, mask=inside)
+            if (part > 0) & (part < last):
+                over = tl.load(here + VALUE_DIM + n[None, :], mask=of_keys, other=0.0)
+                end += exact_product(over, matrix, chunks.scores.dtype.element_ty, PRECISION)
+            matrix = end

@@ -83,11 +83,19 @@ def store_zeros(out, token, void, head, d, CHUNK: tl.constexpr, VALUE_DIM: tl.co
 
 
 @triton.jit
+def store_square(ptr, origin, square, live, CHUNK: tl.constexpr):
+    """``[CHUNK, CHUNK]``, a row for each token from ``origin`` on."""
+    i = tl.arange(0, CHUNK)
+    ptrs = ptr + origin * CHUNK + (i[:, None] * CHUNK + i[None, :])
+    tl.store(ptrs, square.to(ptr.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
 def store_solved(
     lower,
     factor,
     chunks,
-    place,
+    origin,
     live,
     CHUNK: tl.constexpr,
     NORMALIZE: tl.constexpr,
@@ -97,8 +105,7 @@ def store_solved(
     DTYPE: tl.constexpr = chunks.scores.dtype.element_ty
     HALF: tl.constexpr = NORMALIZE and DTYPE.is_bf16()
     solved = inverse(lower, tl.float16 if HALF else tl.float32, CHUNK, PRECISION) * factor[None, :]
-    ptrs = chunks.solved + place[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    tl.store(ptrs, solved.to(DTYPE), mask=live[:, None])
+    store_square(chunks.solved, origin, solved, live, CHUNK)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
@@ -137,7 +144,8 @@ def chunk_kernel(
     if tl.max(void.to(tl.int32), 0) > 0:
         store_zeros(out, token, void, head, d, CHUNK, VALUE_DIM, TILE)
     if tl.max(live.to(tl.int32), 0) > 0:
-        place = head.to(tl.int64) * num_tokens + token
+        origin = head.to(tl.int64) * num_tokens + begin + part * CHUNK
+        place = origin + i
         total = sum_decays(load_gate(g, token, live, head))
         factor = tl.full((CHUNK,), 1.0, tl.float32)
         if beta.ptr is not None:
@@ -173,10 +181,9 @@ def chunk_kernel(
         whole = tl.exp(last) + tl.zeros_like(norm_k)
         tl.store(chunks.decay + place, whole, mask=live)
         scores *= decays * norm_q[:, None] * of_key[None, :]
-        scores_ptrs = chunks.scores + place[:, None] * CHUNK + i[None, :]
-        tl.store(scores_ptrs, scores.to(DTYPE), mask=live[:, None])
+        store_square(chunks.scores, origin, scores, live, CHUNK)
         if DELTA:
             lower *= decays * (factor * norm_k)[:, None] * norm_k[None, :]
             lower = tl.where(i[:, None] > i[None, :], lower, 0.0)
-            store_solved(lower, factor, chunks, place, live, CHUNK, NORMALIZE, PRECISION)
+            store_solved(lower, factor, chunks, origin, live, CHUNK, NORMALIZE, PRECISION)
             tl.store(chunks.seen + place, since * norm_k, mask=live)

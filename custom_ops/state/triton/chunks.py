@@ -22,9 +22,9 @@ from torchpaged.custom_ops.triton.records import Matrix, Tokens
 SHORT = 16
 #: Tokens of a row, in the mean, from which on it is long.
 LONG = 1024
-#: Tokens of the longest row from which on it may be cut into segments, their number then, if heads are few
-#: enough for so many side by side, and their tokens at least.
-SPLIT, SEGMENTS, LEAST = 2048, 4, 512
+#: Tokens of the longest row from which on it is cut into segments, and their tokens at least; how many must
+#: fit side by side, without and with a decay for each column of the keys.
+SPLIT, LEAST, SEGMENTS = 2048, 512, {False: 4, True: 6}
 #: Widths of keys that go in chunks, and what widths of values and the kernels' strides are multiples of.
 KEY_DIMS, MULTIPLE = {False: (64, 128), True: (128,)}, 16
 
@@ -55,7 +55,7 @@ def tiles(call: LinearAttentionCall) -> Tiles:
     num_reqs, by_key = call.state_slots.shape[0], call.g.dim() == 3
     columns, sms = num_heads * value_dim // 64, launching.num_sms(call.v.device)
     longest = min(call.max_query_len, num_tokens)
-    if call.delta_rule and longest >= SPLIT and SEGMENTS * columns * num_tokens <= sms * longest:
+    if call.delta_rule and longest >= SPLIT and SEGMENTS[by_key] * columns * num_tokens <= sms * longest:
         segment = max(triton.cdiv(num_tokens, sms // columns), LEAST)
         return Tiles(64, 64, 2 if by_key else 3, "tf32", triton.cdiv(segment, 64) * 64)
     value, programs = 64, num_reqs * columns

@@ -20,6 +20,7 @@ from torchpaged.custom_ops.state.triton.chunk_products import (
     load_rows,
     product,
     store_solved,
+    store_square,
     store_zeros,
     sum_decays,
 )
@@ -86,7 +87,8 @@ def key_chunk_kernel(
     if tl.max(live.to(tl.int32), 0) > 0:
         j = tl.arange(0, CHUNK)[None, :]
         start = head.to(tl.int64) * num_tokens + begin
-        place = start + part * CHUNK + i
+        origin = start + part * CHUNK
+        place = origin + i
         scores = tl.zeros((CHUNK, CHUNK), tl.float32)
         lower = tl.zeros((CHUNK, CHUNK), tl.float32)
         squares_q = tl.zeros((CHUNK,), tl.float32)
@@ -103,7 +105,7 @@ def key_chunk_kernel(
             decay = chunks.decay + (tile * NUM_HEADS + head).to(tl.int64) * KEY_DIM + base + d
             tl.store(decay, tl.exp(last), mask=of_key)
             since, inside = tl.exp(total), live[:, None] & of_key[None, :]
-            to = place[:, None] * KEY_DIM + (base + d)[None, :]
+            to = origin * KEY_DIM + base + (i[:, None] * KEY_DIM + d[None, :])
             tl.store(chunks.queries + to, (queries * since).to(DTYPE), mask=inside)
             tl.store(chunks.known + to, (keys * since).to(DTYPE), mask=inside)
             tl.store(chunks.keys + to, (keys * tl.exp(last[None, :] - total)).to(DTYPE), mask=inside)
@@ -114,7 +116,8 @@ def key_chunk_kernel(
                     scores, lower, queries, keys, above, i[:, None] >= 0, DTYPE, PRECISION
                 )
             else:
-                tl.store(chunks.sums + place[:, None] * TILE + d[None, :], total, mask=live[:, None])
+                ptrs = chunks.sums + origin * TILE + (i[:, None] * TILE + d[None, :])
+                tl.store(ptrs, total, mask=live[:, None])
                 tl.debug_barrier()  # other threads' sums are read below
                 widest = LEVELS - 1
                 while apart > WIDEST:  # two tokens' sums are not
@@ -145,7 +148,6 @@ def key_chunk_kernel(
         tl.store(chunks.since + place, norm_q, mask=live)
         tl.store(chunks.left + place, norm_k, mask=live)
         scores = tl.where(i[:, None] >= j, scores * norm_q[:, None] * norm_k[None, :], 0.0)
-        scores_ptrs = chunks.scores + place[:, None] * CHUNK + j
-        tl.store(scores_ptrs, scores.to(DTYPE), mask=live[:, None])
+        store_square(chunks.scores, origin, scores, live, CHUNK)
         lower = tl.where(i[:, None] > j, lower * (factor * norm_k)[:, None] * norm_k[None, :], 0.0)
-        store_solved(lower, factor, chunks, place, live, CHUNK, NORMALIZE, PRECISION)
+        store_solved(lower, factor, chunks, origin, live, CHUNK, NORMALIZE, PRECISION)

@@ -32,7 +32,7 @@ from op_inputs.experts import EXPERTS_CASES, make_experts_inputs
 from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_linear_inputs, make_norm_inputs
 from op_inputs.opcheck import opcheck_cases
 from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
-from op_inputs.state import STATE_BATCHES
+from op_inputs.state import STATE_BATCHES, Rows
 from op_inputs.state import make_linear_inputs as make_state_inputs
 from triton.runtime import JITFunction
 
@@ -251,9 +251,10 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     prompts, by_key = (
         make_state_inputs(STATE_BATCHES["chunks"], by_key=by_key, **widths) for by_key in (False, True)
     )
+    cut = make_state_inputs(Rows(((0, 2048),)), **widths | {"value_dim": 64})
     return (
         calls
-        + [("write_latent", (), rows), *(("linear_attention", (), x) for x in (prompts, by_key))]
+        + [("write_latent", (), rows), *(("linear_attention", (), x) for x in (prompts, by_key, cut))]
         + [(op, (), inputs) for op, inputs in ({"mla_attention": latents} | layers).items()]
         + [("mla_attention", (), {**latents, "indices": torch.zeros(6, 640, dtype=torch.int32)})]
     )

@@ -19,6 +19,8 @@ from op_inputs.state import STATE_BATCHES, Rows, make_conv_inputs, make_linear_i
 from op_inputs.state_gates import SIZES, make_gated_norm_inputs, make_gates_inputs
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.triton import chunks
 
 BF16 = torch.bfloat16
 #: A TP2 shard of Qwen3-Next; Bamba's Mamba 2, with states of float32; Granite 4's; Mamba 1 of Jamba; Kimi
@@ -57,7 +59,8 @@ def check(op: str, inputs: dict[str, Any], target: str, once: int = 0) -> None:
 def test_linear_attention_compiles(target: str, case: str, batch: str) -> None:
     # the place of a thread's columns, stored ahead of the loop over tokens, loaded behind it; in other orders
     # of the kernel's statements sm_90 spills it, or takes more registers
-    once = 8 if (target, case, batch) == ("sm_100", "kimi", "chunks") else 0
+    # and what the first kernel of chunks has ahead of its loop for what follows it
+    once = {"sm_100": 8, "sm_90": 192}.get(target, 0) if (case, batch) == ("kimi", "chunks") else 0
     check(
         "linear_attention", make_linear_inputs(STATE_BATCHES[batch], dtype=BF16, **LINEAR[case]), target, once
     )
@@ -71,6 +74,7 @@ def test_linear_attention_compiles(target: str, case: str, batch: str) -> None:
         (2, 20, 32, True, 64, 3),
         (1, 1024, 80, False, 64, 3),
         (1, 1023, 80, False, 64, 2),
+        (1, 2048, 20, True, 32, 3),
     ],
 )
 def test_tiles_of_chunks(reqs: int, tokens: int, heads: int, delta: bool, value: int, stages: int) -> None:
@@ -81,6 +85,34 @@ def test_tiles_of_chunks(reqs: int, tokens: int, heads: int, delta: bool, value:
         BACKEND_OPS["triton"].linear_attention(**inputs)
     options = next(launch.arguments for launch in launches if launch.name == "pass_kernel")
     assert (options["TILE"], options["STAGES"]) == (value, stages)
+
+
+@pytest.mark.parametrize(
+    ("reqs", "tokens", "heads", "by_key", "segment"),
+    [
+        (1, 2048, 2, False, 512),
+        (1, 8128, 8, False, 1024),
+        (2, 4064, 8, False, 1024),
+        (1, 8128, 11, True, 1408),
+        (1, 2047, 2, False, None),
+        (4, 2048, 16, False, None),
+        (1, 8128, 12, True, None),
+    ],
+)
+def test_few_heads_of_long_rows_are_cut(
+    reqs: int, tokens: int, heads: int, by_key: bool, segment: int | None
+) -> None:
+    """Into as many segments as there are multiprocessors for two tiles of each head's values."""
+    sizes = {"key_heads": heads, "heads": heads, "key_dim": 128, "value_dim": 128, "by_key": by_key}
+    call = make_linear_inputs(Rows(((0, tokens),) * reqs), dtype=BF16, **sizes)
+    with launched.recorded():
+        assert chunks.tiles(LinearAttentionCall(**call)).segment == segment
+
+
+def test_segments_compile() -> None:
+    for case in ("qwen3_next", "kimi"):
+        sizes = LINEAR[case] | {"heads": 4, "key_heads": 4}
+        check("linear_attention", make_linear_inputs(Rows(((0, 2048),)), dtype=BF16, **sizes), "sm_90", 192)
 
 
 def test_kernels_of_chunks_are_given_even_strides() -> None:

@@ -22,14 +22,12 @@ from torchpaged.custom_ops.triton.records import Matrix, Tokens
 SHORT = 16
 #: Tokens of a row, in the mean, from which on it is long.
 LONG = 1024
-#: Tokens of the longest row from which on it is cut into segments, and their tokens at least; how many must
-#: fit side by side, without and with a decay for each column of the keys.
-SPLIT, LEAST, SEGMENTS = 2048, 512, {False: 4, True: 6}
+#: Tokens of the longest row from which on it is cut into segments, and their tokens at least; up to how many
+#: rows, each of which takes memory; how many segments must fit side by side, without and with decays by key.
+CUT, LEAST, MOST_ROWS, SEGMENTS = 2048, 512, 32, {False: 4, True: 6}
 #: Widths of keys that go in chunks, and what widths of values and the kernels' strides are multiples of.
 KEY_DIMS, MULTIPLE = {False: (64, 128), True: (128,)}, 16
-
-
-#: Key columns at a time where they decay one by one.
+#: Columns of keys at a time where they decay one by one.
 KEY_TILE = 32
 
 
@@ -48,14 +46,16 @@ class Tiles(NamedTuple):
 
 def tiles(call: LinearAttentionCall) -> Tiles:
     """By shapes alone; as measured on an H200 (docs/log/state_prompts.md). Few heads go in narrower tiles, up
-    to a program per multiprocessor; a third stage takes the place of programs, which short rows want more."""
+    to a program per multiprocessor, and the longest rows of still fewer in segments; a third stage takes the
+    place of programs, which short rows want more."""
     num_tokens, num_heads, value_dim = call.v.shape
     if value_dim % 64:
         return Tiles(64, 16 if value_dim == 16 else 32, 2, "tf32")
     num_reqs, by_key = call.state_slots.shape[0], call.g.dim() == 3
     columns, sms = num_heads * value_dim // 64, launching.num_sms(call.v.device)
     longest = min(call.max_query_len, num_tokens)
-    if call.delta_rule and longest >= SPLIT and SEGMENTS[by_key] * columns * num_tokens <= sms * longest:
+    fits = SEGMENTS[by_key] * columns * num_tokens <= sms * longest and num_reqs <= MOST_ROWS
+    if call.delta_rule and longest >= CUT and fits:
         segment = max(triton.cdiv(num_tokens, sms // columns), LEAST)
         return Tiles(64, 64, 2 if by_key else 3, "tf32", triton.cdiv(segment, 64) * 64)
     value, programs = 64, num_reqs * columns
@@ -101,16 +101,10 @@ def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
     key_dim, wide = call.q.shape[2], torch.float32
     chunks = Chunks(new(chunk), *(new(dtype=wide) for _ in range(2)))
     if call.g.dim() == 3:
-        queries, known, keys = (new(key_dim) for _ in range(3))
         number = num_tokens // chunk + call.state_slots.shape[0]
         decay = call.v.new_empty(number, num_heads, key_dim, dtype=wide)
-        by_key = {
-            "queries": queries,
-            "known": known,
-            "keys": keys,
-            "decay": decay,
-            "sums": new(KEY_TILE, dtype=wide),
-        }
+        by_key = {name: new(key_dim) for name in ("queries", "known", "keys")}
+        by_key |= {"decay": decay, "sums": new(KEY_TILE, dtype=wide)}
         return chunks._replace(solved=new(chunk), seen=chunks.left, **by_key)
     chunks = chunks._replace(decay=new(dtype=wide))
     return chunks._replace(solved=new(chunk), seen=new(dtype=wide)) if call.delta_rule else chunks

@@ -109,6 +109,15 @@ def test_few_heads_of_long_rows_are_cut(
         assert chunks.tiles(LinearAttentionCall(**call)).segment == segment
 
 
+def test_many_rows_are_not_cut() -> None:
+    """Each would take memory for a segment's state."""
+    sizes = {"key_heads": 2, "heads": 2, "key_dim": 128, "value_dim": 128, "dtype": BF16, "num_slots": 40}
+    for rows, segment in ((31, 512), (32, None)):
+        call = make_linear_inputs(Rows(((0, 2048), *[(9, 1)] * rows)), **sizes)
+        with launched.recorded():
+            assert chunks.tiles(LinearAttentionCall(**call)).segment == segment
+
+
 def test_segments_compile() -> None:
     for case in ("qwen3_next", "kimi"):
         sizes = LINEAR[case] | {"heads": 4, "key_heads": 4}

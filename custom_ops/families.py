@@ -33,6 +33,7 @@ from torchpaged.custom_ops.state.call import (
     LinearAttentionCall,
     Mamba2StepCall,
 )
+from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
 from torchpaged.custom_ops.state.fake import FAKES as STATE_FAKES
 from torchpaged.custom_ops.state.schema import SCHEMAS as STATE
 from torchpaged.custom_ops.step_end.call import AcceptCall, AdvanceCall, FinishCall, SampleCall
@@ -131,9 +132,18 @@ FAMILIES = (
             "gated_rms_norm": GatedNormCall,
             "delta_step": DeltaStepCall,
             "mamba2_step": Mamba2StepCall,
+            "selective_scan": SelectiveScanCall,
+            "rg_lru": RgLruCall,
         },
         cuda=("linear_attention", "delta_step", "mamba2_step"),
-        native=("causal_conv", "linear_attention", "delta_gates", "gated_rms_norm"),
+        native=(
+            "causal_conv",
+            "linear_attention",
+            "delta_gates",
+            "gated_rms_norm",
+            "selective_scan",
+            "rg_lru",
+        ),
         on_native=("delta_step", "mamba2_step"),
     ),
 )

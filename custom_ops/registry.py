@@ -90,6 +90,8 @@ class BackendOps(NamedTuple):
     gated_rms_norm: Any
     delta_step: Any
     mamba2_step: Any
+    selective_scan: Any
+    rg_lru: Any
     write_index_keys: Any
     index_logits: Any
     top_k_indices: Any

@@ -318,6 +318,8 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         ),
         Launch("mamba2_step.py:skip_and_gate_kernel", True, ("out",), "wait", case="its last part elsewhere"),
     ),
+    "selective_scan": (),  # what it launches is linear_attention's
+    "rg_lru": (),  # likewise
     "linear_attention": (
         Launch("linear_decode.py:linear_decode_kernel", False, ("state", "out"), waits="launch"),
         Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),

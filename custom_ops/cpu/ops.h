@@ -24,6 +24,12 @@ void causal_conv(Tensor x, Tensor weight, Tensor conv_state, Tensor state_slots,
 void linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor state, Tensor state_slots,
                       Tensor seq_lens, Tensor query_start_loc, Tensor out, std::optional<Tensor> beta,
                       int64_t max_query_len, double scale, bool delta_rule, bool normalize);
+void selective_scan(Tensor x, Tensor dt, Tensor a_log, Tensor dt_bias, Tensor b, Tensor c,
+                    Tensor skip_weight, Tensor state, Tensor state_slots, Tensor seq_lens,
+                    Tensor query_start_loc, Tensor out, std::optional<Tensor> gate, int64_t max_query_len);
+void rg_lru(Tensor x, Tensor input_weight, Tensor input_bias, Tensor recurrent_weight, Tensor recurrent_bias,
+            Tensor recurrent_param, Tensor state, Tensor state_slots, Tensor seq_lens, Tensor query_start_loc,
+            Tensor out, std::optional<Tensor> gate, int64_t max_query_len);
 void delta_gates(Tensor a, std::optional<Tensor> b, Tensor a_log, Tensor dt_bias, Tensor g, Tensor beta,
                  double beta_scale, double min_step, std::optional<double> max_step,
                  std::optional<double> bound);

@@ -6,7 +6,8 @@
 // a library built from other sources would fail at every call.
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_ops[] =
     "torchpaged native ops: advance_step 7, causal_conv 12, copy_blocks 3, delta_gates 10, "
-    "gated_rms_norm 9, linear_attention 14, merge_attn_states 7, paged_attention 23, write_kv 8;";
+    "gated_rms_norm 9, linear_attention 14, merge_attn_states 7, paged_attention 23, rg_lru 13, selective_scan 14, "
+    "write_kv 8;";
 // Digest of the sources that it was built from: a checkout whose sources are others gives a warning.
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_sources[] =
     "torchpaged native sources: " TORCHPAGED_DIGEST ";";
@@ -24,6 +25,10 @@ STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
   m.impl("causal_conv.cpu", TORCH_BOX(&torchpaged::causal_conv));
   m.impl("linear_attention", TORCH_BOX(&torchpaged::linear_attention));
   m.impl("linear_attention.cpu", TORCH_BOX(&torchpaged::linear_attention));
+  m.impl("selective_scan", TORCH_BOX(&torchpaged::selective_scan));
+  m.impl("selective_scan.cpu", TORCH_BOX(&torchpaged::selective_scan));
+  m.impl("rg_lru", TORCH_BOX(&torchpaged::rg_lru));
+  m.impl("rg_lru.cpu", TORCH_BOX(&torchpaged::rg_lru));
   m.impl("delta_gates", TORCH_BOX(&torchpaged::delta_gates));
   m.impl("delta_gates.cpu", TORCH_BOX(&torchpaged::delta_gates));
   m.impl("gated_rms_norm", TORCH_BOX(&torchpaged::gated_rms_norm));

@@ -205,8 +205,8 @@ class Rows(NamedTuple):
     begins: Tensor
 
     @classmethod
-    def of(cls, call: ConvCall | LinearAttentionCall) -> Rows:
-        """The rows of a call."""
+    def of(cls, call: Any) -> Rows:
+        """The rows of a call that has slots, lengths and starts."""
         lens = call.query_start_loc.diff()
         first = torch.minimum((lens - call.seq_lens).clamp_min(0), lens)
         slots = torch.where(first < lens, call.state_slots, 0).long()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ MIN_WIDTH, MAX_WIDTH = 2, 8
 ACTIVATIONS, GATE_ACTIVATIONS = ("none", "silu"), ("silu", "sigmoid")
 
 
-def _check_batch(call: ConvCall | LinearAttentionCall, pool: Tensor) -> None:
+def check_batch(call: Any, pool: Tensor) -> None:
     """Slots, lengths and starts; values where they are read."""
     num_reqs = call.state_slots.shape[0] if call.state_slots.dim() == 1 else None
     batch = {
@@ -48,7 +50,7 @@ def _check_batch(call: ConvCall | LinearAttentionCall, pool: Tensor) -> None:
         _check_values(call, pool.shape[0])
 
 
-def _check_values(call: ConvCall | LinearAttentionCall, num_slots: int) -> None:
+def _check_values(call: Any, num_slots: int) -> None:
     check_starts("query_start_loc", call.query_start_loc, call.out.shape[0])
     if not call.state_slots.shape[0]:
         return
@@ -91,7 +93,7 @@ def check_causal_conv(call: ConvCall) -> None:
     read = given(x=x, weight=weight, bias=bias) | gates
     check_apart({"conv_state": conv_state}, read | {"out": out}, "pass a copy: .clone()")
     check_apart({"out": out}, read, "allocate out with torch.empty")
-    _check_batch(call, conv_state)
+    check_batch(call, conv_state)
 
 
 def check_linear_attention(call: LinearAttentionCall) -> None:
@@ -116,7 +118,7 @@ def check_linear_attention(call: LinearAttentionCall) -> None:
     read = given(q=q, k=k, v=v, g=g, beta=beta)
     check_apart({"state": state}, read | {"out": out}, "pass a copy: .clone()")
     check_apart({"out": out}, read, "allocate out with torch.empty")
-    _check_batch(call, state)
+    check_batch(call, state)
 
 
 def _check_groups(name: str, x: Tensor, num_tokens: int, width: int, *dtypes: torch.dtype) -> None:

@@ -1,4 +1,5 @@
-"""Argument checks of ``delta_step`` and ``mamba2_step``, shared by the reference and the kernels."""
+"""Argument checks of ``delta_step``, ``mamba2_step``, ``selective_scan`` and ``rg_lru``, shared by
+the reference and the kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from torch import Tensor
 from torchpaged.custom_ops.checks import check_device, check_dims, check_tensor, given, reads_values, shape_of
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.memory import check_apart
+from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
+from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
 from torchpaged.custom_ops.state.check import (
+    check_batch,
     check_causal_conv,
     check_delta_gates,
     check_gated_rms_norm,
@@ -96,3 +100,55 @@ def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> Non
         raise ArgumentError("semaphore", f"at least num_reqs * groups = {least} numbers", shape_of(semaphore))
     if reads_values(device) and bool(semaphore.any()):
         raise ArgumentError("semaphore", "zeros", "other numbers", "give it torch.zeros")
+
+
+def _check_channels(call: SelectiveScanCall | RgLruCall, key_dim: int, parameters: dict[str, Tensor]) -> None:
+    """What both have, behind what each has alone; ``parameters``: that were checked."""
+    x, state, out = call.x, call.state, call.out
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    check_tensor("state", state, (None, x.shape[1], key_dim, 1), x.dtype, exact)
+    if min(state.shape) < 1:
+        raise ArgumentError("state", "at least one slot, channel and number", shape_of(state))
+    own = given(gate=call.gate, out=out)
+    for name, tensor in own.items():
+        check_tensor(name, tensor, x.shape, x.dtype)
+    read = {"x": x, **own, **parameters}
+    del read["out"]
+    check_device(state.device, out=out, **read)
+    check_apart({"state": state}, read | {"out": out}, "pass a copy: .clone()")
+    check_apart({"out": out}, read, "allocate out with torch.empty")
+    check_batch(call, state)
+
+
+def check_selective_scan(call: SelectiveScanCall) -> None:
+    """Every argument of ``selective_scan``; raises `ArgumentError` before anything is written."""
+    x = call.x
+    check_tensor("x", x, (None, None), *FLOATS)
+    channels = x.shape[1]
+    check_tensor("a_log", call.a_log, (channels, None), x.dtype, torch.float32)
+    read = {"a_log": call.a_log, "dt": call.dt, "b": call.b, "c": call.c}
+    keys = x.shape[0], call.a_log.shape[1]
+    for name, size in (("dt", x.shape), ("b", keys), ("c", keys)):
+        check_tensor(name, read[name], size, x.dtype)
+    for name, tensor in (("dt_bias", call.dt_bias), ("skip_weight", call.skip_weight)):
+        check_tensor(name, tensor, (channels,), x.dtype, torch.float32)
+        read[name] = tensor
+    _check_channels(call, keys[1], read)
+
+
+def check_rg_lru(call: RgLruCall) -> None:
+    """Every argument of ``rg_lru``; raises `ArgumentError` before anything is written."""
+    x, dtypes = call.x, (call.x.dtype, torch.float32)
+    check_tensor("x", x, (None, None), *FLOATS)
+    check_dims("input_weight", call.input_weight, None, None, None)
+    blocks, width, _ = call.input_weight.shape
+    if blocks * width != x.shape[1]:
+        said = f"blocks of x's {x.shape[1]} channels in all"
+        raise ArgumentError("input_weight", said, shape_of(call.input_weight))
+    parameters = {"recurrent_param": call.recurrent_param}
+    check_tensor("recurrent_param", call.recurrent_param, (x.shape[1],), *dtypes)
+    for gate in ("input", "recurrent"):
+        for name, size in ((f"{gate}_weight", (blocks, width, width)), (f"{gate}_bias", (blocks, width))):
+            parameters[name] = getattr(call, name)
+            check_tensor(name, parameters[name], size, *dtypes)
+    _check_channels(call, 1, parameters)

@@ -15,9 +15,10 @@ from torchpaged.custom_ops.state.call import (
     LinearAttentionCall,
     Mamba2StepCall,
 )
+from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
 
 
-def _expect_batch(call: ConvCall | LinearAttentionCall) -> None:
+def _expect_batch(call: ConvCall | LinearAttentionCall | SelectiveScanCall | RgLruCall) -> None:
     slots, seq_lens, starts = call.state_slots, call.seq_lens, call.query_start_loc
     batch = {"state_slots": slots, "seq_lens": seq_lens, "query_start_loc": starts}
     expect_dims(1, **batch)
@@ -112,6 +113,33 @@ def _mamba2_step(call: Mamba2StepCall) -> None:
     _linear_attention(attention)
 
 
+def _expect_channels(call: SelectiveScanCall | RgLruCall, key_dim: int) -> None:
+    expect_dims(2, x=call.x, out=call.out)
+    expect_dims(4, state=call.state)
+    _expect_batch(call)
+    fits = call.state.shape[1:] == (call.x.shape[1], key_dim, 1)
+    expect(fits, f"state: expected {key_dim} numbers of each of x's channels")
+    expect(call.out.shape == call.x.shape, "out: expected x's shape")
+    expect(call.gate is None or call.gate.shape == call.x.shape, "gate: expected x's shape")
+
+
+def _selective_scan(call: SelectiveScanCall) -> None:
+    expect_dims(2, x=call.x, a_log=call.a_log, b=call.b, c=call.c)
+    _expect_channels(call, call.a_log.shape[1])
+    expect(call.dt.shape == call.x.shape, "dt: expected x's shape")
+    sizes = call.x.shape[0], call.a_log.shape[1]
+    expect(call.b.shape == sizes and call.c.shape == sizes, "b, c: expected as many numbers as a_log's rows")
+
+
+def _rg_lru(call: RgLruCall) -> None:
+    expect_dims(2, input_bias=call.input_bias, recurrent_bias=call.recurrent_bias)
+    expect_dims(3, input_weight=call.input_weight, recurrent_weight=call.recurrent_weight)
+    _expect_channels(call, 1)
+    blocks, width, _ = call.input_weight.shape
+    expect(blocks * width == call.x.shape[1], "input_weight: expected blocks of x's channels")
+    expect(call.recurrent_weight.shape == (blocks, width, width), "recurrent_weight: expected input_weight's")
+
+
 FAKES: dict[str, Callable[..., None]] = {
     "causal_conv": _causal_conv,
     "linear_attention": _linear_attention,
@@ -119,4 +147,6 @@ FAKES: dict[str, Callable[..., None]] = {
     "gated_rms_norm": _gated_rms_norm,
     "delta_step": _delta_step,
     "mamba2_step": _mamba2_step,
+    "selective_scan": _selective_scan,
+    "rg_lru": _rg_lru,
 }

@@ -21,13 +21,19 @@ from torchpaged.custom_ops.state.call import (
     Mamba2StepCall,
     Rows,
 )
+from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
 from torchpaged.custom_ops.state.check import (
     check_causal_conv,
     check_delta_gates,
     check_gated_rms_norm,
     check_linear_attention,
 )
-from torchpaged.custom_ops.state.check_steps import check_delta_step, check_mamba2_step
+from torchpaged.custom_ops.state.check_steps import (
+    check_delta_step,
+    check_mamba2_step,
+    check_rg_lru,
+    check_selective_scan,
+)
 
 
 def _exact(x: Tensor) -> torch.dtype:
@@ -142,5 +148,21 @@ def mamba2_step(call: Mamba2StepCall) -> None:
     conv, gates, attention = call.parts()
     causal_conv(conv)
     delta_gates(gates)
+    linear_attention(attention)
+    call.end(attention)
+
+
+def selective_scan(call: SelectiveScanCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_selective_scan(call)
+    attention = call.attention()
+    linear_attention(attention)
+    call.end(attention)
+
+
+def rg_lru(call: RgLruCall) -> None:
+    """Arguments: ``custom_ops/state/schema.py``."""
+    check_rg_lru(call)
+    attention = call.attention()
     linear_attention(attention)
     call.end(attention)

@@ -69,4 +69,21 @@ SCHEMAS = {
     "mamba2_step": f"""(Tensor x, Tensor weight, Tensor(a!) conv_state, Tensor dt, Tensor a_log,
         Tensor dt_bias, Tensor(b!) state, Tensor skip_weight, {_BATCH}, Tensor(c!) out, Tensor? bias=None, *,
         Tensor? gate=None, float min_step=0., float? max_step=None, Tensor(d!)? semaphore=None) -> ()""",
+    # Mamba 1's selective scan, whose channels are heads of one value: step = softplus(dt + dt_bias), then
+    # linear_attention with q = c, k = b, v = x, beta = step and g = -exp(a_log) step, and out = (y +
+    # skip_weight x) silu(gate), without gate y + skip_weight x. Between these all is in float32, float64 over
+    # float64. x, dt, gate, out [T, channels], b, c [T, key_dim] in one dtype; a_log [channels, key_dim],
+    # dt_bias, skip_weight [channels] in x's dtype or float32; state [num_slots, channels, key_dim, 1].
+    "selective_scan": f"""(Tensor x, Tensor dt, Tensor a_log, Tensor dt_bias, Tensor b, Tensor c,
+        Tensor skip_weight, Tensor(a!) state, {_BATCH}, Tensor(b!) out, Tensor? gate=None, *,
+        SymInt max_query_len) -> ()""",
+    # RecurrentGemma's recurrence, of one number per channel: with a gate's product(x) = x W + bias by blocks
+    # of channels, log_a = -8 softplus(recurrent_param) sigmoid(recurrent product), h = exp(log_a) h +
+    # sqrt(1 - exp(2 log_a)) sigmoid(input product) x, without the root for a request's first token, and
+    # out = h gate, without gate h. In float32, float64 over float64. x, gate, out [T, channels] in one dtype;
+    # weights [blocks, width, width], biases [blocks, width], recurrent_param [channels] in x's dtype or
+    # float32, blocks * width = channels; state [num_slots, channels, 1, 1].
+    "rg_lru": f"""(Tensor x, Tensor input_weight, Tensor input_bias, Tensor recurrent_weight,
+        Tensor recurrent_bias, Tensor recurrent_param, Tensor(a!) state, {_BATCH}, Tensor(b!) out,
+        Tensor? gate=None, *, SymInt max_query_len) -> ()""",
 }

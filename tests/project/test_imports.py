@@ -124,13 +124,17 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "call": (("call", "mask"), ()),
     "fp8_rows": (("call",), ()),  # a format, which the contract and all kernels read
     "check": (("call", "fp8_rows", "limits", "mask"), ()),
-    "check_steps": (("call", "check"), ()),
-    "fake": (("call", "fp8_rows"), ()),
+    "channels": (("call",), ()),  # calls, too
+    "check_steps": (("call", "channels", "check"), ()),
+    "fake": (("call", "channels", "fp8_rows"), ()),
     "selection": (("call", "fp8_rows"), ()),
-    "reference": (("call", "check", "check_steps", "fp8_rows", "mask", "selection"), ()),
+    "reference": (("call", "channels", "check", "check_steps", "fp8_rows", "mask", "selection"), ()),
     "cpu": (("call", "check", "check_steps", "fp8_rows", "selection"), ()),
     "packing": (("triton",), ()),  # no op: between steps
-    "triton": (("call", "check", "check_steps", "fp8_rows", "limits", "mask", "triton"), ("triton",)),
+    "triton": (
+        ("call", "channels", "check", "check_steps", "fp8_rows", "limits", "mask", "triton"),
+        ("triton",),
+    ),
     # what they can't take, Triton's kernels do
     "cuda": (("call", "check", "check_steps", "limits", "mask", "triton", "cuda"), ("triton", "cuda")),
 }
@@ -313,7 +317,7 @@ def test_kernels_and_references_are_reached_through_ops() -> None:
             from_families = (
                 arrow.source == f"{OPS}.families"
                 and target is not None
-                and target[1] in ("schema", "fake", "call")
+                and target[1] in ("schema", "fake", "call", "channels")
             )
             of_kernels = shared in ("triton", "cuda") and not arrow.source.startswith(
                 (f"{OPS}.{shared}.", f"{OPS}.triton.")

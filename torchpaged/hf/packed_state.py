@@ -192,6 +192,37 @@ class PackedState(TakesBack, StateLayer):
         )
         return out
 
+    def over_channels(
+        self, op: str, tokens: dict[str, Tensor], key_dim: int, parameters: dict[str, Tensor]
+    ) -> Tensor:
+        """The op ``selective_scan`` or ``rg_lru``, whose states have ``key_dim`` numbers per channel;
+        ``[batch, query_len, channels]``. ``tokens``: its arguments ``[batch, query_len, *]``, x first. Behind
+        `convolve`."""
+        x = tokens["x"]
+        if self.pools.state is None:
+            self._make_matrices((x.shape[2], key_dim, 1), x)
+        assert self.pools.state is not None
+        step = self.cache.metadata_of(self, x.shape[0], x.shape[1])
+        run = partial(self._over_channels, op, tuple(tokens), parameters)
+        flat = tuple(each.flatten(0, 1) for each in tokens.values())
+        return self.over_rows(self.pools.state, run, flat, x.shape, step).view(x.shape)
+
+    def _over_channels(
+        self,
+        op: str,
+        names: tuple[str, ...],
+        parameters: dict[str, Tensor],
+        *tokens: Tensor,
+        rows: tuple[Tensor, Tensor, Tensor],
+        max_query_len: int,
+    ) -> Tensor:
+        given = dict(zip(("state_slots", "seq_lens", "query_start_loc"), rows, strict=True))
+        given |= dict(zip(names, tokens, strict=True)) | parameters
+        out = torch.empty_like(tokens[0], memory_format=torch.contiguous_format)
+        run = getattr(self._ops, op)
+        run(state=self.pools.state, out=out, max_query_len=max_query_len, **given)
+        return out
+
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, **options: Any) -> Tensor:
         """The op ``gated_rms_norm`` over all of a token's numbers: ``x`` and the result of as many as ``gate
         [batch, query_len, width]``. Behind `attend`."""

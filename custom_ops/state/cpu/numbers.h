@@ -34,6 +34,19 @@ template <typename A> inline A total(const W<A>& v) {
   return sums[0];
 }
 
+// Of four vectors.
+template <typename A> inline void totals(const W<A>* v, A* sums) {
+  if constexpr (sizeof(A) == 4 && VEC_WIDTH >= 8) {
+    vf parts[4];
+    for (int i = 0; i < 4; ++i) {
+      const float* const from = reinterpret_cast<const float*>(v + i);
+      parts[i] = load(from);
+      for (int64_t j = VEC_WIDTH; j < LANES<A>; j += VEC_WIDTH) parts[i] += load(from + j);
+    }
+    sum4(parts[0], parts[1], parts[2], parts[3], sums);
+  } else for (int i = 0; i < 4; ++i) sums[i] = total<A>(v[i]);
+}
+
 template <typename A> inline A sum_of_squares(const A* x, int64_t n) {
   W<A> squares{};
   int64_t i = 0;

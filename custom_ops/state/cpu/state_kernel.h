@@ -1,6 +1,6 @@
 // causal_conv and linear_attention over packed rows, token by token, a state's numbers in registers and the
-// first cache; delta_gates and gated_rms_norm. Compiled once per instruction set by kernel_*.cpp, chosen at
-// run time by state_ops.cpp.
+// first cache; selective_scan and rg_lru; delta_gates and gated_rms_norm. Compiled once per instruction set
+// by kernel_*.cpp, chosen at run time by operands.h.
 #pragma once
 #include <cstdint>
 
@@ -51,10 +51,26 @@ struct GatedNorm {
   bool gate_first, sigmoid;
 };
 
-// Channels [first, end) of all rows; heads [first, end) of one row; tokens; heads of all tokens.
+// Of heads of one value column; recurrence.v is x.
+struct SelectiveScan {
+  Recurrence recurrence;
+  Operand dt, a_log, dt_bias, skip_weight, gate;  // a_log.token: from channel to channel
+};
+
+// weights: token from block to block, head from row to row.
+struct RgLru {
+  Recurrence recurrence;
+  Operand input_weight, input_bias, recurrent_weight, recurrent_bias, recurrent_param, gate;
+  int64_t width;  // of a block
+};
+
+// Channels [first, end) of all rows; heads [first, end) of one row; channels, and blocks of channels, of all
+// rows; tokens; heads of all tokens.
 struct StateKernels {
   void (*convolve)(const Convolution&, const Row* rows, int64_t num_rows, int64_t first, int64_t end);
   void (*recur)(const Recurrence&, const Row&, int64_t first, int64_t end);
+  void (*scan)(const SelectiveScan&, const Row* rows, int64_t num_rows, int64_t first, int64_t end);
+  void (*rg_lru)(const RgLru&, const Row* rows, int64_t num_rows, int64_t first, int64_t end);
   void (*gates)(const Gates&, int64_t first, int64_t end);
   void (*norms)(const GatedNorm&, int64_t first, int64_t end);
 };

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from library_backends import stand_in
+from op_inputs.channels import CHANNEL_SIZES, assert_channels_close, make_channel_inputs
 from op_inputs.delta_step import SIZES as STEP_SIZES
 from op_inputs.delta_step import assert_delta_step_close, make_delta_step_inputs
 from op_inputs.mamba2_step import MAMBA2_SIZES, assert_mamba2_step_close, make_mamba2_step_inputs
@@ -85,6 +86,14 @@ def test_mamba2_step_matches_the_oracle(size: str) -> None:
     for batch in ("decode_padded", "decode_begins", "no_tokens"):
         given = {"dtype": torch.bfloat16, **MAMBA2_SIZES[size]}
         assert_mamba2_step_close(TRITON, REFERENCE, make_mamba2_step_inputs(STATE_BATCHES[batch], **given))
+
+
+@pytest.mark.slow_cases(but=("odd", "narrow"))
+@pytest.mark.parametrize("size", CHANNEL_SIZES)
+def test_heads_of_one_value_match_the_oracle(size: str) -> None:
+    op, sizes = CHANNEL_SIZES[size]
+    for batch in ("decode_padded", "no_tokens", "left_padding"):
+        assert_channels_close(TRITON, REFERENCE, op, make_channel_inputs(op, STATE_BATCHES[batch], **sizes))
 
 
 @pytest.mark.slow_cases(but_every=3)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from op_inputs.channels import make_channel_inputs
 from op_inputs.delta_step import make_delta_step_inputs
 from op_inputs.experts import make_experts_inputs, make_route_inputs
 from op_inputs.latent_writes import make_latent_writes
@@ -81,6 +82,8 @@ def opcheck_cases(
             make_delta_step_inputs(STATE_BATCHES["decode_padded"], dtype=dtype),
             make_delta_step_inputs(STATE_BATCHES["mixed_empty"], dtype=dtype),
             make_mamba2_step_inputs(STATE_BATCHES["decode_padded"], dtype=dtype),
+            make_channel_inputs("selective_scan", STATE_BATCHES["mixed_empty"], key_dim=16, dtype=dtype),
+            make_channel_inputs("rg_lru", STATE_BATCHES["mixed_empty"], dtype=dtype),
         )
     )
     route = make_route_inputs(scoring="sigmoid", bias=True, norm_eps=1e-20, dtype=dtype, device=device)
@@ -146,6 +149,8 @@ def opcheck_cases(
         "delta_step": ("delta_step", (), steps[0]),
         "delta_step_prompts": ("delta_step", (), steps[1]),
         "mamba2_step": ("mamba2_step", (), steps[2]),
+        "selective_scan": ("selective_scan", (), steps[3]),
+        "rg_lru": ("rg_lru", (), steps[4]),
         "ssd": ("linear_attention", (), ssd),
         "ssd_gates": ("delta_gates", (), ssd_gates),
         "ssd_norm": ("gated_rms_norm", (), ssd_norm),

@@ -175,7 +175,7 @@ def with_odd_strides(inputs: dict[str, Any], extra: int = 5) -> dict[str, Any]:
 def with_nan_in_padding(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same with NaN in all that tokens without a state give: padding, and rows without a slot."""
     away = torch.ones(len(inputs["v"]), dtype=torch.bool)
-    for _, _, tokens in _tokens(inputs):
+    for _, _, tokens in tokens_of(inputs):
         away[tokens.start : tokens.stop] = False
     for name in ("q", "k", "v", "g", "beta"):
         if inputs[name] is not None:
@@ -183,7 +183,7 @@ def with_nan_in_padding(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def _tokens(inputs: dict[str, Any]) -> list[tuple[int, bool, range]]:
+def tokens_of(inputs: dict[str, Any]) -> list[tuple[int, bool, range]]:
     """Of each row its slot, whether it begins, and its tokens that are no padding."""
     starts, found = inputs["query_start_loc"].tolist(), []
     for row, (begin, end) in enumerate(itertools.pairwise(starts)):
@@ -199,7 +199,7 @@ def exact_conv(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if inputs["in_gate"] is not None:  # rounded, as the state keeps it
         x = (inputs["in_gate"].double() * x).to(inputs["x"].dtype).double()
     out, width = torch.zeros_like(x), weight.shape[1]
-    for slot, begins, tokens in _tokens(inputs):
+    for slot, begins, tokens in tokens_of(inputs):
         if tokens:
             past = torch.zeros_like(state[slot]) if begins else state[slot]
             line = torch.cat((past, x[tokens.start : tokens.stop]))
@@ -219,7 +219,7 @@ def exact_linear(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     if inputs["normalize"]:
         q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     out, group = torch.zeros_like(v), v.shape[1] // q.shape[1]
-    for slot, begins, tokens in _tokens(inputs):
+    for slot, begins, tokens in tokens_of(inputs):
         for h in range(v.shape[1]) if tokens else ():
             matrix = torch.zeros_like(state[slot, h]) if begins else state[slot, h].clone()
             for t in tokens:

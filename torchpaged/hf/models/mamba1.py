@@ -33,8 +33,15 @@ def forward_mamba1(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     x = layer.convolve(x, self.conv1d, self.activation)
     sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
     dt, b, c = self.x_proj(x).split(sizes, dim=-1)
-    dt = exact(linear(norm_dt(dt), self.dt_proj.weight)) + exact(self.dt_proj.bias)
-    dt = softplus(dt)
+    dt = linear(norm_dt(dt), self.dt_proj.weight)
+    if x.device.type == "cpu":
+        tokens = {"x": x, "dt": dt, "b": norm_b(b), "c": norm_c(c), "gate": gate}
+        parameters = {"a_log": self.A_log, "dt_bias": self.dt_proj.bias, "skip_weight": self.D}
+        out = layer.over_channels("selective_scan", tokens, self.ssm_state_size, parameters)
+        layer.complete()
+        scanned: Tensor = self.out_proj(out)
+        return scanned
+    dt = softplus(exact(dt) + exact(self.dt_proj.bias))
     out = layer.attend(
         norm_c(c)[:, :, None],
         norm_b(b)[:, :, None],

@@ -128,6 +128,17 @@ def _forward(
         return plain
     lru, gate = self.rg_lru, self.act_fn(self.linear_y(input_states))
     x = layer.convolve(self.linear_x(input_states), self.conv_1d)
+    if x.device.type == "cpu":
+        parameters = {
+            "input_weight": lru.input_gate_weight,
+            "input_bias": lru.input_gate_bias,
+            "recurrent_weight": lru.recurrent_gate_weight,
+            "recurrent_bias": lru.recurrent_gate_bias,
+            "recurrent_param": lru.recurrent_param,
+        }
+        h = layer.over_channels("rg_lru", {"x": x, "gate": gate}, 1, parameters)
+        layer.complete()
+        return self.linear_out(h), None
     blocks = x.reshape(-1, *lru.input_gate_bias.shape).transpose(0, 1)
     decay = exact(_gate(blocks, lru.recurrent_gate_weight, lru.recurrent_gate_bias).reshape(x.shape))
     decay = -8.0 * decay * softplus(exact(lru.recurrent_param))

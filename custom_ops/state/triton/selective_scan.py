@@ -1,0 +1,17 @@
+"""selective_scan: linear_attention's kernels, the rest by torch."""
+
+from __future__ import annotations
+
+from torchpaged.custom_ops.state.channels import SelectiveScanCall
+from torchpaged.custom_ops.state.check_steps import check_selective_scan
+from torchpaged.custom_ops.state.triton.linear_attention import linear_attention
+from torchpaged.custom_ops.triton.launching import require_launchable
+
+
+def selective_scan(call: SelectiveScanCall) -> None:
+    """Arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16."""
+    require_launchable(call.x)
+    check_selective_scan(call)
+    attention = call.attention()
+    linear_attention(attention)
+    call.end(attention)

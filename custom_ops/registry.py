@@ -39,10 +39,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from torchpaged.custom_ops import launches, native
 from torchpaged.custom_ops.callers_modes import apart_from_modes
@@ -162,6 +165,23 @@ def _nothing(*_: Any, **__: Any) -> None:
 FAKES = {op: _recorded(op, fake) for family in FAMILIES for op, fake in family.fakes.items()}
 
 
+def _without_memory(op: str) -> Any:
+    """What runs in traces, and on the meta device: the dispatcher calls it if one tensor is there, and all of
+    a call's others would be left unread and unwritten."""
+    fake, names = FAKES.get(op, _nothing), re.findall(r"(\w+)(?:=[^,)]+)?[,)]", SCHEMAS[op])
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+            if (
+                type(value) in (Tensor, Parameter) and not value.is_meta
+            ):  # those of a trace are of other types
+                expected = "device meta, where another tensor of the call is"
+                raise ArgumentError(name, expected, str(value.device), "move one of the two")
+        return fake(*args, **kwargs)
+
+    return run
+
+
 def _register() -> None:
     for op in SCHEMAS:
         _define(op)
@@ -175,7 +195,7 @@ def _define(op: str) -> None:
     for overload in OVERLOADS:
         name = f"{op}.{overload}" if overload else op
         LIBRARY.define(name + SCHEMAS[op], tags=_TAGS)
-        torch.library.register_fake(f"torchpaged::{name}", FAKES.get(op, _nothing), lib=LIBRARY)
+        torch.library.register_fake(f"torchpaged::{name}", _without_memory(op), lib=LIBRARY)
 
 
 def _implement(op: str, family: Family, has_native: bool) -> None:

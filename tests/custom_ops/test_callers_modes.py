@@ -10,7 +10,7 @@ import torch
 from op_inputs.opcheck import opcheck_cases
 from torch import Tensor
 
-from torchpaged import paged_attention, use_backend
+from torchpaged import ArgumentError, paged_attention, use_backend
 from torchpaged.testing.batches import BATCH_SPECS, make_batch
 
 
@@ -64,3 +64,24 @@ def test_modes_around_a_backend_of_torch(backend: str, monkeypatch: pytest.Monke
     assert got.dtype is torch.float32
     assert torch.equal(got, want)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("case", opcheck_cases())
+def test_one_tensor_on_the_meta_device(case: str) -> None:
+    """The dispatcher runs what a trace runs if one is there: the reference, which takes any device, left the
+    others unread and unwritten."""
+    op, args, options = opcheck_cases()[case]
+    given: dict[Any, Any] = {**dict(enumerate(args)), **options}
+    handle = getattr(torch.ops.torchpaged, op).reference
+
+    def call(there: list[Any]) -> None:
+        moved = {name: value.to("meta") if name in there else value for name, value in given.items()}
+        handle(*[moved.pop(place) for place in range(len(args))], **moved)
+
+    names = [name for name, value in given.items() if isinstance(value, Tensor)]
+    for name in (names[0], names[-1]):
+        with pytest.raises(
+            ArgumentError, match=r"^\w+: expected device meta, where another tensor of the call"
+        ):
+            call([name])
+    call(names)

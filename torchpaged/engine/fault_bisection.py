@@ -78,7 +78,7 @@ class FaultBisection:
         self._had, self._steps_left = 0, 0
         said = f"{type(error).__name__}: {error}"
         what = counted(len(candidates), "request")
-        _LOG.warning("a step raised %s; its %s are computed again", said, what, exc_info=error)
+        _LOG.warning("a step raised %s; computed again: its %s", said, what, exc_info=error)
         free_locals(error)
         self._groups = self._all_groups()
         self._next(None)

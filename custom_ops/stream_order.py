@@ -57,17 +57,26 @@ WAITS = ("first", "launch", "last")
 TRIGGERS = ("start", "wait", "issued", "never")
 
 LENGTHS = ("seq_lens", "query_start_loc")
+ROWS = (*LENGTHS, "state_slots")
 METADATA = (*LENGTHS, "block_table")
 CONTEXT = "context KV"  # keys and values at positions below seq_len - query_len
 QUERY_TOKENS = "query tokens' KV"
 ROW = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seeds", "counters")
 INPUTS = ("input_ids", "positions", "seq_lens", "slot_mapping")
 STATE = ("seq_lens", "remaining", "block_table", "stop_token_ids", "launches")
+CONV = ("conv_state", "out")
 OUT, SCRATCH, ALL = ("out", "lse"), ("scratch",), ("everything",)
 RESULTS = ("counters", "remaining", "seen", "tokens_out", "ring", "launches")
 
 #: Names for tensors that go together, where the table is rendered.
-GROUPS = {"metadata": METADATA, "parameters": ROW, "inputs": INPUTS, "results": RESULTS, "state": STATE}
+GROUPS = {
+    "metadata": METADATA,
+    "rows": ROWS,
+    "parameters": ROW,
+    "inputs": INPUTS,
+    "results": RESULTS,
+    "state": STATE,
+}
 
 STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "paged_attention": (
@@ -294,7 +303,10 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "up_project_values": (
         Launch("up_project_values.py:up_project_values_kernel", True, ("out",), "start", ("up_values",)),
     ),
-    "causal_conv": (Launch("causal_conv.py:causal_conv_kernel", True, ("conv_state", "out"), "wait"),),
+    "causal_conv": (
+        Launch("causal_conv.py:causal_conv_kernel", True, CONV, "start", ROWS, case="rows of one tile"),
+        Launch("causal_conv.py:causal_conv_kernel", True, CONV, "start", case="rows of several tiles"),
+    ),
     "delta_gates": (Launch("delta_gates.py:delta_gates_kernel", True, ("g", "beta"), "wait"),),
     "gated_rms_norm": (Launch("gated_rms_norm.py:gated_rms_norm_kernel", True, ("out",), "wait"),),
     "delta_step": (
@@ -303,7 +315,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             True,
             ("conv_state", "state", "out"),
             "start",
-            ("weight", "bias"),
+            ("weight", "bias", *ROWS),
             case="cuda, on Hopper",
         ),
     ),
@@ -313,7 +325,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             True,
             ("conv_state", "state", "out"),
             "start",
-            ("weight", "bias"),
+            ("weight", "bias", *ROWS),
             case="cuda, on Hopper",
         ),
         Launch("mamba2_step.py:skip_and_gate_kernel", True, ("out",), "wait", case="its last part elsewhere"),

@@ -45,6 +45,10 @@ __device__ __forceinline__ void bulk_load(u32 to, const void *from, int bytes, u
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
+// Bytes asked into L2. Stores meet there, so that none is missed by who asks before it waits.
+__device__ __forceinline__ void bulk_prefetch(const void *from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ void bulk_store(void *to, u32 from, int bytes, u64 policy) {
   asm volatile(
       "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;"

@@ -176,6 +176,14 @@ __device__ __forceinline__ float4 load_l2(const float4 *p) {
                : "memory");
   return x;
 }
+__device__ __forceinline__ uint4 load_l2(const uint4 *p) {
+  uint4 x;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(p)
+               : "memory");
+  return x;
+}
 
 // Programmatic dependent launch; compute capability 9.0 and later. What is read before the wait was complete
 // when the kernel ahead began.

@@ -282,6 +282,8 @@ def case_of(op: str, arguments: dict[str, Any]) -> str:
         return "query tokens" if arguments["ARE_QUERY_TOKENS"] else "other tokens"
     if op in QUERY_TOKEN_WRITES:
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
+    if op == "causal_conv":
+        return "of one tile" if arguments["SHORT"] else "of several tiles"
     if op == "linear_attention":
         return "long rows" if "chunks" in arguments else ""
     if op == "paged_attention" and hasattr(arguments["TILING"], "longest"):
@@ -305,7 +307,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
     from op_inputs.opcheck import opcheck_cases
     from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
-    from op_inputs.state import STATE_BATCHES, Rows
+    from op_inputs.state import STATE_BATCHES, Rows, make_conv_inputs
     from op_inputs.state import make_linear_inputs as make_state_inputs
 
     from torchpaged.custom_ops import BACKEND_OPS
@@ -324,7 +326,6 @@ def triton_launches() -> list[tuple[str, Any]]:
         "merge_attn_states",
         "copy_blocks",
         "advance_step",
-        "causal_conv",
         "delta_gates",
         "gated_rms_norm",
         "route_experts",
@@ -349,6 +350,8 @@ def triton_launches() -> list[tuple[str, Any]]:
     for op, args, kwargs in cases:  # prompts, and single tokens
         if op == "linear_attention":
             record(op, *args, **kwargs)
+    for batch in ("decode", "chunks"):
+        record("causal_conv", **make_conv_inputs(STATE_BATCHES[batch], dtype=torch.bfloat16))
     with launched.recorded() as launches:  # the others are those of its parts
         ops.mamba2_step(**next(case[2] for case in cases if case[0] == "mamba2_step"))
     found.append(("mamba2_step", launches[-1]))

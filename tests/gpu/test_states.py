@@ -229,6 +229,28 @@ def test_mamba2_step_of_many_rows_again_and_again() -> None:
     torch.testing.assert_close(inputs["out"].cpu(), given["out"], rtol=0.05, atol=0.2)
 
 
+@pytest.mark.parametrize("op", ["causal_conv", "delta_step", "mamba2_step"])
+def test_few_rows_launch_right_behind_launch(op: str) -> None:
+    """What a kernel asks for ahead of its wait is what the kernel ahead of it is about to write."""
+    rows = Rows(((5, 1), (9, 1)))
+    given: dict[str, Any] = {
+        "causal_conv": partial(make_conv_inputs, channels=2048),
+        "delta_step": partial(make_delta_step_inputs, **STEP_SIZES["qwen3_next"]),
+        "mamba2_step": partial(make_mamba2_step_inputs, **MAMBA2_SIZES["granite"]),
+    }[op](rows, dtype=torch.bfloat16)
+    runs = [on_gpu(given) for _ in range(10)]
+    for inputs in runs:
+        for _ in range(3):  # with one token's inputs states soon stay as they are
+            getattr(BACKEND_OPS["cuda"], op)(**inputs)
+    for _ in range(3):
+        getattr(REFERENCE, op)(**given)
+    pools = {name: given[name] for name in ("conv_state", "state") if name in given}
+    for inputs in runs:
+        for name, pool in pools.items():
+            torch.testing.assert_close(inputs[name].cpu(), pool, rtol=0.02, atol=0.02, equal_nan=True)
+        torch.testing.assert_close(inputs["out"].cpu(), given["out"], rtol=0.05, atol=0.2)
+
+
 @pytest.mark.parametrize("op", ["causal_conv", "linear_attention", "delta_step", "mamba2_step"])
 def test_one_capture_for_other_batches(op: str) -> None:
     """Slots, lengths and rows without tokens are read by the kernel when it runs."""

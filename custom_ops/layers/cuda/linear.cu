@@ -33,14 +33,6 @@ constexpr int CHAINS = MT * NT == 1 ? 2 : 1;              // of products that wa
 __device__ __forceinline__ constexpr i64 step_offset(int m) {
   return ((i64)m * STEP + (GATED && m >= MT * 2 ? OUT_FEATURES / 2 - OUT_ROWS : 0)) * W_ROW * 2;
 }
-__device__ __forceinline__ uint4 load_l2(const uint4 *p) {
-  uint4 x;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(p)
-               : "memory");
-  return x;
-}
 // Two numbers of x times theirs of the norm's weight.
 __device__ __forceinline__ u32 scale(u32 x, float low, float high) {
   return pack<HALF>(to_float<HALF>((u16)x) * low, to_float<HALF>((u16)(x >> 16)) * high);

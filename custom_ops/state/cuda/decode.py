@@ -196,10 +196,16 @@ def _specialised(index: int, spec: StateSpec) -> Kernel:
 
 
 def shared_bytes(
-    key_dim: int, value_dim: int, threads: int, state_float: bool, by_key: bool, turns: int
+    key_dim: int,
+    value_dim: int,
+    threads: int,
+    state_float: bool,
+    by_key: bool,
+    turns: int,
+    held: bool = False,
 ) -> int:
     """Dynamic shared memory, as state_decode_tile.cuh counts it."""
     row = value_dim * (4 if state_float else 2)
     parts = threads // 32 if row // 16 < 32 else threads // (row // 16)
     factors = turns * key_dim * (4 if by_key else 2) * 4
-    return key_dim * row + factors + (2 * parts + 1) * value_dim * 4 + 16
+    return (0 if held else key_dim * row) + factors + (2 * parts + 1) * value_dim * 4 + 16

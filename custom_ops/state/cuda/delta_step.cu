@@ -23,10 +23,9 @@ static_assert(CHANNELS + KEY_DIM <= PARTS * 2 * VALUE_DIM, "there is room");
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     delta_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
-  const u32 shared = shared_address(memory);
   const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
-  if (thread == 0) {  // as in state_decode.cu
-    mbarrier_init(shared + BARRIER_AT, 1);
+  if (!FEW && thread == 0) {  // as in state_decode.cu
+    mbarrier_init(shared_address(memory) + BARRIER_AT, 1);
     fence_mbarrier_init();
   }
   griddepcontrol_launch_dependents();
@@ -37,14 +36,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
                                            : 2 * keys + head * VALUE_DIM + part - 2 * KEY_DIM;
   Taps taps;
   if (part < CHANNELS) taps.load(p, channel);
-  griddepcontrol_wait();
   const Row row = find_row(p, blockIdx.x);
-  const u64 policy = ONCE ? read_once() : read_again();
   char *const state = p.state + (row.slot * p.state_slot + head * p.state_head) * NUMBER;
-  if (thread == 0 && row.kept) {
-    mbarrier_arrive_expect_tx(shared + BARRIER_AT, STATE_BYTES);
-    bulk_load(shared, state, STATE_BYTES, shared + BARRIER_AT, policy);
+  if (FEW && row.kept) {
+    if (thread == 0) bulk_prefetch(state, STATE_BYTES);
+    if (part < CHANNELS) Window::prefetch(p, row, channel);
   }
+  griddepcontrol_wait();
+  WayOf<FEW>::Way tile(memory, state, row.kept, thread);
+  tile.ask(thread);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
   const i64 out = head * p.out_head + thread;
@@ -79,12 +79,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   if (BY_KEY && thread < KEY_DIM) ((float *)(memory + MIXED_AT))[CHANNELS + thread] = log_decay;
   const float decay = BY_KEY ? 1.f : expf(log_decay);
   const float beta = p.beta_scale * sigmoid(b);
-  Part tile;
-  tile.at = memory + group * ROW_BYTES + chunk * 16;
-  if (!row.kept) {
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) *(uint4 *)(tile.at + i * GROUPS * ROW_BYTES) = {0, 0, 0, 0};
-  }
   __syncthreads();  // query, key and values are there; the barrier too
   const float *made = (const float *)(memory + MIXED_AT);
   if (thread < 32)
@@ -101,7 +95,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     if (key_head * GROUP + GROUP - 1 == head && part < 2 * KEY_DIM) window.move_on(p);
   }
   __syncthreads();  // factors are there, and what was made is read
-  if (row.kept) mbarrier_wait(shared + BARRIER_AT, 0);  // ends with the copy of this CTA's own state
+  tile.wait();
   sum_rows(tile, memory, 0, group, chunk, thread);
   __syncthreads();
   if (thread < VALUE_DIM) {
@@ -129,10 +123,5 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     store_out(p.out, token * p.out_token + out, y);
   }
   update_rows(tile, memory, decay, 0, group, chunk);
-  fence_async();  // of each thread that stored
-  __syncthreads();
-  if (thread == 0) {
-    bulk_store(state, shared, STATE_BYTES, policy);
-    bulk_wait_read();  // shared memory is this CTA's until then
-  }
+  tile.put_back(thread);
 }

@@ -15,7 +15,7 @@ static_assert(CHUNKS <= THREADS && THREADS % CHUNKS == 0 && (CHUNKS % 32 == 0 ||
 static_assert(KEY_DIM % GROUPS == 0 && KEY_DIM % 64 == 0 && VALUE_DIM <= THREADS, "whole rows");
 
 // Where in shared memory things are, in bytes from its begin; custom_ops/state/cuda/decode.py counts alike.
-constexpr int FACTORS_AT = STATE_BYTES;                              // [TURNS, KEY_DIM, FACTORS]
+constexpr int FACTORS_AT = FEW ? 0 : STATE_BYTES;                    // [TURNS, KEY_DIM, FACTORS]
 constexpr int SUMS_AT = FACTORS_AT + TURNS * KEY_DIM * FACTORS * 4;  // [PARTS, 2, VALUE_DIM]
 constexpr int UPDATE_AT = SUMS_AT + PARTS * 2 * VALUE_DIM * 4;       // [VALUE_DIM]
 constexpr int PRODUCT_AT = UPDATE_AT + VALUE_DIM * 4;                // [2], of key and query, by turn
@@ -57,13 +57,14 @@ struct Row {
   i64 slot;                            // 0: nothing is written
   bool kept;                           // the state is what the slot holds, else zeros
 };
+// From L2: ahead of griddepcontrol.wait L1 may hold an older step's.
 __device__ __forceinline__ Row find_row(const Params &p, int item) {
   Row row;
   row.req = item / NUM_HEADS;
   row.head = item % NUM_HEADS;
-  row.begin = p.starts[row.req];
-  row.count = p.starts[row.req + 1] - row.begin;
-  const int length = p.lens[row.req], slot = p.slots[row.req];
+  row.begin = load_l2(p.starts + row.req);
+  row.count = load_l2(p.starts + row.req + 1) - row.begin;
+  const int length = load_l2(p.lens + row.req), slot = load_l2(p.slots + row.req);
   row.first = min(max(row.count - length, 0), row.count);
   row.slot = row.first < row.count ? slot : 0;
   if (row.slot == 0) row.first = row.count;
@@ -125,14 +126,15 @@ struct Part {
 };
 
 // Sums over this warp's, or this group's, rows of S times key and query.
-__device__ __forceinline__ void sum_rows(const Part &part, char *memory, int turn, int group, int chunk,
+template <class Tile>
+__device__ __forceinline__ void sum_rows(const Tile &tile, char *memory, int turn, int group, int chunk,
                                          int thread) {
   float seen[VEC] = {}, y[VEC] = {};
   const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     float x[VEC];
-    part.load(i, x);
+    tile.load(i, x);
     const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS);
 #pragma unroll
     for (int j = 0; j < VEC; ++j) {
@@ -159,7 +161,8 @@ __device__ __forceinline__ void sum_rows(const Part &part, char *memory, int tur
 }
 
 // S' = decay S + k u^T.
-__device__ __forceinline__ void update_rows(const Part &part, const char *memory, float decay, int turn,
+template <class Tile>
+__device__ __forceinline__ void update_rows(Tile &tile, const char *memory, float decay, int turn,
                                             int group, int chunk) {
   const float *factors = (const float *)(memory + FACTORS_AT) + (turn * KEY_DIM + group) * FACTORS;
   float u[VEC];
@@ -168,7 +171,7 @@ __device__ __forceinline__ void update_rows(const Part &part, const char *memory
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     float x[VEC], k;
-    part.load(i, x);
+    tile.load(i, x);
     if constexpr (BY_KEY) {
       const float2 of = *(const float2 *)(factors + i * GROUPS * FACTORS + 2);
       k = of.x;
@@ -178,6 +181,6 @@ __device__ __forceinline__ void update_rows(const Part &part, const char *memory
     }
 #pragma unroll
     for (int j = 0; j < VEC; ++j) x[j] = decay * x[j] + k * u[j];
-    part.store(i, x);
+    tile.store(i, x);
   }
 }

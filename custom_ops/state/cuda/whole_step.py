@@ -8,6 +8,9 @@ from math import prod
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
 from torchpaged.custom_ops.state.cuda import decode
 
+#: CTAs up to which states are held in registers; two fit on each multiprocessor of an H100 or H200.
+FEW_CTAS = 264
+
 
 def params_of(call: DeltaStepCall | Mamba2StepCall) -> dict[str, int]:
     """Fields of both kernels' ``Params`` that have the same names."""
@@ -40,3 +43,8 @@ def is_once(call: DeltaStepCall | Mamba2StepCall) -> bool:
     """Whether L2 is told to let this batch's states go first."""
     state_bytes = prod(call.state.shape[1:]) * call.state.element_size()
     return call.state_slots.shape[0] * state_bytes <= decode.ONCE_BYTES
+
+
+def is_few(call: DeltaStepCall | Mamba2StepCall) -> bool:
+    """Whether all CTAs of this batch have registers for their states at once."""
+    return call.state_slots.shape[0] * call.state.shape[1] <= FEW_CTAS

@@ -36,11 +36,11 @@ class Row(NamedTuple):
 
 @triton.jit
 def row_of(req, batch):
-    """`Row` of a request."""
-    begin = tl.load(batch.starts + req)
-    count = tl.load(batch.starts + req + 1) - begin
-    seq_len = tl.load(batch.lens + req)
-    slot = tl.load(batch.slots + req)
+    """`Row` of a request; out of L2, since L1 may hold an older step's where the kernels ahead still run."""
+    begin = tl.load(batch.starts + req, cache_modifier=".cg")
+    count = tl.load(batch.starts + req + 1, cache_modifier=".cg") - begin
+    seq_len = tl.load(batch.lens + req, cache_modifier=".cg")
+    slot = tl.load(batch.slots + req, cache_modifier=".cg")
     first = tl.minimum(tl.maximum(count - seq_len, 0), count)
     slot = tl.where(first < count, slot, 0)
     first = tl.where(slot > 0, first, count)
@@ -90,12 +90,15 @@ def causal_conv_kernel(
     ROWS: a power of two of at least WIDTH - 1. KEY_HEADS: 0, or, of `convolve_apart`, heads of
     queries and of keys, of TILE_CHANNELS numbers. PDL: launched early."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     req, part = tl.program_id(0), 0
+    if SHORT:
+        row = row_of(req, batch)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if not SHORT:
         req, part = find_row_of_tile(req, batch.starts, num_reqs, TILE_TOKENS)
-    row = row_of(req, batch)
+        row = row_of(req, batch)
     begin, count, first = row.begin, row.count, row.first
     channel = tl.program_id(1) * TILE_CHANNELS + tl.arange(0, TILE_CHANNELS)
     here = channel < CHANNELS

@@ -13,6 +13,10 @@ inline void bulk_load(u32 to, const void *from, int bytes, u32 barrier, u64) {
   if (to % 16 || (u64)from % 16 || bytes % 16) abort();
   asked[barrier] = {to, from, bytes};
 }
+inline void bulk_prefetch(const void *from, int bytes) {
+  if ((u64)from % 16 || bytes % 16) abort();
+}
+inline void prefetch_l2(const char *) {}
 inline void mbarrier_wait(u32 at, int parity) {
   if (parity) abort();
   wait_until([&] { return asked.count(at) && asked[at].bytes == expected.at(at); });

@@ -81,6 +81,7 @@ class BackendOps(NamedTuple):
     embedding: Any
     rms_norm: Any
     act_and_mul: Any
+    gate_heads: Any
     linear: Any
     mla_attention: Any
     write_latent: Any

@@ -1,5 +1,5 @@
-"""Argument checks of ``embedding``, ``rms_norm``, ``act_and_mul`` and ``linear``, shared by the reference and
-the kernels' launchers.
+"""Argument checks of ``embedding``, ``rms_norm``, ``act_and_mul``, ``gate_heads`` and ``linear``, shared by
+the reference and the kernels' launchers.
 
 Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Token ids alone are
 read, where the rules of `validation` allow it. Every message names the argument; all checks are done before
@@ -94,6 +94,15 @@ def check_act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu")
     _check_like(gate_up, gate_up.shape[0], gate_up.shape[1] // 2, out=out)
     check_device(gate_up.device, out=out)
     _check_apart("out", out, gate_up=gate_up)
+
+
+def check_gate_heads(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    """Every argument of ``gate_heads``; raises `ArgumentError` before anything is written."""
+    check_tensor("x", x, (None, None, None), *FLOATS)
+    check_tensor("gate", gate, (*x.shape[:2], 1 if gate.shape[-1:] == (1,) else x.shape[2]), x.dtype)
+    check_tensor("out", out, tuple(x.shape), x.dtype)
+    check_device(x.device, gate=gate, out=out)
+    _check_apart("out", out, x=x, gate=gate)
 
 
 def check_linear(call: LinearCall) -> None:

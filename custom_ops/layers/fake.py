@@ -37,6 +37,13 @@ def _act_and_mul(gate_up: Tensor, out: Tensor, **_: Any) -> None:
     expect(columns == 2 * out.shape[1], f"out: expected half of {columns} columns, got {out.shape[1]}")
 
 
+def _gate_heads(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    expect_dims(3, x=x, gate=gate, out=out)
+    expect(out.shape == x.shape, "out: expected x's shape")
+    fits = gate.shape[:2] == x.shape[:2] and (gate.shape[2] == x.shape[2] or gate.shape[2] == 1)
+    expect(fits, "gate: expected x's numbers, or one of each head")
+
+
 def _linear(call: LinearCall) -> None:
     x, weight, out = call[:3]
     expect_dims(2, x=x, weight=weight, out=out)
@@ -51,5 +58,6 @@ FAKES: dict[str, Callable[..., None]] = {
     "embedding": _embedding,
     "rms_norm": _rms_norm,
     "act_and_mul": _act_and_mul,
+    "gate_heads": _gate_heads,
     "linear": _linear,
 }

@@ -1,5 +1,5 @@
-"""The specification of the ops around attention (``embedding``, ``rms_norm``, ``act_and_mul``, ``linear``) in
-plain torch.
+"""The specification of the ops around attention (``embedding``, ``rms_norm``, ``act_and_mul``,
+``gate_heads``, ``linear``) in plain torch.
 
 Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for
 float64 inputs) and rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded
@@ -17,6 +17,7 @@ from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.layers.check import (
     check_act_and_mul,
     check_embedding,
+    check_gate_heads,
     check_linear,
     check_rms_norm,
 )
@@ -65,6 +66,12 @@ def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> No
     """``out [T, I] = activation(gate) * up`` of ``gate_up [T, 2 * I]``."""
     check_act_and_mul(gate_up, out, activation=activation)
     out.copy_(_gated(_exact(gate_up), activation))
+
+
+def gate_heads(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    """``out [T, num_heads, width] = x * sigmoid(gate)``."""
+    check_gate_heads(x, gate, out)
+    out.copy_(_exact(x) * _exact(gate).sigmoid())
 
 
 def linear(call: LinearCall) -> None:

@@ -15,6 +15,9 @@ SCHEMAS = {
     # gate_up [T, 2 * I], gate in the first half; out [T, I] = activation(gate) * up. activation: "silu",
     # "gelu_tanh" or "gelu"
     "act_and_mul": """(Tensor gate_up, Tensor(a!) out, *, str activation="silu") -> ()""",
+    # x, out [T, num_heads, width], gate of that shape or [T, num_heads, 1], in one dtype; out = x *
+    # sigmoid(gate)
+    "gate_heads": "(Tensor x, Tensor gate, Tensor(a!) out) -> ()",
     # x [T, K], weight [N, K], out [T, N] = (x' @ weight.T + bias [N]) * scale [N] + residual [T, N]. x' =
     # rms_norm(x, norm_weight [K]) if given, else x. activation not "none": weight holds gate rows, then as
     # many up rows, and out [T, N / 2] = activation(gate) * up of what scale gives, then + residual. scale:

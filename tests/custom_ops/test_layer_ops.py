@@ -12,6 +12,7 @@ from op_inputs.layers import (
     NORM_CASES,
     assert_layer_close,
     make_embedding_inputs,
+    make_gate_heads_inputs,
     make_gate_inputs,
     make_linear_inputs,
     make_norm_inputs,
@@ -84,6 +85,14 @@ def test_act_and_mul_by_hand(activation: str) -> None:
     torch.testing.assert_close(inputs["out"], gate(x, activation) * up, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("of_head", [False, True])
+def test_gate_heads_by_hand(of_head: bool) -> None:
+    inputs = make_gate_heads_inputs(of_head=of_head, dtype=torch.float64)
+    want = inputs["x"] / (1 + (-inputs["gate"]).exp())
+    REFERENCE.gate_heads(**inputs)
+    torch.testing.assert_close(inputs["out"], want, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LINEAR_CASES)
 def test_linear_within_the_error_budget(case: str, dtype: torch.dtype) -> None:
@@ -150,6 +159,10 @@ BAD: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "gate_odd": ("act_and_mul", "gate_up", {"gate_up": torch.zeros(5, 81)}),
     "gate_activation": ("act_and_mul", "activation", {"activation": "none"}),
+    "heads_gate": ("gate_heads", "gate", {"gate": torch.zeros(5, 3, 2)}),
+    "heads_gate_dtype": ("gate_heads", "gate", {"gate": torch.zeros(5, 3, 40, dtype=torch.float64)}),
+    "heads_x": ("gate_heads", "x", {"x": torch.zeros(5, 120)}),
+    "heads_out": ("gate_heads", "out", {"out": torch.zeros(5, 3, 41)}),
     "gate_out": ("act_and_mul", "out", {"out": torch.zeros(5, 80)}),
 }
 
@@ -162,6 +175,7 @@ def test_bad_input_is_refused_before_anything_is_written(name: str) -> None:
         "linear": _without(),
         "rms_norm": make_norm_inputs(residual=True),
         "act_and_mul": make_gate_inputs(),
+        "gate_heads": make_gate_heads_inputs(),
     }[op]
     inputs = good | change
     with pytest.raises(torchpaged.ArgumentError) as error:
@@ -197,6 +211,7 @@ OPCHECK: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_everything": ("linear", make_linear_inputs(**LINEAR_CASES["everything"])),
     "rms_norm": ("rms_norm", make_norm_inputs(**NORM_CASES["both"])),
     "act_and_mul": ("act_and_mul", make_gate_inputs()),
+    "gate_heads": ("gate_heads", make_gate_heads_inputs(of_head=True)),
 }
 
 

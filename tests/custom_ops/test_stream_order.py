@@ -304,7 +304,12 @@ def triton_launches() -> list[tuple[str, Any]]:
     from hanging_batches import SEEN, Case, make_hanging_batch
     from op_inputs.experts import make_experts_inputs
     from op_inputs.latent import as_fp8, make_latent_batch, run_mla_attention
-    from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_norm_inputs
+    from op_inputs.layers import (
+        make_embedding_inputs,
+        make_gate_heads_inputs,
+        make_gate_inputs,
+        make_norm_inputs,
+    )
     from op_inputs.opcheck import opcheck_cases
     from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
     from op_inputs.state import STATE_BATCHES, Rows, make_conv_inputs
@@ -363,6 +368,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     record("embedding", **make_embedding_inputs(width=576, dtype=torch.bfloat16))
     record("rms_norm", **make_norm_inputs(dtype=torch.bfloat16))
     record("act_and_mul", **make_gate_inputs(dtype=torch.bfloat16))
+    record("gate_heads", **make_gate_heads_inputs(dtype=torch.bfloat16))
     record("accept_tokens", **make_accept_inputs())
     record("sample_tokens", **make_sampling_inputs([sampled, {}], vocab_size=600))
     record("finish_step", **make_finish_inputs([sampled, {}], vocab_size=600))

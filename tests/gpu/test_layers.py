@@ -12,6 +12,7 @@ from op_inputs.layers import (
     NORM_CASES,
     assert_layer_close,
     make_embedding_inputs,
+    make_gate_heads_inputs,
     make_gate_inputs,
     make_linear_inputs,
     make_norm_inputs,
@@ -64,6 +65,14 @@ def test_triton_rms_norm(case: str, dtype: torch.dtype) -> None:
 def test_triton_act_and_mul(activation: str, dtype: torch.dtype, width: int) -> None:
     inputs = make_gate_inputs(activation=activation, dtype=dtype, width=width, device="cuda")
     assert_layer_close(TRITON, "act_and_mul", inputs)
+
+
+@pytest.mark.parametrize("of_head", [False, True])
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_gate_heads(dtype: torch.dtype, heads: int, of_head: bool) -> None:
+    given = make_gate_heads_inputs(heads=heads, width=256, of_head=of_head, dtype=dtype, device="cuda")
+    assert_layer_close(TRITON, "gate_heads", given)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

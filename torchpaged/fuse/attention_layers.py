@@ -87,7 +87,11 @@ class AttentionPlan(MixerPlan):
             options["s_aux"] = self.mixer.sinks
         options |= self.attention_arguments
         out = paged_attention_forward(self.mixer, q, keys, values, step.mask, **options)[0].flatten(0, 1)
-        return (out if gate is None else out * gate.sigmoid()).flatten(1)
+        if gate is None:
+            return out.flatten(1)
+        gated = torch.empty_like(out)
+        step.ops.gate_heads(out, gate, gated)
+        return gated.flatten(1)
 
     def _write(self, step: Step, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keys and values, rotated where they are, to the pools; the queries to attend with."""

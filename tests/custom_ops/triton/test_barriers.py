@@ -29,7 +29,13 @@ import torch
 import triton
 from hanging_batches import CASES, SEEN, Case, make_hanging_batch
 from op_inputs.experts import EXPERTS_CASES, make_experts_inputs
-from op_inputs.layers import make_embedding_inputs, make_gate_inputs, make_linear_inputs, make_norm_inputs
+from op_inputs.layers import (
+    make_embedding_inputs,
+    make_gate_heads_inputs,
+    make_gate_inputs,
+    make_linear_inputs,
+    make_norm_inputs,
+)
 from op_inputs.opcheck import opcheck_cases
 from op_inputs.sampling import make_accept_inputs, make_finish_inputs, make_sampling_inputs
 from op_inputs.state import STATE_BATCHES, Rows
@@ -226,6 +232,7 @@ def small_ops() -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
         "rms_norm": make_norm_inputs(dtype=torch.bfloat16),
         "apply_experts": make_experts_inputs(**EXPERTS_CASES["one_token_with_all"], dtype=torch.bfloat16),
         "act_and_mul": make_gate_inputs(dtype=torch.bfloat16),
+        "gate_heads": make_gate_heads_inputs(dtype=torch.bfloat16),
         "linear": make_linear_inputs(dtype=torch.bfloat16),
         "accept_tokens": make_accept_inputs(),
         "sample_tokens": make_sampling_inputs([row, {}], vocab_size=600),

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import aot
 import launched
-from op_inputs.layers import make_gate_inputs
+from op_inputs.layers import make_gate_heads_inputs, make_gate_inputs
 
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -52,6 +52,13 @@ def test_rms_norm_compiles(target: str, width: int, residuals: bool) -> None:
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_act_and_mul_compiles(target: str, activation: str) -> None:
     check("act_and_mul", target, make_gate_inputs(width=8192, dtype=BF16) | {"activation": activation})
+
+
+@pytest.mark.slow_cases(but=("sm_90-*",))
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("target", aot.TARGETS)
+def test_gate_heads_compiles(target: str, heads: int) -> None:
+    check("gate_heads", target, make_gate_heads_inputs(heads=heads, width=256, dtype=BF16))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from op_inputs.layers import (
     NORM_CASES,
     assert_layer_close,
     make_embedding_inputs,
+    make_gate_heads_inputs,
     make_gate_inputs,
     make_linear_inputs,
     make_norm_inputs,
@@ -61,16 +62,27 @@ def test_act_and_mul(activation: str, dtype: torch.dtype, width: int) -> None:
     )
 
 
+@pytest.mark.parametrize("of_head", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 40), (1, 7), (9, 256)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_heads(dtype: torch.dtype, sizes: tuple[int, int], of_head: bool) -> None:
+    heads, width = sizes
+    given = make_gate_heads_inputs(heads=heads, width=width, of_head=of_head, dtype=dtype)
+    assert_layer_close(TRITON, "gate_heads", given)
+
+
 def test_no_tokens_and_refusals() -> None:
     out = torch.empty(0, 24)
     TRITON.linear(torch.empty(0, 40), torch.randn(24, 40), out, norm_weight=torch.ones(40))
     TRITON.embedding(torch.empty(0, dtype=torch.int64), torch.randn(9, 24), out)
     TRITON.rms_norm(torch.empty(0, 40), torch.ones(40), torch.empty(0, 40))
     TRITON.act_and_mul(torch.empty(0, 48), out)
+    TRITON.gate_heads(*torch.empty(3, 0, 2, 24))
     calls: list[tuple[Any, dict[str, Any]]] = [
         (TRITON.linear, make_linear_inputs(dtype=torch.float64)),
         (TRITON.rms_norm, make_norm_inputs() | {"weight": torch.ones(3)}),
         (TRITON.act_and_mul, make_gate_inputs() | {"activation": "tanh"}),
+        (TRITON.gate_heads, make_gate_heads_inputs(dtype=torch.float64)),
         (TRITON.embedding, make_embedding_inputs(dtype=torch.float64)),
     ]
     for op, inputs in calls:

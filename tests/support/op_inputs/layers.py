@@ -1,5 +1,5 @@
-"""Inputs of ``embedding``, ``linear``, ``rms_norm`` and ``act_and_mul`` for tests of a backend: named
-features and shapes, strided rows, NaN outputs.
+"""Inputs of ``embedding``, ``linear``, ``rms_norm``, ``act_and_mul`` and ``gate_heads`` for tests of
+a backend: named features and shapes, strided rows, NaN outputs.
 
     inputs = make_linear_inputs(**LINEAR_CASES["norm_silu"], dtype=torch.bfloat16)
     assert_layer_close(BACKEND_OPS["triton"], "linear", inputs)
@@ -167,6 +167,27 @@ def make_gate_inputs(
     }
 
 
+def make_gate_heads_inputs(
+    *,
+    tokens: int = 5,
+    heads: int = 3,
+    width: int = 40,
+    of_head: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """The arguments of ``gate_heads`` by name; gates beside queries, ``of_head``: one of each head."""
+    generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    gate = _random(generator, tokens, heads, 2 * width, **options)[..., width:] * 3
+    return {
+        "x": _random(generator, tokens, heads, width, strided=True, **options),
+        "gate": gate[..., :1] if of_head else gate,
+        "out": torch.full((tokens, heads, width), float("nan"), **options),
+    }
+
+
 def assert_layer_close(ops: BackendOps, op: str, arguments: dict[str, Any]) -> None:
     """One backend's ``op`` on ``arguments`` (which it writes into) against the reference in float64.
 
@@ -223,4 +244,14 @@ def _linear_in_steps(a: dict[str, Any]) -> Tensor:
     return y if a["residual"] is None else y + a["residual"]
 
 
-_STEPS = {"rms_norm": _norm_in_steps, "act_and_mul": _gate_in_steps, "linear": _linear_in_steps}
+def _gate_heads_in_steps(a: dict[str, Any]) -> Tensor:
+    y: Tensor = a["x"] * a["gate"].sigmoid()
+    return y
+
+
+_STEPS = {
+    "rms_norm": _norm_in_steps,
+    "act_and_mul": _gate_in_steps,
+    "gate_heads": _gate_heads_in_steps,
+    "linear": _linear_in_steps,
+}

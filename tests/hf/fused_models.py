@@ -70,7 +70,7 @@ _GRANITE = Known(
     rest=4,
 )
 _NEMOTRON = Known(mixers=(MAMBA2, NO_ROTATION, [], NO_ROTATION), others=(0,) * 4, mlp=[], experts=1)
-_DELTA = Known(mixers=(DELTA_NET, DELTA_NET, DELTA_NET, ATTENTION), others=(0, 0, 0, 2))
+_DELTA = Known(mixers=(*[DELTA_NET] * 3, [*ATTENTION[:-1], "gate_heads", "linear"]), others=(0, 0, 0, 0))
 FAMILIES = {
     "Llama": Known("Llama", {"num_key_value_heads": 1}),
     "LlamaBiases": Known("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
@@ -115,8 +115,8 @@ FAMILIES = {
     "minicpm3": _LATENT._replace(options={"tie_word_embeddings": False}, others=(0,), rest=11),
     "lfm2": _SHORT,
     "lfm2_moe": _SHORT._replace(experts=3, mixture=EXPERTS),
-    "qwen3_next": _DELTA._replace(options={"num_experts": 0}, others=(1, 1, 1, 2)),
-    "qwen3_next_moe": _DELTA._replace(others=(1, 1, 1, 2), experts=4, mixture=EXPERTS),
+    "qwen3_next": _DELTA._replace(options={"num_experts": 0}, others=(1, 1, 1, 0)),
+    "qwen3_next_moe": _DELTA._replace(others=(1, 1, 1, 0), experts=4, mixture=EXPERTS),
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA._replace(experts=4, mixture=EXPERTS),
     "kimi_linear": Known(
@@ -124,8 +124,8 @@ FAMILIES = {
     ),
     "bailing_hybrid": Known(
         options={"mlp_layer_types": ["dense"] * 2},
-        mixers=(DELTA_NET, LATENTS),
-        others=(0, 2),
+        mixers=(DELTA_NET, [*LATENTS[:-1], "gate_heads", "linear"]),
+        others=(0, 0),
     ),
     "falcon_h1": Known(  # without a norm of the state's output
         mixers=([*MAMBA2, *ATTENTION[1:]],), others=(0,), rest=4

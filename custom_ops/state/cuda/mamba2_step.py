@@ -95,7 +95,7 @@ class Mamba2StepSpec(NamedTuple):
             dt_bias,
             skip,
             call.gate is not None,
-            min_ctas=2 if few else 3 if matrix_bytes > 32 * 1024 else 4,  # as there is room for
+            min_ctas=(3 if matrix_bytes > 32 * 1024 else 4) - few,  # as there is room for
             few=few,
             once=is_once(call),
         )

@@ -8,8 +8,8 @@ from math import prod
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
 from torchpaged.custom_ops.state.cuda import decode
 
-#: CTAs up to which states are held in registers; two fit on each multiprocessor of an H100 or H200.
-FEW_CTAS = 264
+#: Bytes of a batch's states up to which registers hold them: 96 KiB on each of 132 multiprocessors.
+FEW_BYTES = 132 * 96 << 10
 
 
 def params_of(call: DeltaStepCall | Mamba2StepCall) -> dict[str, int]:
@@ -41,10 +41,14 @@ def no_pairs(call: DeltaStepCall | Mamba2StepCall) -> str | None:
 
 def is_once(call: DeltaStepCall | Mamba2StepCall) -> bool:
     """Whether L2 is told to let this batch's states go first."""
-    state_bytes = prod(call.state.shape[1:]) * call.state.element_size()
-    return call.state_slots.shape[0] * state_bytes <= decode.ONCE_BYTES
+    return _bytes_of(call) <= decode.ONCE_BYTES
 
 
 def is_few(call: DeltaStepCall | Mamba2StepCall) -> bool:
     """Whether all CTAs of this batch have registers for their states at once."""
-    return call.state_slots.shape[0] * call.state.shape[1] <= FEW_CTAS
+    return _bytes_of(call) <= FEW_BYTES
+
+
+def _bytes_of(call: DeltaStepCall | Mamba2StepCall) -> int:
+    """Of the states of a batch."""
+    return call.state_slots.shape[0] * prod(call.state.shape[1:]) * call.state.element_size()

@@ -44,11 +44,11 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch, together: bool = True
 
 @needs_gxx
 @pytest.mark.slow_cases(but=("granite", "falcon"))
-@pytest.mark.parametrize("most", [0, whole_step.FEW_CTAS], ids=["copied", "held"])
+@pytest.mark.parametrize("most", [0, whole_step.FEW_BYTES], ids=["copied", "held"])
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in slots that no row goes on from, and in shared memory; with a semaphore and without."""
-    monkeypatch.setattr(whole_step, "FEW_CTAS", most)
+    monkeypatch.setattr(whole_step, "FEW_BYTES", most)
     ops = on_host(tmp_path / "host", monkeypatch)
     for batch in BATCHES:
         given = {"dtype": BF16, "semaphore": batch != "decode", **CASES[name]}
@@ -75,12 +75,12 @@ def test_a_window_that_moves_before_all_have_read_it_is_noticed(
 
 @needs_nvcc
 @pytest.mark.slow_cases(but=("granite", "falcon"))
-@pytest.mark.parametrize("most", [0, whole_step.FEW_CTAS], ids=["copied", "held"])
+@pytest.mark.parametrize("most", [0, whole_step.FEW_BYTES], ids=["copied", "held"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_spills_and_shared_memory_is_what_the_sources_say(
     name: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_step, "FEW_CTAS", most)
+    monkeypatch.setattr(whole_step, "FEW_BYTES", most)
     inputs = make_mamba2_step_inputs(STATE_BATCHES["decode"], **{"dtype": BF16, **CASES[name]})
     spec, text = Mamba2StepSpec.of(Mamba2StepCall(**inputs)), jit.sources()["mamba2_step.cu"]
     said = f'static_assert(IS_LAST_AT + 4 == {spec.shared_bytes}, "");\n'

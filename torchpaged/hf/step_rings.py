@@ -149,7 +149,7 @@ class StepRings:
     def slots(self, metadata: AttentionMetadata) -> Tensor:
         """``[num_reqs]`` int32: 1 and the ring of each row's request, its slot in pools of states; or 0."""
         last = self.ring_of_block.shape[0] - 1
-        return self.ring_of_block[metadata.block_table[:, 0].long().clamp(0, last)]
+        return self.ring_of_block.index_select(0, metadata.block_table[:, 0].clamp(0, last))
 
     def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The same step with the tables and slots of the rings."""

@@ -304,6 +304,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("up_project_values.py:up_project_values_kernel", True, ("out",), "start", ("up_values",)),
     ),
     "causal_conv": (
+        Launch("conv_token.py:conv_token_kernel", True, CONV, "start", ("weight", "bias", *ROWS)),
         Launch("causal_conv.py:causal_conv_kernel", True, CONV, "start", ROWS, case="rows of one tile"),
         Launch("causal_conv.py:causal_conv_kernel", True, CONV, "start", case="rows of several tiles"),
     ),

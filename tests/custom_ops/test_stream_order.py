@@ -282,7 +282,7 @@ def case_of(op: str, arguments: dict[str, Any]) -> str:
         return "query tokens" if arguments["ARE_QUERY_TOKENS"] else "other tokens"
     if op in QUERY_TOKEN_WRITES:
         return f"are_query_tokens={bool(arguments['ARE_QUERY_TOKENS'])}"
-    if op == "causal_conv":
+    if op == "causal_conv" and "SHORT" in arguments:
         return "of one tile" if arguments["SHORT"] else "of several tiles"
     if op == "linear_attention":
         return "long rows" if "chunks" in arguments else ""
@@ -355,7 +355,7 @@ def triton_launches() -> list[tuple[str, Any]]:
     for op, args, kwargs in cases:  # prompts, and single tokens
         if op == "linear_attention":
             record(op, *args, **kwargs)
-    for batch in ("decode", "chunks"):
+    for batch in ("decode", "verify", "chunks"):
         record("causal_conv", **make_conv_inputs(STATE_BATCHES[batch], dtype=torch.bfloat16))
     with launched.recorded() as launches:  # the others are those of its parts
         ops.mamba2_step(**next(case[2] for case in cases if case[0] == "mamba2_step"))

@@ -3,8 +3,6 @@ and writes the row's state."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -13,7 +11,9 @@ from torch import Tensor
 from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import NORM_EPS, ConvCall
 from torchpaged.custom_ops.state.check import check_causal_conv
+from torchpaged.custom_ops.state.triton import conv_token
 from torchpaged.custom_ops.state.triton.records import Batch, Window
+from torchpaged.custom_ops.state.triton.rows import row_of
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
@@ -21,30 +21,6 @@ from torchpaged.custom_ops.triton.records import Matrix
 
 _TILE_CHANNELS = 256
 _MAX_TILE_TOKENS = 16
-
-
-class Row(NamedTuple):
-    """A row of a batch, as a kernel has it: its first token, its tokens, how many of these are padding, its
-    slot, 0 where it writes nothing, and its length."""
-
-    begin: Any
-    count: Any
-    first: Any
-    slot: Any
-    seq_len: Any
-
-
-@triton.jit
-def row_of(req, batch):
-    """`Row` of a request; out of L2, since L1 may hold an older step's where the kernels ahead still run."""
-    begin = tl.load(batch.starts + req, cache_modifier=".cg")
-    count = tl.load(batch.starts + req + 1, cache_modifier=".cg") - begin
-    seq_len = tl.load(batch.lens + req, cache_modifier=".cg")
-    slot = tl.load(batch.slots + req, cache_modifier=".cg")
-    first = tl.minimum(tl.maximum(count - seq_len, 0), count)
-    slot = tl.where(first < count, slot, 0)
-    first = tl.where(slot > 0, first, count)
-    return Row(begin, count, first, slot.to(tl.int64), seq_len)
 
 
 @triton.jit
@@ -154,10 +130,12 @@ def causal_conv(call: ConvCall) -> None:
     require_launchable(call.x)
     check_dtype("x", call.x, torch.bfloat16, torch.float16, torch.float32)
     check_causal_conv(call)
-    if call.state_slots.shape[0]:
-        _launch(call)
-    else:
+    if not call.state_slots.shape[0]:
         call.out.zero_()
+    elif call.max_query_len == 1 and call.weight.shape[1] <= conv_token.MAX_WIDTH:
+        conv_token.launch(call)
+    else:
+        _launch(call)
 
 
 def convolve_apart(call: ConvCall, key_heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor]:

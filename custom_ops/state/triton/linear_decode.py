@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.state.triton.causal_conv import row_of
+from torchpaged.custom_ops.state.triton.rows import row_of
 
 
 @triton.jit

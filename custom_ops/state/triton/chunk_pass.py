@@ -12,8 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.state.triton.causal_conv import row_of
 from torchpaged.custom_ops.state.triton.chunk_products import load_rows, product
+from torchpaged.custom_ops.state.triton.rows import row_of
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.state.triton.causal_conv import row_of
+from torchpaged.custom_ops.state.triton.rows import row_of
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.interpreter import as_numbers
 

@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
-from torchpaged.custom_ops.state.triton.causal_conv import row_of
 from torchpaged.custom_ops.state.triton.records import Batch, State
+from torchpaged.custom_ops.state.triton.rows import row_of
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2

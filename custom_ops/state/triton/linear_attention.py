@@ -15,10 +15,10 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
-from torchpaged.custom_ops.state.triton.causal_conv import row_of
 from torchpaged.custom_ops.state.triton.chunks import SHORT, attend_in_chunks, has_long_rows
 from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel, split_decay
 from torchpaged.custom_ops.state.triton.records import Batch, State
+from torchpaged.custom_ops.state.triton.rows import row_of
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_launchable
 from torchpaged.custom_ops.triton.records import Matrix, Tokens

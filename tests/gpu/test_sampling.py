@@ -7,16 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from op_inputs.sampling import (
     SAMPLING_ROWS,
     assert_finish_is_both,
     assert_samples_close,
     make_accept_inputs,
     make_finish_inputs,
+    make_near_ties,
     make_sampling_inputs,
 )
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.step_end.reference import gumbel_noise as reference_noise
+from torchpaged.custom_ops.step_end.triton.sample_noise import (
+    LEFT_OUT,
+    MARGIN,
+    coarse_score,
+    gumbel_noise,
+)
 from torchpaged.custom_ops.step_end.triton.sample_tokens import sample_tiles
 from torchpaged.engine import SamplingParams
 from torchpaged.engine.sampling import sample, seen_tokens
@@ -73,6 +83,36 @@ def test_one_nan_in_any_tile_leaves_no_token(count: int, token: int) -> None:
     inputs = make_sampling_inputs(ALL * count, vocab_size=100_000, device="cuda")
     inputs["logits"][: len(ALL), token], inputs["logits"][:, 300] = float("nan"), 50.0
     assert assert_samples_close(TRITON, inputs)[: len(ALL)].tolist() == [-2] * len(ALL)
+
+
+@pytest.mark.parametrize("vocab_size", [5000, 128256])
+def test_of_two_tokens_that_score_nearly_the_same_the_better_one_is_drawn(vocab_size: int) -> None:
+    inputs, better = make_near_ties(64, vocab_size=vocab_size, device="cuda")
+    TRITON.sample_tokens(**inputs)
+    assert torch.equal(inputs["out"].cpu(), better)
+
+
+@triton.jit
+def _both_scores(bits_ptr, coarse_ptr, exact_ptr, N: tl.constexpr):
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    bits = tl.load(bits_ptr + at).to(tl.uint32)
+    zero = tl.zeros([N], tl.float32)
+    tl.store(coarse_ptr + at, coarse_score(zero, bits, 1.0, True))
+    tl.store(exact_ptr + at, gumbel_noise(bits))
+
+
+def test_coarse_scores_are_as_near_as_they_say() -> None:
+    """All magnitudes of random bits near both ends, and 2**24 between."""
+    ends = torch.arange(2**22, device="cuda")
+    between = torch.randint(2**32, (2**24,), device="cuda")
+    bits = torch.cat([ends, 2**32 - 1 - ends, between, 2**32 - 1 - (between >> 8)])
+    coarse, exact = (torch.empty(len(bits), dtype=torch.float32, device="cuda") for _ in range(2))
+    _both_scores[(len(bits) // 1024,)](bits, coarse, exact, N=1024)
+    above = coarse.double() + LEFT_OUT.value - exact.double()
+    assert above.min() > -0.5 * MARGIN.value
+    assert above[bits < 0.99 * 2**32].max() < 0.5 * MARGIN.value
+    assert bool(coarse.isfinite().all())
+    assert float((exact.double() - reference_noise(bits)).abs().max()) < 2e-5
 
 
 @pytest.mark.parametrize(

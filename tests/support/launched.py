@@ -82,6 +82,7 @@ def recorded(target: str = "sm_90") -> Iterator[list[Launch]]:
         (config, "decode_options", decode_options),
         (latent_config, "tiles", functools.partial(latent_config.tiles, hip=hip)),
         (mla_attention, "_takes_ptx", lambda: not hip),
+        (sample_tokens, "_takes_ptx", lambda: not hip),
     ]
     kept = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:

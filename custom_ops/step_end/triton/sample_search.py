@@ -1,5 +1,5 @@
-"""What a token scores, and which tokens a truncated row keeps: the device functions of `sample_tokens`
-and `finish_step`.
+"""A row's logits, and which tokens a truncated row keeps: the device functions of `sample_tokens` and
+`finish_step`.
 
 A row with top_k, top_p or min_p has left each group's largest logit. `list_groups` writes the groups that may
 hold kept tokens, in order; `find_threshold` narrows the threshold among their logits; `draw_listed` scores
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from torchpaged.custom_ops.step_end.triton.sample_noise import gumbel_noise, noise_bits
 
 
 class Logits(NamedTuple):
@@ -41,47 +43,20 @@ def row_of(row, rows, penalty):
 
 
 @triton.jit
-def load_logits(logits, token, inside):
-    """Float32 logits of ``token`` after the repetition penalty: -inf for NaN and where not ``inside``, no
-    negative zero. And which were NaN."""
+def penalised_logits(logits, token, inside):
+    """Float32 logits of ``token`` after the repetition penalty; -inf where not ``inside``."""
     z = tl.load(logits.at + token, mask=inside, other=float("-inf")).to(tl.float32)
     if logits.penalty != 1.0:
         occurred = (tl.load(logits.seen_at + token // 32, mask=inside, other=0) >> (token % 32)) & 1
         z = tl.where(occurred != 0, tl.where(z > 0, tl.div_rn(z, logits.penalty), z * logits.penalty), z)
+    return z
+
+
+@triton.jit
+def load_logits(logits, token, inside):
+    """`penalised_logits`, -inf for NaN, without negative zero. And which were NaN."""
+    z = penalised_logits(logits, token, inside)
     return tl.where(z != z, float("-inf"), tl.where(z == 0.0, 0.0, z)), z != z
-
-
-@triton.jit
-def natural_log(x):
-    """Logarithm of normal positive numbers to float32's precision (Cephes' logf): without the branches of the
-    library's for all others."""
-    bits = x.to(tl.int32, bitcast=True) + (0x3F800000 - 0x3F3504F3)
-    exponent = ((bits >> 23) - 127).to(tl.float32)
-    significand = (bits & 0x007FFFFF) + 0x3F3504F3
-    f = significand.to(tl.float32, bitcast=True) - 1.0  # in [sqrt(1/2) - 1, sqrt(2) - 1)
-    p = ((7.0376836292e-2 * f - 1.1514610310e-1) * f + 1.1676998740e-1) * f - 1.2420140846e-1
-    p = (((p * f + 1.4249322787e-1) * f - 1.6668057665e-1) * f + 2.0000714765e-1) * f - 2.4999993993e-1
-    p = (p * f + 3.3333331174e-1) * f * f * f - 2.12194440e-4 * exponent - 0.5 * f * f
-    return f + p + 0.693359375 * exponent
-
-
-@triton.jit
-def gumbel_noise(seed, counter, quarter):
-    """Noise of tokens ``4 * quarter ... 4 * quarter + 3``: ``[N, 4]`` of ``[N]``."""
-    zero = tl.zeros_like(quarter).to(tl.uint32)
-    low, high = (
-        zero + (counter & 0xFFFFFFFF).to(tl.uint32),
-        zero + ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32),
-    )
-    a, b, c, d = tl.philox(seed, quarter.to(tl.uint32), low, high, zero)
-    bits = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [quarter.shape[0], 4])
-    v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    # -log(1 - v) is exponential noise. Where v is small, 1 - v would lose its bits: the first terms of the
-    # series are taken there. Elsewhere 1 - v comes from the bits, exact to its last one where it is small.
-    series = v * (1.0 + v * (0.5 + v * (0.3333333432674408 + v * 0.25)))
-    u = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    exponential = tl.where(v < 0.015625, series, -natural_log(u))
-    return -natural_log(exponential)
 
 
 @triton.jit
@@ -249,7 +224,7 @@ def draw_listed(
             kept = kept & ((z > threshold) | (rank <= allowed))
         ties += in_chunk
         kept = kept & (likelihood(z, maximum, temperature) >= parameters.min_p)
-        noise = gumbel_noise(parameters.seed, parameters.counter, quarter)
+        noise = gumbel_noise(noise_bits(parameters.seed, parameters.counter, quarter))
         score = tl.where(kept, z + temperature * noise, float("-inf"))
         value = tl.max(tl.max(score, 1), 0)
         tokens = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]

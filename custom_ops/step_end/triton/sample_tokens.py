@@ -2,9 +2,9 @@
 is truncated.
 
 The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once. For a
-greedy row each program leaves its best token, for a plainly drawn one each tile's. For a row with top_k,
-top_p or min_p it leaves its tile's largest logit and mass, and the largest logit of each group of 64 tokens.
-The second kernel, a program per row, merges the tiles. A truncated row goes on there:
+greedy or a plainly drawn row each program leaves its best token. For a row with top_k, top_p or min_p it
+leaves each tile's largest logit and mass, and the largest logit of each group of 64 tokens. The second
+kernel, a program per row, merges the tiles. A truncated row goes on there:
 
 1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the
    same with masses.
@@ -27,12 +27,11 @@ import torch
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.step_end import check
 from torchpaged.custom_ops.step_end.call import SampleCall
 from torchpaged.custom_ops.step_end.check import check_sample_tokens
+from torchpaged.custom_ops.step_end.triton.sample_draw import NO_TOKEN, scan_drawn
 from torchpaged.custom_ops.step_end.triton.sample_search import (
     draw_truncated,
-    gumbel_noise,
     likelihood,
     load_logits,
     row_of,
@@ -46,7 +45,6 @@ from torchpaged.custom_ops.triton.launching import (
 )
 
 GROUP = 64
-NO_TOKEN: tl.constexpr = tl.constexpr(check.NO_TOKEN)
 
 
 class SampleTiles(NamedTuple):
@@ -74,7 +72,9 @@ def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
         return SampleTiles(256, 4, 2, 256, 4)
     if num_rows * vocab_size <= 2**21:
         return SampleTiles(1024, 4, 1 if num_rows * vocab_size <= 2**20 else 3, 4096, 16)
-    return SampleTiles(2048, 8, 4, 4096, 16)
+    if num_rows * vocab_size <= 2**24:
+        return SampleTiles(2048, 8, 4, 4096, 16)
+    return SampleTiles(1024, 4, 16, 4096, 16)
 
 
 class LogitRows(NamedTuple):
@@ -194,30 +194,6 @@ def scan_truncated(
 
 
 @triton.jit
-def scan_drawn(
-    logits, parameters, parts_at, indices_at, program, TILE: tl.constexpr, TILES_EACH: tl.constexpr
-):
-    """A program's tiles of a row that may draw any token: the best score of each, and its token."""
-    temperature = parameters.temperature
-    for i in range(TILES_EACH):
-        tile = program * TILES_EACH + i
-        quarter = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-        token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
-        z, broken = load_logits(logits, token, token < logits.vocab_size)
-        # Noise times the temperature, not logits by it, which overflow where it is tiny.
-        score = z + temperature * gumbel_noise(parameters.seed, parameters.counter, quarter)
-        # Triton 3.6 gives wrong places for tl.max(tl.reshape(...), return_indices=True) of a tile loaded
-        # in another shape, so tokens are looked for by value; reshaped tiles are only reduced, where
-        # order does not matter.
-        best = tl.max(tl.max(score, 1), 0)
-        drawn = tl.min(tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0)
-        # With a NaN in it NO_TOKEN was drawn: the best is inf, which nothing is above, and of equals the
-        # lower token wins, which this is.
-        tl.store(parts_at + tile, tl.where(drawn < 0, float("inf"), best))
-        tl.store(indices_at + tile, drawn)
-
-
-@triton.jit
 def scan_greedy(logits, parts_at, indices_at, program, TILE: tl.constexpr, TILES_EACH: tl.constexpr):
     """A program's tiles of a greedy row: the best logit of all, and its token."""
     first = program * (TILES_EACH * TILE) + tl.arange(0, TILE)
@@ -241,13 +217,14 @@ def sample_tiles_kernel(
     TILES_EACH: tl.constexpr,
     GROUP: tl.constexpr,
     READS_EARLY: tl.constexpr,
+    PTX: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Records: `LogitRows`, `Tiles`. Grid: (programs, rows), of TILES_EACH tiles each. READS_EARLY: of a
     row's parameters, before the kernels ahead have finished.
 
-    Row of parts: best of each tile, of a greedy row of each program; of a truncated row also the mass of each
-    tile and the maximum of each group. Row of indices: token of each tile or program.
+    Row of parts: best of each program, of a truncated row of each tile; there also the mass of each tile and
+    the maximum of each group. Row of indices: token of each program.
     """
     program, row = tl.program_id(0), tl.program_id(1)
     num_tiles = tl.num_programs(0) * TILES_EACH
@@ -264,7 +241,7 @@ def sample_tiles_kernel(
     if is_truncated(parameters, rows.vocab_size):
         scan_truncated(logits, temperature, parts.at, program, num_tiles, TILE, TILES_EACH, GROUP)
     elif temperature > 0.0:
-        scan_drawn(logits, parameters, parts.at, parts.list_at, program, TILE, TILES_EACH)
+        scan_drawn(logits, parameters, parts.at, parts.list_at, program, TILE, TILES_EACH, PTX)
     else:
         scan_greedy(logits, parts.at, parts.list_at, program, TILE, TILES_EACH)
 
@@ -290,7 +267,7 @@ def merge_row(
     temperature = parameters.temperature
     truncated = is_truncated(parameters, logits.vocab_size)
     tile = tl.arange(0, TILES)
-    written = tile < tl.where(temperature > 0.0, parts.num_tiles, parts.num_programs)
+    written = tile < tl.where(truncated, parts.num_tiles, parts.num_programs)
     best = tl.load(parts.at + tile, mask=written, other=float("-inf"))
     # Of a truncated row these are no tokens yet.
     tokens = tl.load(parts.list_at + tile, mask=written, other=2147483647)
@@ -335,6 +312,11 @@ class Merge(NamedTuple):
     options: dict[str, Any]
 
 
+def _takes_ptx() -> bool:
+    """Whether kernels may hold instructions of NVIDIA's: neither in the interpreter nor for AMD."""
+    return not INTERPRET and torch.version.hip is None
+
+
 def launch_tiles(call: SampleCall, reads_early: bool) -> Merge:
     """The first launch, without checks, of a call with rows. ``reads_early``: see `sample_tiles_kernel`."""
     logits = call.logits
@@ -357,6 +339,7 @@ def launch_tiles(call: SampleCall, reads_early: bool) -> Merge:
         TILES_EACH=sizes.tiles_each,
         GROUP=GROUP,
         READS_EARLY=reads_early,
+        PTX=_takes_ptx(),
         num_warps=sizes.tile_warps,
         **early,
     )

@@ -13,6 +13,7 @@ from op_inputs.sampling import (
     assert_samples_close,
     make_accept_inputs,
     make_finish_inputs,
+    make_near_ties,
     make_sampling_inputs,
 )
 
@@ -92,6 +93,14 @@ def test_tokens_of_reference_and_kernel_are_the_same() -> None:
     got = inputs["out"].clone()
     REFERENCE.sample_tokens(**inputs)
     assert torch.equal(got, inputs["out"])
+
+
+@interpreted
+def test_of_two_tokens_that_score_nearly_the_same_the_better_one_is_drawn() -> None:
+    """In one tile, in two of a program, in two programs."""
+    inputs, better = make_near_ties(20, vocab_size=700)
+    TRITON.sample_tokens(**inputs)
+    assert torch.equal(inputs["out"], better)
 
 
 @interpreted

@@ -82,6 +82,24 @@ def make_sampling_inputs(
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
+def make_near_ties(
+    count: int, *, vocab_size: int, gap: float = 2e-5, device: torch.device | str = "cpu"
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The op's arguments for ``count`` rows in which two tokens of all kinds of noise score nearly the same
+    and all others less, and of each row the one that scores ``gap`` temperatures more."""
+    inputs = make_sampling_inputs([{"temperature": 0.6}] * count, vocab_size=vocab_size, spread=0.3)
+    noise = gumbel_noise(random_bits(inputs["seeds"], inputs["counters"], vocab_size))
+    generator = torch.Generator().manual_seed(1)
+    pair = torch.stack([torch.randperm(vocab_size, generator=generator)[:2] for _ in range(count)])
+    # every other row: one of both noises is the largest or the smallest
+    pair[::4, 0], pair[2::4, 0] = noise[::4].argmax(-1), noise[2::4].argmin(-1)
+    pair[:, 1] = torch.where(pair[:, 1] == pair[:, 0], (pair[:, 0] + 1) % vocab_size, pair[:, 1])
+    even = 17.0 - 0.6 * noise.gather(1, pair)
+    even[:, 1] += 0.6 * gap
+    inputs["logits"].scatter_(1, pair, even.float())
+    return {name: tensor.to(device) for name, tensor in inputs.items()}, pair[:, 1]
+
+
 def kept_by_oracle(z: Tensor, row: dict[str, float], slack: float = 0.0) -> Tensor:
     """Bool ``[V]``: the tokens that sampling keeps of one row of float logits ``z [V]`` without NaN, by
     sorting in float64.

@@ -2,7 +2,8 @@
 runs; what the start took; and how long requests wait where they come at a rate.
 
     PYTHONPATH=. python benchmarks/bench_serving.py --shape llama-1b [--lengths uniform] [--requests 256]
-        [--runs 2] [--rows 256] [--shares 0.25,0.5,0.75] [--options '{"mixed_steps": false}'] [--output FILE]
+        [--runs 2] [--rows 256] [--shares 0.25,0.5,0.75] [--span 12] [--options '{"mixed_steps": false}']
+        [--output FILE]
 
 ``uniform``: prompts and outputs of 100 to 1,024 tokens. ``sharegpt``: log-normal lengths with the means of
 the conversations that serving benchmarks draw from ShareGPT, 215 and 198 tokens, at most 1,024. ``prompts``:
@@ -10,7 +11,7 @@ the conversations that serving benchmarks draw from ShareGPT, 215 and 198 tokens
 the options say ``num_blocks``: at 8B 2 MiB each, 68 GiB with 256 rows. Each run
 draws anew, so that nothing is found in a prefix cache; weights are random; temperature 0.6. After the runs of
 one kind of lengths, requests come at each of ``--shares`` of the requests per second that the last run
-served, by a Poisson process, for about ``SPAN`` seconds. The first run of a process with empty folders for
+served, by a Poisson process, for about ``--span`` seconds. The first run of a process with empty folders for
 kernels (TORCHPAGED_CACHE, TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR) is a cold one. Seconds, but for
 ``tok_per_s`` and ``rate`` (requests per second); ``by_kind``: where they went (`serving.steps`). Each row is
 printed, and the document written, as soon as it is measured.
@@ -30,8 +31,6 @@ from serving.steps import Steps
 
 from torchpaged.bench import conditions
 
-#: Seconds of arrivals at each rate.
-SPAN = 12
 #: Tokens of a prompt alone, and of a prompt and an output of the longest load.
 PROMPT = 2 * LONGEST
 
@@ -55,7 +54,7 @@ def measure(
             add(lengths, count, None)
         served = rows[-1]["requests_per_s"]
         for share in args.shares:
-            add(lengths, max(8, round(served * share * SPAN)), served * share, share=share)
+            add(lengths, max(8, round(served * share * args.span)), served * share, share=share)
 
 
 def write(engine: OwnEngine, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -89,6 +88,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--rows", type=int, default=256, help="requests that run at once")
     parser.add_argument("--shares", type=numbers(float), default=[])
+    parser.add_argument("--span", type=float, default=12, help="seconds of arrivals at each of --shares")
     parser.add_argument("--options", type=json.loads, default={}, help="of the Generator, as JSON")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

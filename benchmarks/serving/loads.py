@@ -65,11 +65,12 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, 99th percentile and maximum; nothing of no values."""
+    """Median, 90th and 99th percentile and maximum; nothing of no values."""
     if not values:
         return {}
     return {
         "p50": statistics.median(values),
+        "p90": percentile(values, 0.9),
         "p99": percentile(values, 0.99),
         "max": max(values),
     }

@@ -31,10 +31,11 @@ def max_or_nan(a, b):
 
 @triton.jit
 def best_token(logits, parameters, quarter):
-    """The best score of tokens ``4 * quarter ... 4 * quarter + 3`` of ``quarter [N]``, none a NaN, and its
-    token, the lowest of equals."""
+    """The best score of tokens ``4 * quarter ... 4 * quarter + 3`` of ``quarter [N]`` and its token, the
+    lowest of equals. With a NaN among them inf and NO_TOKEN: of a row's bests that is the best, as nothing is
+    above inf, and of equals the lower token wins."""
     token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
-    z, _ = load_logits(logits, token, token < logits.vocab_size)
+    z, broken = load_logits(logits, token, token < logits.vocab_size)
     # Noise times the temperature, not logits by it, which overflow where it is tiny.
     noise = gumbel_noise(noise_bits(parameters.seed, parameters.counter, quarter))
     score = z + parameters.temperature * noise
@@ -42,34 +43,34 @@ def best_token(logits, parameters, quarter):
     # another shape, so tokens are looked for by value; reshaped tiles are only reduced, where order does
     # not matter.
     best = tl.max(tl.max(score, 1), 0)
-    return best, tl.min(tl.min(tl.where(score == best, token, 2147483647), 1), 0)
+    drawn = tl.min(tl.min(tl.where(broken, NO_TOKEN, tl.where(score == best, token, 2147483647)), 1), 0)
+    return tl.where(drawn < 0, float("inf"), best), drawn
 
 
 @triton.jit
-def scan_drawn(
-    logits,
-    parameters,
-    parts_at,
-    indices_at,
-    program,
-    TILE: tl.constexpr,
-    TILES_EACH: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """A program's tiles of a row that may draw any token: the best score of all, and its token.
+def best_of_tiles(logits, parameters, first, TILE: tl.constexpr, TILES_EACH: tl.constexpr):
+    """`best_token` of a program's tiles, whose first one has the quarters ``first``."""
+    score, drawn = best_token(logits, parameters, first)
+    for i in range(1, TILES_EACH):
+        more, token = best_token(logits, parameters, first + i * (TILE // 4))
+        drawn = tl.where((more > score) | ((more == score) & (token < drawn)), token, drawn)
+        score = tl.maximum(score, more)
+    return score, drawn
 
-    Scores are coarse first. Each lane keeps its best four tokens and the best score of its others. Where no
-    other comes near the best of all, its four alone are scored exactly; else, once in some hundred
-    programs, all.
-    """
-    QUARTERS: tl.constexpr = TILE // 4
+
+@triton.jit
+def best_by_coarse_scores(
+    logits, parameters, first, TILE: tl.constexpr, TILES_EACH: tl.constexpr, PTX: tl.constexpr
+):
+    """`best_of_tiles`, by coarse scores. Each lane keeps its best four tokens and the best score of its
+    others. Where no other comes near the best of all, its four alone are scored exactly; else, once in some
+    hundred programs, all."""
     temperature = parameters.temperature
-    first = program * (TILES_EACH * QUARTERS) + tl.arange(0, QUARTERS)
     place = first
-    best = tl.full([QUARTERS], float("-inf"), tl.float32)
+    best = tl.full([TILE // 4], float("-inf"), tl.float32)
     other = best
     for i in range(TILES_EACH):
-        quarter = first + i * QUARTERS
+        quarter = first + i * (TILE // 4)
         token = quarter[:, None] * 4 + tl.arange(0, 4)[None, :]
         z = penalised_logits(logits, token, token < logits.vocab_size)
         bits = noise_bits(parameters.seed, parameters.counter, quarter)
@@ -83,16 +84,30 @@ def scan_drawn(
     count = tl.sum(near + (other >= peak - margin).to(tl.int32), 0)
     chosen = tl.max(tl.where(near != 0, place, 0), 0)
     score, drawn = best_token(logits, parameters, chosen + tl.arange(0, 1))
-    if peak != peak:
-        # Of a row with a NaN this is the best: nothing is above inf, and of equals the lower token wins.
-        score, drawn = tl.full([], float("inf"), tl.float32), tl.full([], NO_TOKEN, tl.int32)
-    elif peak == float("-inf"):
+    if peak == float("-inf"):
         score, drawn = peak, tl.full([], 0, tl.int32)
     elif (count != 1) | (score < peak - 0.5 * margin + LEFT_OUT * temperature):
-        score, drawn = best_token(logits, parameters, first)
-        for i in range(1, TILES_EACH):
-            more, token_of_more = best_token(logits, parameters, first + i * QUARTERS)
-            drawn = tl.where(more > score, token_of_more, drawn)
-            score = tl.maximum(score, more)
+        score, drawn = best_of_tiles(logits, parameters, first, TILE, TILES_EACH)
+    return score, drawn
+
+
+@triton.jit
+def scan_drawn(
+    logits,
+    parameters,
+    parts_at,
+    indices_at,
+    program,
+    TILE: tl.constexpr,
+    TILES_EACH: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """A program's tiles of a row that may draw any token: the best score of all, and its token. One tile
+    alone is scored exactly: the GPU is half idle then, and two scores would be one behind the other."""
+    first = program * (TILES_EACH * (TILE // 4)) + tl.arange(0, TILE // 4)
+    if TILES_EACH == 1:
+        score, drawn = best_of_tiles(logits, parameters, first, TILE, TILES_EACH)
+    else:
+        score, drawn = best_by_coarse_scores(logits, parameters, first, TILE, TILES_EACH, PTX)
     tl.store(parts_at + program, score)
     tl.store(indices_at + program, drawn)

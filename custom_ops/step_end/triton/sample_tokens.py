@@ -69,7 +69,7 @@ def sample_tiles(num_rows: int, vocab_size: int) -> SampleTiles:
     """Small tiles while large ones would leave multiprocessors idle; several for a program once there are
     more programs than fit."""
     if INTERPRET:
-        return SampleTiles(256, 4, 2, 256, 4)
+        return SampleTiles(256, 4, 1 if num_rows <= 4 else 2, 256, 4)
     if num_rows * vocab_size <= 2**21:
         return SampleTiles(1024, 4, 1 if num_rows * vocab_size <= 2**20 else 3, 4096, 16)
     if num_rows * vocab_size <= 2**24:

@@ -109,6 +109,16 @@ def test_clusters_share_few_short_requests(
     assert LatentSpec.of(made._replace(block_table=table), sms).cluster == cluster
 
 
+@pytest.mark.parametrize(
+    ("requests", "columns", "heads", "rows"),
+    [(8, 64, 16, 8), (16, 64, 16, 8), (17, 64, 16, 16), (32, 64, 5, 8), (1, 20, 32, 16), (32, 64, 32, 16)],
+)
+def test_tiles_of_rows_over_rows_of_fp8(requests: int, columns: int, heads: int, rows: int) -> None:
+    made = call(heads=heads, kv_cache=torch.empty(5, 64, 1, 656, device="meta").to(ROW_DTYPE))
+    table = made.block_table.new_empty(requests, columns)
+    assert LatentSpec.of(made._replace(block_table=table), 132).rows == rows
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "float32": ({"dtype": torch.float32}, "torch.float32, not bfloat16 or float16"),
     "another rank": ({"width": 320, "rank": 256}, "256 + 64 columns"),

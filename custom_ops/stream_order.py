@@ -428,16 +428,8 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             ("shared_down",),
             case="one token, output",
         ),
-        Launch("apply_experts.py:experts_inner_kernel", True, SCRATCH, "wait", case="gate and up"),
-        Launch(
-            "apply_experts.py:experts_down_kernel",
-            True,
-            SCRATCH,
-            "start",
-            ("the choice",),
-            case="down",
-            why="begins when each program of the kernel in front of it has waited",
-        ),
+        Launch("apply_experts.py:experts_inner_kernel", True, SCRATCH, "start", case="gate and up"),
+        Launch("apply_experts.py:experts_down_kernel", True, SCRATCH, "start", case="down"),
         Launch(
             "apply_experts.py:experts_sum_kernel", True, ("out",), "start", case="sum of a token's experts"
         ),

@@ -6,8 +6,6 @@ the programs of the others end at once. So nothing is sorted, and no count comes
 columns of a tile, weights its rows: tensor cores multiply few tokens by many rows. The first kernel gives the
 inner numbers of every pair, the second each pair's output in float32, the third adds those of a token, in the
 order of its choices. The shared expert's programs come first: with many inner numbers, they take the longest.
-The second kernel finds its pairs while the first still runs, which lets it begin behind its own wait: what
-the first one reads is complete then.
 
 Legend: R rows of weights of a tile, D of their numbers, T tokens. ``SIZES``: `Sizes`.
 """
@@ -92,9 +90,8 @@ def _down(inner_ptr, rows_of_inner, real, down_ptr, row, n, WIDTH: tl.constexpr,
 def _group(ids_ptr, pair, num_pairs, num_experts, SIZES: tl.constexpr):
     """The expert of ``pair`` and how many pairs chose it; 0 unless ``pair`` leads: is the first of them."""
     q = tl.arange(0, SIZES.pairs_pad)
-    expert = tl.load(ids_ptr + pair, cache_modifier=".cg")
-    same = tl.load(ids_ptr + q, mask=q < num_pairs, other=-1, cache_modifier=".cg") == expert
-    same = same & (q < num_pairs)
+    expert = tl.load(ids_ptr + pair)
+    same = (tl.load(ids_ptr + q, mask=q < num_pairs, other=-1) == expert) & (q < num_pairs)
     earlier = tl.sum((same & (q < pair)).to(tl.int32), axis=0)
     leads = (earlier == 0) & (expert >= 0) & (expert < num_experts)
     return expert, tl.where(leads, tl.sum(same.to(tl.int32), axis=0), 0)
@@ -110,8 +107,7 @@ def _pairs_at(ids_ptr, expert, first, num_pairs, SIZES: tl.constexpr):
     before = 0
     for start in tl.range(0, num_pairs, PIECE):
         q = start + tl.arange(0, PIECE)
-        same = tl.load(ids_ptr + q, mask=q < num_pairs, other=-1, cache_modifier=".cg") == expert
-        same = same & (q < num_pairs)
+        same = (tl.load(ids_ptr + q, mask=q < num_pairs, other=-1) == expert) & (q < num_pairs)
         place = before + tl.cumsum(same.to(tl.int32), axis=0) - 1
         hit = same[None, :] & (place[None, :] == wanted[:, None])
         pairs += tl.sum(tl.where(hit, q[None, :], 0), axis=1)
@@ -142,8 +138,8 @@ def experts_inner_kernel(
     program = tl.program_id(0)
     j = tl.arange(0, SIZES.tokens)
     if PDL:
-        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if program < SHARED_PROGRAMS:
         if SHARED > 0:
             n = program * SIZES.rows + tl.arange(0, SIZES.rows)
@@ -190,13 +186,6 @@ def experts_down_kernel(
     j = tl.arange(0, SIZES.tokens)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    pair = tl.maximum(program - SHARED_PROGRAMS, 0) // PROGRAMS
-    expert, count = _group(ids_ptr, pair, num_pairs, num_experts, SIZES)
-    T: tl.constexpr = SIZES.tokens
-    pairs = tl.zeros([T], tl.int32)
-    if count > 0:
-        pairs = _pairs_at(ids_ptr, expert, 0, num_pairs, SIZES)
-    if PDL:
         tl.extra.cuda.gdc_wait()
     if program < SHARED_PROGRAMS:
         if SIZES.shared > 0:
@@ -209,10 +198,11 @@ def experts_down_kernel(
                 place = parts_ptr + (num_pairs + token)[None, :] * HIDDEN + n[:, None]
                 tl.store(place, y, mask=real[None, :] & (n[:, None] < HIDDEN))
     else:
+        pair = (program - SHARED_PROGRAMS) // PROGRAMS
+        expert, count = _group(ids_ptr, pair, num_pairs, num_experts, SIZES)
         base = down.ptr + expert.to(tl.int64) * down.token
         for first in tl.range(0, count, SIZES.tokens):
-            if first > 0:
-                pairs = _pairs_at(ids_ptr, expert, first, num_pairs, SIZES)
+            pairs = _pairs_at(ids_ptr, expert, first, num_pairs, SIZES)
             real = first + j < count
             y = _down(inner_ptr, pairs, real, base, down.head, n, SIZES.inner, SIZES)
             place = parts_ptr + pairs[None, :] * HIDDEN + n[:, None]

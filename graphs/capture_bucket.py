@@ -55,7 +55,7 @@ def capture_bucket(
         torch.cuda.empty_cache()
     started, before = time.perf_counter(), device_memory(device)
     try:
-        with _no_garbage_collection():
+        with no_garbage_collection():
             backend.warmup(launch, warmup_iters)
             warm = time.perf_counter()
             graph = backend.capture(launch, pool)
@@ -70,7 +70,7 @@ def capture_bucket(
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """A collection during a capture could free device memory inside it. Collecting ahead of every capture is
     left to the caller: it takes longer than a capture does."""
     was_enabled = gc.isenabled()

@@ -31,9 +31,11 @@ class PlainSteps(Exception):
 
     Attributes:
         rows, tokens: what a cache for it must hold: rows, beams included, and tokens of each.
+        has_beams: its rows are beams, whose steps transformers never compiles.
     """
 
     rows = tokens = 0
+    has_beams = False
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,9 @@ def call_sampling(
         if getattr(config, name, None):
             raise PlainSteps(f"{name}=True")
     if mode in _OWN_MODES:
-        raise PlainSteps(mode.replace("_", " "))
+        plain = PlainSteps(mode.replace("_", " "))
+        plain.has_beams = mode.startswith("beam")
+        raise plain
     max_length, stops = _ends(stopping_criteria)
     new = max_length - input_ids.shape[1]
     if new < 1:

@@ -24,6 +24,7 @@ from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, Unsupp
 from torchpaged.engine.call_options import PlainSteps, call_sampling, require_plain_call
 from torchpaged.engine.generator import Generator
 from torchpaged.engine.numbers import shown
+from torchpaged.engine.replayed_steps import ReplayedSteps
 from torchpaged.engine.sampling import SamplingParams
 
 _PREPARES = "prepare_inputs_for_generation"
@@ -65,10 +66,20 @@ class _Generate:
         from torchpaged.hf import PagedCache  # transformers is optional
         from torchpaged.hf.support import has_paged_cache
 
+        replayed = None
         if has_paged_cache(self._model.config):  # else generate() makes one of transformers'
-            call["past_key_values"] = PagedCache(self._model.config, said.rows, said.tokens)
-        with self.generator._calls.held():  # forwards of a fused model must not overlap
-            return own(**call)
+            sizes, replays = (said.rows, said.tokens), said.has_beams and self.before is None
+            cache = PagedCache(self._model.config, *sizes, cascade=not replays)
+            call["past_key_values"] = cache
+            if replays and self.generator.loop is not None:
+                replayed = ReplayedSteps(self._model, cache, self.generator.loop.runner.capture_backend)
+                own = functools.partial(type(self._model).generate, replayed.model)
+        try:
+            with self.generator._calls.held():  # forwards of a fused model must not overlap
+                return own(**call)
+        finally:
+            if replayed is not None:
+                replayed.close()
 
     def _require_unchanged(self) -> None:
         """Refuse a model that no longer fits the pools and rows made for it."""

@@ -359,6 +359,14 @@ class PagedCache(PagedOwner):
         self.order.reset()
         self.masks.forget()
 
+    def forget_recorded(self) -> None:
+        """As `CacheRows.forget_recorded`, for all layers."""
+        for layer in self.paged:
+            layer.take_waiting()
+        self.rows.forget_recorded()
+        self.session.reset()
+        self.order.reset()
+
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last ``-tokens_to_remove`` tokens of every row, all at most (assisted generation).
 

@@ -358,6 +358,23 @@ class CacheRows:
             self._grow(self._bound + query_len)
         self._bound += query_len
 
+    def replay(self, query_len: int) -> None:
+        """A forward that a graph holds runs once more: room for its tokens, of which the host sees no more.
+
+        Raises:
+            ArgumentError: as `require_room`.
+        """
+        self.require_room(query_len)
+        self._counted = None
+
+    def knows_room(self, query_len: int) -> bool:
+        """Whether `require_room` need not read the device, nor give blocks."""
+        return self._bound + query_len <= self._covered
+
+    def forget_recorded(self) -> None:
+        """The forward that has begun was recorded by a capture that failed: nothing of it ran."""
+        self._is_open, self._counted = False, None
+
     def require_complete(self) -> None:
         """Refuse rows whose last forward raised between two layers. On a GPU a compiled one is found by
         `advance`'s assertion."""

@@ -1,0 +1,138 @@
+"""Beam searches of an accelerated model: their steps come from a graph, their tokens are transformers'."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import torchpaged.hf as hf
+from torchpaged.engine import generate_call
+from torchpaged.engine.replayed_steps import ReplayedSteps
+from torchpaged.graphs.capture import EagerCapture
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytestmark = pytest.mark.filterwarnings("ignore:torchpaged. this call of an accelerated model")
+
+
+@pytest.fixture
+def model(make_llama: Callable[..., Any]) -> Any:
+    model = make_llama(vocab_size=99, hidden_size=64, intermediate_size=96, max_position_embeddings=256)
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[ReplayedSteps]:
+    """The steps of each call."""
+    made = list[ReplayedSteps]()
+
+    class Noted(ReplayedSteps):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(generate_call, "ReplayedSteps", Noted)
+    return made
+
+
+def prompts(rows: int, length: int, padding: int = 0) -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 99, (rows, length), generator=torch.Generator().manual_seed(rows))
+    mask = torch.ones_like(ids)
+    ids[-1, :padding] = mask[-1, :padding] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "padding", "options"),
+    [
+        (1, 0, {"num_beams": 10}),
+        (2, 4, {"num_beams": 3, "num_return_sequences": 2}),
+        (2, 0, {"num_beams": 2, "eos_token_id": list(range(30)), "length_penalty": 2.0}),
+        (1, 0, {"num_beams": 3, "no_repeat_ngram_size": 2, "repetition_penalty": 1.3}),
+    ],
+    ids=["ten", "padded", "ends", "processors"],
+)
+def test_tokens_are_transformers(
+    model: Any, calls: list[ReplayedSteps], fuse: bool, rows: int, padding: int, options: dict[str, Any]
+) -> None:
+    """Across blocks of 16, with forks and copies in most steps."""
+    call = {**prompts(rows, 9, padding), "do_sample": False, "max_new_tokens": 40, "eos_token_id": None}
+    model.set_attn_implementation("eager")
+    want = model.generate(**call | options)
+    hf.accelerate(model, max_batch_size=3, max_seq_len=64, fuse=fuse)
+    assert torch.equal(model.generate(**call | options), want)
+    if want.shape[1] == 49:
+        assert [steps.num_replayed for steps in calls] == [37]  # of 39, those behind the captured one
+    assert torch.equal(model.generate(**call | options), want)
+
+
+def test_beams_that_draw(model: Any, calls: list[ReplayedSteps]) -> None:
+    call = {**prompts(1, 9), "do_sample": True, "num_beams": 3, "max_new_tokens": 20, "eos_token_id": None}
+    model.set_attn_implementation("eager")
+    torch.manual_seed(0)
+    want = model.generate(**call)
+    hf.accelerate(model, max_batch_size=3, max_seq_len=64)
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(**call), want)
+    assert calls[0].num_replayed > 0
+
+
+def test_steps_that_can_not_be_captured(
+    model: Any, calls: list[ReplayedSteps], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    call = {**prompts(1, 9), "num_beams": 4, "max_new_tokens": 12, "eos_token_id": None}
+    model.set_attn_implementation("eager")
+    want = model.generate(**call)
+    hf.accelerate(model, max_batch_size=3, max_seq_len=64)
+
+    def refuse(self: Any, step: Any, pool: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(EagerCapture, "capture", refuse)
+    monkeypatch.setattr("torchpaged.engine.replayed_steps.HostCapture", type(None))
+    assert torch.equal(model.generate(**call), want)
+    assert calls[0].num_replayed == 0
+    assert "launched from Python: operation not permitted" in caplog.text
+
+
+def test_rings_are_not_captured(calls: list[ReplayedSteps]) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.MistralConfig(
+        vocab_size=99, num_hidden_layers=2, sliding_window=16, max_position_embeddings=1024, **sizes
+    )
+    config.pad_token_id = 0
+    torch.manual_seed(0)
+    model = transformers.MistralForCausalLM(config).eval()
+    call = {**prompts(1, 9), "num_beams": 2, "eos_token_id": None, "do_sample": False}
+    hf.accelerate(model, max_batch_size=1, max_seq_len=1024)
+    for tokens in (8, 620):  # so few need no rings
+        model.generate(**call, max_new_tokens=tokens)
+    assert [steps.num_replayed for steps in calls] == [5, 0]
+
+
+def test_nothing_stays_behind_a_call(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor waits for the garbage collector: the pools are as large as the engine's."""
+    hf.accelerate(model, max_batch_size=3, max_seq_len=64)
+    pools = list[weakref.ref[torch.Tensor]]()
+    close = ReplayedSteps.close
+
+    def noted(self: ReplayedSteps) -> None:
+        pools.append(weakref.ref(self._cache.paged[0].keys))
+        close(self)
+
+    monkeypatch.setattr(ReplayedSteps, "close", noted)
+    before = vars(model).copy()
+    gc.collect()
+    gc.disable()
+    try:
+        model.generate(**prompts(1, 9), num_beams=2, max_new_tokens=8, eos_token_id=None)
+        assert [pool() for pool in pools] == [None]
+    finally:
+        gc.enable()
+    assert vars(model) == before

@@ -34,6 +34,7 @@ def capture_bucket(
     step: str,
     eager: Callable[[], Tensor],
     advice: str = "",
+    is_warm: bool = False,
 ) -> Captured:
     """Capture ``launch`` and write into ``report`` what it cost.
 
@@ -46,6 +47,7 @@ def capture_bucket(
         step: what it is, for the error: "decode step".
         eager: the same step uncompiled, run once more after a failure to find the op.
         advice: what still works, for the end of the error.
+        is_warm: steps like it have run: capture it at once, and only if that fails behind a warm-up.
 
     Raises:
         CaptureError: the step can't be captured; what the attempt took is freed.
@@ -56,9 +58,16 @@ def capture_bucket(
     started, before = time.perf_counter(), device_memory(device)
     try:
         with no_garbage_collection():
-            backend.warmup(launch, warmup_iters)
-            warm = time.perf_counter()
-            graph = backend.capture(launch, pool)
+            graph, warm = None, started
+            if is_warm:
+                with contextlib.suppress(
+                    Exception
+                ):  # a kernel that a capture can't load; or it says so below
+                    graph = backend.capture(launch, pool)
+            if graph is None:
+                backend.warmup(launch, warmup_iters)
+                warm = time.perf_counter()
+                graph = backend.capture(launch, pool)
     except Exception as error:
         raise CaptureError(
             f"bucket {report.bucket}: the {step} could not be captured{_cause(error, eager, device, advice)}"

@@ -44,9 +44,9 @@ class DecodeGraphRunner(DecodeGraphs):
         prefixes: a `torchpaged.prefixes.AutomaticPrefixes`: steps whose requests share blocks that are worth
             a pass of their own take a second graph of their bucket, over ``metadata.prefixes``; for layers of
             `torchpaged.PagedAttention`, and no session that plans. None: one graph per bucket.
-        options: ``capture``, ``warmup_iters``, ``progress``, ``watch``, ``debug``, ``ranges`` and ``session``
-            of `BucketedGraphs`. ``ranges`` are called around eager steps, too, never inside the step. A
-            session whose backend declares no graphs of decode steps is refused.
+        options: ``capture``, ``warmup_iters``, ``warmup_every``, ``progress``, ``watch``, ``debug``,
+            ``ranges`` and ``session`` of `BucketedGraphs`. ``ranges`` are called around eager steps, too,
+            never inside the step. A session whose backend declares no graphs of decode steps is refused.
 
     Attributes:
         buffers: the `DecodeBuffers` that the graphs read.

@@ -117,13 +117,13 @@ def test_rings_are_not_captured(calls: list[ReplayedSteps]) -> None:
 
 
 def test_nothing_stays_behind_a_call(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor waits for the garbage collector: the pools are as large as the engine's."""
+    """The graph's memory does not wait for the garbage collector."""
     hf.accelerate(model, max_batch_size=3, max_seq_len=64)
-    pools = list[weakref.ref[torch.Tensor]]()
+    graphs = list[weakref.ref[Any]]()
     close = ReplayedSteps.close
 
     def noted(self: ReplayedSteps) -> None:
-        pools.append(weakref.ref(self._cache.paged[0].keys))
+        graphs.append(weakref.ref(self._graph))
         close(self)
 
     monkeypatch.setattr(ReplayedSteps, "close", noted)
@@ -132,7 +132,7 @@ def test_nothing_stays_behind_a_call(model: Any, monkeypatch: pytest.MonkeyPatch
     gc.disable()
     try:
         model.generate(**prompts(1, 9), num_beams=2, max_new_tokens=8, eos_token_id=None)
-        assert [pool() for pool in pools] == [None]
+        assert [graph() for graph in graphs] == [None]
     finally:
         gc.enable()
     assert vars(model) == before

@@ -33,6 +33,36 @@ def test_generate_of_an_accelerated_model(make_llama: Callable[..., Any], fuse: 
     assert torch.equal(model.generate(ids, eos_token_id=ends, **call), want)
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_beams_of_an_accelerated_model(
+    make_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, fuse: bool
+) -> None:
+    """Captured steps, between which rows are reordered; across blocks of 16 and with padding."""
+    import torchpaged.hf as hf
+    from torchpaged.engine.replayed_steps import ReplayedSteps
+
+    model = make_llama(vocab_size=99, hidden_size=256, intermediate_size=384, max_position_embeddings=256)
+    model = model.to("cuda").eval()
+    ids = torch.randint(1, 99, (2, 21), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, :7], ids[1, :7] = 0, 0
+    call = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False, "pad_token_id": 0}
+    call |= {"num_beams": 5, "num_return_sequences": 2, "eos_token_id": None}
+    model.set_attn_implementation("eager")
+    want = model.generate(ids, **call)
+    hf.accelerate(model, max_batch_size=2, max_seq_len=128, fuse=fuse)
+    replayed, close = list[int](), ReplayedSteps.close
+
+    def noted(self: ReplayedSteps) -> None:
+        replayed.append(self.num_replayed)
+        close(self)
+
+    monkeypatch.setattr(ReplayedSteps, "close", noted)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, **call), want)
+    assert replayed == [57, 57]
+
+
 @pytest.mark.parametrize("fuse", [False, True], ids=["compiled", "fused"])
 def test_fp8_pools_of_a_generator(make_llama: Callable[..., Any], fuse: bool) -> None:
     """Captured and compiled steps read the scales that the first prompt gave after they were captured."""

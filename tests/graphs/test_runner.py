@@ -188,6 +188,36 @@ def test_a_step_that_reads_the_device_is_refused_by_bucket() -> None:
     assert r.run_eager([5], [1], [[3]]).shape == (1, VOCAB)
 
 
+class Cold(EagerCapture):
+    """Captures fail in buckets that lack a kernel, which a run loads."""
+
+    def __init__(self, lacking: int) -> None:
+        self.lacking, self.warmed, self.tries = lacking, list[int](), list[int]()
+
+    def warmup(self, step: Any, iterations: int) -> None:
+        self.warmed += [len(step())] * iterations
+
+    def capture(self, step: Any, pool: Any) -> Captured:
+        captured = super().capture(step, pool)
+        self.tries.append(len(captured.output))
+        if len(captured.output) == self.lacking and self.lacking not in self.warmed:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return captured
+
+
+def test_few_buckets_are_warmed_up() -> None:
+    """The largest, every third of the list, and those whose capture fails without."""
+    toy, backend = Toy(), Cold(lacking=2)
+    buckets = [1, 2, 3, 4, 5, 6]
+    r = runner(toy, backend, max_batch_size=6, buckets=buckets, warmup_iters=1, warmup_every=3)
+    r.capture()
+    assert backend.warmed == [6, 4, 2, 1]
+    assert backend.tries == [6, 5, 4, 3, 2, 2, 1]
+    assert [report.captured for report in r.report()] == [True] * 6
+    for batch in range(1, 7):
+        assert r.run([5] * batch, [1] * batch, [[3 + i] for i in range(batch)]).shape == (batch, VOCAB)
+
+
 def test_a_frozen_host_value_shows() -> None:
     """What CUDA graphs would get wrong, the tape gets wrong too: a Python number baked in at capture."""
     ticks = iter(range(100))

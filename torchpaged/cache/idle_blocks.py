@@ -55,9 +55,13 @@ class IdleBlocks:
     def __iter__(self) -> Iterator[int]:
         return chain(self._in_order(), self._priorities)
 
-    def _in_order(self) -> Iterator[int]:
-        stale = self._stale.copy()
-        return (block for block in self._order[self._first :] if not _is_stale(block, stale))
+    def _in_order(self) -> list[int]:
+        """Those without a pin: of a block's places the last one counts, if any does."""
+        order, stale = self._order[self._first :], self._stale
+        places = Counter(order) if stale else {}
+        out = {block for block, times in stale.items() if times >= places[block]}
+        last = list(dict.fromkeys(reversed(order)))[::-1] if stale else order
+        return list(filterfalse(out.__contains__, last)) if out else last
 
     @property
     def num_pinned(self) -> int:
@@ -251,7 +255,7 @@ class IdleBlocks:
             del self._refused[block]
         self._stale.update(blocks)
         if len(self._order) - self._first > 2 * self._num_unpinned + _MOST_STALE:
-            self._order, self._first, self._stale = list(self._in_order()), 0, Counter()
+            self._order, self._first, self._stale = self._in_order(), 0, Counter()
 
 
 def _is_stale(block: int, stale: Counter[int]) -> bool:

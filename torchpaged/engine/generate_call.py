@@ -243,7 +243,8 @@ def accelerate(
     Greedy tokens are those of transformers' own loop. Sampled ones follow the same distribution, with other
     random numbers; ``torch.manual_seed`` repeats them. Beams, prompt lookup, other logits processors and
     stopping criteria, and scores run in transformers' own loop over a PagedCache, with a warning that says
-    so. Assistants and caches of the caller are refused.
+    so; steps of beams are captured at the call's second one and replayed, unless layers keep rings or states.
+    Assistants and caches of the caller are refused.
 
     Args:
         model: a causal LM of transformers, or a ``PeftModel`` of one, in eval mode from now on; its attention

@@ -22,8 +22,8 @@ from torchpaged.graphs.capture import CaptureBackend, Captured, HostCapture
 from torchpaged.graphs.capture_bucket import no_garbage_collection
 
 _LOG = logging.getLogger("torchpaged.engine")
-#: What a step may be given besides tensors, the same at each.
 _CACHES = ("past_key_values", "cache")  # the second since transformers 5.24
+#: What a step may be given besides tensors, the same at each.
 _KNOWN = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", *_CACHES)
 
 
@@ -45,7 +45,8 @@ class ReplayedSteps:
         self._num_eager = self.num_replayed = 0
         kind, step = type(model), self._step
         self._graph: Captured | None = None
-        self._inputs, self._output = dict[str, Tensor](), None
+        self._inputs = dict[str, Tensor]()
+        self._output: Any = None
 
         def call(called: Any, *args: Any, **kwargs: Any) -> Any:
             return step(partial(kind.__call__, called), args, kwargs)

@@ -111,9 +111,9 @@ class ModelState:
         # What a module holds, in a form that is compared without a call for each: `changed` runs in every
         # eager step of a fused model.
         self._dicts: list[Any] = [module._modules for module in self._parts.values() if module._modules]
-        code = self._code.values()
-        self._hooks: list[Any] = [each._forward_pre_hooks for each in code]
-        self._hooks += [each._forward_hooks for each in code]
+        self._hooks: list[Any] = []
+        for module in self._code.values():
+            self._hooks += [module._forward_pre_hooks, module._forward_hooks]
         self._loose = [module._parameters for path, module in self._code.items() if path not in self._weights]
         self._adapted = {path: found for path, module in self._code.items() if (found := _adapters(module))}
         self._before, self._said = self._now(), dict(self._described())

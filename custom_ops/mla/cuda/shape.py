@@ -20,7 +20,7 @@ WIDTHS = ((512, 64),)
 #: With rows of fp8: as far as it was faster than the Triton kernel (docs/log/latent_fp8.md).
 MAX_FP8_ROWS = 32
 #: latent_fp8.cu has so many CTAs of a multiprocessor, and tiles of up to so many rows, whose queries still
-#: fit registers; of 8 where this makes two of one and tables have room for at most so many tokens
+#: fit registers; of 8 where tables have room for at most so many tokens, but in clusters no more than two
 #: (docs/log/latent_fp8.md).
 FP8_CTAS, FP8_TILE_ROWS, FP8_TOKENS = 2, 16, 65536
 _SHARED = 227 * 1024
@@ -58,7 +58,7 @@ class LatentSpec(NamedTuple):
         clustered = rows <= 32 and num_reqs <= MAX_CLUSTERS <= num_sms // CLUSTER
         clustered = clustered and columns * block_size <= TOKENS_PER_CLUSTER * max(num_reqs, 4)
         if fp8:
-            few = rows <= FP8_TILE_ROWS and num_reqs * columns * block_size <= FP8_TOKENS
+            few = (rows <= FP8_TILE_ROWS or not clustered) and num_reqs * columns * block_size <= FP8_TOKENS
             rows = 8 if few else min(rows, FP8_TILE_ROWS)
         return cls(
             rank=call.rank,

@@ -111,7 +111,15 @@ def test_clusters_share_few_short_requests(
 
 @pytest.mark.parametrize(
     ("requests", "columns", "heads", "rows"),
-    [(8, 64, 16, 8), (16, 64, 16, 8), (17, 64, 16, 16), (32, 64, 5, 8), (1, 20, 32, 16), (32, 64, 32, 16)],
+    [
+        (8, 64, 16, 8),
+        (16, 64, 16, 8),
+        (17, 64, 16, 16),
+        (32, 64, 5, 8),
+        (1, 20, 32, 16),
+        (16, 32, 32, 8),
+        (32, 64, 32, 16),
+    ],
 )
 def test_tiles_of_rows_over_rows_of_fp8(requests: int, columns: int, heads: int, rows: int) -> None:
     made = call(heads=heads, kv_cache=torch.empty(5, 64, 1, 656, device="meta").to(ROW_DTYPE))

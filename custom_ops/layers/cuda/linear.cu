@@ -102,6 +102,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
   }
   if constexpr (PDL) griddepcontrol_wait();
   if constexpr (PDL && !LAUNCH_FIRST) griddepcontrol_launch_dependents();
+  Addends addends;
   {  // not by cp.async: its groups complete in order, and these would wait for all weights on their way
     uint4 early[STAGES][X_COPIES];
     [[maybe_unused]] uint4 early_norm[STAGES];
@@ -123,6 +124,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
         }
       }
     }
+    if constexpr (ADDENDS_FIRST) addends.load(p, tile, rank, 0);
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
 #pragma unroll
@@ -218,5 +220,5 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
       if (row_warp == 0 && lane / 8 == lane % 4)
         squares[group][n * 8 + lane / 4] = lane / 4 % 2 ? square[n][1] : square[n][0];
   }
-  store_output(p, (const float *)shared, squares, tile, rank);
+  store_output(p, (const float *)shared, squares, tile, rank, addends);
 }

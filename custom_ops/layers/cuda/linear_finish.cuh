@@ -47,25 +47,20 @@ __device__ __forceinline__ float load_square(const float *at, int rank) {
   if constexpr (CLUSTER == 1) return *at;
   return ld_cluster_float(mapa(at, rank));
 }
-// Add the parts, apply norm, bias, scale, activation and residual, store. All threads; the parts are in place
-// when the first call is made.
-__device__ __forceinline__ void store_output(const Params &p, const float *parts,
-                                             [[maybe_unused]] const float (*squares)[TOKENS], int tile,
-                                             int rank) {
-  // every thread of every CTA comes here and to the end of this function, whatever tokens and rows it has
-  meet_cluster<CLUSTER>();
-  // The CTAs of a cluster share out the elements, four columns of a token at a time. A thread asks for BATCH
-  // elements before it adds any up.
-  constexpr int PARTS = CLUSTER * K_WARPS, HALVES = GATED ? 2 : 1,
-                ROUNDS = (TOKENS * OUT_ROWS / 4 + THREADS * CLUSTER - 1) / (THREADS * CLUSTER);
-  constexpr int AHEAD = PARTS < 8 ? PARTS : 8, ROOM = 16 / (AHEAD * HALVES),
-                BATCH = ROUNDS < ROOM ? ROUNDS : ROOM;
-  for (int round = 0; round < ROUNDS; round += BATCH) {
-    float4 sums[BATCH][HALVES] = {}, got[BATCH][HALVES][AHEAD];
-    [[maybe_unused]] float residual[BATCH][4], bias[BATCH][HALVES][4], scales[BATCH][HALVES][4];
-    [[maybe_unused]] float squared[BATCH] = {};
-    int tokens[BATCH], rows[BATCH];
-    bool mine[BATCH];
+// The CTAs of a cluster share out a tile's elements, four columns of a token at a time. A thread asks for
+// BATCH elements before it adds any up.
+constexpr int PARTS = CLUSTER * K_WARPS, HALVES = GATED ? 2 : 1,
+              ROUNDS = (TOKENS * OUT_ROWS / 4 + THREADS * CLUSTER - 1) / (THREADS * CLUSTER);
+constexpr int AHEAD = PARTS < 8 ? PARTS : 8, ROOM = 16 / (AHEAD * HALVES),
+              BATCH = ROUNDS < ROOM ? ROUNDS : ROOM;
+
+// Which elements a thread finishes in a batch, and what is added to their sums or multiplies them.
+struct Addends {
+  int tokens[BATCH], rows[BATCH];
+  bool mine[BATCH];
+  float residual[BATCH][4], bias[BATCH][HALVES][4], scales[BATCH][HALVES][4];
+
+  __device__ __forceinline__ void load(const Params &p, int tile, int rank, int round) {
 #pragma unroll
     for (int u = 0; u < BATCH; ++u) {
       const int j = (round + u) * THREADS + threadIdx.x,
@@ -83,6 +78,23 @@ __device__ __forceinline__ void store_output(const Params &p, const float *parts
         for (int h = 0; h < HALVES; ++h)
           load_scale(scales[u][h], (const float *)p.scale + h * OUT_WIDTH + n, real);
     }
+  }
+};
+// Whether a thread has one batch, whose addends come while products are made.
+constexpr bool ADDENDS_FIRST = ROUNDS <= BATCH;
+
+// Add the parts, apply norm, bias, scale, activation and residual, store. All threads; the parts are in place
+// when the first call is made. `addends`: of the first batch, if ADDENDS_FIRST.
+__device__ __forceinline__ void store_output(const Params &p, const float *parts,
+                                             [[maybe_unused]] const float (*squares)[TOKENS], int tile,
+                                             int rank, Addends &addends) {
+  // every thread of every CTA comes here and to the end of this function, whatever tokens and rows it has
+  meet_cluster<CLUSTER>();
+  const auto &[tokens, rows, mine, residual, bias, scales] = addends;
+  for (int round = 0; round < ROUNDS; round += BATCH) {
+    if constexpr (!ADDENDS_FIRST) addends.load(p, tile, rank, round);
+    float4 sums[BATCH][HALVES] = {}, got[BATCH][HALVES][AHEAD];
+    [[maybe_unused]] float squared[BATCH] = {};
 #pragma unroll
     for (int begin = 0; begin < PARTS; begin += AHEAD) {
 #pragma unroll

@@ -1,4 +1,4 @@
-"""Changes of a model between `submit` and a step: seen by one look for all requests that come between two
+"""Changes of a model between `submit` and a step: seen by two looks for all requests that come between two
 steps."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def replace_norm(model: Any) -> None:
 
 
 @pytest.mark.parametrize("graphs", [False, True])
-def test_many_requests_are_one_look(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_requests_are_two_looks(model: Any, graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     generator, looks = made(model, graphs=graphs), list[ModelState]()
     changed = ModelState.changed
 
@@ -43,22 +43,23 @@ def test_many_requests_are_one_look(model: Any, graphs: bool, monkeypatch: pytes
     ids = [generator.submit(prompt, PARAMS) for prompt in PROMPTS]
     assert len(looks) == 1
     generator.step()
-    assert len(looks) == 2  # for those behind the first
+    assert len(looks) == 2  # for what changed behind the first
     generator.step()
     assert len(looks) == 2
     ids.append(generator.submit(PROMPTS[0], PARAMS))
     assert len(looks) == 3
     generator.step()
-    assert len(looks) == 3
+    assert len(looks) == 4
     assert {event.request_id for event in generator.stream()} == set(ids)
 
 
-def test_a_change_behind_the_first_request_is_raised_by_the_step(model: Any) -> None:
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_change_behind_the_first_request_is_raised_by_the_step(model: Any, more: int) -> None:
     generator = made(model, graphs=True)
     ids = [generator.submit(PROMPTS[0], PARAMS)]
     norm = model.model.layers[0].input_layernorm.weight
     replace_norm(model)
-    ids.append(generator.submit(PROMPTS[1], PARAMS))
+    ids += [generator.submit(prompt, PARAMS) for prompt in PROMPTS[1 : 1 + more]]
     for _ in range(2):
         with pytest.raises(ArgumentError, match="its graphs were made with"):
             generator.step()
@@ -70,8 +71,9 @@ def test_a_change_behind_the_first_request_is_raised_by_the_step(model: Any) -> 
     assert got == set(ids)
 
 
+@pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("graphs", [False, True])
-def test_blocks_of_other_weights_are_forgotten_by_the_step(model: Any, graphs: bool) -> None:
+def test_blocks_of_other_weights_are_forgotten_by_the_step(model: Any, graphs: bool, more: int) -> None:
     """In place: graphs go on with the new numbers."""
     generator = made(model, graphs=graphs)
     generator.generate(PROMPTS[:2], PARAMS)
@@ -79,12 +81,12 @@ def test_blocks_of_other_weights_are_forgotten_by_the_step(model: Any, graphs: b
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
-    ids.append(generator.submit(PROMPTS[1], PARAMS))
+    ids += [generator.submit(prompt, PARAMS) for prompt in PROMPTS[1 : 1 + more]]
     got: dict[int, list[int | None]] = {}
     for event in generator.stream():
         got.setdefault(event.request_id, []).append(event.token_id)
     plain = made(model, graphs=False, prefix_cache=False)
-    assert [got[i] for i in ids] == [out.token_ids for out in plain.generate(PROMPTS[:2], PARAMS)]
+    assert [got[i] for i in ids] == [out.token_ids for out in plain.generate(PROMPTS[: 1 + more], PARAMS)]
     assert generator.stats.prefix_cache.hit_tokens == 0
 
 

@@ -4,9 +4,9 @@ were computed by.
     watch = ModelWatch(model, captured=True, shares=True)
     forget = watch.look()                   # raises, or says whether kept blocks are of other weights
 
-A look costs O(modules and weights), 0.1 ms at 16 layers. So there is one between two steps, however many
-requests come there: at the first of them, and, if more came, once more ahead of the step, in front of which
-nothing of these was computed.
+A look costs O(modules and weights), 0.1 ms at 16 layers. So there are two between two steps, however many
+requests come there: at the first of them, which is refused at once, and ahead of the step, in front of which
+nothing of them was computed.
 """
 
 from __future__ import annotations
@@ -29,19 +29,28 @@ class ModelWatch:
         self._model, self._captured, self._shares = model, captured, shares
         self._state, self._moves = ModelState.of(model), MOVES[0]
         self._num_writes = self._state.num_writes()
-        self._looked = self._requests_since = False
+        self._looked = self._due = False
 
     def at_request(self) -> bool:
-        """A request comes: whether to `look` first; else the next step does."""
-        if self._looked:
-            self._requests_since = True
-        return not self._looked
+        """A request comes: `look`, if it is the first since a step, and have the next step look.
+
+        Raises:
+            ArgumentError: as `require_unchanged`.
+        """
+        forget = not self._looked and self.look()
+        self._looked = self._due = True
+        return forget
 
     def at_step(self) -> bool:
-        """A step comes: whether to `look` first."""
-        due = self._requests_since or self._moves != MOVES[0]
+        """A step comes: `look`, if a request came since the last one or `torchpaged.fuse` moved weights.
+
+        Raises:
+            ArgumentError: as `require_unchanged`; the next step looks again.
+        """
         self._looked = False
-        return due
+        forget = (self._due or self._moves != MOVES[0]) and self.look()
+        self._due = False
+        return forget
 
     def look(self) -> bool:
         """Look at all of it; whether what was computed before is of other weights.
@@ -57,7 +66,7 @@ class ModelWatch:
             num_writes = self._state.num_writes()
             forget = forget or num_writes != self._num_writes
             self._num_writes = num_writes
-        self._looked, self._requests_since, self._moves = True, False, MOVES[0]
+        self._moves = MOVES[0]
         return forget
 
     def require_unchanged(self) -> None:

@@ -143,15 +143,14 @@ class Stepper:
 
         Raises:
             TorchpagedError: another engine has the model's cache.
-            ArgumentError: the model was fused or unfused since its graphs were made, or a request came since
-                the last step and its `look`, and there is another change.
+            ArgumentError: the model was fused or unfused since its graphs were made; or it changed otherwise,
+                and a request came since the last step.
             Exception: none of them got through a step alone, so that it is no matter of a request. They go on
                 with the next step.
         """
         if self.requests:
             self.require_cache()
-            if self._watch.at_step():
-                self.look()
+            self._forget(self._watch.at_step())
         if self._limited_for and not any(sequence.finish_reason is None for sequence in self._limited_for):
             self._limited_for, self._scheduler.max_running = [], self._scheduler.max_batch_size
         named, error = profile_range("step", self.stats.steps), None
@@ -218,12 +217,15 @@ class Stepper:
         model.
 
         Args:
-            request: ahead of one of many requests: a look since the last step will do (`ModelWatch`).
+            request: ahead of one of many requests, see `ModelWatch.at_request`.
 
         Raises:
             ArgumentError: with the first thing that is not as the graphs were made with.
         """
-        if (not request or self._watch.at_request()) and self._watch.look():
+        self._forget(self._watch.at_request() if request else self._watch.look())
+
+    def _forget(self, changed: bool) -> None:
+        if changed:
             self.forget_prefixes("the model changed")
 
     def require_unchanged(self) -> None:

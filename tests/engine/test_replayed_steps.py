@@ -91,14 +91,43 @@ def test_steps_that_can_not_be_captured(
     want = model.generate(**call)
     hf.accelerate(model, max_batch_size=3, max_seq_len=64)
 
+    tries = list[Any]()
+
     def refuse(self: Any, step: Any, pool: Any) -> Any:
+        tries.append(step)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(EagerCapture, "capture", refuse)
     monkeypatch.setattr("torchpaged.engine.replayed_steps.HostCapture", type(None))
     assert torch.equal(model.generate(**call), want)
     assert calls[0].num_replayed == 0
+    assert len(tries) == 1  # of a call
     assert "launched from Python: operation not permitted" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_hooks_run_at_every_step(model: Any, calls: list[ReplayedSteps], when: str) -> None:
+    """They may count steps, or add what differs from step to step."""
+    seen = list[int]()
+
+    def steer(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append(output.shape[1])
+        return output * (1 + len(seen) % 3)
+
+    call = {**prompts(1, 9), "num_beams": 3, "max_new_tokens": 12, "eos_token_id": None}
+    model.set_attn_implementation("eager")
+    norm = model.model.layers[0].input_layernorm
+    hook = norm.register_forward_hook(steer)
+    want = model.generate(**call)
+    if when == "behind":
+        hook.remove()
+    hf.accelerate(model, max_batch_size=3, max_seq_len=64)
+    if when == "behind":
+        norm.register_forward_hook(steer)
+    seen.clear()
+    assert torch.equal(model.generate(**call), want)
+    assert seen == [9] + [1] * 11
+    assert calls[0].num_replayed == 0
 
 
 def test_rings_are_not_captured(calls: list[ReplayedSteps]) -> None:

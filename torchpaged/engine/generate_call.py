@@ -68,11 +68,11 @@ class _Generate:
 
         replayed = None
         if has_paged_cache(self._model.config):  # else generate() makes one of transformers'
-            sizes, replays = (said.rows, said.tokens), said.has_beams and self.before is None
-            cache = PagedCache(self._model.config, *sizes, cascade=not replays)
+            loop = self.generator.loop if said.has_beams and self.before is None else None
+            cache = PagedCache(self._model.config, said.rows, said.tokens, cascade=loop is None)
             call["past_key_values"] = cache
-            if replays and self.generator.loop is not None:
-                replayed = ReplayedSteps(self._model, cache, self.generator.loop.runner.capture_backend)
+            if loop is not None:
+                replayed = ReplayedSteps(self._model, cache, loop.runner.capture_backend)
                 own = functools.partial(type(self._model).generate, replayed.model)
         try:
             with self.generator._calls.held():  # forwards of a fused model must not overlap
@@ -243,8 +243,8 @@ def accelerate(
     Greedy tokens are those of transformers' own loop. Sampled ones follow the same distribution, with other
     random numbers; ``torch.manual_seed`` repeats them. Beams, prompt lookup, other logits processors and
     stopping criteria, and scores run in transformers' own loop over a PagedCache, with a warning that says
-    so; steps of beams are captured at the call's second one and replayed, unless layers keep rings or states.
-    Assistants and caches of the caller are refused.
+    so; steps of beams are captured at the call's second one and replayed, unless layers keep rings or states
+    or modules have forward hooks. Assistants and caches of the caller are refused.
 
     Args:
         model: a causal LM of transformers, or a ``PeftModel`` of one, in eval mode from now on; its attention

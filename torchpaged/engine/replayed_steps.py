@@ -14,17 +14,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from torchpaged.graphs.capture import CaptureBackend, Captured, HostCapture
 from torchpaged.graphs.capture_bucket import no_garbage_collection
+from torchpaged.model_state import hooks_of
 
 _LOG = logging.getLogger("torchpaged.engine")
 _CACHES = ("past_key_values", "cache")  # the second since transformers 5.24
 #: What a step may be given besides tensors, the same at each.
 _KNOWN = ("attention_mask", "use_cache", "return_dict", "logits_to_keep", *_CACHES)
+
+
+def _has_hooks(model: Any) -> bool:
+    """Whether a module has forward hooks that a replay would leave out; fused layers' only look."""
+    hooks = chain.from_iterable(map(hooks_of, model.modules()))
+    return not all(str(getattr(hook, "__module__", "")).startswith("torchpaged.") for hook in hooks)
 
 
 class ReplayedSteps:
@@ -43,6 +51,7 @@ class ReplayedSteps:
     def __init__(self, model: Any, cache: Any, backend: CaptureBackend) -> None:
         self._cache, self._backend = cache, backend
         self._num_eager = self.num_replayed = 0
+        self._may_capture = not _has_hooks(model)
         kind, step = type(model), self._step
         self._graph: Captured | None = None
         self._inputs = dict[str, Tensor]()
@@ -100,11 +109,11 @@ class ReplayedSteps:
         return tensors if not captured or shapes == captured else None
 
     def _can_capture(self) -> bool:
-        """Whether all that a step moves lies in tensors that stay: rings and states are made anew where rows
-        are reordered."""
+        """Whether no hook and no failure forbids it, and all that a step moves lies in tensors that stay:
+        rings and states are made anew where rows are reordered."""
         cache = self._cache
         plain = not cache.dense and not cache.states and cache.rows.rolling is None
-        return plain and not cache.session.plans and bool(cache.rows.knows_room(2))
+        return self._may_capture and plain and not cache.session.plans and bool(cache.rows.knows_room(2))
 
     def _capture(self, run: Callable[..., Any], tensors: dict[str, Tensor], kwargs: dict[str, Any]) -> Any:
         self._inputs = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -122,8 +131,8 @@ class ReplayedSteps:
         except Exception as error:
             if runs_at_capture:
                 raise
-            _LOG.warning("steps of a beam search are launched from Python: %s", error)
-            self._inputs, self._output = {}, None
+            _LOG.warning("steps of this beam search are launched from Python: %s", error)
+            self._inputs, self._output, self._may_capture = {}, None, False
             self._cache.forget_recorded()
             return run(**kwargs)
         self._graph = graph

@@ -1,9 +1,10 @@
 """Inductor's own programmatic launches are refused while our kernels start early.
 
-``paged_attention`` and ``finish_step`` read lengths, tables and keys before the kernels ahead of them have
-ended (``stream_order.py``). That is right as long as what wrote these did not let its dependents start.
-Kernels that Inductor makes may hold such a write, a copy or an addition that it moved in front of the op;
-with its programmatic launch on, they let dependents start before they have stored anything.
+Ops of attention, of states and of a step's end read lengths, tables, slots or keys before the kernels ahead
+of them have ended (`torchpaged.custom_ops.stream_order.reads_early`). That is right as long as what wrote
+these did not let its dependents start. Kernels that Inductor makes may hold such a write, a copy or an
+addition that it moved in front of the op; with its programmatic launch on, they let dependents start before
+they have stored anything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def refuse_inductors_for(tensor: Tensor) -> None:
 
 
 def refuse_inductors() -> None:
-    """Called by the fake kernels of the ops that read early, while a graph is traced, also under
+    """Called ahead of the fake kernels of the ops that read early, while a graph is traced, also under
     ``torch.compile(options=...)``, which turns the option on for the compilation only; and before a device's
     first early launch. Not before each: asking takes as long as a launch.
 

@@ -49,8 +49,10 @@ from torch.nn import Parameter
 
 from torchpaged.custom_ops import launches, native
 from torchpaged.custom_ops.callers_modes import apart_from_modes
+from torchpaged.custom_ops.early_launch import refuse_inductors_for
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.families import FAMILIES, Family
+from torchpaged.custom_ops.stream_order import reads_early
 from torchpaged.custom_ops.words import one_line
 
 # kept for the life of the process: dropping it deregisters the ops
@@ -168,10 +170,14 @@ FAKES = {op: _recorded(op, fake) for family in FAMILIES for op, fake in family.f
 
 def _without_memory(op: str) -> Any:
     """What runs in traces, and on the meta device: the dispatcher calls it if one tensor is there, and all of
-    a call's others would be left unread and unwritten."""
+    a call's others would be left unread and unwritten. For ops that read early it asks for Inductor's
+    launches, too."""
     fake, names = FAKES.get(op, _nothing), re.findall(r"(\w+)(?:=[^,)]+)?[,)]", SCHEMAS[op])
+    is_early = op in reads_early()
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if is_early:
+            refuse_inductors_for(args[0])
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
             if (
                 type(value) in (Tensor, Parameter) and not value.is_meta

@@ -468,6 +468,19 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
 }
 
 
+#: Weights, which no kernel of a step writes.
+CONSTANTS = ("weight", "bias", "norm_weight", "up_keys", "up_values", "shared_gate_up", "shared_down")
+
+
+def reads_early() -> list[str]:
+    """Ops with a kernel that reads early what a step may write."""
+    return [
+        op
+        for op, launches in STREAM_ORDER.items()
+        if any(set(launch.reads_early) - set(CONSTANTS) for launch in launches)
+    ]
+
+
 def writers(tensor: str) -> list[tuple[str, Launch]]:
     """``(op, launch)`` of every kernel here that stores to ``tensor``."""
     return [

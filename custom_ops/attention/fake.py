@@ -9,14 +9,12 @@ from torch import Tensor
 
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
 from torchpaged.custom_ops.batch_values import expect_batch
-from torchpaged.custom_ops.early_launch import refuse_inductors_for
 from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype
 from torchpaged.custom_ops.pools import FLOATS, expect_pools
 
 
 def _paged_attention(call: AttentionCall) -> None:
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out = call[:7]
-    refuse_inductors_for(q)
     expect_batch(q, out, block_table, seq_lens, query_start_loc)
     expect_pools(k_cache, v_cache)
     if call.output_scale is not None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.batch_values import expect_batch
-from torchpaged.custom_ops.early_launch import refuse_inductors_for
 from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype
 from torchpaged.custom_ops.mla.call import LatentCall, LatentWriteCall
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes
@@ -45,7 +44,6 @@ def _mla_attention(call: LatentCall) -> None:
 
 
 def _write_latent(kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    refuse_inductors_for(kv_c)
     dims = kv_c.dim(), k_pe.dim()
     expect(dims == (2, 2), f"kv_c, k_pe: expected 2 dimensions, got {dims[0]} and {dims[1]}")
     _expect_pool(kv_cache, "kv_c", kv_c)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from torchpaged.custom_ops.early_launch import refuse_inductors_for
 from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype, expect_rows
 from torchpaged.custom_ops.step_end.call import AcceptCall, FinishCall, SampleCall
 
@@ -29,7 +28,6 @@ def _accept_tokens(call: AcceptCall) -> None:
 
 
 def _finish_step(call: FinishCall) -> None:
-    refuse_inductors_for(call.sample.logits)
     _sample_tokens(call.sample)
     _accept_tokens(call.accept)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from command import printed
 from torchpaged import BackendUnavailableError
 from torchpaged.custom_ops import early_launch
 from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.stream_order import reads_early
 
 
 def test_inductors_option_is_where_we_look() -> None:
@@ -116,6 +118,29 @@ def test_refused_while_a_graph_is_traced(monkeypatch: pytest.MonkeyPatch, comput
                 attend()
         else:
             attend()
+
+
+@pytest.mark.parametrize("op", reads_early())
+def test_every_op_that_reads_early_what_a_step_writes_refuses_in_a_trace(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from op_inputs.opcheck import opcheck_cases
+    from op_inputs.sampling import make_finish_inputs
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    cases = [*opcheck_cases().values(), ("finish_step", (), make_finish_inputs([{}]))]
+    _, args, kwargs = next(case for case in cases if case[0] == op)
+
+    def on_gpu(x: Any) -> Any:
+        given = {"dtype": x.dtype, "device": "cuda"} if isinstance(x, torch.Tensor) else {}
+        return torch.empty_strided(x.shape, x.stride(), **given) if given else x
+
+    with inductor_config.patch({"triton.enable_pdl": True}), FakeTensorMode():
+        given = {name: on_gpu(x) for name, x in kwargs.items()}
+        with pytest.raises(BackendUnavailableError, match="TORCHINDUCTOR_ENABLE_PDL"):
+            getattr(torch.ops.torchpaged, op)(*map(on_gpu, args), **given)
 
 
 def test_options_of_a_compilation_reach_the_fake_kernels(

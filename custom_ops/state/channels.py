@@ -73,7 +73,8 @@ class RgLruCall(NamedTuple):
 
         def gate(weight: Tensor, bias: Tensor) -> Tensor:
             product = torch.baddbmm(bias.to(exact)[:, None], blocks, weight.to(exact))
-            return product.transpose(0, 1).flatten(1).sigmoid()
+            # where blocks have one channel each, `flatten` gives a view
+            return product.transpose(0, 1).flatten(1).contiguous().sigmoid()
 
         g = gate(self.recurrent_weight, self.recurrent_bias) * softplus(self.recurrent_param.to(exact)) * -8.0
         norm = torch.where(_tokens(self)[1], 1, (-torch.expm1(2 * g)).sqrt())

@@ -14,12 +14,13 @@ from torchpaged.testing.oracle import assert_within_budget
 from torchpaged.testing.pools import on_host
 
 #: Sizes: Mamba's states of 16, several tiles of channels, and odd ones; RecurrentGemma's blocks, one of them
-#: wider than a tile, and rows that are no whole number of four.
+#: wider than a tile, and rows that are no whole number of four; blocks of one channel.
 CHANNEL_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba": ("selective_scan", {"channels": 300, "key_dim": 16}),
     "odd": ("selective_scan", {"channels": 7, "key_dim": 21, "gated": False}),
     "gemma": ("rg_lru", {"blocks": 3, "width": 144}),
     "narrow": ("rg_lru", {"blocks": 2, "width": 7, "gated": False}),
+    "diagonal": ("rg_lru", {"blocks": 5, "width": 1}),
 }
 
 

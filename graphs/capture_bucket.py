@@ -60,9 +60,8 @@ def capture_bucket(
         with no_garbage_collection():
             graph, warm = None, started
             if is_warm:
-                with contextlib.suppress(
-                    Exception
-                ):  # a kernel that a capture can't load; or it says so below
+                # A kernel that a capture can't load; what else it is, is raised below.
+                with contextlib.suppress(Exception):
                     graph = backend.capture(launch, pool)
             if graph is None:
                 backend.warmup(launch, warmup_iters)

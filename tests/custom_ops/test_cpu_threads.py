@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from op_inputs.channels import make_channel_inputs
+from op_inputs.state import Rows, clone
 
 from torchpaged import AttentionMetadata
 from torchpaged.custom_ops import BACKEND_OPS, native_status
@@ -104,3 +106,18 @@ def test_regions(library: Any, two_threads: None, run: Any, regions: int) -> Non
     before = library.torchpaged_parallel_regions()
     run()
     assert library.torchpaged_parallel_regions() - before == regions
+
+
+@pytest.mark.parametrize("op", ["selective_scan", "rg_lru"])
+def test_channels_of_states_are_shared_by_threads(library: Any, two_threads: None, op: str) -> None:
+    """With the last ones in a piece that is not full; each is what one thread makes of it."""
+    sizes = {"channels": 300, "key_dim": 16} if op == "selective_scan" else {"blocks": 3, "width": 144}
+    shared = make_channel_inputs(op, Rows(((0, 50), (7, 1))), **sizes)
+    alone = clone(shared)
+    before = library.torchpaged_parallel_regions()
+    getattr(BACKEND_OPS["cpu"], op)(**shared)
+    assert library.torchpaged_parallel_regions() - before == 1
+    torch.set_num_threads(1)
+    getattr(BACKEND_OPS["cpu"], op)(**alone)
+    for name in ("out", "state"):
+        torch.testing.assert_close(shared[name], alone[name], rtol=0, atol=0, equal_nan=True)

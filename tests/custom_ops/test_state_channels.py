@@ -1,4 +1,4 @@
-"""selective_scan and rg_lru on a CPU: the oracle, what is refused, prompts in parts, threads."""
+"""selective_scan and rg_lru on a CPU: the oracle, what is refused, prompts in parts."""
 
 from __future__ import annotations
 

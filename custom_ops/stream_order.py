@@ -338,7 +338,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("chunk_products.py:chunk_kernel", False, ("out",), waits="launch", case="long rows"),
         Launch("key_products.py:key_chunk_kernel", False, ("out",), waits="launch", case="long rows"),
         Launch("chunk_pass.py:pass_kernel", False, ("state", "out"), waits="launch", case="long rows"),
-        Launch("chunk_pass.py:join_kernel", False, (), waits="launch", case="long rows"),
+        Launch("chunk_pass.py:join_kernel", False, SCRATCH, waits="launch", case="segments of long rows"),
         Launch("linear_attention.py:recurrent_kernel", False, ("state", "out"), waits="launch"),
         Launch(
             "state_decode.cu:update_states",

@@ -1,4 +1,4 @@
-"""Launches of the two kernels of long rows, and which calls have such rows."""
+"""Launches of the kernels of long rows, and which calls have such rows."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """sample_tokens: Gumbel-max in two launches, with a search for the threshold instead of a sort where a row
 is truncated.
 
-The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once. For a
-greedy or a plainly drawn row each program leaves its best token. For a row with top_k, top_p or min_p it
-leaves each tile's largest logit and mass, and the largest logit of each group of 64 tokens. The second
-kernel, a program per row, merges the tiles. A truncated row goes on there:
+The first kernel cuts the vocabulary into tiles, one or a few per program, and reads every logit once; of a
+plainly drawn row again those that may win (sample_draw.py). For a greedy or a plainly drawn row each program
+leaves its best token. For a row with top_k, top_p or min_p it leaves each tile's largest logit and mass, and
+the largest logit of each group of 64 tokens. The second kernel, a program per row, merges the tiles. A
+truncated row goes on there:
 
 1. The groups' maxima bound the threshold from below: k groups that reach a value hold k tokens that do; the
    same with masses.

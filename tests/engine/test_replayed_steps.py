@@ -145,6 +145,23 @@ def test_rings_are_not_captured(calls: list[ReplayedSteps]) -> None:
     assert [steps.num_replayed for steps in calls] == [5, 0]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_beams_share_their_prompt_unless_they_are_replayed(
+    model: Any, calls: list[ReplayedSteps], graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, init = list[bool](), hf.PagedCache.__init__
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        made.append(options["cascade"])
+        init(self, *args, **options)
+
+    hf.accelerate(model, max_batch_size=3, max_seq_len=64, graphs=graphs)
+    monkeypatch.setattr(hf.PagedCache, "__init__", noted)
+    model.generate(**prompts(1, 9), num_beams=2, max_new_tokens=6, eos_token_id=None)
+    assert made == [not graphs]
+    assert len(calls) == graphs
+
+
 def test_nothing_stays_behind_a_call(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph's memory does not wait for the garbage collector."""
     hf.accelerate(model, max_batch_size=3, max_seq_len=64)

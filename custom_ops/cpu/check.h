@@ -72,7 +72,7 @@ struct Span {
 };
 
 // Each element of a tensor that is written has memory of its own: see check_own_elements in
-// custom_ops/checks.py.
+// custom_ops/memory.py.
 inline void check_own_elements(const char* name, const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i) {
     int64_t reach = 0;  // of the dimensions of smaller strides
@@ -110,7 +110,7 @@ inline void check_results_dtype(const char* name, const Tensor& x, const Tensor&
 }
 
 // Whether two pools of the same strides share an element, `distance` elements apart: see pools_meet in
-// custom_ops/checks.py.
+// custom_ops/memory.py.
 inline bool meet(const int64_t* strides, const int64_t* sizes, int dims, int64_t distance, int64_t width_k,
                  int64_t width_v) {
   if (dims == 0) return 1 - width_v <= distance && distance <= width_k - 1;

@@ -3,10 +3,13 @@ follow its rows, and survive a `reset` that changes the batch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from model_coverage.architectures import model_of
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, PreTrainedModel
 
 from torchpaged import ArgumentError, UnsupportedModelError
@@ -105,3 +108,41 @@ def test_the_length_of_a_layer_with_both() -> None:
 def test_the_engine_refuses_states_that_it_does_not_know() -> None:
     with pytest.raises(UnsupportedModelError, match=r"^zaya: layer \d keeps a recurrent state"):
         Generator(model_of("zaya"), max_batch_size=2, max_seq_len=32)
+
+
+class Writes(TorchDispatchMode):
+    """Which of ``tensors`` the ops write, by name, in order; those of torchpaged by their own."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {each.untyped_storage().data_ptr(): name for name, each in tensors.items()}
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "torchpaged":
+            self.seen.append(func.name().split("::")[1].split(".")[0])
+        else:
+            written = [
+                given.untyped_storage().data_ptr()
+                for given, argument in zip(args, func._schema.arguments, strict=False)
+                if isinstance(given, Tensor)
+                and argument.alias_info is not None
+                and argument.alias_info.is_write
+            ]
+            self.seen += [self._names[at] for at in written if at in self._names]
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("query_len", [1, 3, 12])
+def test_a_kernel_lies_between_lengths_and_the_first_state(query_len: int) -> None:
+    """docs/stream_order.md: an op of states reads lengths and query starts early."""
+    model = attach(model_of("qwen3_next", "eager"))
+    cache = cached(model)
+    with torch.no_grad():
+        model(tokens(2, 7), past_key_values=cache)
+        rows = cache.rows
+        with Writes({"lengths": rows.seq_lens, "total": rows.total}) as writes:
+            model(tokens(2, query_len), past_key_values=cache)
+    ahead = writes.seen[: writes.seen.index("causal_conv")]
+    assert ahead[0] == "lengths" and ahead[-1] == "total", ahead
+    assert ("_fill_query_starts" in ahead) == (query_len == 12)

@@ -215,7 +215,6 @@ class CacheRows:
             "compiled by hand, than they have blocks for; other rows than those of this cache's first batch; "
             "or a forward before did not complete; call cache.reset()",
         )
-        self.total.add_(query_len)
         self.seq_lens[:batch].add_(query_len)
         if query_len == 1:
             positions = self._positions(batch, 1)
@@ -223,6 +222,9 @@ class CacheRows:
                 table.note_decode(positions)
         elif query_len > MAX_DECODE_QUERY_LEN:
             self.fill_query_starts(query_len)
+        # Last: a kernel that no op reads lies between the lengths and an op of states, which reads them early
+        # (docs/stream_order.md).
+        self.total.add_(query_len)
 
     def complete(self) -> None:
         """The forward's tokens are in every layer: noted on the device, which compiled steps look at, and on

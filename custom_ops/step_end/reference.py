@@ -90,6 +90,8 @@ def penalised_logits(logits: Tensor, repetition_penalty: Tensor, seen: Tensor) -
     """``[B, V]`` float32: step 1 of the module's docstring; -inf for NaN."""
     z = logits.float()
     z = torch.where(z.isnan(), float("-inf"), z)
+    if z.device.type == "cpu" and bool((repetition_penalty == 1).all()):  # most batches, on a CPU
+        return z
     token = torch.arange(z.shape[1], device=z.device)
     occurred = (seen[:, token // 32] >> (token % 32)[None]) & 1
     penalty = repetition_penalty[:, None]

@@ -11,6 +11,11 @@ from torch import Tensor
 NORM_EPS = 1e-6
 
 
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of ``dtype`` are computed in, and states of them may be kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class ConvCall(NamedTuple):
     """The arguments of ``causal_conv``, with the schema's defaults."""
 
@@ -116,7 +121,7 @@ class DeltaStepCall(NamedTuple):
         """The calls that one after the other are this one, over new memory between them."""
         _, num_heads, key_dim, value_dim = self.state.shape
         keys = self.num_key_heads * key_dim
-        exact = torch.float64 if self.x.dtype == torch.float64 else torch.float32
+        exact = exact_dtype(self.x.dtype)
         mixed, made = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (self.x, self.out))
         q, k, v = mixed.split([keys, keys, num_heads * value_dim], dim=-1)
         q, k, v = (each.unflatten(-1, (-1, n)) for each, n in ((q, key_dim), (k, key_dim), (v, value_dim)))
@@ -167,7 +172,7 @@ class Mamba2StepCall(NamedTuple):
         them; ``v`` of the last is what is skipped."""
         _, num_heads, key_dim, value_dim = self.state.shape
         keys = self.num_groups * key_dim
-        exact = torch.float64 if self.x.dtype == torch.float64 else torch.float32
+        exact = exact_dtype(self.x.dtype)
         mixed = torch.empty_like(self.x, memory_format=torch.contiguous_format)
         v, k, q = mixed.split([num_heads * value_dim, keys, keys], dim=-1)
         v, k, q = (each.unflatten(-1, (-1, n)) for each, n in ((v, value_dim), (k, key_dim), (q, key_dim)))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from torchpaged.custom_ops.state.call import LinearAttentionCall, Rows
+from torchpaged.custom_ops.state.call import LinearAttentionCall, Rows, exact_dtype
 
 
 class SelectiveScanCall(NamedTuple):
@@ -36,7 +36,7 @@ class SelectiveScanCall(NamedTuple):
 
     def attention(self) -> LinearAttentionCall:
         """The recurrence, into new memory."""
-        exact = _exact(self.x)
+        exact = exact_dtype(self.x.dtype)
         step = softplus(self.dt.to(exact) + self.dt_bias.to(exact))
         g = -self.a_log.to(exact).exp() * step[..., None]
         return _over_channels(self, self.c[:, None], self.b[:, None], self.x, g, step)
@@ -68,7 +68,7 @@ class RgLruCall(NamedTuple):
 
     def attention(self) -> LinearAttentionCall:
         """The recurrence of gated inputs, into new memory."""
-        exact = _exact(self.x)
+        exact = exact_dtype(self.x.dtype)
         blocks = self.x.to(exact).reshape(-1, *self.input_bias.shape).transpose(0, 1)
 
         def gate(weight: Tensor, bias: Tensor) -> Tensor:
@@ -89,10 +89,6 @@ class RgLruCall(NamedTuple):
         self.out.copy_(torch.where(_tokens(self)[0], y, 0))
 
 
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _over_channels(
     call: SelectiveScanCall | RgLruCall,
     q: Tensor,
@@ -101,7 +97,7 @@ def _over_channels(
     g: Tensor,
     beta: Tensor | None = None,
 ) -> LinearAttentionCall:
-    made = torch.empty(*v.shape, 1, dtype=_exact(v), device=v.device)
+    made = torch.empty(*v.shape, 1, dtype=exact_dtype(v.dtype), device=v.device)
     rows = call.state_slots, call.seq_lens, call.query_start_loc
     return LinearAttentionCall(q, k, v[..., None], g, call.state, *rows, made, beta, call.max_query_len)
 

@@ -26,6 +26,7 @@ from torchpaged.custom_ops.state.call import (
     GatesCall,
     LinearAttentionCall,
     Rows,
+    exact_dtype,
 )
 
 #: Widths of a convolution.
@@ -101,7 +102,7 @@ def check_linear_attention(call: LinearAttentionCall) -> None:
     q, k, v, g, state, out, beta = call.q, call.k, call.v, call.g, call.state, call.out, call.beta
     check_tensor("v", v, (None, None, None), *FLOATS)
     num_tokens, num_heads, value_dim = v.shape
-    exact = torch.float64 if v.dtype == torch.float64 else torch.float32
+    exact = exact_dtype(v.dtype)
     check_tensor("q", q, (num_tokens, None, None), v.dtype)
     if not q.shape[1] or num_heads % q.shape[1]:
         raise ArgumentError("q", f"a number of heads that divides v's {num_heads}", shape_of(q))
@@ -150,7 +151,7 @@ def check_delta_gates(call: GatesCall) -> None:
         raise ArgumentError("bound", "None or a number below 0", str(call.bound))
     for name, tensor, size in (("a_log", a_log, num_heads), ("dt_bias", dt_bias, columns)):
         check_tensor(name, tensor, (size,), a.dtype, torch.float32)
-    exact = torch.float64 if a.dtype == torch.float64 else torch.float32
+    exact = exact_dtype(a.dtype)
     for name, tensor, size in (("g", g, columns), ("beta", beta, columns if b is None else num_heads)):
         check_tensor(name, tensor, (num_tokens, size), exact)
     check_device(a.device, b=b, a_log=a_log, dt_bias=dt_bias, g=g, beta=beta)

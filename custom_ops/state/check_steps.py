@@ -10,7 +10,7 @@ from torchpaged.custom_ops.checks import check_device, check_dims, check_tensor,
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.memory import check_apart
 from torchpaged.custom_ops.pools import FLOATS
-from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
+from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall, exact_dtype
 from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
 from torchpaged.custom_ops.state.check import (
     check_batch,
@@ -105,7 +105,7 @@ def _check_semaphore(semaphore: Tensor, least: int, device: torch.device) -> Non
 def _check_channels(call: SelectiveScanCall | RgLruCall, key_dim: int, parameters: dict[str, Tensor]) -> None:
     """What both have, behind what each has alone; ``parameters``: that were checked."""
     x, state, out = call.x, call.state, call.out
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    exact = exact_dtype(x.dtype)
     check_tensor("state", state, (None, x.shape[1], key_dim, 1), x.dtype, exact)
     if min(state.shape) < 1:
         raise ArgumentError("state", "at least one slot, channel and number", shape_of(state))

@@ -20,6 +20,7 @@ from torchpaged.custom_ops.state.call import (
     LinearAttentionCall,
     Mamba2StepCall,
     Rows,
+    exact_dtype,
 )
 from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
 from torchpaged.custom_ops.state.check import (
@@ -36,14 +37,10 @@ from torchpaged.custom_ops.state.check_steps import (
 )
 
 
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def causal_conv(call: ConvCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_causal_conv(call)
-    rows, exact = Rows.of(call), _exact(call.x)
+    rows, exact = Rows.of(call), exact_dtype(call.x.dtype)
     num_tokens, width = call.x.shape[0], call.weight.shape[1]
     call.out.zero_()
     if not num_tokens or not rows.slots.shape[0]:
@@ -80,7 +77,7 @@ def _heads(x: Tensor, num_heads: int, normalize: bool) -> Tensor:
 def linear_attention(call: LinearAttentionCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_linear_attention(call)
-    rows, exact = Rows.of(call), _exact(call.v)
+    rows, exact = Rows.of(call), exact_dtype(call.v.dtype)
     num_tokens, num_heads, _ = call.v.shape
     call.out.zero_()
     if not num_tokens or not rows.slots.shape[0]:
@@ -111,7 +108,7 @@ def linear_attention(call: LinearAttentionCall) -> None:
 def delta_gates(call: GatesCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_delta_gates(call)
-    exact = _exact(call.a)
+    exact = exact_dtype(call.a.dtype)
     x = call.a.flatten(1).to(exact) + call.dt_bias.to(exact)
     rate = call.a_log.to(exact).exp().repeat_interleave(x.shape[1] // max(call.a_log.shape[0], 1))
     step = torch.nn.functional.softplus(x).clamp(call.min_step, call.max_step)
@@ -122,7 +119,8 @@ def delta_gates(call: GatesCall) -> None:
 def gated_rms_norm(call: GatedNormCall) -> None:
     """Arguments: ``custom_ops/state/schema.py``."""
     check_gated_rms_norm(call)
-    x, gate = call.x.to(_exact(call.x)), call.gate.reshape(call.x.shape).to(_exact(call.x))
+    exact = exact_dtype(call.x.dtype)
+    x, gate = call.x.to(exact), call.gate.reshape(call.x.shape).to(exact)
     factors = gate.sigmoid() if call.activation == "sigmoid" else torch.nn.functional.silu(gate)
     if call.skip is not None and call.skip_weight is not None:
         x = x + (call.skip.to(x.dtype) * call.skip_weight.to(x.dtype)[:, None]).reshape(x.shape)

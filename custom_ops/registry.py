@@ -179,9 +179,8 @@ def _without_memory(op: str) -> Any:
         if is_early:
             refuse_inductors_for(args[0])
         for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-            if (
-                type(value) in (Tensor, Parameter) and not value.is_meta
-            ):  # those of a trace are of other types
+            # a trace's tensors are of other types
+            if type(value) in (Tensor, Parameter) and not value.is_meta:
                 expected = "device meta, where another tensor of the call is"
                 raise ArgumentError(name, expected, str(value.device), "move one of the two")
         return fake(*args, **kwargs)

@@ -18,6 +18,7 @@ from torchpaged.custom_ops.attention.check import (
     group_of_rows,
 )
 from torchpaged.custom_ops.attention.mask import tree_positions
+from torchpaged.custom_ops.plain_torch import exact_dtype
 
 
 def _gather(
@@ -71,7 +72,7 @@ def paged_attention(call: AttentionCall) -> None:
     check_paged_attention(call, fp8_queries=True)
     q, k_cache, v_cache, block_table, seq_lens, query_start_loc, out, lse = call[:8]
     # of what fp8 queries stand for, nothing is rounded before the end
-    dtype = torch.float64 if call.dtype == torch.float64 else torch.float32
+    dtype = exact_dtype(call.dtype)
     block_size, group = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     out.zero_()
@@ -121,7 +122,7 @@ def merge_attn_states(call: MergeCall) -> None:
     """Combine attention over two disjoint key sets into attention over both (arXiv:2501.01005,
     section 2.2)."""
     check_merge_attn_states(call)
-    dtype = torch.float64 if call.out_a.dtype == torch.float64 else torch.float32
+    dtype = exact_dtype(call.out_a.dtype)
     total = torch.logaddexp(call.lse_a.to(dtype), call.lse_b.to(dtype))
     total = total.masked_fill(total == float("inf"), float("nan"))  # inf / inf, as softmax has it
     terms = []

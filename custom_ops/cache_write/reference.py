@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall
 from torchpaged.custom_ops.cache_write.check import check_rope_write_kv, check_write_kv
+from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.custom_ops.pools import FP8
 
 
@@ -68,7 +69,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rope_write_kv(call: RotatedWriteCall) -> None:
     """Norm and rotate q into ``q_out``; norm and rotate k and store it with v. One rounding, at the end."""
     check_rope_write_kv(call)
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    dtype = exact_dtype(call.q.dtype)
     cos, sin = call.cos_sin[call.positions].to(dtype)[:, None].chunk(2, dim=-1)
 
     def turned(x: Tensor, weight: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from torchpaged.custom_ops.experts.call import ExpertsCall
 from torchpaged.custom_ops.experts.check import check_apply_experts
+from torchpaged.custom_ops.plain_torch import exact_dtype, gated
 
 
 def _products(x: Tensor, weight: Tensor, experts: list[int], counts: list[int]) -> Tensor:
@@ -23,30 +24,23 @@ def _products(x: Tensor, weight: Tensor, experts: list[int], counts: list[int]) 
     return y
 
 
-def _gated(x: Tensor, activation: str) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
-
-
 def apply_experts(call: ExpertsCall) -> None:
     """Arguments: ``custom_ops/experts/schema.py``. Products are rounded to the dtype of x, as in a model's
     own layers; they are summed in float32, over float64 in float64."""
     check_apply_experts(call)
     own: Any = (part.detach() if isinstance(part, Tensor) else part for part in call)
     x, gate_up, down, ids, weights, out, activation, shared_gate_up, shared_down, shared_gate, residual = own
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    exact = exact_dtype(x.dtype)
     y = x.new_zeros(x.shape, dtype=exact) if residual is None else residual.to(exact, copy=True)
     by_expert, order = ids.flatten().sort(stable=True)
     here = (by_expert >= 0) & (by_expert < gate_up.shape[0])
     by_expert, order = by_expert[here], order[here]
     experts, counts = (each.tolist() for each in by_expert.unique_consecutive(return_counts=True))
     tokens = order.div(ids.shape[1], rounding_mode="floor")
-    inner = _gated(_products(x[tokens], gate_up, experts, counts), activation)
+    inner = gated(_products(x[tokens], gate_up, experts, counts), activation)
     parts = _products(inner, down, experts, counts)
     y.index_add_(0, tokens, parts * weights.flatten()[order, None].to(exact))
     if shared_gate_up is not None:
-        shared = F.linear(_gated(F.linear(x, shared_gate_up), activation), shared_down).to(exact)
+        shared = F.linear(gated(F.linear(x, shared_gate_up), activation), shared_down).to(exact)
         y += shared if shared_gate is None else shared * (x @ shared_gate).to(exact).sigmoid()[:, None]
     out.copy_(y)

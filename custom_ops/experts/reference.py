@@ -13,11 +13,7 @@ from torch.nn import functional as F
 
 from torchpaged.custom_ops.experts.call import ExpertsCall, RouteCall
 from torchpaged.custom_ops.experts.check import check_apply_experts, check_route_experts
-
-
-def _exact(x: Tensor, like: Tensor) -> Tensor:
-    """In the dtype of the accumulation, apart from autograd: the ops are for inference."""
-    return x.detach().to(torch.float64 if like.dtype == torch.float64 else torch.float32)
+from torchpaged.custom_ops.plain_torch import exact, gated
 
 
 def _first(scores: Tensor, count: int) -> Tensor:
@@ -33,9 +29,9 @@ def route_experts(call: RouteCall) -> None:
     """``ids`` and ``weights [T, k]``; see schema.py."""
     check_route_experts(call)
     x, weight, ids, weights, bias, scoring, num_groups, top_groups, group_best, norm_eps, scale = call
-    logits = F.linear(_exact(x, x), _exact(weight, x))
+    logits = F.linear(exact(x), exact(weight, x))
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
-    choice = scores if bias is None else scores + _exact(bias, x)
+    choice = scores if bias is None else scores + exact(bias, x)
     candidates = torch.arange(weight.shape[0], device=x.device).expand(x.shape[0], -1)
     if top_groups < num_groups:
         grouped = choice.unflatten(1, (num_groups, -1))
@@ -52,19 +48,14 @@ def route_experts(call: RouteCall) -> None:
 
 
 def _expert(x: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
-    gate, up = F.linear(x, _exact(gate_up, x)).chunk(2, dim=-1)
-    if activation == "silu":
-        gate = F.silu(gate)
-    else:
-        gate = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return F.linear(gate * up, _exact(down, x))
+    return F.linear(gated(F.linear(x, exact(gate_up, x)), activation), exact(down, x))
 
 
 def apply_experts(call: ExpertsCall) -> None:
     """``out [T, hidden_size]``; see schema.py."""
     check_apply_experts(call)
     x, gate_up, down, ids, weights, out, activation, shared_gate_up, shared_down, shared_gate, residual = call
-    inputs = _exact(x, x)
+    inputs = exact(x)
     parts = inputs.new_zeros(*ids.shape, x.shape[1])
     for expert in ids.unique().tolist():
         if 0 <= expert < gate_up.shape[0]:
@@ -75,6 +66,6 @@ def apply_experts(call: ExpertsCall) -> None:
     if shared_gate_up is not None and shared_down is not None:
         shared = _expert(inputs, shared_gate_up, shared_down, activation)
         if shared_gate is not None:
-            shared = shared * (inputs @ _exact(shared_gate, x)).sigmoid()[:, None]
+            shared = shared * (inputs @ exact(shared_gate, x)).sigmoid()[:, None]
         y = y + shared
-    out.copy_(y if residual is None else y + _exact(residual, x))
+    out.copy_(y if residual is None else y + exact(residual, x))

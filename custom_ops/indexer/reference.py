@@ -15,6 +15,7 @@ from torchpaged.custom_ops.indexer.check import (
     check_top_k_indices,
     check_write_index_keys,
 )
+from torchpaged.custom_ops.plain_torch import exact_dtype
 
 _LARGEST = 448.0  # of e4m3
 
@@ -43,7 +44,7 @@ def index_logits(call: IndexCall) -> None:
     check_index_logits(call)
     block_size, causal, logits = call.k_cache.shape[1], call.causal, call.logits
     starts, lengths = call.query_start_loc.tolist(), call.seq_lens.tolist()
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    dtype = exact_dtype(call.q.dtype)
     logits.fill_(float("-inf"))
     for request, length in enumerate(lengths):
         start, end = starts[request], starts[request + 1]

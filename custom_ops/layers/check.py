@@ -22,6 +22,7 @@ from torchpaged.custom_ops.checks import (
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.layers.call import LinearCall, NormCall
 from torchpaged.custom_ops.memory import check_own_elements, overlap
+from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.custom_ops.pools import FLOATS
 
 
@@ -116,8 +117,7 @@ def check_linear(call: LinearCall) -> None:
     if bias is not None:
         check_tensor("bias", bias, (width,), x.dtype)
     if scale is not None:
-        exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        check_tensor("scale", scale, (width,), exact)
+        check_tensor("scale", scale, (width,), exact_dtype(x.dtype))
     if norm_weight is not None:
         _check_norm(x, "norm_weight", norm_weight, norm_eps, "norm_eps")
     elif norm_offset:

@@ -21,25 +21,13 @@ from torchpaged.custom_ops.layers.check import (
     check_linear,
     check_rms_norm,
 )
-
-
-def _exact(x: Tensor) -> Tensor:
-    """In the dtype of the accumulation, apart from autograd: the ops are for inference."""
-    return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+from torchpaged.custom_ops.plain_torch import exact, gated
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     """RMSNorm (arXiv:1910.07467) of ``x [T, K]``, whose dtype is the accumulation's; the weight is
     ``offset + weight``."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * (offset + weight.detach().to(x.dtype))
-
-
-def _gated(gate_up: Tensor, activation: str) -> Tensor:
-    """``activation(gate) * up`` of ``[T, 2 * I]``, gate first; SwiGLU and GeGLU of arXiv:2002.05202."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    if activation == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none") * up
 
 
 def embedding(input_ids: Tensor, weight: Tensor, out: Tensor, *, scale: Tensor | None = None) -> None:
@@ -54,24 +42,24 @@ def rms_norm(call: NormCall) -> None:
     The unrounded sum is normed."""
     check_rms_norm(call)
     x, weight, out, eps, offset, residual, post_residual = call
-    total = _exact(x)
+    total = exact(x)
     if residual is not None:
-        total = total + _exact(residual)
+        total = total + exact(residual)
         residual.detach().copy_(total)
     y = _normed(total, weight, eps, offset)
-    out.copy_(y if post_residual is None else y + _exact(post_residual))
+    out.copy_(y if post_residual is None else y + exact(post_residual))
 
 
 def act_and_mul(gate_up: Tensor, out: Tensor, *, activation: str = "silu") -> None:
     """``out [T, I] = activation(gate) * up`` of ``gate_up [T, 2 * I]``."""
     check_act_and_mul(gate_up, out, activation=activation)
-    out.copy_(_gated(_exact(gate_up), activation))
+    out.copy_(gated(exact(gate_up), activation))
 
 
 def gate_heads(x: Tensor, gate: Tensor, out: Tensor) -> None:
     """``out [T, num_heads, width] = x * sigmoid(gate)``."""
     check_gate_heads(x, gate, out)
-    out.copy_(_exact(x) * _exact(gate).sigmoid())
+    out.copy_(exact(x) * exact(gate).sigmoid())
 
 
 def linear(call: LinearCall) -> None:
@@ -79,10 +67,10 @@ def linear(call: LinearCall) -> None:
     only where given."""
     check_linear(call)
     x, weight, out, bias, scale, residual, norm_weight, norm_eps, norm_offset, activation = call
-    inputs = _exact(x) if norm_weight is None else _normed(_exact(x), norm_weight, norm_eps, norm_offset)
-    y = F.linear(inputs, _exact(weight), None if bias is None else _exact(bias))
+    inputs = exact(x) if norm_weight is None else _normed(exact(x), norm_weight, norm_eps, norm_offset)
+    y = F.linear(inputs, exact(weight), None if bias is None else exact(bias))
     if scale is not None:
         y = y * scale.detach()
     if activation != "none":
-        y = _gated(y, activation)
-    out.copy_(y if residual is None else y + _exact(residual))
+        y = gated(y, activation)
+    out.copy_(y if residual is None else y + exact(residual))

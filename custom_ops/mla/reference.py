@@ -21,6 +21,7 @@ from torchpaged.custom_ops.mla.check import (
 )
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, store
 from torchpaged.custom_ops.mla.selection import attend_densely
+from torchpaged.custom_ops.plain_torch import exact_dtype
 
 
 def mla_attention(call: LatentCall) -> None:
@@ -49,7 +50,7 @@ def rope_write_latent(call: LatentWriteCall) -> None:
     """Absorb and rotate q into ``q_out``; norm the latents, rotate their keys and store both. Each number is
     rounded once, at the end; RMSNorm is arXiv:1910.07467's."""
     check_rope_write_latent(call)
-    dtype = torch.float64 if call.q.dtype == torch.float64 else torch.float32
+    dtype = exact_dtype(call.q.dtype)
     q, latent, key, up_keys = (x.detach().to(dtype) for x in (call.q, call.kv_c, call.k_pe, call.up_keys))
     cos, sin = call.cos_sin[call.positions].to(dtype).chunk(2, dim=-1)
     nope = up_keys.shape[1]

@@ -7,13 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.plain_torch import exact_dtype
+
 #: Added to the squared norm of a key or query that is normalised.
 NORM_EPS = 1e-6
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What numbers of ``dtype`` are computed in, and states of them may be kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class ConvCall(NamedTuple):

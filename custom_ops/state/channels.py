@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
-from torchpaged.custom_ops.state.call import LinearAttentionCall, Rows, exact_dtype
+from torchpaged.custom_ops.plain_torch import exact_dtype
+from torchpaged.custom_ops.state.call import LinearAttentionCall, Rows
 
 
 class SelectiveScanCall(NamedTuple):

@@ -19,6 +19,7 @@ from torchpaged.custom_ops.checks import (
 )
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.memory import check_apart
+from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.custom_ops.pools import FLOATS
 from torchpaged.custom_ops.state.call import (
     ConvCall,
@@ -26,7 +27,6 @@ from torchpaged.custom_ops.state.call import (
     GatesCall,
     LinearAttentionCall,
     Rows,
-    exact_dtype,
 )
 
 #: Widths of a convolution.

@@ -9,8 +9,9 @@ from torch import Tensor
 from torchpaged.custom_ops.checks import check_device, check_dims, check_tensor, given, reads_values, shape_of
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.memory import check_apart
+from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.custom_ops.pools import FLOATS
-from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall, exact_dtype
+from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
 from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
 from torchpaged.custom_ops.state.check import (
     check_batch,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.custom_ops.state.call import (
     NORM_EPS,
     ConvCall,
@@ -20,7 +21,6 @@ from torchpaged.custom_ops.state.call import (
     LinearAttentionCall,
     Mamba2StepCall,
     Rows,
-    exact_dtype,
 )
 from torchpaged.custom_ops.state.channels import RgLruCall, SelectiveScanCall
 from torchpaged.custom_ops.state.check import (

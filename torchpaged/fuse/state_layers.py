@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from torchpaged.custom_ops import BackendOps
+from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.fuse.fusible import norm_of
 from torchpaged.fuse.mixers import MixerPlan, Step, linear
 from torchpaged.hf.packed_mixers import packed_state
@@ -57,9 +58,8 @@ class StatePlan(MixerPlan):
     ) -> tuple[Tensor, Tensor]:
         """Decay and beta ``[batch, query_len, num_heads]`` by the op ``delta_gates``; of decays row by row
         ``[batch, query_len, num_heads * key_dim]``."""
-        exact = torch.float64 if a.dtype == torch.float64 else torch.float32
         g, beta = (
-            x.new_empty(x.shape[0], x.shape[1] * x.shape[2], dtype=exact)
+            x.new_empty(x.shape[0], x.shape[1] * x.shape[2], dtype=exact_dtype(a.dtype))
             for x in (a, b if b is not None else a)
         )
         step.ops.delta_gates(a, b, a_log, dt_bias, g, beta, **options)

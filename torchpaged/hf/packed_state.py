@@ -18,6 +18,7 @@ from torchpaged.cache import LayerStates, StateLayerSpec
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
+from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.hf.state_past import TakesBack
@@ -99,7 +100,7 @@ class PackedState(TakesBack, StateLayer):
     @torch.compiler.disable(reason=_SET_UP)
     def _make_matrices(self, sizes: tuple[int, int, int], x: Tensor) -> None:
         """``sizes``: heads, rows and columns of a request's matrices."""
-        pool = _zeros((self.cache.num_states, *sizes), _exact(x), x.device)
+        pool = _zeros((self.cache.num_states, *sizes), exact_dtype(x.dtype), x.device)
         self.pools = self.pools._replace(state=pool)
 
     # ------------------------------------------------------------------------- what a mixer's forward calls
@@ -167,7 +168,7 @@ class PackedState(TakesBack, StateLayer):
             self._make_matrices((v.shape[2], q.shape[3], v.shape[3]), v)
         assert self.pools.state is not None
         step = self.cache.metadata_of(self, v.shape[0], v.shape[1])
-        given = (q, k, v, g.to(_exact(v)), *(() if beta is None else (beta,)))
+        given = (q, k, v, g.to(exact_dtype(v.dtype)), *(() if beta is None else (beta,)))
         tokens = tuple(x.flatten(0, 1) for x in given)
         run = partial(self._attend, scale=scale, delta_rule=delta_rule)
         return self.over_rows(self.pools.state, run, tokens, v.shape, step).view(v.shape)
@@ -350,16 +351,12 @@ class PackedState(TakesBack, StateLayer):
 
 def exact(x: Tensor) -> Tensor:
     """``x`` in the dtype of states and decays over values of its own: float64, or else float32."""
-    return x.to(_exact(x))
+    return x.to(exact_dtype(x.dtype))
 
 
 def _of_conv(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weight ``[channels, width]`` and bias of a depthwise ``nn.Conv1d`` in x's dtype."""
     return conv.weight.squeeze(1).to(x.dtype), None if conv.bias is None else conv.bias.to(x.dtype)
-
-
-def _exact(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

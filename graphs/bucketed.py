@@ -68,8 +68,8 @@ class BucketedGraphs(NotCopied):
         pool: memory pool of ``capture`` to share with graphs whose replays never overlap with these; default:
             one of its own.
         warmup_iters: runs before each capture.
-        warmup_every: only ahead of the first capture and of every so many buckets: kernels of the others are
-            loaded by then, or in the capture; one that fails is made again behind a warm-up.
+        warms_each: run the step ahead of each capture; False: ahead of the first one alone, and of one that
+            fails without, since a kernel can't be loaded in it.
         progress: called with ``(done, total, text)`` after each bucket.
         watch: further tensors whose addresses the graphs rely on, such as KV pools, by name; or a function
             that gives them.
@@ -106,7 +106,7 @@ class BucketedGraphs(NotCopied):
         capture: str | CaptureBackend = "auto",
         pool: Any = None,
         warmup_iters: int = 2,
-        warmup_every: int = 1,
+        warms_each: bool = True,
         progress: Progress | None = None,
         watch: Watch | None = None,
         debug: bool | None = None,
@@ -121,7 +121,7 @@ class BucketedGraphs(NotCopied):
         self.session: StepSession = NoSession() if session is None else session
         self._plans_replays = self.session.plans_every_step
         self._steps, self._eager = steps, steps if eager is None else eager
-        self._warmup_iters, self._warmup_every, self._progress = warmup_iters, warmup_every, progress
+        self._warmup_iters, self._warms_each, self._progress = warmup_iters, warms_each, progress
         self._addresses = CapturedAddresses(
             lambda: {**self.inputs.tensors(), **self.session.tensors()}, watch
         )
@@ -196,7 +196,7 @@ class BucketedGraphs(NotCopied):
                     step=self.STEP,
                     eager=lambda: eager(*arguments),
                     advice=self.STILL_WORKS,
-                    is_warm=bool(self._graphs) and self.buckets.index(bucket) % self._warmup_every != 0,
+                    is_warm=bool(self._graphs) and not self._warms_each,
                 )
             finally:
                 self.session.reset()

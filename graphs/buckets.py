@@ -34,6 +34,14 @@ def default_buckets(max_batch_size: int) -> list[int]:
     return sorted({size for size in sizes if size < max_batch_size} | {max_batch_size})
 
 
+def default_prefix_buckets(max_batch_size: int) -> list[int]:
+    """Those of `default_buckets` that second graphs of decode steps are captured for, which read shared
+    prefixes once: every 16 from 16 on. Such a graph takes half as long again to capture, and is rarely
+    replayed."""
+    sizes = default_buckets(max_batch_size)
+    return [size for size in sizes if size <= 16 or size % 16 == 0 or size == max_batch_size]
+
+
 #: Above so many tokens a prefill step keeps the GPU busy for longer than Python takes to launch it, which is
 #: about 29 ms for 32 layers: 1,300 tokens of an 8B model (docs/log/step.md), more of a smaller one.
 MAX_PREFILL_BUCKET = 2048

@@ -21,7 +21,7 @@ class CaptureOptions(TypedDict, total=False):
 
     capture: str | CaptureBackend
     warmup_iters: int
-    warmup_every: int
+    warms_each: bool
     progress: Progress | None
     watch: Watch | None
     debug: bool | None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, StaticInputs
-from torchpaged.graphs.buckets import check_buckets, default_buckets
+from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets, default_prefix_buckets
 from torchpaged.graphs.capture import CaptureBackend, Captured
 from torchpaged.graphs.step import Step, decode_steps
 from torchpaged.metadata import AttentionMetadata
@@ -59,7 +59,8 @@ class DecodeGraphs(BucketedGraphs):
     Args:
         inputs: its static inputs.
         step: ``step(input_ids [n] int64, metadata) -> [n, ...]``; must not read device values on the host.
-        buckets: batch sizes to capture; None: `default_buckets`.
+        buckets: batch sizes to capture; None: `default_buckets`, and `default_prefix_buckets` of the second
+            graphs.
         compile: run the step through ``torch.compile(fullgraph=True)``, once per bucket.
         prefixes: a `torchpaged.prefixes.AutomaticPrefixes`, for layers of `torchpaged.PagedAttention`, and no
             session that plans. None: one graph per bucket.
@@ -95,7 +96,8 @@ class DecodeGraphs(BucketedGraphs):
         )
         self.prefix_graphs: PrefixGraphs | None = None
         if prefixes is not None:
-            options |= {"capture": self.capture_backend, "pool": self.pool}
+            seconds = default_prefix_buckets(most) if buckets is None else sizes
+            options |= {"buckets": seconds, "capture": self.capture_backend, "pool": self.pool}
             self.prefix_graphs = PrefixGraphs(self, prefixes, inputs, compile, **options)
 
     def _steps_of(
@@ -132,7 +134,8 @@ class PrefixGraphs(BucketedGraphs):
     """The second graphs of a runner's buckets, captured when they can come to pay, or are first needed.
 
     Args:
-        first: the runner; what is behind a replay, and a reset, is its business.
+        first: the runner; what is behind a replay, and a reset, is its business. Each of its buckets fits
+            into one of these.
         prefixes: finds the groups.
         batch: the step's own inputs.
         compile, options: as for ``first``.
@@ -158,16 +161,18 @@ class PrefixGraphs(BucketedGraphs):
         self._first._replay(graph)
 
     def can_pay(self, buckets: Sequence[int]) -> list[int]:
-        """Those of ``buckets`` in which it pays where all requests share all that they can hold: no other
-        batch saves as much."""
+        """For the runner's ``buckets``, those in which it pays where all requests share all that they can
+        hold: no other batch saves as much."""
         blocks = list(range(1, self._batch.max_blocks_per_req + 1))
         most = self._batch.max_blocks_per_req * self._batch.block_size
-        full = {n: self._prefixes.update(n, n, [blocks] * n, [1] * n, [most] * n) for n in buckets}
+        sizes = sorted({bucket_for(self.buckets, n) for n in buckets})
+        full = {n: self._prefixes.update(n, n, [blocks] * n, [1] * n, [most] * n) for n in sizes}
         return [n for n, groups in full.items() if groups is not None]
 
     def find(self, bucket: int, block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int]) -> bool:
-        """Whether a batch of ``bucket`` is better off with these graphs, and its groups in their inputs
-        then."""
+        """Whether a batch of the runner's ``bucket`` is better off with these graphs, and its groups in their
+        inputs then."""
+        bucket = bucket_for(self.buckets, bucket)
         batch = bucket, bucket, block_tables, [1] * len(seq_lens), seq_lens
         if self._prefixes.update(*batch) is None:
             return False

@@ -44,7 +44,7 @@ class DecodeGraphRunner(DecodeGraphs):
         prefixes: a `torchpaged.prefixes.AutomaticPrefixes`: steps whose requests share blocks that are worth
             a pass of their own take a second graph of their bucket, over ``metadata.prefixes``; for layers of
             `torchpaged.PagedAttention`, and no session that plans. None: one graph per bucket.
-        options: ``capture``, ``warmup_iters``, ``warmup_every``, ``progress``, ``watch``, ``debug``,
+        options: ``capture``, ``warmup_iters``, ``warms_each``, ``progress``, ``watch``, ``debug``,
             ``ranges`` and ``session`` of `BucketedGraphs`. ``ranges`` are called around eager steps, too,
             never inside the step. A session whose backend declares no graphs of decode steps is refused.
 
@@ -105,6 +105,7 @@ class DecodeGraphRunner(DecodeGraphs):
                 input_ids = input_ids.clone()  # it may be a slice of the buffers, which a capture overwrites
             self.capture_for(rows)
         graphs = self._graphs_for(bucket, block_tables, seq_lens)
+        bucket = bucket_for(graphs.buckets, rows)
         with torch.inference_mode():
             self.buffers.put(DecodeBatch(input_ids, seq_lens, block_tables), bucket)
             host = self.host_lengths([1] * rows, seq_lens, bucket)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache, Session
 from torchpaged.graphs import DecodeGraphRunner, TapeCapture
-from torchpaged.graphs.buckets import bucket_for, default_buckets
+from torchpaged.graphs.buckets import bucket_for, default_buckets, default_prefix_buckets
 from torchpaged.graphs.buffers import DecodeBuffers
 from torchpaged.graphs.capture import Captured, EagerCapture
 
@@ -206,12 +206,12 @@ class Cold(EagerCapture):
 
 
 def test_few_buckets_are_warmed_up() -> None:
-    """The largest, every third of the list, and those whose capture fails without."""
+    """The largest, and those whose capture fails without."""
     toy, backend = Toy(), Cold(lacking=2)
     buckets = [1, 2, 3, 4, 5, 6]
-    r = runner(toy, backend, max_batch_size=6, buckets=buckets, warmup_iters=1, warmup_every=3)
+    r = runner(toy, backend, max_batch_size=6, buckets=buckets, warmup_iters=1, warms_each=False)
     r.capture()
-    assert backend.warmed == [6, 4, 2, 1]
+    assert backend.warmed == [6, 2]
     assert backend.tries == [6, 5, 4, 3, 2, 2, 1]
     assert [report.captured for report in r.report()] == [True] * 6
     for batch in range(1, 7):
@@ -368,6 +368,8 @@ def test_buckets() -> None:
     assert default_buckets(5) == [1, 2, 4, 5]
     assert default_buckets(30) == [1, 2, 4, 8, 16, 24, 30]
     assert default_buckets(300)[-4:] == [256, 272, 288, 300]
+    assert default_prefix_buckets(60) == [1, 2, 4, 8, 16, 32, 48, 60]
+    assert set(default_prefix_buckets(300)) < set(default_buckets(300))
     assert [bucket_for([1, 2, 4], n) for n in (1, 2, 3, 4)] == [1, 2, 4, 4]
     with pytest.raises(ArgumentError, match="buckets"):
         runner(Toy(), buckets=[1, 2])

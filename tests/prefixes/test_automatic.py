@@ -288,6 +288,29 @@ def test_a_compiled_runner(native: None) -> None:
     assert runners[0].prefix_graphs.report()[0].hits == 3  # type: ignore[union-attr]
 
 
+def test_second_graphs_are_fewer(native: None) -> None:
+    """Of default buckets every 16: a batch of 20 takes the graph of 32, in which rows of the batch before are
+    padding again."""
+    layer, pools = PagedAttention(HEADS, DIM, KV_HEADS), torch.randn(2, 90, BLOCK, KV_HEADS, DIM)
+    words, seen = torch.randn(50, HEADS + 2 * KV_HEADS, DIM), list[list[int]]()
+
+    def step(ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        seen.append(metadata.seq_lens.tolist())
+        q, k, v = words[ids].split([HEADS, KV_HEADS, KV_HEADS], 1)
+        return layer(q, k, v, tuple(pools), metadata).flatten(1)
+
+    sizes: Any = {"max_batch_size": 40, "max_blocks_per_req": WIDTH, "block_size": BLOCK, "compile": False}
+    runner = DecodeGraphRunner(step, capture=EagerCapture(), prefixes=automatic(), **sizes)
+    plain = DecodeGraphRunner(step, capture=EagerCapture(), **sizes)
+    rows = tables(3, 40, 2)
+    for count in (40, 20):
+        ids, lens = [row % 50 for row in range(count)], [13 + row % 7 for row in range(count)]
+        got, want = (each.run(ids, lens, rows[:count]).clone() for each in (plain, runner))
+        torch.testing.assert_close(got, want)
+    assert seen[-1] == [*lens, *[0] * 12]
+    assert {r.bucket: r.hits for r in runner.prefix_graphs.report() if r.hits} == {40: 1, 32: 1}  # type: ignore[union-attr]
+
+
 def test_a_session_that_plans_is_refused(native: None) -> None:
     from sessions import PLANNING
 

@@ -133,10 +133,10 @@ def make_step_graphs(
         "max_blocks_per_req": max_blocks_per_req,
         "progress": options.progress,
         "watch": model.kv_cache.tensors(),
-        # What torch.compile makes may take a second run to settle; the ops' kernels take one, which is half
-        # of a start, and few of them are of one bucket alone.
+        # What torch.compile makes may take a second run to settle. The ops' kernels take none where the start
+        # has gathered them, and few of them are of one bucket alone.
         "warmup_iters": 2 if decided.compile else 1,
-        "warmup_every": 1 if decided.compile else 4,
+        "warms_each": decided.compile,
     }
     loop = DecodeLoop(
         model,

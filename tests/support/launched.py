@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import aot
 import torch
 import triton
+import ttgir
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
@@ -95,7 +96,8 @@ def recorded(target: str = "sm_90") -> Iterator[list[Launch]]:
 
 
 def compile_launch(launch: Launch, target: str = "sm_90") -> Any:
-    """Compile as the launch would, with programmatic dependent launch where the kernel knows it."""
+    """Compile as the launch would, with programmatic dependent launch where the kernel knows it. No kernel
+    may copy rows to where its products still read."""
     signature: dict[str, Any] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -124,7 +126,9 @@ def compile_launch(launch: Launch, target: str = "sm_90") -> Any:
         signature[parameter.name] = kind_of(value, (index,), parameter)
     options = {name: value for name, value in launch.options.items() if name != "launch_pdl"}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=aot.TARGETS[target], options=options)
+    compiled = triton.compile(source, target=aot.TARGETS[target], options=options)
+    assert ttgir.overwritten(compiled.asm["ttgir"]) == [], launch.name
+    return compiled
 
 
 def attention_launches(

@@ -155,7 +155,8 @@ def chunk_kernel(
         squares_k = tl.zeros((CHUNK,), tl.float32)
         scores = tl.zeros((CHUNK, CHUNK), tl.float32)
         lower = tl.zeros((CHUNK, CHUNK), tl.float32)
-        for base in range(0, KEY_DIM, TILE):
+        # one stage: Triton copies the next rows to where products still read these (tests/support/ttgir.py)
+        for base in tl.range(0, KEY_DIM, TILE, num_stages=1):
             queries = load_rows(q, token, live, head // GROUP, base + d, KEY_DIM)
             keys = load_rows(k, token, live, head // GROUP, base + d, KEY_DIM)
             scores += product(queries.to(DTYPE), tl.trans(keys.to(DTYPE)), PRECISION)

@@ -7,7 +7,8 @@ before at any other time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,21 +30,60 @@ class Ends:
     the ops of its backend run.
 
     The final norm and lm_head become one: the norm hands its input on, and lm_head norms it. Where logits of
-    some tokens of a packed batch are wanted, ``keep`` are these until a layer or the norm has taken them: the
-    last layer drops the others behind its attention. Forwards of one model must not overlap in threads.
+    some tokens of a packed batch are wanted, they are kept until a layer or the norm has taken them (`take`):
+    the last layer drops the others behind its attention.
+
+    Threads may share a model: a paged forward waits for that of another thread, and other forwards see none.
+    Compiled ones must not overlap.
     """
 
     def __init__(self) -> None:
-        self.owner: PagedOwner | None = None
-        self.keep: Tensor | None = None
+        self._owner: PagedOwner | None = None
+        self._keep: Tensor | None = None
+        self._thread: int | None = None  # whose forward it is; None of a compiled one, too
+        self._lock = threading.RLock()
         self.norm: nn.Module | None = None
         self.offset = 0.0
         self.state: ModelState
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have a lock of their own."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
+
+    @property
+    def owner(self) -> PagedOwner | None:
+        """Of the paged forward that runs in this thread; None: none does."""
+        mine = torch.compiler.is_compiling() or self._thread in (None, threading.get_ident())
+        return self._owner if mine else None
+
     def take(self) -> Tensor | None:
-        """``keep``, once: the caller goes on with these tokens alone."""
-        keep, self.keep = self.keep, None
+        """The tokens whose logits are wanted, once: the caller goes on with these alone."""
+        if self.owner is None:
+            return None
+        keep, self._keep = self._keep, None
         return keep
+
+    def run(self, owner: PagedOwner, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
+        """``forward()`` as the paged forward of ``owner``, of which the logits of ``keep`` are wanted; None:
+        all."""
+        if torch.compiler.is_compiling():
+            return self._run(owner, keep, forward)
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                return self._run(owner, keep, forward)
+            finally:
+                self._thread = None
+
+    def _run(self, owner: PagedOwner, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
+        self._owner, self._keep = owner, keep
+        try:
+            return forward()
+        finally:
+            self._owner = self._keep = None
 
     def require_unchanged(self) -> None:
         """Refuse a step over weights, modules and forwards that are the model's no longer.
@@ -58,14 +98,14 @@ class Ends:
 
 
 def _embedding_forward(self: Any, input_ids: Tensor) -> Tensor:
-    ends: Ends = self._torchpaged_ends
+    owner = self._torchpaged_ends.owner
     # A first forward has no backend until its first keys show device and dtype. With gradients on, the layers
     # must see and refuse them.
-    if ends.owner is None or not ends.owner.ready or (torch.is_grad_enabled() and self.weight.requires_grad):
+    if owner is None or not owner.ready or (torch.is_grad_enabled() and self.weight.requires_grad):
         result: Tensor = type(self).forward(self, input_ids)
         return result
     out = self.weight.new_empty(input_ids.numel(), self.embedding_dim)
-    ends.owner.backend.ops.embedding(
+    owner.backend.ops.embedding(
         input_ids.reshape(-1).long().contiguous(), self.weight, out, scale=getattr(self, "embed_scale", None)
     )
     return out.view(*input_ids.shape, self.embedding_dim)
@@ -82,13 +122,14 @@ def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _head_forward(self: Any, hidden_states: Tensor) -> Tensor:
     ends: Ends = self._torchpaged_ends
-    if ends.owner is None:
+    owner = ends.owner
+    if owner is None:
         result: Tensor = type(self).forward(self, hidden_states)
         return result
     weight, eps, offset = norm_of(ends.norm, ends.offset)
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     out = x.new_empty(x.shape[0], self.out_features)
-    ends.owner.backend.ops.linear(
+    owner.backend.ops.linear(
         x, self.weight, out, bias=self.bias, norm_weight=weight, norm_eps=eps, norm_offset=offset
     )
     return out.view(*hidden_states.shape[:-1], self.out_features)
@@ -113,13 +154,9 @@ def _model_forward(model: Any) -> Any:
         if ends.norm is not None and torch.is_grad_enabled():  # the op of both would drop their gradients
             for name, module in (("the final norm", ends.norm), ("lm_head", self.lm_head)):
                 refuse_grad(**{f"{name}'s {part}": each for part, each in module.named_parameters()})
-        ends.owner = owner
-        if ends.norm is not None and _picks(**kwargs):
-            ends.keep = kwargs.pop("logits_to_keep")
-        try:
-            return type(self).forward(self, **kwargs)
-        finally:
-            ends.owner = ends.keep = None
+        picks = ends.norm is not None and _picks(**kwargs)
+        keep = kwargs.pop("logits_to_keep") if picks else None
+        return ends.run(owner, keep, lambda: type(self).forward(self, **kwargs))
 
     forward.__wrapped__ = type(model).forward  # type: ignore[attr-defined]
     return forward

@@ -1,0 +1,98 @@
+"""Two threads over one fused model: each gets what it gets alone, wherever the other is in its forward."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from fused_models import build
+
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.fuse.layers import LayerPlan
+from torchpaged.hf import PagedCache, fuse
+
+pytestmark = pytest.mark.timeout(60)
+GREEDY = SamplingParams(max_new_tokens=6, ignore_eos=True)
+PROMPTS = [list(range(3, 9)), list(range(30, 50))]
+
+
+@pytest.fixture
+def halfway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any], Callable[[], Any]], list[Any]]:
+    """Run the first function, and the second in another thread while a fused layer of the first is under
+    way; the first goes on when the second is done, or waits for it."""
+
+    def both(first: Callable[[], Any], second: Callable[[], Any]) -> list[Any]:
+        plain, met, done = LayerPlan.feed, threading.Event(), threading.Event()
+
+        def feed(*args: Any) -> Any:
+            if threading.current_thread() is threading.main_thread() and not met.is_set():
+                met.set()
+                done.wait(0.5)
+            return plain(*args)
+
+        def later() -> Any:
+            met.wait()
+            try:
+                return second()
+            finally:
+                done.set()
+
+        monkeypatch.setattr(LayerPlan, "feed", feed)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(later)
+            try:
+                return [first(), other.result()]
+            finally:
+                met.set()
+
+    return both
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_two_engines_over_one_model(halfway: Any, graphs: bool, caplog: pytest.LogCaptureFixture) -> None:
+    model = build("Llama")
+    options: dict[str, Any] = {"max_batch_size": 2, "max_seq_len": 64, "graphs": graphs, "compile": False}
+    with Generator(model, fuse=True, **options) as one, Generator(model, fuse=True, **options) as two:
+        want = [one.generate([prompt], GREEDY) for prompt in PROMPTS]
+        one.reset_prefix_cache()
+        calls = [(one, PROMPTS[:1]), (two, PROMPTS[1:])]
+        found = halfway(*(lambda g=g, p=p: g.generate(p, GREEDY) for g, p in calls))
+        assert [[o.token_ids for o in outputs] for outputs in found] == [[o.token_ids] for [o] in want]
+    assert not caplog.records, "a step raised and was made again"
+
+
+def test_a_plain_forward_beside_an_engine(halfway: Any) -> None:
+    model = build("Llama")
+    prompt = torch.tensor([PROMPTS[1]])
+    with Generator(model, max_batch_size=2, max_seq_len=64, fuse=True, graphs=False) as generator:
+        want = generator.generate(PROMPTS[:1], GREEDY)[0].token_ids
+        generator.reset_prefix_cache()
+        with torch.inference_mode():
+            alone = model(prompt).logits, model.get_decoder()(prompt).last_hidden_state
+
+            def plain() -> Any:
+                with torch.inference_mode():
+                    return model(prompt).logits, model.get_decoder()(prompt).last_hidden_state
+
+            outputs, beside = halfway(lambda: generator.generate(PROMPTS[:1], GREEDY), plain)
+        assert outputs[0].token_ids == want
+        assert all(torch.equal(x, y) for x, y in zip(alone, beside, strict=True))
+
+
+def test_two_caches(halfway: Any) -> None:
+    model = build("Llama")
+    fuse(model)
+    prompt = torch.tensor([PROMPTS[1]])
+
+    def run(part: Any) -> Any:
+        with torch.inference_mode():
+            return part(input_ids=prompt, past_key_values=PagedCache(model.config, 1, 64))[0]
+
+    parts = model, model.get_decoder()
+    want = [run(part) for part in parts]
+    found = halfway(*(lambda part=part: run(part) for part in parts))
+    assert all(torch.equal(x, y) for x, y in zip(want, found, strict=True))

@@ -82,7 +82,7 @@ FAMILIES = (
         "cache_write",
         CACHE_WRITE,
         CACHE_WRITE_FAKES,
-        {"write_kv": WriteCall, "rope_write_kv": RotatedWriteCall},
+        {"write_kv": WriteCall.of, "rope_write_kv": RotatedWriteCall.of},
         native=("write_kv",),
     ),
     Family("block_ops", BLOCK_OPS, {}, {}, native=("copy_blocks",)),

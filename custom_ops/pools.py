@@ -29,8 +29,8 @@ class KVScales(NamedTuple):
     """What the numbers of a pair of fp8 pools are multiplied by, under the names that the ops have.
 
     Made where a layer's scales are declared, opened where an op computes with them; what lies between hands
-    it on: ``*scales``, ``**scales.by_name``. A further fact of this kind is a field here and an argument of
-    the ops.
+    it on: ``*scales``, ``**scales.by_name``. A further fact of this kind is a field here: schemas have it
+    from `SCALES`, and records have all of them as ``scales``.
 
     Attributes:
         k_scale, v_scale: float32 ``[1]`` or ``[num_kv_heads]``; None: 1.
@@ -44,10 +44,19 @@ class KVScales(NamedTuple):
         """Those of a call's record, or of a layer's pools; none where it has none."""
         return cls._make(getattr(holder, name, None) for name in cls._fields)
 
+    @classmethod
+    def taken(cls, options: dict[str, Any], *given: Tensor | None) -> KVScales:
+        """Those of an op's flat arguments: ``given`` by place, the others taken out of ``options``."""
+        return cls(*given, **{name: options.pop(name) for name in cls._fields if name in options})
+
     @property
     def by_name(self) -> dict[str, Tensor]:
         """Those that are given, as keyword arguments of an op."""
         return {name: x for name, x in zip(self._fields, self, strict=True) if x is not None}
+
+
+#: They as arguments in the schemas of ops.
+SCALES = ", ".join(f"Tensor? {name}=None" for name in KVScales._fields)
 
 
 def check_pools(k_cache: Tensor, v_cache: Tensor, *, stores: bool = False) -> None:

@@ -259,7 +259,7 @@ class PagedAttention(BackendModule):
         both before the first one writes."""
         attend, device = self._ops.paged_attention, call.q.device
         if write is not None and not checks_arguments(self._ops.write_kv, device):
-            check_write_kv(WriteCall(*write))
+            check_write_kv(WriteCall.of(*write))
         if write is not None or not checks_arguments(attend, device):
             check_paged_attention(call)
         self.session.require(metadata, call.q.shape[0])

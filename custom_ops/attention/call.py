@@ -38,8 +38,7 @@ class AttentionCall(NamedTuple):
     logits_soft_cap: float = 0.0
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    scales: KVScales = KVScales()
     chunk_size: int = 0
     tree_mask: Tensor | None = None
     output_scale: Tensor | None = None
@@ -53,7 +52,7 @@ class AttentionCall(NamedTuple):
             tensors = (*tensors, options.pop("lse", None))
         if "block_sparse" in options:
             options["block_sparse"] = BlockSparse.of(options["block_sparse"])
-        return cls(*tensors, **options)
+        return cls(*tensors, scales=KVScales.taken(options), **options)
 
     @classmethod
     def over(
@@ -67,9 +66,9 @@ class AttentionCall(NamedTuple):
         **options: Any,
     ) -> AttentionCall:
         """The call of one layer: block table, lengths, query starts and tree mask are those of ``batch``,
-        such as `torchpaged.AttentionMetadata`; ``options``: further fields of the record."""
+        such as `torchpaged.AttentionMetadata`; ``options``: as the op has them."""
         options["tree_mask"], longest = batch.tree_mask, batch.max_query_len
-        table, starts = batch.block_table, batch.query_start_loc
+        table, starts, options["scales"] = batch.block_table, batch.query_start_loc, KVScales.taken(options)
         return cls(q, k_cache, v_cache, table, batch.seq_lens, starts, out, lse, longest, **options)
 
     def flat(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -79,12 +78,8 @@ class AttentionCall(NamedTuple):
         for name, value, default in zip(_NAMES, self[-len(_NAMES) :], _DEFAULTS, strict=True):
             if value is not default:
                 options[name] = value
-        return self[:_POSITIONAL], options
-
-    @property
-    def scales(self) -> KVScales:
-        """Of the pools."""
-        return KVScales(self.k_scale, self.v_scale)
+        scales: KVScales = options.pop("scales", _NO_SCALES)
+        return self[:_POSITIONAL], options | scales.by_name
 
     @property
     def optional(self) -> tuple[Tensor | None, ...]:
@@ -152,9 +147,9 @@ class AttentionCall(NamedTuple):
             }
             if self.chunk_size >= capacity:
                 changed["chunk_size"] = 0
-        if (self.k_scale is None) != (self.v_scale is None):
+        if 0 < len(self.scales.by_name) < len(self.scales):
             one = torch.ones(1, dtype=torch.float32, device=self.q.device)
-            changed["k_scale" if self.k_scale is None else "v_scale"] = one
+            changed["scales"] = KVScales._make(one if scale is None else scale for scale in self.scales)
         if self.tree_mask is not None and self.max_query_len == 1:
             changed["tree_mask"] = None
         pattern = self.block_sparse
@@ -197,6 +192,7 @@ class MergeCall(NamedTuple):
         return self[:-1], {} if self.output_scale is None else {"output_scale": self.output_scale}
 
 
+_NO_SCALES = KVScales()
 _POSITIONAL = AttentionCall._fields.index("lse") + 1
 _NAMES = tuple(AttentionCall._field_defaults)
 _DEFAULTS = tuple(AttentionCall._field_defaults.values())
@@ -262,7 +258,7 @@ class Specialisation(NamedTuple):
             call.logits_soft_cap > 0,
             call.alibi_slopes is not None,
             call.sinks is not None,
-            call.k_scale is not None,
+            bool(call.scales.by_name),
             call.lse is not None,
             call.tree_mask is not None,
             call.output_scale is not None,

@@ -83,8 +83,8 @@ def paged_attention(call: AttentionCall) -> None:
         if length <= 0 or end == start:
             continue
         blocks = block_table[request, : -(-length // block_size)].long()
-        keys = _gather(k_cache, blocks, length, group, dtype, call.k_scale)  # [L, H, D]
-        values = _gather(v_cache, blocks, length, group, dtype, call.v_scale)
+        keys = _gather(k_cache, blocks, length, group, dtype, call.scales.k_scale)  # [L, H, D]
+        values = _gather(v_cache, blocks, length, group, dtype, call.scales.v_scale)
         order = torch.arange(length - (end - start), length, device=q.device)
         queries, keys_at, hidden = order, torch.arange(length, device=q.device), None
         if call.tree_mask is not None:

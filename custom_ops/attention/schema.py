@@ -3,6 +3,8 @@ op keeps: registry.py."""
 
 from __future__ import annotations
 
+from torchpaged.custom_ops.pools import SCALES
+
 SCHEMAS = {
     # q [T, num_heads, head_dim], block_table [B, max_blocks_per_req] int32, seq_lens [B] int32 (this step's
     # tokens included), query_start_loc [B + 1] int32, out [T, num_heads, head_dim_v], lse [T, num_heads]
@@ -15,17 +17,17 @@ SCHEMAS = {
     # Needs causal and at most 64 query tokens per request.
     # block_sparse: the numbers of mask.py's BlockSparse, which hides blocks of keys; needs causal, no
     # tree_mask.
-    # fp8 queries: q may be float8_e4m3fn where the pools are; out then has 16 bits or more, k_scale is the
-    # scale of the products: the queries' times the keys'. Backends say whether they take them.
+    # fp8 queries: q may be float8_e4m3fn where the pools are; out then has 16 bits or more, the keys'
+    # scale is that of the products: the queries' times the keys'. Backends say whether they take them.
     # output_scale: float32, one number; out is then e4m3: the result over the scale, rounded and saturated.
     # semaphore: int32 zeros, at least B * num_kv_heads, zeros again afterwards; calls that may overlap need
     # one each. Without it a kernel that needs one makes its own, which costs a memset.
-    "paged_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+    "paged_attention": f"""(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
         Tensor query_start_loc, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len, float scale,
         bool causal=True, int window_left=-1, int window_right=-1, float logits_soft_cap=0.0,
-        Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None,
-        int chunk_size=0, Tensor? tree_mask=None,
-        Tensor? output_scale=None, int[]? block_sparse=None, Tensor(c!)? semaphore=None) -> ()""",
+        Tensor? alibi_slopes=None, Tensor? sinks=None, {SCALES}, int chunk_size=0,
+        Tensor? tree_mask=None, Tensor? output_scale=None,
+        int[]? block_sparse=None, Tensor(c!)? semaphore=None) -> ()""",
     # out_a, out_b, out [T, num_heads, head_dim_v]; lse_a, lse_b, lse [T, num_heads] float32. LSE -inf: that
     # side saw nothing, its out is not read. NaN or +inf on either side: NaN. output_scale: as in
     # paged_attention.
@@ -38,9 +40,9 @@ SCHEMAS = {
     # order in which they stand in order [T] int64: the batch's token rows, those of each group together, a
     # request's all in one, the others last; inverse [T] int64: the place of each row in it. A group has at
     # most as many tokens as its prefix. semaphore and all else: as in paged_attention.
-    "cascade_attention": """(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
+    "cascade_attention": f"""(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor seq_lens,
         Tensor query_start_loc, Tensor prefix_block_table, Tensor prefix_lens, Tensor prefix_query_start_loc,
         Tensor order, Tensor inverse, Tensor(a!) out, Tensor(b!)? lse=None, *, SymInt max_query_len,
-        float scale, float logits_soft_cap=0.0, Tensor? sinks=None, Tensor? k_scale=None,
-        Tensor? v_scale=None, Tensor? output_scale=None, Tensor(c!)? semaphore=None) -> ()""",
+        float scale, float logits_soft_cap=0.0, Tensor? sinks=None, {SCALES}, Tensor? output_scale=None,
+        Tensor(c!)? semaphore=None) -> ()""",
 }

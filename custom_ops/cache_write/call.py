@@ -3,7 +3,7 @@ Shapes, dtypes and meanings: schema.py."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,14 +18,13 @@ class WriteCall(NamedTuple):
     k_cache: Tensor
     v_cache: Tensor
     slot_mapping: Tensor
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    scales: KVScales = KVScales()
     are_query_tokens: bool = False
 
-    @property
-    def scales(self) -> KVScales:
-        """Of the pools."""
-        return KVScales(self.k_scale, self.v_scale)
+    @classmethod
+    def of(cls, *tensors: Any, **options: Any) -> WriteCall:
+        """The call of flat arguments, as torch's dispatcher gives them."""
+        return cls(*tensors[:5], KVScales.taken(options, *tensors[5:]), **options)
 
 
 class RotatedWriteCall(NamedTuple):
@@ -45,11 +44,15 @@ class RotatedWriteCall(NamedTuple):
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
     interleaved: bool = False
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
+    scales: KVScales = KVScales()
     are_query_tokens: bool = False
+
+    @classmethod
+    def of(cls, *tensors: Any, **options: Any) -> RotatedWriteCall:
+        """As `WriteCall.of`."""
+        return cls(*tensors, scales=KVScales.taken(options), **options)
 
     def write(self) -> WriteCall:
         """The write alone."""
         pools = self.k_cache, self.v_cache
-        return WriteCall(self.k, self.v, *pools, self.slot_mapping, *KVScales.of(self))
+        return WriteCall(self.k, self.v, *pools, self.slot_mapping, self.scales)

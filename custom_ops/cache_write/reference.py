@@ -35,7 +35,7 @@ def write_kv(call: WriteCall) -> None:
 
 
 def _store(call: WriteCall) -> None:
-    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, _ = call
+    k, v, k_cache, v_cache, slot_mapping, (k_scale, v_scale), _ = call
     keep = slot_mapping >= 0
     slots = slot_mapping[keep]
     block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]

@@ -10,6 +10,12 @@ other backends, in compiled calls too. Eight files:
 * ``torchpaged/backends/features.py`` (a row: backends without it refuse it, tables show it) and
   ``torchpaged/functional/attention.py`` (the public function).
 
+A fact of pools, which the writes take as well, is a field of `KVScales` (``custom_ops/pools.py``): schemas,
+records, checks and caches have that whole. Tried with a second factor of the keys: ten files, not eighteen.
+These are ``pools.py``, both references, the signatures in C++ (``cpu/ops.h``, ``cpu/cache_ops.cpp``,
+``cpu/paged_attention.cpp``), ``features.py``, the public functions (``functional/attention.py`` and
+``cache_write.py``), and the pools of a layer (``torchpaged/cache/kv.py``).
+
 Each kernel that computes with it is one or two more: ``triton/paged_attention.py`` hands it to the kernels,
 and ``triton/attend.py`` uses it. Modules that have it name it in ``torchpaged/attention.py``; tables of pages
 are made anew.
@@ -49,7 +55,7 @@ SPELLED_OUT = {
 #: Python files that may name an option. block_sparse: ten are Triton's kernels and three the benchmark's;
 #: output_scale: eight are of ``mla_attention``; v_scale: in between travels `KVScales`, these are kernels,
 #: public functions and other libraries' words.
-MOST_FILES = {"tree_mask": 14, "block_sparse": 25, "output_scale": 28, "alibi_slopes": 22, "v_scale": 34}
+MOST_FILES = {"tree_mask": 14, "block_sparse": 25, "output_scale": 28, "alibi_slopes": 22, "v_scale": 30}
 #: Other words that hold an option's name: Granite's, and that of a cache's argument.
 OTHER_WORDS = ("block_sparse_moe", "kv_scales")
 

@@ -172,7 +172,7 @@ def attention_launches(
     out = torch.empty_like(q)
     if fp8_results:
         options["output_scale"], out = torch.ones(1), out.to(torch.float8_e4m3fn)
-    call = AttentionCall(
+    call = AttentionCall.of(
         q,
         *pools,
         torch.arange(1, columns + 1, dtype=torch.int32).expand(len(lens), -1).contiguous(),

@@ -296,7 +296,7 @@ def _on_hopper(c: Configuration) -> AttentionCall:
     lengths = (batch.block_table, batch.seq_lens, batch.query_start_loc)
     result: Any = _OnHopper(out)
     options = {"max_query_len": batch.max_query_len, "scale": batch.scale, **batch.extras}
-    return AttentionCall(*tensors, *lengths, result, None, **options)
+    return AttentionCall.of(*tensors, *lengths, result, None, **options)
 
 
 def _why_not_decode(c: Configuration) -> str | None:

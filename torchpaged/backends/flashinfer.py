@@ -270,15 +270,15 @@ class FlashInferSession(Session):
                 raise not_planned(self.name, call)
         self.batch.check(call)
         with_lse = call.lse is not None or call.sinks is not None
-        given = _scaled(q, call.k_scale, k_cache.shape[2])
-        if tokens == len(q) and not with_lse and call.v_scale is None:
+        given = _scaled(q, call.scales.k_scale, k_cache.shape[2])
+        if tokens == len(q) and not with_lse and call.scales.v_scale is None:
             wrapper.run(given, (k_cache, v_cache), out=call.out)
             self.batch.finish(call, call.out, None)
             return
         if len(q) < tokens:
             given = torch.cat([given, given.new_zeros(tokens - len(q), *q.shape[1:])])
         y, y_lse = wrapper.run(given[:tokens], (k_cache, v_cache), return_lse=True)
-        y = _scaled(y, call.v_scale, k_cache.shape[2])
+        y = _scaled(y, call.scales.v_scale, k_cache.shape[2])
         if tokens < len(q):
             y = torch.cat([y, y.new_zeros(len(q) - tokens, *y.shape[1:])])
             y_lse = torch.cat([y_lse, y_lse.new_zeros(len(q) - tokens, y_lse.shape[1])])

@@ -59,7 +59,7 @@ def _attend(call: AttentionCall) -> None:
         unused = ~exists[part, 0, :, None, None]
         k, v = (
             _gathered(cache, blocks[part], q.dtype, of_fp8).masked_fill(unused, 0.0).transpose(1, 2)
-            for cache, of_fp8 in ((k_cache, call.k_scale), (v_cache, call.v_scale))
+            for cache, of_fp8 in ((k_cache, call.scales.k_scale), (v_cache, call.scales.v_scale))
         )
         rows = q[tiles.token[part]].transpose(1, 2)
         parts.append(

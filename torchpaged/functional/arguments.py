@@ -13,7 +13,7 @@ from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.check import check_block_sparse, check_options
 from torchpaged.custom_ops.checks import check_device, check_dtype, given
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
-from torchpaged.custom_ops.pools import FP8, check_scale
+from torchpaged.custom_ops.pools import FP8, KVScales, check_scale
 from torchpaged.custom_ops.registry import check_native_dtype, checks_arguments
 
 
@@ -66,7 +66,7 @@ def attention_call(
         scale: None: ``head_dim ** -0.5``.
         window_size: ``(left, right)``.
         logits_soft_cap, chunk_size: None: off.
-        options: the record's others.
+        options: further ones, as the op has them.
 
     Raises:
         ArgumentError: options that are no numbers, or out of range; eagerly.
@@ -79,7 +79,7 @@ def attention_call(
     options["scale"], (options["window_left"], options["window_right"]) = scale, window_size
     options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
     options["chunk_size"] = 0 if chunk_size is None else chunk_size
-    return AttentionCall(*tensors, **options)
+    return AttentionCall(*tensors, scales=KVScales.taken(options), **options)
 
 
 def scale_of_products(q: Tensor, q_scale: Tensor, num_kv_heads: int, k_scale: Tensor | None) -> Tensor:

@@ -65,7 +65,7 @@ def write_kv(
     args = (k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     run_op(
         "write_kv",
-        lambda: check_write_kv(WriteCall(*args)),
+        lambda: check_write_kv(WriteCall.of(*args)),
         args,
         {},
         lambda: choose_ops(Kind.written(k, v, k_cache), planned=True) if ops is None else ops,
@@ -153,7 +153,7 @@ def rope_write_kv(
     options: dict[str, Any] = {**optional, "norm_eps": norm_eps, "norm_offset": norm_offset}
     run_op(
         "rope_write_kv",
-        lambda: check_rope_write_kv(RotatedWriteCall(*args, **options)),
+        lambda: check_rope_write_kv(RotatedWriteCall.of(*args, **options)),
         args,
         options,
         lambda: choose_ops(Kind.written(k, v, k_cache), planned=True) if ops is None else ops,

@@ -17,7 +17,7 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
 from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.custom_ops.pools import check_pools
+from torchpaged.custom_ops.pools import KVScales, check_pools
 from torchpaged.functional import merge_attn_states, paged_attention
 from torchpaged.prefixes.buffers import SharedPrefixes, StepPrefixes
 
@@ -99,8 +99,7 @@ def cascade_attention(
         scale=max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
         logits_soft_cap=logits_soft_cap or 0.0,
         sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        scales=KVScales(k_scale, v_scale),
         output_scale=output_scale,
     )
     one_call = _ops_of_one_call(call, ops)

@@ -30,7 +30,7 @@ def capture_of(device: torch.device, capture: CaptureBackend | None) -> CaptureB
 def spec_of_call(batch: Batch, lse: bool, options: Mapping[str, Any]) -> AttentionSpec:
     """What a layer that attends to ``batch`` with these options of the op asks for."""
     tensors, named = batch.arguments(*batch.outputs(lse), **options)
-    spec = Kind.of(AttentionCall(*tensors, **named)).spec()
+    spec = Kind.of(AttentionCall.of(*tensors, **named)).spec()
     return replace(spec, max_query_len=batch.max_query_len)
 
 

@@ -196,7 +196,7 @@ class TorchpagedAttentionImpl(AttentionImpl):
             self.logits_soft_cap,
             self._slopes(query.device),
             self.sinks,
-            *scales,
+            scales,
         )
 
     def _pools(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:

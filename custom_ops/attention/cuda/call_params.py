@@ -87,5 +87,5 @@ def call_params(call: AttentionCall) -> dict[str, Any]:
             fields[name] = tensor.data_ptr()
     if call.output_scale is not None:
         fields["output_scale"] = call.output_scale.data_ptr()
-    fields["ks_head"], fields["vs_head"] = map(head_stride, call.scales)
+    fields["ks_head"], fields["vs_head"] = map(head_stride, call.scales[:2])
     return fields

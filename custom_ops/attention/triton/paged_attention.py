@@ -56,9 +56,10 @@ class Inputs(NamedTuple):
     def of(cls, call: AttentionCall) -> Inputs:
         """Those of a call."""
         q, k, v = call[:3]
-        slopes, sinks, k_scale, v_scale, tree = call.optional
-        strides = q.stride(0), q.stride(1), head_stride(k_scale), head_stride(v_scale)
-        return cls(q, k, v, slopes, sinks, k_scale, v_scale, tree, call.scale, call.logits_soft_cap, *strides)
+        slopes, sinks, *_, tree = call.optional
+        scales = call.scales.k_scale, call.scales.v_scale
+        strides = q.stride(0), q.stride(1), *map(head_stride, scales)
+        return cls(q, k, v, slopes, sinks, *scales, tree, call.scale, call.logits_soft_cap, *strides)
 
 
 class Parts(NamedTuple):

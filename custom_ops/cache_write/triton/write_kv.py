@@ -80,7 +80,7 @@ def write_kv_kernel(
 
 def write_kv(call: WriteCall) -> None:
     """Launch `write_kv_kernel`; arguments as in ``custom_ops/cache_write/schema.py``."""
-    k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale, are_query_tokens = call
+    k, v, k_cache, v_cache, slot_mapping, scales, are_query_tokens = call
     require_launchable(k)
     check_write_kv(call)
     require_fp8(k_cache)
@@ -92,8 +92,8 @@ def write_kv(call: WriteCall) -> None:
         (k.shape[0],),
         Tokens.of(k),
         Tokens.of(v),
-        Pool.of(k_cache, k_scale),
-        Pool.of(v_cache, v_scale),
+        Pool.of(k_cache, scales.k_scale),
+        Pool.of(v_cache, scales.v_scale),
         slot_mapping.contiguous(),
         NUM_HEADS=num_heads,
         HEADS_PAD=next_power_of_2(num_heads),

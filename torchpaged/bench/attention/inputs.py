@@ -171,7 +171,7 @@ def _oracle(case: AttentionCase, inputs: Inputs, layer: int, request: int, rows:
     k, v = inputs.dense(layer, request, length)
     start = sum(case.query_lens[:request])
     group = case.num_heads // case.num_kv_heads
-    k_scale, v_scale = (1.0 if scale is None else float(scale) for scale in inputs.scales)
+    k_scale, v_scale = (1.0 if scale is None else float(scale) for scale in inputs.scales[:2])
     out = torch.empty(len(rows), case.num_heads, case.head_dim, dtype=torch.float32, device=rows.device)
     position = torch.arange(length, device=rows.device)
     step = max(1, _ORACLE_ELEMENTS // (length * group))

@@ -184,6 +184,28 @@ def test_finish_rows_is_a_step_of_chosen_rows() -> None:
     assert rows.counters.tolist() == [0, 1, 0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_finish_rows_of_the_first_rows_is_that_of_any_others(count: int) -> None:
+    """The first ones are finished in place, others in copies of theirs."""
+    states = [
+        state(5 + n, 4 + n, remaining=1 + n, temperature=0.5 * n, repetition_penalty=1.5, seen=[n, 40])
+        for n in range(count)
+    ]
+    tokens, after = [], []
+    for chosen in (list(range(count)), [5, 3, 2][:count]):
+        rows = make_rows()
+        rows.write(dict(zip(chosen, states, strict=True)) | {4: state(11)})
+        before = fields(rows)
+        logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(7))
+        tokens.append(rows.finish_rows(logits, chosen))
+        found = {name: tensor for name, tensor in fields(rows).items() if name not in NOT_PER_ROW}
+        after.append({name: tensor[chosen] for name, tensor in found.items()})
+        assert all(torch.equal(tensor[4], before[name][4]) for name, tensor in found.items())
+    assert torch.equal(*tokens)
+    assert all(torch.equal(tensor, after[1][name]) for name, tensor in after[0].items())
+    assert after[0]["counters"].tolist() == [1] * count
+
+
 def test_refusals() -> None:
     rows = make_rows()
     before = fields(rows)
@@ -285,8 +307,8 @@ def test_fields_of_chosen_rows_begin_at_multiples_of_16_bytes(
     rows, seen = make_rows(), []
     ops = SimpleNamespace(finish_step=lambda *tensors, **_: seen.extend(tensors))
     monkeypatch.setattr(rows, "_ops", ops)
-    rows.write({row: state() for row in range(count)})
-    rows.finish_rows(torch.zeros(count, VOCAB), list(range(count)))
+    rows.write({row: state() for row in range(1, count + 1)})
+    rows.finish_rows(torch.zeros(count, VOCAB), list(range(1, count + 1)))
     assert len(seen) > 10
     assert all(tensor.data_ptr() % 16 == 0 for tensor in seen)
     assert {tensor.shape[0] for tensor in seen} == {count}

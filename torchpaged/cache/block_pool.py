@@ -14,6 +14,7 @@ handed out when no others are left, in the order of an `EvictionPolicy`.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import filterfalse, repeat
@@ -168,7 +169,8 @@ class BlockPool:
     def _are_different(self, blocks: Sequence[int]) -> bool:
         """Whether ``blocks`` are plain integers, each once; looked at as a whole, which is quicker than
         `_check` of each."""
-        return not blocks or (set(map(type, blocks)) == {int} and len(set(blocks)) == len(blocks))
+        count = len(blocks)
+        return operator.countOf(map(type, blocks), int) == count == len(set(blocks))
 
     def free(self, blocks: Sequence[int]) -> None:
         """Give up one hold on each of ``blocks``; a block without holders becomes free, the last of them

@@ -59,7 +59,7 @@ class CachedText:
         try:
             if isinstance(tokens, bytes | bytearray):  # of which an array takes eight for a number
                 raise TypeError(type(tokens).__name__)
-            self._data += array("q", tokens).tobytes()
+            self._data += memoryview(array("q", tokens)).cast("B")
         except (TypeError, OverflowError) as error:
             raise ArgumentError("tokens", "ids, signed 64-bit integers", str(error)) from error
         # Blocks that it may take. Its last token is in none: that one is always computed.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device import LogitsStage
@@ -85,16 +85,18 @@ def token_ids(prompt: Any, vocab_size: int) -> array[int]:
     Raises:
         ArgumentError: what came instead.
     """
-    values = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    values = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # of tensors and arrays
     if isinstance(values, (str, bytes, dict)) or not isinstance(values, Iterable):
         raise ArgumentError("prompt", "a string or token ids", shown(prompt))
-    if type(values) is list and set(map(type, values)) == {int}:  # most prompts, looked at as a whole
-        with contextlib.suppress(OverflowError):
-            ids = array("q", values)
+    ids = array("q")
+    # Most prompts, looked at as a whole; `struct` takes half the time of an array for the same.
+    if type(values) is list and values and operator.countOf(map(type, values), int) == len(values):
+        with contextlib.suppress(struct.error):  # beyond 64 bits
+            ids.frombytes(struct.pack(f"{len(values)}q", *values))
             least, most = torch.aminmax(torch.frombuffer(ids, dtype=torch.int64))
             if least >= 0 and most < vocab_size:
                 return ids
-    ids = array("q")
+        ids = array("q")
     for value in values:
         token = as_integer(value)
         if token is None:

@@ -24,7 +24,8 @@ def integers(name: str, values: Iterable[int], bits: int = 64, given: object = N
     if isinstance(values, array) and values.typecode == "q" and bits == 64:
         return values
     try:
-        return array("q" if bits == 64 else "i", iter(values)).tolist()
+        # of a list: that of an iterator takes array twice as long
+        return array("q" if bits == 64 else "i", list(values)).tolist()
     except (TypeError, OverflowError) as error:
         raise ArgumentError(
             name, "integers", f"{reprlib.repr(values if given is None else given)} ({error})"

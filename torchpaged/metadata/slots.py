@@ -27,6 +27,8 @@ def slot_of(position: int, blocks: Sequence[int], block_size: int) -> int:
 def slots_between(start: int, end: int, blocks: Sequence[int], block_size: int) -> array[int]:
     """`slot_of` each position from ``start`` up to ``end``, as signed integers of 64 bits; -1 of those below
     0."""
+    if end - start < _FEW:
+        return array("q", [slot_of(at, blocks, block_size) if at >= 0 else -1 for at in range(start, end)])
     below = array("q", [-1]) * min(-start, end - start)
     first, start = max(start, 0) // block_size, max(start, 0)
     firsts = array("q", blocks[first : -(-end // block_size)])

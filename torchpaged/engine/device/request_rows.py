@@ -203,28 +203,35 @@ class DecodeRows:
         Returns:
             ``[len(rows)]`` int64, the sampled tokens.
         """
+        count = len(rows)
+        if list(rows) == list(range(count)):  # as where no row is idle: in place
+            names = *_FINISHED, "logits_words"
+            return self._finish(logits, {name: getattr(self, name)[:count] for name in names})
         # Fields begin at multiples of 16 bytes: Triton would compile anew for other alignments.
-        count, padding = len(rows), [rows[-1]] * (-len(rows) % 4)
-        padded = to_device([*rows, *padding], torch.int64, self.device)
+        padded = to_device([*rows, *[rows[-1]] * (-count % 4)], torch.int64, self.device)
         index = padded[:count]
         longs, ints, floats = (
             x.index_select(1, padded)[:, :count] for x in (self._longs, self._ints, self._floats)
         )
         fields = dict(zip((*LONGS, *INTS, *FLOATS), chain(longs, ints, floats), strict=True))
-        words = self.logits_words.index_select(0, index) if self.stage.num_words else self.logits_words
-        # `seen` and logits last: of what finish_step takes these alone are not read early, so that they may
-        # be written right in front of it
-        for name in ("block_table", "stop_token_ids", "seen"):
+        for name in ("block_table", "stop_token_ids", "seen", "logits_words"):
             fields[name] = getattr(self, name).index_select(0, index)
-        tokens = torch.empty_like(longs[0])
-        described = words, *(fields[name] for name in ("counters", "input_ids", "seq_lens"))
-        logits = self.stage.process(logits, *described)
-        self._ops.finish_step(
-            logits, *[fields[name] for name in _FINISHED], tokens, block_size=self.block_size
-        )
+        tokens = self._finish(logits, fields)
         self._longs.index_copy_(1, index, longs)
         self._ints.index_copy_(1, index, ints)
         self.seen.index_copy_(0, index, fields["seen"])
+        return tokens
+
+    def _finish(self, logits: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
+        """``finish_step`` of rows with these fields, outside a launch; their tokens."""
+        described = (fields[name] for name in ("logits_words", "counters", "input_ids", "seq_lens"))
+        logits = self.stage.process(logits, *described)
+        # Filled, right in front of the op: a kernel that writes nothing of what the op reads early comes
+        # between those that wrote the fields and the op.
+        tokens = torch.full_like(fields["input_ids"], -1)
+        self._ops.finish_step(
+            logits, *[fields[name] for name in _FINISHED], tokens, block_size=self.block_size
+        )
         return tokens
 
     def copy_to(self, rows: Sequence[int], input_ids: Tensor, metadata: AttentionMetadata) -> None:

@@ -161,8 +161,9 @@ class BlockPool:
                 raise ArgumentError("blocks", "every block once", str(list(blocks)))
             idle = [block for block in blocks if block not in held]
         self._idle.hit(idle)
-        for block in filter(held.__contains__, blocks) if idle else blocks:
-            more[block] = more.get(block, 0) + 1
+        if len(idle) < len(blocks):
+            for block in filter(held.__contains__, blocks) if idle else blocks:
+                more[block] = more.get(block, 0) + 1
         self._hold(idle)
         return list(blocks)
 

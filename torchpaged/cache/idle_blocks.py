@@ -74,8 +74,9 @@ class IdleBlocks:
         """How many of ``blocks``, which are kept, are idle without a pin."""
         if self._ends:
             self._expire()
-        idle = filterfalse(self._held.__contains__, blocks)
-        return len(list(filterfalse(self._priorities.__contains__, idle)))
+        idle = list(filterfalse(self._held.__contains__, blocks))
+        pinned = self._priorities
+        return len(list(filterfalse(pinned.__contains__, idle))) if pinned else len(idle)
 
     def add(self, blocks: Sequence[int]) -> None:
         """``blocks`` have lost their last holders, one after the other."""
@@ -251,8 +252,9 @@ class IdleBlocks:
 
     def _take_unpinned(self, blocks: Sequence[int]) -> None:
         self._num_unpinned -= len(blocks)
-        for block in filter(self._refused.__contains__, blocks):
-            del self._refused[block]
+        if self._refused:
+            for block in filter(self._refused.__contains__, blocks):
+                del self._refused[block]
         self._stale.update(blocks)
         if len(self._order) - self._first > 2 * self._num_unpinned + _MOST_STALE:
             self._order, self._first, self._stale = self._in_order(), 0, Counter()

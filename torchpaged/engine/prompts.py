@@ -94,7 +94,7 @@ def token_ids(prompt: Any, vocab_size: int) -> array[int]:
         with contextlib.suppress(struct.error):  # beyond 64 bits
             ids.frombytes(struct.pack(f"{len(values)}q", *values))
             least, most = torch.aminmax(torch.frombuffer(ids, dtype=torch.int64))
-            if least >= 0 and most < vocab_size:
+            if int(least) >= 0 and int(most) < vocab_size:
                 return ids
         ids = array("q")
     for value in values:

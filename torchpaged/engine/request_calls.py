@@ -131,18 +131,18 @@ class RequestCalls:
         texts = list_prompts(prompts)
         each = list_sampling(sampling, len(texts))
         samples = [(text, one) for text, params in zip(texts, each, strict=True) for one in params.samples()]
-        inbox = Inbox()
-        with self._calls.entered():
-            self._stepper.look()
-            sequences = [self._sequence(text, one, inbox) for text, one in samples]
+        inbox, sequences = Inbox(), list[Sequence]()
         try:
             with self._calls.entered():
+                self._stepper.look()
+                sequences += [self._sequence(text, one, inbox) for text, one in samples]
                 for sequence in sequences:
                     self._stepper.add(sequence)
             while inbox.live:
                 self._calls.advance(inbox)
         except BaseException:
-            self._calls.leave(sequences)
+            if sequences:
+                self._calls.leave(sequences)
             raise
         inbox.forget()
         return [sequence.result() for sequence in sequences]

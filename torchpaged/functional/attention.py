@@ -58,7 +58,7 @@ def paged_attention(
 
     Args:
         q: ``[num_tokens, num_heads, head_dim]``, requests one after the other. Of float8_e4m3fn over pools of
-            it: both products are then of 8 bits, the weights of the values included; see docs/ops.md for
+            it: both products are then of 8 bits, the weights of the values included; see docs/ops_fp8.md for
             what that costs.
         k_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``.
         v_cache: ``[num_blocks, block_size, num_kv_heads, head_dim_v]``.

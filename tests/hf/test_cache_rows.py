@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage.architectures import model_of
 from models import padded_prompts, paged, tiny
 from transformers import Cache, DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops.errors import NotCopyableError
-from torchpaged.hf import PagedCache, compile_layers, fuse
+from torchpaged.hf import PagedCache, attach, compile_layers, detach, fuse
 from torchpaged.hf.attention import paged_attention_forward
 from torchpaged.hf.call_mask import MaskRequest
 
@@ -543,8 +544,9 @@ def test_another_prompt_without_a_reset(length: int, padding: int, dense: bool) 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Gemma3", "GptOss"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("length", [10, 12, 16, 17])
-def test_the_same_prompt_again(name: str, masked: bool, length: int) -> None:
+@pytest.mark.parametrize("length", [9, 10, 12, 16, 17])
+@pytest.mark.parametrize("dense", [False, True])
+def test_the_same_prompt_again(name: str, masked: bool, length: int, dense: bool) -> None:
     """transformers 5.24 drops masks of ones, and runs what is left of the prompt behind itself."""
     if length == 17 and not masked:
         pytest.skip("transformers runs all of them, as it runs new tokens alone")
@@ -553,13 +555,50 @@ def test_the_same_prompt_again(name: str, masked: bool, length: int) -> None:
     call = {"input_ids": torch.randint(3, 99, (2, length)), **options}
     if masked:
         call["attention_mask"] = torch.ones_like(call["input_ids"])
-    cache = PagedCache(model.config, 2, 64, block_size=4)
+    cache = PagedCache(model.config, 2, 64, block_size=4, dense=dense)
     want = model.generate(**call, max_new_tokens=18 - length, past_key_values=cache)
     assert int(cache.get_seq_length()) == 17
     with pytest.raises(ArgumentError, match=r"17 in the cache.*; call cache.reset\(\)"):
         model.generate(**call, max_new_tokens=4, past_key_values=cache)
     cache.reset()
     assert torch.equal(model.generate(**call, max_new_tokens=18 - length, past_key_values=cache), want)
+
+
+def test_rows_that_are_all_padded_are_no_other_prompt() -> None:
+    """Their positions are behind by as many as there are padding tokens, and pass those of a prompt that is
+    given again."""
+    for dense in (False, True):
+        model, prompt = paged(), torch.randint(3, 99, (2, 12))
+        mask = torch.ones_like(prompt)
+        mask[:, :8] = 0
+        call = {"input_ids": prompt, "attention_mask": mask, "max_new_tokens": 9, "do_sample": False}
+        cache = PagedCache(model.config, 2, 64, block_size=4, dense=dense)
+        want = paged().generate(**call)
+        assert torch.equal(model.generate(**call, disable_compile=True, past_key_values=cache), want)
+
+
+@pytest.mark.parametrize("length", [5, 9, 12])
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt", "xglm", "mamba", "mamba2"])
+def test_the_same_prompt_again_where_nothing_tells_positions(model_type: str, length: int) -> None:
+    """generate() itself shows it: it finds no token left."""
+    model = attach(model_of(model_type))
+    prompt = torch.randint(3, 99, (2, length))
+    options: dict[str, Any] = {"do_sample": False, "disable_compile": True, "use_cache": True}
+    options["eos_token_id"] = None
+    cache = PagedCache(model.config, 2, 64, block_size=4)
+    once = {"input_ids": prompt, "max_new_tokens": 18 - length, **options}
+    want = model.generate(**once, past_key_values=cache)
+    with pytest.raises(ArgumentError, match=r"17 in the cache.*; call cache.reset\(\)"):
+        model.generate(**once, past_key_values=cache)
+    further = {**once, "input_ids": torch.cat([want, prompt], 1)}
+    found = model.generate(**further, past_key_values=cache)
+    cache.reset()
+    assert torch.equal(model.generate(**further, past_key_values=cache), found)
+    cache.reset()
+    assert torch.equal(model.generate(**once, past_key_values=cache), want)
+    detach(model)
+    assert torch.equal(model.generate(**further), found)
+    assert "prepare_inputs_for_generation" not in vars(model)
 
 
 def test_another_prompt_that_looks_like_the_next_turn() -> None:

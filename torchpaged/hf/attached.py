@@ -8,6 +8,7 @@ remembered, and tells a `PagedCache` what its modules can take.
 from __future__ import annotations
 
 import copy
+import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,7 +17,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.errors import NotCopyableError
+from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import ATTENTION, MODULES, Function, Functions, family_of
+from torchpaged.hf.row_refusals import require_left
 
 MARK = "_torchpaged_own_attention"
 #: What a module may keep with it, as long as it is attached: its slopes, and whether its latents pass.
@@ -80,7 +83,24 @@ def replace_attention(model: PreTrainedModel) -> int:
     put_in({module: ATTENTION[type(module).__name__](module) for module in modules})
     if modules:
         put_in(_other_modules(model))
+        put_in(_looking_at_prompts(model))
     return len(modules)
+
+
+def _looking_at_prompts(model: PreTrainedModel) -> dict[Any, Function]:
+    """generate() of a model none of whose layers is told of positions is where a prompt shows that does not
+    go on behind the cached tokens."""
+    name = "prepare_inputs_for_generation"
+    if not hasattr(model, name):
+        return {}
+    plain = plain_of(model, name)
+
+    @functools.wraps(getattr(type(model), name))  # generate() reads its signature
+    def prepare(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        require_left(cache_of(kwargs), input_ids, kwargs.get("next_sequence_length"))
+        return plain(self, input_ids, *args, **kwargs)
+
+    return {model: (name, prepare)}
 
 
 def _other_modules(model: PreTrainedModel) -> dict[Any, Function | None]:
@@ -122,7 +142,8 @@ def put_in(functions: Mapping[Any, Function | Functions | None]) -> None:
         if made is None:
             continue
         by_name = dict(made if isinstance(made[0], tuple) else [made])
-        setattr(module, MARK, {name: Replaced(vars(module).get(name)) for name in by_name})
+        replaced = {name: Replaced(vars(module).get(name)) for name in by_name}
+        setattr(module, MARK, getattr(module, MARK, {}) | replaced)
         for name, function in by_name.items():
             if getattr(vars(module).get(name), "__func__", None) is not function:  # engines compare objects
                 setattr(module, name, types.MethodType(function, module))

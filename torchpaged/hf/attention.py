@@ -128,7 +128,7 @@ def _refuse(
             "not take; use PagedCache(..., dense=True)"
         )
     rows = None if torch.compiler.is_compiling() else layer.owner.rows
-    if rows is not None and call.query.shape[2] > 1:
+    if rows is not None:
         require_new(rows, call.query.shape[2], written=True, options=kwargs)
     for name in SPARSE:
         if kwargs.get(name) is not None and not (layer.latent and name == "indices"):

@@ -93,6 +93,7 @@ class CacheRows:
         self.num_forwards = 0
         self._covered = self.max_seq_len  # tokens per row that the rows' blocks have room for
         self.expects_candidates = False  # of tokens that it holds, see row_refusals.py
+        self.is_padded = False  # as far as `padding` does not tell, likewise
         self.looked_at = 0  # the forward that it looked at last
         self._is_open = False  # whether a forward began and did not complete
         self._bound = 0  # tokens per row at most, as far as the host knows

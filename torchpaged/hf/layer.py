@@ -22,6 +22,7 @@ from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.call import LayerCall, brings_mask, by_token, in_autocast, kind_of, looks_alike
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.row_errors import incomplete
+from torchpaged.hf.row_refusals import note_padding, require_new
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.prefixes.attention import attend_with_prefixes
@@ -242,6 +243,12 @@ class PagedLayer(CacheLayerMixin):
         """Write ``[batch, num_kv_heads, query_len, head_dim]`` and return the pools (or dense copies, in
         dense mode)."""
         pools = self.write(key_states, value_states)
+        if self.owner.dense and not torch.compiler.is_compiling():
+            # Any attention may come behind it. From transformers 5.24 on ``kwargs`` are the attention's own.
+            options = kwargs.get("kwargs", {})
+            if self.is_first:
+                note_padding(self.owner.rows, key_states.shape[2], options)
+            require_new(self.owner.rows, key_states.shape[2], written=True, options=options)
         self.complete()
         return pools
 

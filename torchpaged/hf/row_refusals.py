@@ -7,17 +7,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_rows import CacheRows
+from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.row_errors import ANOTHER_PROMPT
 
 
 def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping[str, Any]) -> None:
-    """Refuse several tokens behind others that do not go on behind them. generate() begins with all of its
-    prompt with ``use_cache=False`` and in assisted generation, and with a part of one that is no longer than
-    what is cached; since transformers 5.24 no mask shows it, but positions do. Looks once in a forward, for
-    eager code.
+    """Refuse tokens behind others that do not go on behind them. generate() begins with all of its prompt
+    with ``use_cache=False`` and in assisted generation, and with a part of one that is no longer than what is
+    cached; since transformers 5.24 no mask shows it, but positions do. Looks once in a forward, for eager
+    code; at a single token, which may be a decode step's, where that does not synchronise.
 
     Args:
         rows: of the cache.
@@ -29,12 +31,13 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
         ArgumentError: the rows hold other tokens.
     """
     first = rows.first_position(query_len if written else 0)
-    if not first or query_len == 1 or rows.looked_at == rows.num_forwards:
+    positions = options.get("position_ids")  # None: attention is not told of them, as Bloom's
+    decodes = query_len == 1
+    if not first or rows.looked_at == rows.num_forwards or (decodes and not _can_be_read(positions)):
         return
-    if options.get("use_cache") is False:
+    if options.get("use_cache") is False and not decodes:
         expected = f"True behind the {first} tokens in the cache"
         raise ArgumentError("use_cache", expected, "False", ANOTHER_PROMPT)
-    positions = options.get("position_ids")  # None: attention is not told of them, as Bloom's
     if positions is not None and positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     start = None if positions is None else int(positions.flatten()[0])
@@ -49,10 +52,41 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     # at n, or without a mask of the caller's at n more than are cached. Masks tell of padded rows.
     ahead = first - query_len
     again = start == 0 if ahead <= 0 else start is not None and 2 * start in (ahead, ahead + 2 * first)
-    if again and not any(rows.padding or ()):
+    if again and not (rows.is_padded or any(rows.padding or ())):
         expected = f"tokens behind the {first} in the cache"
         raise ArgumentError("input_ids", expected, f"positions from {start} on", ANOTHER_PROMPT)
     rows.expects_candidates, rows.looked_at = False, rows.num_forwards
+
+
+def _can_be_read(positions: Tensor | None) -> bool:
+    """Whether a look at them in every decode step costs nothing, and no `make_fx` forbids it."""
+    return positions is not None and positions.device.type == "cpu" and get_proxy_mode() is None
+
+
+def note_padding(rows: CacheRows, query_len: int, options: Mapping[str, Any]) -> None:
+    """Learn from the positions of a batch's first forward whether rows are padded, where transformers' own
+    masks are used and the cache is told of none. Arguments as of `require_new`, behind the write."""
+    positions = options.get("position_ids")
+    if rows.first_position(query_len) == 0 and query_len > 1 and positions is not None:
+        rows.is_padded = bool((positions[..., -1] != query_len - 1).any())
+
+
+def require_left(cache: Any, input_ids: Tensor, left: Any) -> None:
+    """Refuse a prompt of generate() of which nothing is left behind the cached tokens: transformers would run
+    some of it again.
+
+    Args:
+        cache: of the call.
+        input_ids: ``[batch, length]``, all of the prompt.
+        left: tokens that transformers takes to be new; None: all of them, or those of a decode step.
+
+    Raises:
+        ArgumentError: there are none, and the cache is paged.
+    """
+    if left is not None and isinstance(cache, PagedOwner) and int(left) <= 0:
+        length = input_ids.shape[1]
+        expected = f"more tokens than the {length - int(left)} in the cache"
+        raise ArgumentError("input_ids", expected, str(length), ANOTHER_PROMPT)
 
 
 def assert_padding(rows: CacheRows, mask: Tensor) -> None:

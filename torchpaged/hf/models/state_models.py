@@ -19,6 +19,7 @@ from torchpaged.hf.models.mamba1 import forward_mamba1
 from torchpaged.hf.models.mamba2 import forward_mamba2
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_mixers import packed_functions, state_of_attached
+from torchpaged.hf.row_refusals import require_left
 
 
 def _forward(model: Any) -> Function:
@@ -70,6 +71,7 @@ def _of_causal_lm(model: Any) -> Functions:
     def prepare_inputs_for_generation(
         self: Any, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:  # by the name ``kwargs`` generate() knows that the forward's arguments are taken
+        require_left(cache_of(kwargs), input_ids, kwargs.get("next_sequence_length"))
         inputs: dict[str, Any] = prepare(self, input_ids, attention_mask=attention_mask, **kwargs)
         cache = inputs.get(CACHE)
         if not isinstance(cache, PagedOwner) or cache.rows is None:

@@ -170,9 +170,8 @@ def check_dims(name: str, tensor: Tensor, *dims: int | None) -> None:
 def check_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
     """``tensor`` has one of ``dtypes``."""
     if tensor.dtype not in dtypes:
-        raise ArgumentError(
-            name, " or ".join(map(str, dtypes)), str(tensor.dtype), f"convert with .to({dtypes[0]})"
-        )
+        expected = " or ".join(dict.fromkeys(map(str, dtypes)))
+        raise ArgumentError(name, expected, str(tensor.dtype), f"convert with .to({dtypes[0]})")
 
 
 def check_tensor(name: str, tensor: Tensor, dims: Sequence[int | None], *dtypes: torch.dtype) -> None:

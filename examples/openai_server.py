@@ -34,6 +34,8 @@ def sampling_of(body: dict[str, Any]) -> SamplingParams:
     for name, value in body.items():
         if name in ("model", "prompt", "messages", "stream", "user") or value is None:
             continue
+        if name in RENAMED and all(body.get(each) is not None for each in RENAMED):
+            raise ArgumentError(name, "one of the two names", "both")
         if name in RENAMED or name in SAMPLING:
             given[RENAMED.get(name, name)] = value
         elif (name, value) not in (("n", 1), ("frequency_penalty", 0), ("presence_penalty", 0)):
@@ -48,7 +50,12 @@ def prompt_of(body: dict[str, Any], tokenizer: Any, chat: bool) -> Any:
         raise ArgumentError(name, "a prompt", "none")
     if not chat:
         return body[name]
-    made = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
+    try:
+        made = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=True)
+    except Exception as error:  # whatever the model's template raises of messages that it does not take
+        raise ArgumentError(
+            name, "messages of the model's template", f"{type(error).__name__}: {error}"
+        ) from error
     return made["input_ids"]
 
 

@@ -7,8 +7,10 @@ import pickle
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from torchpaged import ArgumentError
+from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.errors import BlockPoolExhaustedError, RequestError, TorchpagedError
 
 ERRORS = (
@@ -29,6 +31,12 @@ def test_messages_have_all_parts() -> None:
         "num_blocks: 4 requested, 1 free of 8 usable; leave rows out",
         "request 7: no blocks",
     ]
+
+
+def test_a_dtype_that_is_expected_twice_is_named_once() -> None:
+    """A weight may have the tokens' dtype or float32, which may be the same."""
+    with pytest.raises(ArgumentError, match=r"expected torch.float32, got torch.int64"):
+        check_dtype("weight", torch.zeros(1, dtype=torch.int64), torch.float32, torch.float32)
 
 
 @pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])

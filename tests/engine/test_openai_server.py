@@ -107,6 +107,7 @@ def test_clients_side_by_side(client: Any, want: list[int]) -> None:
         {"prompt": "5", "n": 2},
         {"prompt": "5", "stream": "false"},
         {"prompt": "5 " * 64},
+        {"prompt": "5", "max_tokens": 2, "max_completion_tokens": 3},
         [1],
     ],
     ids=str,
@@ -115,6 +116,13 @@ def test_bad_requests(client: Any, body: Any) -> None:
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+def test_messages_that_the_template_refuses(client: Any) -> None:
+    """Templates raise errors of their own kinds."""
+    answer = client.post("/v1/chat/completions", json={"messages": [{"role": "user"}]})
+    assert answer.status_code == 400
+    assert "KeyError: 'content'" in answer.json()["error"]["message"]
 
 
 def test_metrics_and_models(client: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from engine_requests import Letters
 
 from torchpaged.engine.outputs import TextStream
 
@@ -84,3 +85,17 @@ def test_text_in_pieces_is_the_text_of_all_tokens(tokenizer: Pieces) -> None:
         options = {"clean_up_tokenization_spaces": False} if isinstance(tokenizer, CleansUp) else {}
         assert "".join(shown) == tokenizer.decode(ids, **options)
         assert max(map(len, shown)) < 40, "held back"
+
+
+def test_a_stop_string_within_the_first_tokens_ends_nothing_later() -> None:
+    """It is the beginning of another one, so that it is held back until the next tokens."""
+
+    def shown(least: int, *tokens: str) -> tuple[str, bool]:
+        stream = TextStream(Letters(), ["b", "bcd"], least)
+        text = "".join(stream.push(ord(letter) - 30) for letter in "".join(tokens))
+        return text + stream.flush(), stream.stopped
+
+    assert shown(2, "ab", "xyz") == ("abxyz", False)
+    assert shown(2, "ab", "cxb") == ("abcx", True)
+    assert shown(2, "ab", "cd") == ("a", True), "it ends behind them"
+    assert shown(1, "ab", "xyz") == ("a", True)

@@ -198,7 +198,7 @@ class TextStream:
         # Tokens before `_known` are text already; decoding starts at `_shown`, for context, whose text, up to
         # `_known`, is `_before`.
         self._shown, self._known, self._before = 0, 0, ""
-        self._held = ""
+        self._held, self._early = "", 0  # letters of it from the first `_least` tokens
         self.stopped = False
 
     def push(self, token_id: int) -> str:
@@ -245,13 +245,16 @@ class TextStream:
         if not self._stop:
             return text
         self._held += text
-        searched = self._stop if len(self._ids) > self._least else ()
-        ends = [at for at in (self._held.find(s) for s in searched) if at >= 0]
+        searches = len(self._ids) > self._least
+        # Behind what the first tokens gave: a stop string that ended there ends nothing later.
+        starts = ((s, max(self._early - len(s) + 1, 0)) for s in self._stop if searches)
+        ends = [at for at in (self._held.find(s, start) for s, start in starts) if at >= 0]
         if ends:
             self.stopped = True
             shown, self._held = self._held[: min(ends)], ""
             return shown
         keep = max((n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n])), default=0)
         cut = len(self._held) - keep
+        self._early = max(self._early - cut, 0) if searches else keep
         shown, self._held = self._held[:cut], self._held[cut:]
         return shown

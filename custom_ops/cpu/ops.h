@@ -38,5 +38,16 @@ void gated_rms_norm(Tensor x, Tensor gate, Tensor weight, Tensor out, double eps
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping);
 void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
                   Tensor seq_lens, Tensor slot_mapping, int64_t block_size);
+void sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,
+                   Tensor repetition_penalty, Tensor seen, Tensor seeds, Tensor counters, Tensor out);
+void accept_tokens(Tensor sampled_token_ids, Tensor block_table, Tensor stop_token_ids, Tensor input_ids,
+                   Tensor positions, Tensor seq_lens, Tensor slot_mapping, Tensor counters, Tensor remaining,
+                   Tensor seen, Tensor tokens_out, int64_t block_size, std::optional<Tensor> ring,
+                   std::optional<Tensor> launches, int64_t step);
+void finish_step(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p,
+                 Tensor repetition_penalty, Tensor seeds, Tensor block_table, Tensor stop_token_ids,
+                 Tensor input_ids, Tensor positions, Tensor seq_lens, Tensor slot_mapping, Tensor counters,
+                 Tensor remaining, Tensor seen, Tensor tokens_out, int64_t block_size,
+                 std::optional<Tensor> ring, std::optional<Tensor> launches, int64_t step);
 
 }  // namespace torchpaged

@@ -5,9 +5,9 @@
 // How many arguments each kernel takes, which custom_ops/native.py looks for in the file before it loads it:
 // a library built from other sources would fail at every call.
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_ops[] =
-    "torchpaged native ops: advance_step 7, causal_conv 12, copy_blocks 3, delta_gates 10, "
-    "gated_rms_norm 9, linear_attention 14, merge_attn_states 7, paged_attention 23, "
-    "rg_lru 13, selective_scan 14, write_kv 8;";
+    "torchpaged native ops: accept_tokens 15, advance_step 7, causal_conv 12, copy_blocks 3, delta_gates 10, "
+    "finish_step 21, gated_rms_norm 9, linear_attention 14, merge_attn_states 7, paged_attention 23, "
+    "rg_lru 13, sample_tokens 10, selective_scan 14, write_kv 8;";
 // Digest of the sources that it was built from: a checkout whose sources are others gives a warning.
 extern "C" __attribute__((visibility("default"), used)) const char torchpaged_native_sources[] =
     "torchpaged native sources: " TORCHPAGED_DIGEST ";";
@@ -35,4 +35,10 @@ STABLE_TORCH_LIBRARY_IMPL(torchpaged, CPU, m) {
   m.impl("gated_rms_norm.cpu", TORCH_BOX(&torchpaged::gated_rms_norm));
   m.impl("advance_step", TORCH_BOX(&torchpaged::advance_step));
   m.impl("advance_step.cpu", TORCH_BOX(&torchpaged::advance_step));
+  m.impl("sample_tokens", TORCH_BOX(&torchpaged::sample_tokens));
+  m.impl("sample_tokens.cpu", TORCH_BOX(&torchpaged::sample_tokens));
+  m.impl("accept_tokens", TORCH_BOX(&torchpaged::accept_tokens));
+  m.impl("accept_tokens.cpu", TORCH_BOX(&torchpaged::accept_tokens));
+  m.impl("finish_step", TORCH_BOX(&torchpaged::finish_step));
+  m.impl("finish_step.cpu", TORCH_BOX(&torchpaged::finish_step));
 }

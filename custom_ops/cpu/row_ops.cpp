@@ -1,4 +1,4 @@
-// merge_attn_states and advance_step: small arithmetic over rows.
+// merge_attn_states: small arithmetic over rows.
 #include <cmath>
 
 #define VEC_WIDTH 4
@@ -76,40 +76,6 @@ void merge_attn_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, T
     case ScalarType::BFloat16: return merge<bf16>(out_a, lse_a, out_b, lse_b, out, target, scale);
     case ScalarType::Half: return merge<fp16>(out_a, lse_a, out_b, lse_b, out, target, scale);
     default: return merge<float>(out_a, lse_a, out_b, lse_b, out, target, scale);
-  }
-}
-
-void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
-                  Tensor seq_lens, Tensor slot_mapping, int64_t block_size) {
-  check_dims("block_table", block_table, {-1, -1});
-  check_dtype("block_table", block_table, ScalarType::Int, "torch.int32");
-  check_last_dim("block_table", block_table);
-  const int64_t rows = block_table.size(0), capacity = block_table.size(1) * block_size;
-  const Tensor* longs[] = {&sampled_token_ids, &input_ids, &positions, &slot_mapping};
-  const char* names[] = {"sampled_token_ids", "input_ids", "positions", "slot_mapping"};
-  for (int i = 0; i < 4; ++i) {
-    check_dims(names[i], *longs[i], {rows});
-    check_dtype(names[i], *longs[i], ScalarType::Long, "torch.int64");
-    check_cpu(names[i], *longs[i]);
-    check_last_dim(names[i], *longs[i]);
-  }
-  check_dims("seq_lens", seq_lens, {rows});
-  check_dtype("seq_lens", seq_lens, ScalarType::Int, "torch.int32");
-  check_cpu("seq_lens", seq_lens); check_cpu("block_table", block_table);
-  check_last_dim("seq_lens", seq_lens);
-  STD_TORCH_CHECK(block_size >= 1, "block_size: expected at least 1 token, got ", block_size);
-  const int64_t* sampled = data<int64_t>(sampled_token_ids);
-  const int32_t* table = data<int32_t>(block_table);
-  int64_t *ids = mutable_data<int64_t>(input_ids), *pos = mutable_data<int64_t>(positions),
-          *slots = mutable_data<int64_t>(slot_mapping);
-  int32_t* lens = mutable_data<int32_t>(seq_lens);
-  for (int64_t i = 0; i < rows; ++i) {
-    const int64_t old = lens[i];
-    if (old <= 0 || old >= capacity) { slots[i] = -1; continue; }
-    slots[i] = int64_t(table[i * block_table.stride(0) + old / block_size]) * block_size + old % block_size;
-    ids[i] = sampled[i];
-    pos[i] = old;
-    lens[i] = int32_t(old + 1);
   }
 }
 

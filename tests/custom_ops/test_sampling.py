@@ -165,6 +165,55 @@ def test_samples_close(overload: str, dtype: torch.dtype) -> None:
     assert_samples_close(BACKEND_OPS[overload], make_sampling_inputs(ALL, dtype=dtype, padding=5))
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0, 30.0])
+@pytest.mark.parametrize("vocab_size", [1, 5, 31, 64, 65, 300, 2000])
+def test_native_tokens_are_those_of_the_reference(vocab_size: int, spread: float) -> None:
+    """Blocks of the vocabulary with and without a rest; spread 0: all tokens are equal, and thresholds
+    exact; bfloat16 logits are full of ties."""
+    cases = [(dtype, seed) for dtype in (torch.float32, torch.bfloat16, torch.float16) for seed in range(2)]
+    for dtype, seed in cases:
+        sizes: dict[str, Any] = {"vocab_size": vocab_size, "spread": spread, "padding": 5}
+        inputs = make_sampling_inputs(ALL, dtype=dtype, seed=seed, **sizes)
+        inputs["logits"][:, ::3][torch.rand(len(ALL), -(-vocab_size // 3)) < 0.05] = float("-inf")
+        inputs["logits"][seed::7, -1] = float("inf")
+        want = torch.empty_like(inputs["out"])
+        REFERENCE.sample_tokens(**{**inputs, "out": want})
+        BACKEND_OPS["cpu"].sample_tokens(**inputs)
+        assert inputs["out"].tolist() == want.tolist(), (dtype, seed)
+
+
+@pytest.mark.parametrize(
+    "row", [{"top_p": p, "top_k": k} for p in (0.25, 0.5, 1.0) for k in (0, 3, 6, 10)], ids=str
+)
+def test_native_thresholds_at_exact_edges(row: dict[str, float]) -> None:
+    """Every token that the reference keeps is drawn, and no other."""
+    logits = torch.full((20,), -1000.0)
+    logits[EQUAL] = 0.0
+    inputs = make_sampling_inputs([{**row, "temperature": 1e4}] * 600, vocab_size=20)
+    inputs["logits"] = logits.expand(600, -1) * 1e4  # the others are as unlikely as before
+    columns = [inputs[name][:1] for name in ("temperature", "top_k", "top_p", "min_p")]
+    kept = kept_tokens(inputs["logits"][:1], *columns)[0] & (logits == 0)
+    inputs["seen"].zero_()
+    BACKEND_OPS["cpu"].sample_tokens(**inputs)
+    assert sorted(set(inputs["out"].tolist())) == kept.nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("logits", "temperature"),
+    [(1.0, 1e-45), (1.0, 1e-38), (1e30, 1e29), (3e37, 1e31), (3e37, 3e38), (3e38, 3e38), (1e6, 0.01)],
+)
+def test_native_scores_of_extreme_numbers(logits: float, temperature: float) -> None:
+    """Half of the logits have the other sign: their difference may be beyond float32, as may its quotient by
+    the temperature. The others are equal; the last case's scores are closer to each other than float32 can
+    tell."""
+    inputs = make_sampling_inputs([{"temperature": temperature}] * 60, vocab_size=333)
+    inputs["logits"] = inputs["logits"].sign() * logits
+    want = torch.empty_like(inputs["out"])
+    REFERENCE.sample_tokens(**{**inputs, "out": want})
+    BACKEND_OPS["cpu"].sample_tokens(**inputs)
+    assert inputs["out"].tolist() == want.tolist()
+
+
 def test_repetition_penalty_equals_transformers() -> None:
     process = pytest.importorskip("transformers").RepetitionPenaltyLogitsProcessor
     generator = torch.Generator().manual_seed(1)
@@ -313,6 +362,7 @@ def test_accept_tokens_fills_the_ring(launch: int, slot: int, step: int) -> None
     assert inputs["launches"].tolist() == [launch + (step == 1 and launch >= 0), 0]
 
 
+@pytest.mark.parametrize("overload", ["reference", "cpu"])
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
@@ -326,14 +376,15 @@ def test_accept_tokens_fills_the_ring(launch: int, slot: int, step: int) -> None
         ("step", -1),
     ],
 )
-def test_bad_rings_are_refused(argument: str, value: Any) -> None:
+def test_bad_rings_are_refused(argument: str, value: Any, overload: str) -> None:
     inputs = make_accept_inputs(launch=0)
     before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name != argument}
-    with pytest.raises(ArgumentError, match=argument):
-        REFERENCE.accept_tokens(**{**inputs, argument: value})
+    with pytest.raises((ArgumentError, RuntimeError), match=argument):
+        BACKEND_OPS[overload].accept_tokens(**{**inputs, argument: value})
     assert all(torch.equal(inputs[name], x) for name, x in before.items())
 
 
+@pytest.mark.parametrize("overload", ["reference", "cpu"])
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
@@ -346,11 +397,11 @@ def test_bad_rings_are_refused(argument: str, value: Any) -> None:
         ("block_size", 0),
     ],
 )
-def test_bad_arguments_of_accept_tokens(argument: str, value: Any) -> None:
+def test_bad_arguments_of_accept_tokens(argument: str, value: Any, overload: str) -> None:
     inputs = make_accept_inputs()
     before = {name: x.clone() for name, x in inputs.items() if isinstance(x, Tensor) and name != argument}
     with pytest.raises((ArgumentError, RuntimeError), match=argument):
-        REFERENCE.accept_tokens(**{**inputs, argument: value})
+        BACKEND_OPS[overload].accept_tokens(**{**inputs, argument: value})
     assert all(torch.equal(inputs[name], x) for name, x in before.items())
 
 
@@ -361,6 +412,20 @@ def test_finish_step_is_both_ops(launch: int | None) -> None:
     assert_finish_is_both(DEFAULT, inputs)
 
 
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("launch", [None, 4, -1])
+def test_native_finish_step_leaves_what_the_reference_leaves(launch: int | None, step: int) -> None:
+    inputs = make_finish_inputs(ALL, launch=launch, step=step if launch is not None else 0)
+    inputs["logits"][6, 7] = float("nan")
+    inputs["logits"][3] = float("nan")  # a row of seq_len 0
+    want = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    REFERENCE.finish_step(**want)
+    BACKEND_OPS["cpu"].finish_step(**inputs)
+    for name, x in inputs.items():
+        assert not isinstance(x, Tensor) or name == "logits" or torch.equal(x, want[name]), name
+
+
+@pytest.mark.parametrize("overload", ["reference", "cpu"])
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
@@ -372,7 +437,7 @@ def test_finish_step_is_both_ops(launch: int | None) -> None:
         ("step", 2),
     ],
 )
-def test_bad_arguments_of_finish_step(argument: str, value: Any) -> None:
+def test_bad_arguments_of_finish_step(argument: str, value: Any, overload: str) -> None:
     inputs = make_finish_inputs(ALL, launch=0)
     before = {
         name: x.clone()
@@ -380,7 +445,7 @@ def test_bad_arguments_of_finish_step(argument: str, value: Any) -> None:
         if isinstance(x, Tensor) and name not in ("logits", argument)
     }
     with pytest.raises((ArgumentError, RuntimeError), match=argument):
-        REFERENCE.finish_step(**{**inputs, argument: value})
+        BACKEND_OPS[overload].finish_step(**{**inputs, argument: value})
     assert all(torch.equal(inputs[name], x) for name, x in before.items())
 
 

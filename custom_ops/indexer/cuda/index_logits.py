@@ -56,7 +56,8 @@ class LogitsSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        return LOGITS.of(self, exact=True, WARPGROUPS=3, STAGES=4)
+        values = {name.upper(): int(value) for name, value in self._asdict().items()}
+        return LOGITS.config({**values, "WARPGROUPS": 3, "STAGES": 4}, exact=True)
 
 
 def index_logits(call: IndexCall) -> None:

@@ -65,10 +65,10 @@ void selective_scan(Tensor x, Tensor dt, Tensor a_log, Tensor dt_bias, Tensor b,
   zero_elsewhere(out, rows);
   if (rows.empty()) return;
   const StateKernels kernels = choose(r.v.dtype == Number::Double);
-  for_each_range((channels + PIECE_COLUMNS - 1) / PIECE_COLUMNS, PIECE_COLUMNS * keys * 12 * tokens_of(rows),
+  for_each_range((channels + COLUMNS - 1) / COLUMNS, COLUMNS * keys * 12 * tokens_of(rows),
                  [&](int64_t begin, int64_t end) {
-                   kernels.scan(p, rows.data(), int64_t(rows.size()), begin * PIECE_COLUMNS,
-                                std::min(end * PIECE_COLUMNS, channels));
+                   kernels.scan(p, rows.data(), int64_t(rows.size()), begin * COLUMNS,
+                                std::min(end * COLUMNS, channels));
                  });
 }
 

@@ -38,9 +38,12 @@ void scan(const SelectiveScan& p, const Row* rows, int64_t num_rows, int64_t fir
     const auto fill = [&](int64_t t, A* keep, A* change, A* __restrict beta, A* v) {
       read(p.dt, t * p.dt.token + c, n, beta);
       for (int64_t h = 0; h < n; ++h) beta[h] = softplus(beta[h] + bias[h]);
-      for (int64_t h = 0; h < n; ++h)
-        for (int64_t i = h * keys; i < (h + 1) * keys; ++i) g[i] = rate[i] * beta[h];
-      split_exps(g, n * keys, keep, change);
+      for (int64_t h = 0; h < n; ++h) {
+        int64_t i = h * keys;
+        for (; i + LANES<A> <= (h + 1) * keys; i += LANES<A>) wide(g + i) = wide(rate + i) * beta[h];
+        for (; i < (h + 1) * keys; ++i) g[i] = rate[i] * beta[h];
+      }
+      split_exps<A, true>(g, n * keys, keep, change);
       read(r.v, t * r.v.token + c, n, x);
       std::copy_n(x, n, v);
     };
@@ -54,19 +57,21 @@ void scan(const SelectiveScan& p, const Row* rows, int64_t num_rows, int64_t fir
 }
 
 constexpr int64_t PRODUCT_ROWS = 16;    // of a weight that stay in the first cache
-constexpr int64_t PRODUCT_AHEAD = 4;    // times as many rows are fetched from memory ahead, in their order
+constexpr int64_t PRODUCT_AHEAD = 4;    // times as many rows ahead memory is asked, a row at a time
 constexpr int64_t PRODUCT_TOKENS = 32;  // that take them
 constexpr int TOKENS_TOGETHER = VEC_WIDTH == 16 ? 4 : 1;  // as many as sums stay in registers
 
 // Adds products with `rows` rows of a weight to TILE columns of sums y, whose tokens lie `pitch` apart, as
-// those of x. The rows at `next` are fetched from memory meanwhile.
+// those of x. `bytes` of each row at `next`, `step` bytes apart, are fetched from memory meanwhile.
 template <typename A, int TOKENS>
-void add_products(const A* w, int64_t stride, int64_t rows, const A* x, int64_t pitch, A* y) {
+void add_products(const A* w, int64_t stride, int64_t rows, const A* x, int64_t pitch, A* y,
+                  const char* next, int64_t step, int64_t bytes) {
   W<A> sums[TOKENS][4];
   for (int t = 0; t < TOKENS; ++t)
     for (int i = 0; i < 4; ++i) sums[t][i] = wide(y + t * pitch + i * LANES<A>);
   for (int64_t r = 0; r < rows; ++r) {
     const A* const row = w + r * stride;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + r * step + i, 0, 2);
 #pragma GCC unroll 4  // else sums go through memory
     for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 4
@@ -92,13 +97,14 @@ void block_product(const Operand& weight, const Operand& bias, int64_t block, in
       read(weight, at + i * weight.head, width, converted.data() + i * width);
     const A* const w = own ? static_cast<const A*>(weight.data) + at : converted.data();
     for (int64_t c = 0; c + TILE<A> <= width; c += TILE<A>) {
-      const char* const next = static_cast<const char*>(weight.data) +
-          (at + PRODUCT_ROWS * (PRODUCT_AHEAD * weight.head + c)) * size;
-      for (int64_t i = 0; i < PRODUCT_ROWS * TILE<A> * size; i += 64) __builtin_prefetch(next + i, 0, 2);
+      const char* const next =
+          static_cast<const char*>(weight.data) +
+          (at + PRODUCT_AHEAD * PRODUCT_ROWS * weight.head + c) * size;
       for (int64_t t = 0; t < num;) {
         const bool several = num - t >= TOKENS_TOGETHER;
         const auto add = several ? add_products<A, TOKENS_TOGETHER> : add_products<A, 1>;
-        add(w + c, stride, rows, x + t * width + r, width, y + t * width + c);
+        add(w + c, stride, rows, x + t * width + r, width, y + t * width + c, next, weight.head * size,
+            t ? 0 : TILE<A> * size);
         t += several ? TOKENS_TOGETHER : 1;
       }
     }
@@ -115,7 +121,7 @@ void decays_and_values(const A* __restrict rate, const A* __restrict a, const A*
                        A* __restrict change, A* __restrict v) {
   A g[COLUMNS];
   for (int64_t i = 0; i < n; ++i) g[i] = rate[i] * sigmoid(a[i]);
-  split_exps(g, n, keep, change);
+  split_exps<A, true>(g, n, keep, change);
   for (int64_t i = 0; i < n; ++i) v[i] = x[i] * sigmoid(b[i]);
   for (int64_t i = 0; i < n && !begins; ++i)  // times the root of 1 - decay^2
     v[i] *= std::sqrt((1 - keep[i] - change[i]) * (1 + keep[i] + change[i]));

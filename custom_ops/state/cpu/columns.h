@@ -146,8 +146,6 @@ void columns(const Recurrence& p, Scratch<A>& s, int64_t t, int64_t first, int64
   }
 }
 
-constexpr int64_t COLUMNS = 128;  // heads of one value column that are taken together
-
 // Heads [first, first + n) of a row. Of each token fill(t, keep, change, beta, v) tells the decays, in two
 // parts, beta, which is 1 else, and the values; take(t, v) gets the outputs.
 template <typename A, bool BY_KEY, typename Fill, typename Take>

@@ -6,8 +6,6 @@
 
 namespace torchpaged {
 
-constexpr int64_t PIECE_COLUMNS = 128;  // heads of one value column that a thread takes together
-
 // The rows that write, and zeros in `out [tokens, ...]` wherever none of them does.
 inline std::vector<Row> rows_of(const Tensor& state_slots, const Tensor& seq_lens,
                                 const Tensor& query_start_loc, int64_t max_query_len,

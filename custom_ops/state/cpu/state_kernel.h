@@ -19,6 +19,7 @@ struct Operand {
 struct Row { int64_t slot, begin, end; bool begins; };
 
 constexpr int64_t MAX_WIDTH = 8;  // of a convolution
+constexpr int64_t COLUMNS = 128;  // heads of one value column that are taken together
 
 // Layouts: custom_ops/state/schema.py. All have the dtype of x.
 struct Convolution {

@@ -93,7 +93,7 @@ void linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor state, Tens
   zero_elsewhere(out, rows);
   if (rows.empty()) return;
   const StateKernels kernels = choose(own == ScalarType::Double);
-  const int64_t count = int64_t(rows.size()), piece = p.value_dim == 1 ? PIECE_COLUMNS : 1,
+  const int64_t count = int64_t(rows.size()), piece = p.value_dim == 1 ? COLUMNS : 1,
                 pieces = (p.num_heads + piece - 1) / piece,
                 numbers = piece * p.key_dim * p.value_dim;
   // of each token three multiply-adds, of each row a state read and written

@@ -92,6 +92,23 @@ def test_a_disk_that_is_full_loses_no_row(folder: str, tmp_path: Path) -> None:
     assert sorted(row["id"] for row in rows(output)) == [1, 2, 3]
 
 
+def test_two_runs_with_one_output(folder: str, tmp_path: Path) -> None:
+    """The second one is refused, and leaves the line alone that the first one is writing."""
+    pytest.importorskip("fcntl", reason="this system has no fcntl")
+    from torchpaged.cli.jsonl import sole_writer  # typer and rich are optional
+
+    output = tmp_path / "out.jsonl"
+    arguments = ("--input", "-", "--output", str(output))
+    with sole_writer(str(output)):
+        output.write_text('{"id": 1, "pro')
+        done = generate(folder, *arguments, stdin='{"prompt": "hello"}')
+    assert done.returncode == 2
+    assert "--output: expected a file that no other run writes to" in done.stderr
+    assert output.read_text() == '{"id": 1, "pro'
+    assert generate(folder, *arguments, stdin='{"prompt": "hello"}').returncode == 0
+    assert [row["id"] for row in rows(output)] == [1]
+
+
 def test_a_prompt_that_is_refused_leaves_the_others(folder: str, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     lines = json.dumps({"prompt": ""}) + "\n\n" + json.dumps({"prompt": "hello"}) + "\n"

@@ -18,7 +18,7 @@ from torchpaged import profiling
 from torchpaged.backends.choose.names import requested_name
 from torchpaged.cli.demo import ensure_smollm2
 from torchpaged.cli.generation_report import bucket_tables, decisions, document, summary
-from torchpaged.cli.jsonl import lines_of_stdin, read_prompts, write_outputs
+from torchpaged.cli.jsonl import lines_of_stdin, read_prompts, sole_writer, write_outputs
 from torchpaged.cli.lines import show
 from torchpaged.cli.model import load, read_config, read_tokenizer, reading
 from torchpaged.cli.settings import Settings
@@ -53,6 +53,12 @@ def check_options(settings: Settings) -> SamplingParams:
 def run(settings: Settings) -> int:
     """Run the command; returns the exit code: 0, or 2 if a prompt was refused or failed."""
     sampling = check_options(settings)
+    with sole_writer(settings.output) if settings.input else contextlib.nullcontext():
+        return _run(settings, sampling)
+
+
+def _run(settings: Settings, sampling: SamplingParams) -> int:
+    """Find prompts and model, and answer."""
     names: list[int | str] = []
     if settings.input:
         named = read_prompts(settings.input, settings.output)

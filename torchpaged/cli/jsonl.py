@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,15 +89,42 @@ def _done(path: str) -> set[Any]:
     return done
 
 
+@contextlib.contextmanager
+def sole_writer(path: str) -> Iterator[None]:
+    """Inside, no other run of this command writes to the output ``path``: each would compute the prompts of
+    the other, and take a line that is being written for one that was broken off. Not on systems without
+    `fcntl`, nor on file systems that do not lock.
+
+    Raises:
+        ArgumentError: another run does, or the file can't be written.
+    """
+    check_writable(path, "--output")
+    is_new = not Path(path).exists()
+    with open(path, "ab") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            expected = "a file that no other run writes to"
+            raise ArgumentError("--output", expected, repr(path), "wait for its end") from None
+        except (ImportError, OSError):
+            pass
+        try:
+            yield
+        finally:
+            if is_new and not os.path.getsize(path):
+                os.unlink(path)
+
+
 def read_prompts(source: str, output: str) -> dict[int | str, str]:
     """Prompts by their ids, those left out that ``output`` has.
 
     Raises:
         ArgumentError: bytes that are no text, a line that is no such object, an id that occurs twice, or as
-            the output another file, or one that can't be written.
+            the output another file.
         OSError: a file can't be read.
     """
-    check_writable(output, "--output")
     found: dict[int | str, str] = {}
     for number, line in enumerate(_lines(source, "--input"), 1):
         if not line.strip():

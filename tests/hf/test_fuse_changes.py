@@ -30,6 +30,23 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert all(torch.equal(x, want[key]) for key, x in loaded.state_dict().items())
 
 
+def test_a_cast_rounds_the_rotation_as_the_models_own() -> None:
+    """``to(torch.bfloat16)`` rounds frequencies, which at far positions is another rotation."""
+    model, other = build("Llama"), build("Llama")
+    fuse(model)
+    before: Any = model.get_decoder().layers[0]._torchpaged_plan.mixers[0].rope
+    exact = before.cos_sin
+    for one in (model, other):
+        one.to(torch.bfloat16)
+    fuse(other)
+    cast, fused_later = (m.get_decoder().layers[0]._torchpaged_plan.mixers[0].rope for m in (model, other))
+    assert torch.equal(cast.cos_sin, fused_later.cos_sin)
+    assert not torch.equal(cast.cos_sin, exact)
+    table = cast.cos_sin
+    model.to("cpu")
+    assert cast.cos_sin is table, "captured graphs read it there"
+
+
 @pytest.mark.parametrize("passes", [None, ("norm",), ("lm_head",)])
 def test_a_pickle_is_refused_where_it_is_made(passes: tuple[str, ...] | None) -> None:
     """It would name forwards that no class has, and fail where the file is all that is left."""

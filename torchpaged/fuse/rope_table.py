@@ -80,9 +80,22 @@ class RopeTable:
                 f"fused model: a compiled step needs {rows} positions, the table has "
                 f"{self.cos_sin.shape[0]}; run one step eagerly before"
             )
-        self._old.append(self.cos_sin)
+        self._take(self._computed(rows, device))
+
+    def refresh(self, device: torch.device) -> None:
+        """After the model was moved to ``device``, or cast: to the angles that its module gives now, whose
+        frequencies ``model.to(torch.bfloat16)`` has rounded."""
+        new = self._computed(self.cos_sin.shape[0], device)
+        if new.device != self.cos_sin.device or new.is_meta or not torch.equal(new, self.cos_sin):
+            self._take(new)
+
+    def _computed(self, rows: int, device: torch.device) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            self.cos_sin = self._compute(rows, device)
+            return self._compute(rows, device)
+
+    def _take(self, cos_sin: Tensor) -> None:
+        self._old.append(self.cos_sin)
+        self.cos_sin = cos_sin
         # else compiled CUDA graphs would copy it in every replay
         torch._dynamo.mark_static_address(self.cos_sin, guard=False)
 

@@ -75,8 +75,8 @@ class Rotations:
         return next(self.base.parameters()).device
 
     def refresh(self) -> None:
-        """After the model was moved."""
+        """After the model was moved or cast."""
         if self.unrotated is not None:
-            self.unrotated.ensure(self.unrotated.cos_sin.shape[0], self._device)
+            self.unrotated.refresh(self._device)
         for table in self.tables.values():
-            table.ensure(table.cos_sin.shape[0], next(table.rotary.buffers()).device)
+            table.refresh(next(table.rotary.buffers()).device)

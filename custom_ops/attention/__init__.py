@@ -1,1 +1,1 @@
-"""``paged_attention`` and ``merge_attn_states``: contract, checks, fakes, reference and kernels."""
+"""Attention over paged keys and values, whole or in parts that are merged. The ops: schema.py."""

@@ -1,2 +1,1 @@
-"""Mixtures of experts for few tokens: ``route_experts`` and ``apply_experts``, with checks, fakes, reference
-and kernels."""
+"""Mixtures of experts for few tokens. The ops: schema.py."""

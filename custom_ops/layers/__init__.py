@@ -1,2 +1,1 @@
-"""What lies around attention: ``embedding``, ``rms_norm``, ``act_and_mul``, ``gate_heads`` and ``linear``,
-with checks, fakes, reference and kernels."""
+"""What lies around attention: embeddings, norms, gates, products. The ops: schema.py."""

@@ -1,5 +1,4 @@
-"""Argument checks of ``embedding``, ``rms_norm``, ``act_and_mul``, ``gate_heads`` and ``linear``, shared by
-the reference and the kernels' launchers.
+"""Argument checks of the ops around attention, shared by the reference and the kernels' launchers.
 
 Only shapes, dtypes, devices, strides and address ranges: no device work, nothing waits. Token ids alone are
 read, where the rules of `validation` allow it. Every message names the argument; all checks are done before

@@ -1,5 +1,4 @@
-"""The specification of the ops around attention (``embedding``, ``rms_norm``, ``act_and_mul``,
-``gate_heads``, ``linear``) in plain torch.
+"""The specification of the ops around attention in plain torch.
 
 Dimensions: T tokens, K inputs, N outputs, I intermediate size. Everything is computed in float32 (float64 for
 float64 inputs) and rounded once, when it is stored: a norm or an activation inside ``linear`` is not rounded

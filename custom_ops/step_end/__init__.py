@@ -1,2 +1,1 @@
-"""The end of a step: ``sample_tokens``, ``accept_tokens``, ``finish_step`` and ``advance_step``, with checks,
-fakes, reference, kernels."""
+"""The end of a step: tokens are drawn, and the next step's metadata made of them. The ops: schema.py."""

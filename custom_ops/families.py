@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall, MergeCall
 from torchpaged.custom_ops.attention.fake import FAKES as ATTENTION_FAKES
 from torchpaged.custom_ops.attention.schema import SCHEMAS as ATTENTION
 from torchpaged.custom_ops.block_ops.schema import SCHEMAS as BLOCK_OPS

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall, MergeCall
 from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.batch_values import check_batch, check_batch_values, check_results, check_starts
 from torchpaged.custom_ops.checks import (

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall
 from torchpaged.custom_ops.batch_values import expect_batch
 from torchpaged.custom_ops.facts import expect, expect_dims, expect_dtype
 from torchpaged.custom_ops.pools import FLOATS, expect_pools

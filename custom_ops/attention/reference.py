@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall, MergeCall
 from torchpaged.custom_ops.attention.check import (
     check_cascade_attention,
     check_merge_attn_states,

@@ -17,7 +17,8 @@ from torchpaged import ArgumentError, PagedAttention
 from torchpaged.backends import attention_spec, get_backend, list_backends
 from torchpaged.cache import PagedKVCache
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, Specialisation
+from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall
 from torchpaged.custom_ops.attention.cuda import cascade_attention as cuda_cascade
 from torchpaged.custom_ops.attention.cuda import prefill_shape, specialise
 from torchpaged.custom_ops.errors import BackendUnavailableError

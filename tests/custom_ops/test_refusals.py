@@ -26,7 +26,8 @@ from torchpaged import (
 from torchpaged.cache import LayerKVCache
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops import pools as validation
-from torchpaged.custom_ops.attention.call import AttentionCall, MergeCall
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cascade_call import MergeCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv

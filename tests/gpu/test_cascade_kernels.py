@@ -145,7 +145,8 @@ def test_any_number_of_ctas(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_these_launches() -> None:
     """What the tests above are about is reached, and left where it has no room."""
-    from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+    from torchpaged.custom_ops.attention.call import AttentionCall
+    from torchpaged.custom_ops.attention.cascade_call import CascadeCall
     from torchpaged.custom_ops.attention.cuda.cascade_attention import refuse
 
     batch = Batch(BATCHES["many"])

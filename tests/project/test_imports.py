@@ -123,20 +123,27 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # a record of another family, too, that this one's is put in terms of
     "call": (("call", "mask"), ()),
     "fp8_rows": (("call",), ()),  # a format, which the contract and all kernels read
-    "check": (("call", "fp8_rows", "limits", "mask"), ()),
-    "channels": (("call",), ()),  # calls, too
+    "check": (("call", "cascade_call", "fp8_rows", "limits", "mask"), ()),
+    "cascade_call": (("call",), ()),  # calls, too
+    "channels": (("call",), ()),  # likewise
     "check_steps": (("call", "channels", "check"), ()),
-    "fake": (("call", "channels", "fp8_rows"), ()),
+    "fake": (("call", "cascade_call", "channels", "fp8_rows"), ()),
     "selection": (("call", "fp8_rows"), ()),
-    "reference": (("call", "channels", "check", "check_steps", "fp8_rows", "mask", "selection"), ()),
+    "reference": (
+        ("call", "cascade_call", "channels", "check", "check_steps", "fp8_rows", "mask", "selection"),
+        (),
+    ),
     "cpu": (("call", "check", "check_steps", "fp8_rows", "selection"), ()),
     "packing": (("triton",), ()),  # no op: between steps
     "triton": (
-        ("call", "channels", "check", "check_steps", "fp8_rows", "limits", "mask", "triton"),
+        ("call", "cascade_call", "channels", "check", "check_steps", "fp8_rows", "limits", "mask", "triton"),
         ("triton",),
     ),
     # what they can't take, Triton's kernels do
-    "cuda": (("call", "check", "check_steps", "limits", "mask", "triton", "cuda"), ("triton", "cuda")),
+    "cuda": (
+        ("call", "cascade_call", "check", "check_steps", "limits", "mask", "triton", "cuda"),
+        ("triton", "cuda"),
+    ),
 }
 
 
@@ -317,7 +324,7 @@ def test_kernels_and_references_are_reached_through_ops() -> None:
             from_families = (
                 arrow.source == f"{OPS}.families"
                 and target is not None
-                and target[1] in ("schema", "fake", "call", "channels")
+                and target[1] in ("schema", "fake", "call", "cascade_call", "channels")
             )
             of_kernels = shared in ("triton", "cuda") and not arrow.source.startswith(
                 (f"{OPS}.{shared}.", f"{OPS}.triton.")

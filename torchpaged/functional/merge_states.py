@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchpaged.backends.choose.for_call import device_ops
 from torchpaged.custom_ops import BackendOps
-from torchpaged.custom_ops.attention.call import MergeCall
+from torchpaged.custom_ops.attention.cascade_call import MergeCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.checks import check_tensors, given, refuse_grad
 from torchpaged.functional.arguments import run_op

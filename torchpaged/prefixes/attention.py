@@ -14,7 +14,8 @@ from torchpaged.backends.choose.for_call import choose_ops
 from torchpaged.backends.choose.kind import Kind
 from torchpaged.backends.features import BATCH_FEATURES, POSITIONAL_FEATURES
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall, MergeCall
 from torchpaged.custom_ops.checks import check_dims, check_tensors, reads_values, refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.pools import KVScales, check_pools

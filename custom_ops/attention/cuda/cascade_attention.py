@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 
 from torchpaged.custom_ops import variables
-from torchpaged.custom_ops.attention.call import CascadeCall, Specialisation
+from torchpaged.custom_ops.attention.call import Specialisation
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall
 from torchpaged.custom_ops.attention.check import check_cascade_attention
 from torchpaged.custom_ops.attention.cuda import decode, prefill
 from torchpaged.custom_ops.attention.cuda.paged_attention import route

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall, MergeCall
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall, MergeCall
 from torchpaged.custom_ops.attention.check import check_cascade_attention
 
 

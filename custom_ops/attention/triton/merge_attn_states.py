@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torchpaged.custom_ops.attention.call import MergeCall
+from torchpaged.custom_ops.attention.cascade_call import MergeCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import next_power_of_2, require_fp8, require_launchable

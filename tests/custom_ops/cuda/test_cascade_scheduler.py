@@ -10,7 +10,8 @@ import torch
 from cuda_sources import HostProgram, needs_gxx
 from specialisations import specialisation
 
-from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+from torchpaged.custom_ops.attention.call import AttentionCall
+from torchpaged.custom_ops.attention.cascade_call import CascadeCall
 from torchpaged.custom_ops.attention.cuda import prefill_shape as prefill
 
 pytestmark = needs_gxx

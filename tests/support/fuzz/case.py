@@ -276,7 +276,8 @@ def _kernel(c: Configuration, batch: Batch, out: Tensor) -> str:
     if c.groups:
         if c.backend == "triton":
             return "triton cascade"
-        from torchpaged.custom_ops.attention.call import AttentionCall, CascadeCall
+        from torchpaged.custom_ops.attention.call import AttentionCall
+        from torchpaged.custom_ops.attention.cascade_call import CascadeCall
         from torchpaged.custom_ops.attention.cuda.cascade_attention import refuse
 
         x = batch.extras

@@ -89,8 +89,6 @@ def attend(
     DIM_V_PAD: tl.constexpr = TILING.dim_v_pad
     LOG2E: tl.constexpr = 1.4426950408889634
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0  # else low is 0 for all rows
-    # tiles may hold keys that no row sees, whose values may be NaN
-    HOLES: tl.constexpr = SPEC.block_sparse is not None and TILING.verticals == 0
     q, row_scale = operand(q, tl.zeros([TILE_M], tl.float32) + score_scale, keys, 1)
     # finite, so that a row that sees nothing yet makes no inf - inf
     maximum = tl.full([TILE_M], -1.0e30, tl.float32)
@@ -126,7 +124,7 @@ def attend(
         seen = inside
         if LOW:  # blocks in front of a window may be gone and hold anything
             seen = inside & (n >= first_seen)
-        if HOLES:
+        if TILING.holes:
             seen = seen & (tl.max(visible.to(tl.int32), 0) > 0)
         v_mask = seen[:, None] & (dv < SPEC.dim_v)[None, :]
         v = converted(tl.load(v_at + dv[None, :], mask=v_mask, other=0.0), q.dtype)  # [N, DV]

@@ -55,10 +55,13 @@ def keys_of_a_block(block_size: int, keys: int) -> int:
     return fewer if fewer >= 16 else keys
 
 
-def verticals(spec: Specialisation, keys: int) -> int:
-    """``verticals`` of a tiling with ``keys`` per tile."""
+def hidden_tiles(spec: Specialisation, keys: int) -> dict[str, int]:
+    """``verticals`` and ``holes`` of a tiling with ``keys`` per tile."""
     pattern = spec.block_sparse
-    return 0 if pattern is None or pattern.block_size % keys else pattern.verticals_of(spec.group)
+    if pattern is None:
+        return {"verticals": 0, "holes": False}
+    verticals = 0 if pattern.block_size % keys else pattern.verticals_of(spec.group)
+    return {"verticals": verticals, "holes": verticals == 0}
 
 
 def heads_apart(spec: Specialisation, max_query_len: int) -> bool:

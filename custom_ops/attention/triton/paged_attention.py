@@ -97,6 +97,7 @@ class DecodeTiling(NamedTuple):
         longest: over 0: requests with more query tokens are left to another launch, their rows untouched.
         verticals: with a mask that hides blocks, in each stride those that some head of a kv head sees; tiles
             that none sees are left out. 0: tiles are gone through one after the other.
+        holes: tiles may hold keys that no row sees, whose values may be NaN.
     """
 
     tile_m: int
@@ -112,6 +113,7 @@ class DecodeTiling(NamedTuple):
     parts: int
     longest: int
     verticals: int
+    holes: bool
 
 
 class PrefillArguments(NamedTuple):
@@ -134,7 +136,7 @@ class PrefillTiling(NamedTuple):
         tile_m, tile_kv, dim_pad, dim_v_pad: as in `DecodeTiling`.
         tokens: query tokens of a tile; times the group at most ``tile_m``.
         skip_decodes: requests with at most so many query tokens are left to a launch of the decode kernel.
-        verticals: as in `DecodeTiling`.
+        verticals, holes: as in `DecodeTiling`.
         sharing: 1; with a tile for each query head, the query heads that share a kv head. The kernel's kv
             heads, and ``SPEC.group``, are then query heads, and 1.
     """
@@ -146,6 +148,7 @@ class PrefillTiling(NamedTuple):
     tokens: int
     skip_decodes: int
     verticals: int
+    holes: bool
     sharing: int
 
 
@@ -221,7 +224,7 @@ def _prefill(call: AttentionCall, spec: Specialisation, skip: int) -> Launch:
         **config.padded_widths(spec.dim, spec.dim_v, spec.kv_dtype.itemsize),
         tokens=tokens,
         skip_decodes=skip,
-        verticals=config.verticals(spec, tiles.keys),
+        **config.hidden_tiles(spec, tiles.keys),
         sharing=sharing,
     )
     options = {
@@ -258,7 +261,7 @@ def _decode(call: AttentionCall, spec: Specialisation, max_query_len: int, longe
         min_tiles=tiles.min_tiles,
         parts=config.merged_parts(spec.dim_v),
         longest=longest,
-        verticals=config.verticals(spec, tiles.keys),
+        **config.hidden_tiles(spec, tiles.keys),
     )
     arguments = DecodeArguments(
         num_reqs=num_reqs,

@@ -134,8 +134,6 @@ def mainloop(
     FOLD: tl.constexpr = not (SPEC.soft_cap or SPEC.alibi)  # as in attend_query_tile
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0
     LOG2E: tl.constexpr = 1.4426950408889634
-    # tiles may hold keys that no row sees, whose values may be NaN
-    HOLES: tl.constexpr = SPEC.block_sparse is not None and TILING.verticals == 0
     maximum, total, acc = state
     keys, rows = tile.keys, tile.rows
     to_base_2 = tile.score_scale * LOG2E if FOLD else LOG2E
@@ -160,7 +158,7 @@ def mainloop(
         # v is masked wherever p is 0 for all rows: unwritten memory may hold NaN, and 0 * NaN is not 0.
         seen = inside & (start + key >= tile.low_key) if LOW else inside
         n = start + key[None, :]
-        if HOLES:
+        if TILING.holes:
             seen = seen & (tl.max(seen_by(n, column, LOW, SPEC).to(tl.int32), 0) > 0)
         v = load_tile(v_at, seen, SPEC.dim_v, TILING.dim_v_pad, MASKED)  # [N, DV]
         if MASKED or TILE_KV % BLOCK_SIZE != 0 or BLOCK_SIZE == TILE_KV or SPEC.block_sparse is not None:

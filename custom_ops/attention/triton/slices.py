@@ -64,7 +64,6 @@ def attend_slices(
     SLICES: tl.constexpr = TILING.slices
     SLICE: tl.constexpr = TILING.tile_kv // SLICES
     SAME_MASK: tl.constexpr = TILING.query_len == 1 and SPEC.block_sparse is None
-    HOLES: tl.constexpr = SPEC.block_sparse is not None and TILING.verticals == 0  # as in `attend`
     LOG2E: tl.constexpr = 1.4426950408889634
     LOW: tl.constexpr = SPEC.window_left >= 0 or SPEC.chunk_size > 0  # else low is 0 for all rows
     FLOOR: tl.constexpr = -1.0e30  # finite, so that a slice without keys makes no inf - inf
@@ -113,7 +112,7 @@ def attend_slices(
         p = tl.exp2(s - top[:, None, :])
         shrink = tl.exp2(maximum - top)
         totals = totals * shrink[:, None, :] + p
-        if HOLES:
+        if TILING.holes:
             shown = tl.max(visible.to(tl.int32), 2) > 0
             v = tl.load(v_at, mask=shown[:, None, :] & (dv < SPEC.dim_v), other=0.0)
         elif LOW:  # blocks in front of a window may be gone and hold anything

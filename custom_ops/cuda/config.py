@@ -10,7 +10,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 #: ``macro``: an int that the preprocessor must see; what the constant says ends with the reason.
 Kind = Literal["int", "bool", "long long", "macro"]
@@ -63,6 +63,12 @@ class Table:
             if not (0 if constant.kind == "bool" else -limit) <= value < limit:
                 raise ValueError(f"{self.header}: {constant.name} is {constant.kind}, not {value}")
         return Config(self, tuple(int(values[name]) for name in names), exact)
+
+    def of(self, spec: Any, *, exact: bool = False, **further: int) -> Config:
+        """These constants with the values of a NamedTuple's fields, whose names are theirs in small letters,
+        and with ``further`` ones; errors as `config`."""
+        values = {name.upper(): int(value) for name, value in spec._asdict().items()}
+        return self.config({**values, **further}, exact=exact)
 
 
 @dataclass(frozen=True)

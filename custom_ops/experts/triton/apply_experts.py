@@ -31,21 +31,13 @@ from torchpaged.custom_ops.triton.records import Matrix, Tokens
 
 @triton.jit
 def _loaded(rows, real, D: tl.constexpr, start, WIDTH: tl.constexpr):
-    """Numbers ``start`` to ``start + D`` of rows of ``WIDTH``, 0 behind their ends and in those not real."""
-    if WIDTH % D == 0:
-        inside = real[:, None]
-    else:
-        inside = real[:, None] & (start + tl.arange(0, D) < WIDTH)[None, :]
-    return tl.load(rows + start, mask=inside, other=0.0)
-
-
-@triton.jit
-def _weights(rows, D: tl.constexpr, start, WIDTH: tl.constexpr):
-    """As `_loaded`, of rows that are all real."""
-    if WIDTH % D == 0:
-        return tl.load(rows + start)
-    else:
-        return tl.load(rows + start, mask=(start + tl.arange(0, D) < WIDTH)[None, :], other=0.0)
+    """Numbers ``start`` to ``start + D`` of rows of ``WIDTH``, 0 behind their ends and in those not real;
+    ``real`` None: all are."""
+    inside = None if real is None else real[:, None]
+    if WIDTH % D != 0:
+        here = (start + tl.arange(0, D) < WIDTH)[None, :]
+        inside = here if real is None else inside & here
+    return tl.load(rows + start, mask=inside, other=None if inside is None else 0.0)
 
 
 @triton.jit
@@ -63,8 +55,8 @@ def _gate_up(x, tokens, real, gate_ptr, row, n, INNER: tl.constexpr, SIZES: tl.c
     up = tl.zeros([R, T], tl.float32)
     for start in tl.range(0, WIDTH, D, num_stages=STAGES):
         y = tl.trans(_loaded(inputs, real, D, start, WIDTH))
-        gate = tl.dot(_weights(rows, D, start, WIDTH), y, gate, input_precision="ieee")
-        up = tl.dot(_weights(rows + INNER * row, D, start, WIDTH), y, up, input_precision="ieee")
+        gate = tl.dot(_loaded(rows, None, D, start, WIDTH), y, gate, input_precision="ieee")
+        up = tl.dot(_loaded(rows + INNER * row, None, D, start, WIDTH), y, up, input_precision="ieee")
     ACTIVATION: tl.constexpr = SIZES.activation
     return activate(gate, ACTIVATION) * up
 
@@ -82,7 +74,7 @@ def _down(inner_ptr, rows_of_inner, real, down_ptr, row, n, WIDTH: tl.constexpr,
     total = tl.zeros([R, T], tl.float32)
     for start in tl.range(0, WIDTH, D, num_stages=STAGES):
         y = tl.trans(_loaded(inputs, real, D, start, WIDTH))
-        total = tl.dot(_weights(rows, D, start, WIDTH), y, total, input_precision="ieee")
+        total = tl.dot(_loaded(rows, None, D, start, WIDTH), y, total, input_precision="ieee")
     return total
 
 

@@ -56,8 +56,7 @@ class LogitsSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        values = {name.upper(): int(value) for name, value in self._asdict().items()}
-        return LOGITS.config({**values, "WARPGROUPS": 3, "STAGES": 4}, exact=True)
+        return LOGITS.of(self, exact=True, WARPGROUPS=3, STAGES=4)
 
 
 def index_logits(call: IndexCall) -> None:

@@ -109,8 +109,7 @@ class SelectedSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        values = {name.upper(): int(value) for name, value in self._asdict().items()}
-        return SELECTED.config({**values, "MAX_PARTS": MAX_PARTS})
+        return SELECTED.of(self, MAX_PARTS=MAX_PARTS)
 
 
 def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:

@@ -120,16 +120,8 @@ def latent_config(spec: LatentSpec) -> Config:
     stages = 2 if spec.rows == 64 or spec.cluster > 1 or spec.fp8 else _MAX_STAGES
     while _count(spec.rank, spec.rope, spec.rows, stages, spec.fp8) > _SHARED:
         stages -= 1
-    values = {name.upper(): int(value) for name, value in spec._asdict().items()}
-    return LATENT.config(
-        {
-            **values,
-            "STAGES": stages,
-            "MIN_TILES": _MIN_TILES,
-            "MERGE_SHARE": 1 if spec.rows <= 16 else 2,
-        },
-        exact=True,
-    )
+    merge_share = 1 if spec.rows <= 16 else 2
+    return LATENT.of(spec, exact=True, STAGES=stages, MIN_TILES=_MIN_TILES, MERGE_SHARE=merge_share)
 
 
 def shared_bytes(config: Config) -> int:

@@ -110,7 +110,7 @@ class StateSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        return STATE_DECODE.config({name.upper(): int(value) for name, value in self._asdict().items()})
+        return STATE_DECODE.of(self)
 
     @property
     def shared_bytes(self) -> int:

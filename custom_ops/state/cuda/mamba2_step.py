@@ -102,7 +102,7 @@ class Mamba2StepSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        return MAMBA2_STEP.config({name.upper(): int(value) for name, value in self._asdict().items()})
+        return MAMBA2_STEP.of(self)
 
     @property
     def shared_bytes(self) -> int:

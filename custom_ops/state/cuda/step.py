@@ -110,7 +110,7 @@ class StepSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        return DELTA_STEP.config({name.upper(): int(value) for name, value in self._asdict().items()})
+        return DELTA_STEP.of(self)
 
     @property
     def shared_bytes(self) -> int:

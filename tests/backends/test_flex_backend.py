@@ -12,7 +12,7 @@ from library_backends import attend, limits_of, spec_of
 
 import torchpaged
 from torchpaged import ArgumentError, BackendUnavailableError, Limits, PagedAttention, open_session
-from torchpaged.backends import GraphSupport, flex_call, get_backend
+from torchpaged.backends import GraphSupport, flex_compiled, get_backend
 from torchpaged.backends.flex import flex_backend
 from torchpaged.backends.query_tiles import most_keys, num_tiles, query_tiles, visible_blocks
 from torchpaged.custom_ops.attention.mask import Mask
@@ -46,15 +46,15 @@ def test_every_option(name: str, variant: str) -> None:
 
 def test_shapes_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager calls of other lengths and numbers of requests share what was compiled."""
-    monkeypatch.setattr(flex_call.PLAIN, "compiled", {})
+    monkeypatch.setattr(flex_compiled.PLAIN, "compiled", {})
     for name in ("decode_skewed", "decode_padded"):  # of 4 requests and tokens
         batch = batch_of(name, num_blocks=64)
         attend(FLEX.open([], limits_of(batch), "cpu"), batch)
-    assert len(flex_call.PLAIN.compiled) == 1
+    assert len(flex_compiled.PLAIN.compiled) == 1
     batch = batch_of("decode_empty_row", num_blocks=64)  # 3, padded to 4
     out, lse = attend(FLEX.open([], limits_of(batch), "cpu"), batch)
     assert_attention_close(out, lse, batch)
-    assert len(flex_call.PLAIN.compiled) == 1
+    assert len(flex_compiled.PLAIN.compiled) == 1
 
 
 # ------------------------------------------------------------------------------------ functions of one's own
@@ -171,9 +171,11 @@ def test_a_layer_with_functions_runs_nowhere_else(monkeypatch: pytest.MonkeyPatc
     layer, again = PagedAttention(**shape, **OWN), PagedAttention(**shape, **OWN)
     assert layer.choice.name == "flex"
     assert "take no functions" in str(layer.choice.rejected["cpu"])
-    assert flex_call.MODS.of(layer._workspace["mods"]) is flex_call.MODS.of(again._workspace["mods"])
+    assert flex_compiled.MODS.of(layer._workspace["mods"]) is flex_compiled.MODS.of(again._workspace["mods"])
     other = PagedAttention(**shape, score_mod=OWN["score_mod"])
-    assert flex_call.MODS.of(other._workspace["mods"]) is not flex_call.MODS.of(layer._workspace["mods"])
+    assert flex_compiled.MODS.of(other._workspace["mods"]) is not flex_compiled.MODS.of(
+        layer._workspace["mods"]
+    )
     moved = copy.deepcopy(layer).half().float()
     assert moved.choice.name == "flex"
     assert moved.score_mod is OWN["score_mod"]
@@ -206,10 +208,10 @@ def test_heads_that_its_gpu_kernels_do_not_take() -> None:
         sizes = (8, 8, 8, width, 9, 16, 2, width, width)
         mask = Mask(True, -1, -1, 0)
         f32 = torch.float32
-        shape = flex_call.Shape(
+        shape = flex_compiled.Shape(
             "inductor", torch.device("cuda"), f32, tile_q, sizes, 16, mask, 1.0, 0.0, False, False, False
         )
-        return flex_call._kernel_options(shape)
+        return flex_compiled.kernel_options(shape)
 
     assert options(128, 1) == {"BLOCK_N": 16}
     assert options(128, 64) == {

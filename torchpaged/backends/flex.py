@@ -21,7 +21,8 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, further_reasons
 from torchpaged.backends.features import COMMON_FEATURES
-from torchpaged.backends.flex_call import MODS, PLAIN, Mods, attend, shared_mods
+from torchpaged.backends.flex_call import attend
+from torchpaged.backends.flex_compiled import MODS, PLAIN, Mods, shared_mods
 from torchpaged.backends.library_op import attention_op
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport, MaskMod, ScoreMod, check_mods

@@ -52,7 +52,8 @@ class AttentionCall(NamedTuple):
             tensors = (*tensors, options.pop("lse", None))
         if "block_sparse" in options:
             options["block_sparse"] = BlockSparse.of(options["block_sparse"])
-        return cls(*tensors, scales=KVScales.taken(options), **options)
+        options["scales"] = KVScales.taken(options)
+        return cls(*tensors, **options)
 
     @classmethod
     def over(

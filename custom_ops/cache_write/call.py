@@ -24,7 +24,8 @@ class WriteCall(NamedTuple):
     @classmethod
     def of(cls, *tensors: Any, **options: Any) -> WriteCall:
         """The call of flat arguments, as torch's dispatcher gives them."""
-        return cls(*tensors[:5], KVScales.taken(options, *tensors[5:]), **options)
+        options["scales"] = KVScales.taken(options, *tensors[5:])
+        return cls(*tensors[:5], **options)
 
 
 class RotatedWriteCall(NamedTuple):
@@ -50,7 +51,8 @@ class RotatedWriteCall(NamedTuple):
     @classmethod
     def of(cls, *tensors: Any, **options: Any) -> RotatedWriteCall:
         """As `WriteCall.of`."""
-        return cls(*tensors, scales=KVScales.taken(options), **options)
+        options["scales"] = KVScales.taken(options)
+        return cls(*tensors, **options)
 
     def write(self) -> WriteCall:
         """The write alone."""

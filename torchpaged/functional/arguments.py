@@ -79,7 +79,8 @@ def attention_call(
     options["scale"], (options["window_left"], options["window_right"]) = scale, window_size
     options["logits_soft_cap"] = 0.0 if logits_soft_cap is None else logits_soft_cap
     options["chunk_size"] = 0 if chunk_size is None else chunk_size
-    return AttentionCall(*tensors, scales=KVScales.taken(options), **options)
+    options["scales"] = KVScales.taken(options)
+    return AttentionCall(*tensors, **options)
 
 
 def scale_of_products(q: Tensor, q_scale: Tensor, num_kv_heads: int, k_scale: Tensor | None) -> Tensor:

@@ -55,13 +55,13 @@ def keys_of_a_block(block_size: int, keys: int) -> int:
     return fewer if fewer >= 16 else keys
 
 
-def hidden_tiles(spec: Specialisation, keys: int) -> dict[str, int]:
+def hidden_tiles(spec: Specialisation, keys: int) -> tuple[int, bool]:
     """``verticals`` and ``holes`` of a tiling with ``keys`` per tile."""
     pattern = spec.block_sparse
     if pattern is None:
-        return {"verticals": 0, "holes": False}
+        return 0, False
     verticals = 0 if pattern.block_size % keys else pattern.verticals_of(spec.group)
-    return {"verticals": verticals, "holes": verticals == 0}
+    return verticals, verticals == 0
 
 
 def heads_apart(spec: Specialisation, max_query_len: int) -> bool:

@@ -218,13 +218,15 @@ def _prefill(call: AttentionCall, spec: Specialisation, skip: int) -> Launch:
         inputs=Inputs.of(call)._replace(k_head=k_head, v_head=v_head),
         results=Results.of(call),
     )
+    verticals, holes = config.hidden_tiles(spec, tiles.keys)
     tiling = PrefillTiling(
         tile_m=tiles.rows,
         tile_kv=tiles.keys,
         **config.padded_widths(spec.dim, spec.dim_v, spec.kv_dtype.itemsize),
         tokens=tokens,
         skip_decodes=skip,
-        **config.hidden_tiles(spec, tiles.keys),
+        verticals=verticals,
+        holes=holes,
         sharing=sharing,
     )
     options = {
@@ -249,6 +251,7 @@ def _decode(call: AttentionCall, spec: Specialisation, max_query_len: int, longe
     )
     programs = config.num_programs(device, tiles)
     reqs = next((size for size in config.SCANS if num_reqs <= size), config.SCANS[-1])
+    verticals, holes = config.hidden_tiles(spec, tiles.keys)
     tiling = DecodeTiling(
         tile_m=tiles.rows,
         tile_kv=tiles.keys,
@@ -261,7 +264,8 @@ def _decode(call: AttentionCall, spec: Specialisation, max_query_len: int, longe
         min_tiles=tiles.min_tiles,
         parts=config.merged_parts(spec.dim_v),
         longest=longest,
-        **config.hidden_tiles(spec, tiles.keys),
+        verticals=verticals,
+        holes=holes,
     )
     arguments = DecodeArguments(
         num_reqs=num_reqs,

@@ -259,22 +259,16 @@ def test_slots_and_lengths_written_right_in_front(op: str) -> None:
         "causal_conv": partial(make_conv_inputs, channels=2048),
         "delta_step": partial(make_delta_step_inputs, **STEP_SIZES["qwen3_next"]),
         "mamba2_step": partial(make_mamba2_step_inputs, **MAMBA2_SIZES["granite"]),
-    }[op](Rows(((5, 1), (9, 1))), dtype=torch.bfloat16)
+    }[op](Rows(((5, 1), (9, 1))), dtype=torch.bfloat16, num_slots=101)
     inputs = on_gpu(given)
-    num_slots = inputs["conv_state"].shape[0]
     pools = [name for name in ("conv_state", "state") if name in inputs]
     for name in pools:
-        inputs[name].copy_(torch.randn(inputs[name].shape))
+        inputs[name].normal_()
     before = {name: inputs[name].clone() for name in pools}
     generator = torch.Generator().manual_seed(0)
-    metadata = torch.tensor(
-        [
-            [*(torch.randperm(num_slots - 1, generator=generator)[:2] + 1).tolist(), *lengths]
-            for lengths in torch.randint(1, 3, (200, 2), generator=generator).tolist()
-        ],
-        dtype=torch.int32,
-        device="cuda",
-    )
+    slots = torch.randperm(100, generator=generator).add(1).view(50, 2)  # no two ops of a graph share one
+    lengths = torch.randint(1, 3, (50, 2), generator=generator)
+    metadata = torch.cat([slots, lengths], 1).to(torch.int32).cuda()
     run = getattr(BACKEND_OPS["cuda"], op)
 
     def step(inputs: dict[str, Any], row: Tensor, out: Tensor) -> None:
@@ -286,13 +280,13 @@ def test_slots_and_lengths_written_right_in_front(op: str) -> None:
         step(want, row, want["out"])
         torch.cuda.synchronize()
         want_outs.append(want["out"].clone())
-    assert len({tuple(out.flatten()[:64].tolist()) for out in want_outs}) > 100
+    assert len({tuple(out[:, ..., :8].flatten().tolist()) for out in want_outs}) > 30
     outs = [torch.empty_like(out) for out in want_outs]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for row, out in zip(metadata, outs, strict=True):
             step(inputs, row, out)
-    for _ in range(50):
+    for _ in range(200):
         for name in pools:
             inputs[name].copy_(before[name])
         graph.replay()

@@ -80,9 +80,16 @@ def test_a_compiled_capture_has_the_ranges_of_attention() -> None:
     ):
         _, generator = tiny_generator(True, prefill_buckets=None)
         generator.runner.capture()
-    spans = [event.name for event in profiler.events() if event.name.startswith(("attention", "capture"))]
-    inside = spans[spans.index("capture padded=4") + 1 :]
-    assert inside == [f"attention layer={layer}" for layer in range(LAYERS)] * 3, spans
+    events = [event for event in profiler.events() if event.name.startswith(("attention", "capture"))]
+    (capture,) = (event.time_range for event in events if event.name == "capture padded=4")
+    inside = sorted(
+        (event.time_range.start, event.name)
+        for event in events
+        if event.name.startswith("attention")
+        and capture.start <= event.time_range.start
+        and event.time_range.end <= capture.end
+    )
+    assert [name for _, name in inside] == [f"attention layer={layer}" for layer in range(LAYERS)] * 3
 
 
 @pytest.mark.parametrize("prefill_buckets", [None, [16]], ids=["prefill-from-python", "prefill-graph"])

@@ -11,6 +11,7 @@ import torch
 import torchpaged
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("torchpaged.hf")  # registers the attention
 pytestmark = pytest.mark.gpu
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -382,3 +382,28 @@ def test_the_engine_gives_eager_tokens(name: str, way: dict[str, Any]) -> None:
                 tensor.fill_(float("nan"))
         outputs = generator.generate(prompts, SamplingParams(max_new_tokens=12, ignore_eos=True))
         assert [output.token_ids for output in outputs] == want
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "fp8_e4m3"])
+@pytest.mark.parametrize("name", ["qwen3_next", "bamba", "lfm2"])
+def test_prefix_hits_of_hybrids_give_the_same_tokens(name: str, kv_dtype: str | None) -> None:
+    """From copies of states, behind texts that part anywhere; with graphs, and keys of fp8 by the same scales
+    in both engines."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from model_coverage.architectures import model_of
+
+    from torchpaged.engine import Generator, SamplingParams
+
+    system = [(7 * i) % 90 + 5 for i in range(50)]
+    prompts = [[*system[:at], 90, 91, at] for at in (33, 33, 33, 21, 50, 50)]
+    model = model_of(name).eval().cuda()
+    model.generation_config.eos_token_id = None
+    sizes: dict[str, Any] = {"max_batch_size": 4, "max_seq_len": 96, "block_size": 4, "kv_dtype": kv_dtype}
+    greedy = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    found = []
+    for shares in (False, True):
+        with Generator(model, **sizes, share_prefixes=shares, prefill_chunk_size=32) as generator:
+            found.append([generator.generate([prompt], greedy)[0].token_ids for prompt in prompts])
+            hits = generator.stats.prefix_cache.hit_tokens if shares else 0
+    assert found[0] == found[1]
+    assert hits > 64

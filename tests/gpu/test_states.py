@@ -17,6 +17,7 @@ from op_inputs.state import (
     Rows,
     assert_state_close,
     clone,
+    exact_linear,
     make_conv_inputs,
     make_linear_inputs,
     with_odd_strides,
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall, Mamba2StepCall
-from torchpaged.custom_ops.state.cuda import delta_step, mamba2_step
+from torchpaged.custom_ops.state.cuda import delta_chunks, delta_step, mamba2_step
 from torchpaged.custom_ops.state.cuda.linear_attention import route
 from torchpaged.custom_ops.state.triton import chunks
 from torchpaged.custom_ops.state.triton.chunks import has_long_rows
@@ -40,6 +41,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ssd": {"delta": False, "key_heads": 1, "key_dim": 128, "value_dim": 64},
     "decay": {"delta": False, "beta": False, "key_heads": 4, "key_dim": 64, "value_dim": 80},
     "kda": {"by_key": True, "key_heads": 4, "key_dim": 128, "value_dim": 128},
+}
+#: Heads of gated delta nets: as many as a warp each has, more, fewer, and no multiple.
+DELTA_SHAPES: dict[str, dict[str, Any]] = {
+    "four heads a key head": {"key_heads": 1, "heads": 4, "state_dtype": torch.bfloat16},
+    "eight": {"key_heads": 1, "heads": 8},
+    "three": {"key_heads": 2, "heads": 6, "beta": False},
+    "one": {"key_heads": 2, "heads": 2, "value_dim": 64, "out_dtype": torch.float32},
 }
 #: One model of each kind of layer.
 MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h", "mamba", "mamba2", "recurrent_gemma")
@@ -120,6 +128,37 @@ def test_a_long_row_of_few_heads_is_cut(family: str) -> None:
     if torch.cuda.get_device_capability()[0] == 9:
         assert chunks.tiles(LinearAttentionCall(**inputs)).segment == 512
     assert_state_close(TRITON, REFERENCE, "linear_attention", inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("segment", [None, 64])
+@pytest.mark.parametrize("shape", DELTA_SHAPES)
+@pytest.mark.parametrize("batch", ["long", "mixed_empty", *LONG_BATCHES])
+def test_long_rows_of_delta_nets_by_cuda_match_the_oracle(
+    batch: str, shape: str, segment: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their first kernel is in CUDA C++."""
+    sizes = {"dtype": torch.bfloat16, **FAMILIES["delta"], **DELTA_SHAPES[shape]}
+    inputs = on_gpu(make_linear_inputs((STATE_BATCHES | LONG_BATCHES)[batch], **sizes))
+    call = LinearAttentionCall(**inputs)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert has_long_rows(call) and delta_chunks.why_not(call, (9, 0)) is None
+    monkeypatch.setattr(chunks, "tiles", lambda call: chunks.Tiles(64, 64, 2, "tf32", segment))
+    assert_state_close(BACKEND_OPS["cuda"], REFERENCE, "linear_attention", inputs, torch.bfloat16)
+
+
+@pytest.mark.parametrize("alike", [0.0, 0.5, 1.0], ids=["random", "near", "alike"])
+def test_the_first_kernel_of_delta_nets_is_as_exact_as_tritons(alike: float) -> None:
+    """Over the float64 recurrence; keys that are all alike, whose inverse is the worst, as well."""
+    inputs = make_linear_inputs(Rows(((0, 300),)), dtype=torch.bfloat16, **FAMILIES["delta"])
+    inputs["k"].copy_(torch.lerp(inputs["k"].float(), inputs["k"][:1].float(), alike))
+    inputs["g"] *= 0.01
+    errors = []
+    exact, _ = exact_linear(inputs)
+    for name in ("triton", "cuda"):
+        given = on_gpu(inputs)
+        BACKEND_OPS[name].linear_attention(**given)
+        errors.append(float((given["out"].cpu().double() - exact).norm() / exact.norm()))
+    assert errors[1] <= 1.2 * errors[0] + 1e-4, errors
 
 
 @pytest.mark.parametrize("factor", [3.0, 10.0, 40.0])
@@ -326,19 +365,21 @@ def test_one_capture_for_other_batches(op: str) -> None:
             assert torch.equal(captured[name], want[name])
 
 
+@pytest.mark.parametrize("backend", ["triton", "cuda"])
 @pytest.mark.parametrize(("family", "segment"), [("delta", None), ("delta", 64), ("kda", 64)])
 def test_one_capture_for_prompts_of_other_lengths(
-    family: str, segment: int | None, monkeypatch: pytest.MonkeyPatch
+    family: str, segment: int | None, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the captured tokens some are behind the last row; rows are longer or shorter than they were."""
+    linear_attention = BACKEND_OPS[backend].linear_attention
     sizes: dict[str, Any] = {"dtype": torch.bfloat16, **FAMILIES[family]}
     monkeypatch.setattr(chunks, "tiles", lambda call: chunks.Tiles(64, 64, 2, "tf32", segment))
     captured = on_gpu(make_linear_inputs(Rows(((0, 90), (4, 70), (3, 1)), 39), **sizes))
     captured["max_query_len"] = 200
-    TRITON.linear_attention(**clone(captured))
+    linear_attention(**clone(captured))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        TRITON.linear_attention(**captured)
+        linear_attention(**captured)
     for rows in (Rows(((5, 1), (0, 199), (0, 0))), Rows(((7, 3), (9, 64), (0, 65)), 68, void=(1,))):
         given = on_gpu(make_linear_inputs(rows, seed=1, **sizes)) | {"max_query_len": 200}
         for name, x in given.items():
@@ -346,7 +387,7 @@ def test_one_capture_for_prompts_of_other_lengths(
                 captured[name].copy_(x)
         graph.replay()
         want = clone(given)
-        TRITON.linear_attention(**want)
+        linear_attention(**want)
         assert torch.equal(captured["out"], want["out"])
         torch.testing.assert_close(captured["state"], want["state"], rtol=0, atol=0, equal_nan=True)
 

@@ -1,26 +1,40 @@
-"""linear_attention of the ``cuda`` backend: single tokens by the Hopper kernel; all others, and
-everything that it can't take, by the Triton kernels."""
+"""linear_attention of the ``cuda`` backend: single tokens by the Hopper kernel; all others, and everything
+that it can't take, by the Triton kernels. Over long rows of gated delta nets a kernel for Hopper stands in
+the place of the first one."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torchpaged.custom_ops.cuda import gpu
-from torchpaged.custom_ops.cuda.routes import hopper_or_triton
+from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
-from torchpaged.custom_ops.state.cuda import decode
+from torchpaged.custom_ops.state.cuda import decode, delta_chunks
+
+if TYPE_CHECKING:
+    from torchpaged.custom_ops.state.triton.chunks import Kernels
 
 
 def linear_attention(call: LinearAttentionCall) -> None:
     """Launch; arguments as in ``custom_ops/state/schema.py``. Every choice here depends on shapes, never on
     lengths."""
-    hopper_or_triton(
-        call,
-        call.v.device,
-        route=route,
-        check=check_linear_attention,
-        launch=lambda call: decode.launch(call, decode.StateSpec.of(call)),
-        triton="torchpaged.custom_ops.state.triton.linear_attention",
-    )
+    require_gpu(call.v.device)
+    if route(call) is None:
+        check_linear_attention(call)
+        decode.launch(call, decode.StateSpec.of(call))
+        return
+    from torchpaged.custom_ops.state.triton import linear_attention  # only now: Triton loads slowly
+
+    linear_attention.linear_attention(call, kernels_of)
+
+
+def kernels_of(call: LinearAttentionCall) -> Kernels:
+    """What takes the place of Triton's kernels for long rows, of a checked call."""
+    from torchpaged.custom_ops.state.triton.chunks import Kernels
+
+    capability = gpu.capability(call.v.device.index or 0)
+    return Kernels(None if delta_chunks.why_not(call, capability) else delta_chunks.launch)
 
 
 def route(call: LinearAttentionCall) -> str | None:

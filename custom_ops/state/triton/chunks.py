@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,17 @@ CUT, LEAST, MOST_ROWS, SEGMENTS = 2048, 512, 32, {False: 4, True: 6}
 KEY_DIMS, MULTIPLE = {False: (64, 128), True: (128,)}, 16
 #: Columns of keys at a time where they decay one by one.
 KEY_TILE = 32
+
+
+class Kernels(NamedTuple):
+    """Launches in place of Triton's; None: Triton's.
+
+    Attributes:
+        relate_tokens: the first kernel's, of a call whose rows are even, into its `Chunks`; of rows of more
+            tokens than the last argument.
+    """
+
+    relate_tokens: Callable[[LinearAttentionCall, Chunks, int], None] | None = None
 
 
 class Tiles(NamedTuple):
@@ -110,13 +122,14 @@ def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
     return chunks._replace(solved=new(chunk), seen=new(dtype=wide)) if call.delta_rule else chunks
 
 
-def attend_in_chunks(call: LinearAttentionCall) -> None:
+def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels) -> None:
     """Rows of more than ``SHORT`` tokens, and zeros behind the last row."""
     num_tokens, num_heads, value_dim = call.v.shape
     num_reqs, key_dim = call.state_slots.shape[0], call.q.shape[2]
     tile = tiles(call)
     chunks = _workspace(call, tile.chunk)
-    q, k, v = (Tokens.of(even(x)) for x in (call.q, call.k, call.v))
+    call = call._replace(q=even(call.q), k=even(call.k), v=even(call.v))
+    q, k, v = (Tokens.of(x) for x in (call.q, call.k, call.v))
     out, by_key = Tokens.of(call.out), call.g.dim() == 3
     batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
     common: dict[str, Any] = {
@@ -129,26 +142,29 @@ def attend_in_chunks(call: LinearAttentionCall) -> None:
         "DELTA": call.delta_rule,
         "PRECISION": tile.precision,
     }
-    launch_kernel(
-        key_chunk_kernel if by_key else chunk_kernel,
-        ((num_tokens // tile.chunk + num_reqs) * num_heads,),
-        num_reqs,
-        num_tokens,
-        call.scale,
-        q,
-        k,
-        v,
-        Tokens.of(call.g) if by_key else Matrix.of(call.g),
-        Matrix.of(call.beta),
-        batch,
-        out,
-        chunks,
-        TILE=KEY_TILE if by_key else min(64, max(16, next_power_of_2(max(key_dim, value_dim)))),
-        NORMALIZE=call.normalize,
-        EPS=NORM_EPS,
-        num_warps=4,
-        **common,
-    )
+    if kernels.relate_tokens is not None:
+        kernels.relate_tokens(call, chunks, SHORT)
+    else:
+        launch_kernel(
+            key_chunk_kernel if by_key else chunk_kernel,
+            ((num_tokens // tile.chunk + num_reqs) * num_heads,),
+            num_reqs,
+            num_tokens,
+            call.scale,
+            q,
+            k,
+            v,
+            Tokens.of(call.g) if by_key else Matrix.of(call.g),
+            Matrix.of(call.beta),
+            batch,
+            out,
+            chunks,
+            TILE=KEY_TILE if by_key else min(64, max(16, next_power_of_2(max(key_dim, value_dim)))),
+            NORMALIZE=call.normalize,
+            EPS=NORM_EPS,
+            num_warps=4,
+            **common,
+        )
     of_pass = {"KEY_PAD": max(16, next_power_of_2(key_dim)), "TILE": tile.value, "num_warps": 4}
     state, segment, joined, places = State.of(call.state), tile.segment or num_tokens, None, num_reqs
 

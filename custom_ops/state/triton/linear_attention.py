@@ -4,6 +4,7 @@ rows: chunks.py."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
-from torchpaged.custom_ops.state.triton.chunks import SHORT, attend_in_chunks, has_long_rows
+from torchpaged.custom_ops.state.triton.chunks import SHORT, Kernels, attend_in_chunks, has_long_rows
 from torchpaged.custom_ops.state.triton.linear_decode import linear_decode_kernel, split_decay
 from torchpaged.custom_ops.state.triton.records import Batch, State
 from torchpaged.custom_ops.state.triton.rows import row_of
@@ -135,8 +136,11 @@ def recurrent_kernel(
             tl.store(to + (begin + rest) * out.token, nothing, mask=of_value)
 
 
-def linear_attention(call: LinearAttentionCall) -> None:
-    """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16."""
+def linear_attention(
+    call: LinearAttentionCall, kernels_of: Callable[[LinearAttentionCall], Kernels] | None = None
+) -> None:
+    """Launch; arguments as in ``custom_ops/state/schema.py``, in float32, bfloat16 or float16.
+    ``kernels_of``: what takes the place of those for long rows, of a checked call."""
     require_launchable(call.v)
     check_dtype("v", call.v, torch.bfloat16, torch.float16, torch.float32)
     check_linear_attention(call)
@@ -150,7 +154,7 @@ def linear_attention(call: LinearAttentionCall) -> None:
         return
     in_chunks = has_long_rows(call)
     if in_chunks:
-        attend_in_chunks(call)
+        attend_in_chunks(call, Kernels() if kernels_of is None else kernels_of(call))
     tile = tiles(key_dim, value_dim)
     grid = (num_reqs * num_heads * triton.cdiv(value_dim, tile.value),)
     arguments = (

@@ -33,7 +33,7 @@ struct uint4 { u32 x, y, z, w; };
 struct int4 { int x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
-constexpr float LN2 = 0.6931471805599453f, FLOOR = -1.0e30f;
+constexpr float LN2 = 0.6931471805599453f, LOG2E = 1.4426950408889634f, FLOOR = -1.0e30f;
 using std::max;
 using std::min;
 
@@ -199,6 +199,13 @@ inline void ldmatrix_x4_trans(u32 (&r)[4], u32 at) {
   const int lane = current % 32, row = lane % 4 * 2, column = lane / 4 * 2;
   for (int i = 0; i < 4; ++i)
     r[i] = half_at(all[i * 8 + row] + column) | (u32)half_at(all[i * 8 + row + 1] + column) << 16;
+}
+inline u32 movmatrix_trans(u32 x) {
+  const u64 *all = exchange(x);
+  const int row = current % 32 / 4, column = current % 4 * 2;
+  u32 y = 0;
+  for (int i = 0; i < 2; ++i) y |= (u32)(u16)(all[(column + i) * 4 + row / 2] >> row % 2 * 16) << i * 16;
+  return y;
 }
 // Rows lane / 4 and lane / 4 + 8 of fragments of 16 x 16.
 template <bool FP16> void rows_of(float (&x)[2][16], const u32 (&a)[4]) {

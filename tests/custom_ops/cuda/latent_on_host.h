@@ -80,13 +80,6 @@ template <int N> void take_registers() {}
 template <int N> void give_registers() {}
 
 // ----------------------------------------------------------------------------------------------- matrices
-inline u32 movmatrix_trans(u32 x) {
-  const u64 *all = exchange(x);
-  const int row = current % 32 / 4, column = current % 4 * 2;
-  u32 y = 0;
-  for (int i = 0; i < 2; ++i) y |= (u32)(u16)(all[(column + i) * 4 + row / 2] >> row % 2 * 16) << i * 16;
-  return y;
-}
 template <int COUNT> void stmatrix_trans(u32 at, const u32 (&x)[COUNT]) {
   const int lane = current % 32, matrix = lane / 8, row = lane % 8;
   for (int m = 0; m < COUNT; ++m) {

@@ -30,11 +30,12 @@ from torchpaged.custom_ops.mla.cuda.constants import LATENT
 from torchpaged.custom_ops.mla.cuda.selected import SELECTED, SelectedSpec
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
 from torchpaged.custom_ops.state.cuda.decode import STATE_DECODE, StateSpec
+from torchpaged.custom_ops.state.cuda.delta_chunks import DELTA_CHUNKS, ChunkSpec
 from torchpaged.custom_ops.state.cuda.mamba2_step import MAMBA2_STEP, Mamba2StepSpec
 from torchpaged.custom_ops.state.cuda.step import DELTA_STEP, StepSpec
 
 OF_ATTENTION = (DECODE, PREFILL, LATENT, SELECTED, LOGITS, TOP_K)
-OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP)
+OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP, DELTA_CHUNKS)
 TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, *OF_STATES)}
 KERNELS = {kernel: table for table in TABLES.values() for kernel in table.kernels}
 
@@ -61,6 +62,7 @@ def examples() -> dict[str, Config]:
         "state_decode_config.cuh": StateSpec(
             128, 128, 16, 2, False, False, False, 1, False, True, True
         ).config(),
+        "delta_chunks_config.cuh": ChunkSpec(128, 128, 8, 2, 16, False, 1).config(),
         "delta_step_config.cuh": StepSpec(
             128, 128, 16, 2, 2, False, False, False, 4, False, True, False, False, False
         ).config(),

@@ -18,12 +18,14 @@ from torchpaged.custom_ops.layers.cuda.linear import LinearParams, NormParams
 from torchpaged.custom_ops.mla.cuda.latent import LatentParams
 from torchpaged.custom_ops.mla.cuda.selected import SelectedParams
 from torchpaged.custom_ops.state.cuda.decode import StateParams
+from torchpaged.custom_ops.state.cuda.delta_chunks import ChunkParams
 from torchpaged.custom_ops.state.cuda.mamba2_step import Mamba2StepParams
 from torchpaged.custom_ops.state.cuda.step import StepParams
 
 KINDS = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int, "Where": Where, "Map": Map}
 STRUCTS = {
     "decode_params.cuh": DecodeParams,
+    "delta_chunks_params.cuh": ChunkParams,
     "delta_step_params.cuh": StepParams,
     "latent_params.cuh": LatentParams,
     "linear_params.cuh": LinearParams,

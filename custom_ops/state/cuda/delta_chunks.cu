@@ -1,0 +1,260 @@
+// What the tokens of a gated delta net's chunks are to each other, on Hopper: what `chunk_kernel` of
+// custom_ops/state/triton/chunk_products.py gives, which says what the numbers mean.
+//
+// A CTA has a chunk of 64 tokens and a head of keys. Products of queries and keys, and of keys, are the same
+// for all GROUP heads of values: made once, squares of 16 x 16 on the diagonal and below, 10 of 16. Then each
+// warp has a head: decays, and the inverse of 1 + L. That of a square on the diagonal is made from blocks of
+// 2, whose size doubles three times (the corner is -b^-1 c a^-1), those below row by row of squares:
+// T_rc = -T_rr sum_m L_rm T_mc. All of it stays in the warp's registers, turned by movmatrix.
+//
+// Operands of the inverse are float16: between normalised keys nothing is too large for it. Compiled by NVRTC
+// for sm_90; its constants: delta_chunks_config.cuh. Source: "Gated Delta Networks" (arXiv:2412.06464), 3.3.
+
+#include "delta_chunks_params.cuh"
+#include "delta_chunks_squares.cuh"
+
+// A chunk: its row's first token and tokens, how many of these are padding, its number in the row.
+struct Chunk {
+  int begin, count, first, part, end;  // end: of the tokens that get zeros where no state sees them
+  __device__ __forceinline__ int at(int i) const { return part * CHUNK + i; }
+  __device__ __forceinline__ bool live(int i) const {
+    return at(i) >= first && at(i) < count && count > SHORT;
+  }
+  __device__ __forceinline__ bool is_void(int i) const {
+    return at(i) < end && !live(i) && (at(i) >= count || count > SHORT);
+  }
+};
+
+// Row r has the chunks from starts[r] / CHUNK + r on, as custom_ops/triton/find_row.py says.
+__device__ __forceinline__ Chunk find_chunk(const Params &p, int number) {
+  int low = 0, high = p.num_reqs;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (load_l2(p.starts + middle) / CHUNK + middle <= number) low = middle;
+    else high = middle;
+  }
+  Chunk c;
+  c.begin = load_l2(p.starts + low);
+  c.count = load_l2(p.starts + low + 1) - c.begin;
+  c.part = number - c.begin / CHUNK - low;
+  c.first = min(max(c.count - load_l2(p.lens + low), 0), c.count);
+  if (load_l2(p.slots + low) == 0) c.first = c.count;
+  c.end = low == p.num_reqs - 1 ? p.num_tokens - c.begin : c.count;
+  return c;
+}
+
+// Rows of a chunk's queries or keys, zeros where there are none; 16 bytes each swizzled among 8.
+__device__ __forceinline__ void load_rows(u32 to, const char *from, i64 token_bytes, const Chunk &c) {
+  constexpr int PIECES = KEY_DIM / 8;
+#pragma unroll
+  for (int n = threadIdx.x; n < CHUNK * PIECES; n += THREADS) {
+    const int i = n / PIECES, piece = n % PIECES;
+    const bool live = c.live(i);
+    const char *row = from + (live ? c.begin + (i64)c.at(i) : c.begin) * token_bytes;
+    cp_async_or_zero(to + i * ROW_BYTES + (piece ^ (i & 7)) * 16, row + piece * 16, live);
+  }
+}
+
+__device__ __forceinline__ void store_zeros(const Params &p, const Chunk &c, int key_head) {
+  for (int i = 0; i < CHUNK; ++i) {
+    if (!c.is_void(i)) continue;
+    for (int n = threadIdx.x; n < GROUP * VALUE_DIM; n += THREADS) {
+      const int head = key_head * GROUP + n / VALUE_DIM;
+      const i64 at = (c.begin + (i64)c.at(i)) * p.out_token + head * p.out_head + n % VALUE_DIM;
+      if constexpr (OUT_FLOAT) ((float *)p.out)[at] = 0.f;
+      else ((u16 *)p.out)[at] = 0;
+    }
+  }
+}
+
+// Products of two rows of squares with all before them, HIGH and 3 - HIGH, into shared memory; norms beside.
+template <int HIGH, bool QUERIES>
+__device__ __forceinline__ void multiply(char *memory, u32 shared, float scale, float eps, int lane) {
+  constexpr int LOW = STRIPS - 1 - HIGH;
+  const u32 rows = shared + (QUERIES ? 0 : KEYS_AT), keys = shared + KEYS_AT;
+  Square high[HIGH + 1] = {}, low[LOW + 1] = {}, own[2] = {};
+#pragma unroll 2
+  for (int k = 0; k < KEY_DIM / 16; ++k) {
+    u32 a[2][4], b[4];
+    load_fragment(a[0], rows, HIGH, k, lane);
+    load_fragment(a[1], rows, LOW, k, lane);
+#pragma unroll
+    for (int c = 0; c <= HIGH; ++c) {
+      load_fragment(b, keys, c, k, lane);
+      high[c].add_rows(a[0], b);
+      if (c <= LOW) low[c <= LOW ? c : 0].add_rows(a[1], b);
+    }
+    if constexpr (QUERIES) {
+      own[0].add_rows(a[0], a[0]);
+      own[1].add_rows(a[1], a[1]);
+    }
+  }
+  barrier<THREADS>(1);  // rows were read: squares take their place
+  char *const to = memory + (QUERIES ? SCORES_AT : LOWER_AT) + lane * 16;
+#pragma unroll
+  for (int c = 0; c <= HIGH; ++c) high[c].put(to + square_of(HIGH, c) * SQUARE_BYTES);
+#pragma unroll
+  for (int c = 0; c <= LOW; ++c) low[c].put(to + square_of(LOW, c) * SQUARE_BYTES);
+  if (lane % 4 == lane / 8) {  // has two numbers of a diagonal
+    float *norms = (float *)(memory + (QUERIES ? NORM_Q_AT : NORM_K_AT)) + lane / 4;
+    const bool odd = lane / 4 % 2;
+    const auto store = [&](int strip, const Square &square) {
+      norms[strip * 16] = rsqrtf((odd ? square.x[0][1] : square.x[0][0]) + eps) * scale;
+      norms[strip * 16 + 8] = rsqrtf((odd ? square.x[1][3] : square.x[1][2]) + eps) * scale;
+    };
+    store(HIGH, QUERIES ? own[0] : high[HIGH]);
+    store(LOW, QUERIES ? own[1] : low[LOW]);
+  }
+}
+
+// Of a head: sums of decays and beta into this warp's shared memory; what a lane's two tokens have.
+struct Gates {
+  float total[2], last;
+};
+__device__ __forceinline__ Gates load_gates(const Params &p, const Chunk &c, char *mine, int head, int lane) {
+  Gates gates;
+  __syncwarp();  // the head before is done with
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int i = lane + h * 32;
+    const i64 token = c.begin + (i64)c.at(i);
+    const bool live = c.live(i);
+    float beta = live ? 1.f : 0.f, x = live ? p.g[token * p.g_token + head] : 0.f;
+    if (BETA == 1 && live) beta = to_float<false>(((const u16 *)p.beta)[token * p.beta_token + head]);
+    if (BETA == 2 && live) beta = ((const float *)p.beta)[token * p.beta_token + head];
+    x = x < LEAST_DECAY ? LEAST_DECAY : x;  // NaN stays
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const float before = __shfl_up_sync(ALL, x, step);
+      if (lane >= step) x += before;
+    }
+    gates.total[h] = x;
+    ((float *)(mine + BETA_AT))[i] = beta;
+  }
+  gates.total[1] += __shfl_sync(ALL, gates.total[0], 31);
+  gates.last = __shfl_sync(ALL, gates.total[1], 31);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) ((float *)(mine + TOTAL_AT))[lane + h * 32] = gates.total[h];
+  __syncwarp();
+  return gates;
+}
+
+// `scores` and the tokens' factors.
+__device__ __forceinline__ void score(const Params &p, const Chunk &c, const char *memory, const char *mine,
+                                      const Gates &gates, i64 origin, int lane) {
+  const float *norm_q = (const float *)(memory + NORM_Q_AT), *norm_k = (const float *)(memory + NORM_K_AT);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int i = lane + h * 32;
+    if (!c.live(i)) continue;
+    const float since = exp2_(gates.total[h] * LOG2E);
+    p.since[origin + i] = since * norm_q[i];
+    p.seen[origin + i] = since * norm_k[i];
+    p.left[origin + i] = exp2_((gates.last - gates.total[h]) * LOG2E) * norm_k[i];
+    p.decay[origin + i] = exp2_(gates.last * LOG2E);
+  }
+  char *const to = p.scores + origin * ROW_OUT;
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) {
+    const bool rows[2] = {c.live(r * 16 + lane / 4), c.live(r * 16 + lane / 4 + 8)};
+#pragma unroll
+    for (int n = 0; n < STRIPS; ++n) {
+      Square s = {};
+      if (n <= r) {
+        s.get(memory + SCORES_AT + square_of(r, n) * SQUARE_BYTES + lane * 16);
+        s.weigh((const float *)(mine + TOTAL_AT), norm_q, nullptr, norm_k, r, n, true, lane);
+      }
+      s.store(to, r, n, rows, lane);
+    }
+  }
+}
+
+// `solved`.
+__device__ __forceinline__ void solve(const Params &p, const Chunk &c, const char *memory, const char *mine,
+                                      i64 origin, int lane) {
+  const float *norm_k = (const float *)(memory + NORM_K_AT), *beta = (const float *)(mine + BETA_AT);
+  const float *total = (const float *)(mine + TOTAL_AT);
+  const char *lower = memory + LOWER_AT + lane * 16;
+  char *const to = p.solved + origin * ROW_OUT;
+  Square diagonal[STRIPS];
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) {
+    diagonal[r].get(lower + square_of(r, r) * SQUARE_BYTES);
+    diagonal[r].weigh(total, norm_k, beta, norm_k, r, r, false, lane);
+  }
+  invert<STRIPS>(diagonal, lane);
+  u32 own[STRIPS][4];
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) diagonal[r].fragment(own[r]);
+  Turned solved[STRIPS - 1][STRIPS - 1];  // squares of T, to be multiplied from the left
+#pragma unroll
+  for (int r = 0; r < STRIPS; ++r) {
+    const bool rows[2] = {c.live(r * 16 + lane / 4), c.live(r * 16 + lane / 4 + 8)};
+    if (r < STRIPS - 1) solved[r][r] = Turned::of(own[r]);
+    diagonal[r].scale_columns(beta, r, lane);
+    diagonal[r].store(to, r, r, rows, lane);
+    u32 left[STRIPS - 1][4];
+#pragma unroll
+    for (int m = 0; m < r; ++m) {
+      Square l;
+      l.get(lower + square_of(r, m) * SQUARE_BYTES);
+      l.weigh(total, norm_k, beta, norm_k, r, m, false, lane);
+      l.fragment(left[m]);
+    }
+#pragma unroll
+    for (int n = 0; n < STRIPS; ++n) {
+      if (n == r) continue;
+      Square t = {};
+      if (n < r) {
+        Square sum = {};
+#pragma unroll
+        for (int m = n; m < r; ++m) sum.add(left[m], solved[m][n]);
+        u32 x[4];
+        sum.fragment(x);
+        t.add(own[r], Turned::of(x));
+        t.negate();
+        t.fragment(x);
+        if (r < STRIPS - 1) solved[r][n] = Turned::of(x);
+        t.scale_columns(beta, n, lane);
+      }
+      t.store(to, r, n, rows, lane);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
+    delta_chunks(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) char memory[];
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();
+  const u32 shared = shared_address(memory);
+  const int key_head = blockIdx.x % KEY_HEADS, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const Chunk c = find_chunk(p, blockIdx.x / KEY_HEADS);
+  if (c.at(0) < c.end && (!c.live(0) || !c.live(CHUNK - 1))) store_zeros(p, c, key_head);
+  if (c.count <= SHORT || c.at(0) >= c.count || c.at(CHUNK - 1) < c.first) return;  // no token is live
+  load_rows(shared, p.q + key_head * p.q_head * 2, p.q_token * 2, c);
+  load_rows(shared + KEYS_AT, p.k + key_head * p.k_head * 2, p.k_token * 2, c);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  if (warp == 0) multiply<3, true>(memory, shared, p.scale, p.eps, lane);
+  if (warp == 1) multiply<2, true>(memory, shared, p.scale, p.eps, lane);
+  if (warp == 2) multiply<3, false>(memory, shared, 1.f, p.eps, lane);
+  if (warp == 3) multiply<2, false>(memory, shared, 1.f, p.eps, lane);
+  __syncthreads();
+  char *const mine = memory + WARPS_AT + warp * WARP_BYTES;
+  const i64 tokens = c.begin + c.part * CHUNK;
+  constexpr int WARPS = THREADS / 32;
+#pragma unroll 1
+  for (int n = warp; n < GROUP; n += WARPS) {
+    const int head = key_head * GROUP + n;
+    load_gates(p, c, mine, head, lane);
+    solve(p, c, memory, mine, head * (i64)p.num_tokens + tokens, lane);
+  }
+#pragma unroll 1
+  for (int n = (warp + WARPS - GROUP % WARPS) % WARPS; n < GROUP; n += WARPS) {  // the next warps first
+    const int head = key_head * GROUP + n;
+    const Gates gates = load_gates(p, c, mine, head, lane);
+    score(p, c, memory, mine, gates, head * (i64)p.num_tokens + tokens, lane);
+  }
+}

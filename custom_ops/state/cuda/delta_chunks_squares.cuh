@@ -1,0 +1,143 @@
+// Squares of 16 x 16 numbers in a warp's registers, and shared memory of the kernel of a gated delta net's
+// chunks. A lane has rows lane / 4 and + 8, columns lane % 4 * 2 and + 1 of both halves: what products give.
+#pragma once
+
+#include "delta_chunks_params.cuh"
+
+constexpr int CHUNK = 64, THREADS = 128, STRIPS = CHUNK / 16, SQUARES = STRIPS * (STRIPS + 1) / 2;
+constexpr float LEAST_DECAY = -100.f;  // of a token, as custom_ops/state/triton/chunk_products.py says
+// Shared memory: rows of queries and keys, then squares of both products in their place; behind them norms,
+// and sums of decays and beta, a warp's each.
+constexpr int ROW_BYTES = KEY_DIM * 2, KEYS_AT = CHUNK * ROW_BYTES;
+constexpr int SQUARE_BYTES = 1024, SCORES_AT = 0, LOWER_AT = SQUARES * SQUARE_BYTES;
+constexpr int NORM_Q_AT = 2 * (KEYS_AT > LOWER_AT ? KEYS_AT : LOWER_AT), NORM_K_AT = NORM_Q_AT + CHUNK * 4;
+constexpr int WARPS_AT = NORM_K_AT + CHUNK * 4, TOTAL_AT = 0, BETA_AT = CHUNK * 4, WARP_BYTES = CHUNK * 8;
+static_assert(WARPS_AT + THREADS / 32 * WARP_BYTES == SHARED_BYTES, "as delta_chunks.py asks for it");
+constexpr int ROW_OUT = CHUNK * 2;  // bytes of a token's row of results
+
+// Of a square on the diagonal or below it, among these.
+__device__ __forceinline__ constexpr int square_of(int row, int column) {
+  return row * (row + 1) / 2 + column;
+}
+
+// 16 rows and numbers of 16 columns, both for the left and, as numbers of 16 rows to the right are, turned.
+__device__ __forceinline__ void load_fragment(u32 (&x)[4], u32 rows, int strip, int step, int lane) {
+  const int i = strip * 16 + lane % 16;
+  ldmatrix_x4(x, rows + i * ROW_BYTES + ((step * 2 + lane / 16) ^ (i & 7)) * 16);
+}
+
+// A square of float16 as the right operand of products.
+struct Turned {
+  u32 x[2][2];  // half of the columns, half of the rows
+  static __device__ __forceinline__ Turned of(const u32 (&a)[4]) {
+    return {{{movmatrix_trans(a[0]), movmatrix_trans(a[1])}, {movmatrix_trans(a[2]), movmatrix_trans(a[3])}}};
+  }
+};
+
+struct Square {
+  float x[2][4];  // half of the columns; two of a row, then of the row 8 further
+
+  // Products of 16 rows with 16 rows, of bfloat16.
+  __device__ __forceinline__ void add_rows(const u32 (&a)[4], const u32 (&b)[4]) {
+    mma<false>(x[0], a, b[0], b[2]);
+    mma<false>(x[1], a, b[1], b[3]);
+  }
+  __device__ __forceinline__ void add(const u32 (&a)[4], const Turned &b) {
+    mma<true>(x[0], a, b.x[0][0], b.x[0][1]);
+    mma<true>(x[1], a, b.x[1][0], b.x[1][1]);
+  }
+  // As the left operand of products.
+  __device__ __forceinline__ void fragment(u32 (&a)[4]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) a[n] = pack<true>(x[n / 2][n % 2 * 2], x[n / 2][n % 2 * 2 + 1]);
+  }
+  __device__ __forceinline__ void put(char *to) const {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) *(float4 *)(to + n * 512) = {x[n][0], x[n][1], x[n][2], x[n][3]};
+  }
+  __device__ __forceinline__ void get(const char *from) {
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float4 y = *(const float4 *)(from + n * 512);
+      x[n][0] = y.x, x[n][1] = y.y, x[n][2] = y.z, x[n][3] = y.w;
+    }
+  }
+  __device__ __forceinline__ void negate() {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x[n / 4][n % 4] = -x[n / 4][n % 4];
+  }
+  // Times decays from column to row, and factors of rows, one or two, and columns. 0 above the diagonal, and
+  // on it but for ``with_own``.
+  __device__ __forceinline__ void weigh(const float *total, const float *row, const float *row_too,
+                                        const float *column, int r, int c, bool with_own, int lane) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int i = r * 16 + lane / 4 + n % 4 / 2 * 8, j = c * 16 + n / 4 * 8 + lane % 4 * 2 + n % 2;
+      float y = exp2_((total[i] - total[j]) * LOG2E) * row[i] * column[j];
+      if (row_too != nullptr) y *= row_too[i];
+      y *= x[n / 4][n % 4];
+      x[n / 4][n % 4] = r > c || i > j || (with_own && i == j) ? y : 0.f;
+    }
+  }
+  __device__ __forceinline__ void scale_columns(const float *column, int c, int lane) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) x[n / 4][n % 4] *= column[c * 16 + n / 4 * 8 + lane % 4 * 2 + n % 2];
+  }
+  // As bfloat16 to rows of CHUNK, those that are live. Neighbours exchange numbers: four lanes then have 32
+  // bytes of a row.
+  __device__ __forceinline__ void store(char *to, int r, int c, const bool (&rows)[2], int lane) const {
+    const bool odd = lane % 2;
+    char *const at = to + (r * 16 + lane / 4) * ROW_OUT + (c * 16 + lane % 2 * 8 + lane % 4 / 2 * 4) * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const u32 low = pack<false>(x[0][h * 2], x[0][h * 2 + 1]);
+      const u32 high = pack<false>(x[1][h * 2], x[1][h * 2 + 1]);
+      const u32 got = __shfl_xor_sync(ALL, odd ? low : high, 1);
+      if (rows[h]) *(uint2 *)(at + h * 8 * ROW_OUT) = odd ? uint2{got, high} : uint2{low, got};
+    }
+  }
+};
+
+// Squares below the diagonal to inverses of 1 + square. Two blocks of 8 x 8 on the diagonal of each go
+// through one product.
+template <int COUNT> __device__ __forceinline__ void invert(Square (&squares)[COUNT], int lane) {
+  const int i = lane / 4, j = lane % 4 * 2;
+  float block[COUNT][4];  // two of each block of 8
+#pragma unroll
+  for (int s = 0; s < COUNT; ++s) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int column = j + n % 2;
+      const float below = squares[s].x[n / 2][n];
+      block[s][n] = i == column ? 1.f : i / 2 == column / 2 ? -below : 0.f;
+    }
+  }
+#pragma unroll
+  for (int half = 1; half < 3; ++half) {
+#pragma unroll
+    for (int s = 0; s < COUNT; ++s) {
+      float corner[4], y[4] = {}, z[4] = {};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        corner[n] = (i ^ (j + n % 2)) >> half == 1 ? squares[s].x[n / 2][n] : 0.f;
+      }
+      const u32 a[4] = {pack<true>(block[s][0], block[s][1]), 0, 0, pack<true>(block[s][2], block[s][3])};
+      mma<true>(y, a, movmatrix_trans(pack<true>(corner[0], corner[1])),
+                movmatrix_trans(pack<true>(corner[2], corner[3])));
+      const u32 b[4] = {pack<true>(y[0], y[1]), 0, 0, pack<true>(y[2], y[3])};
+      mma<true>(z, b, movmatrix_trans(a[0]), movmatrix_trans(a[3]));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) block[s][n] -= z[n];
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < COUNT; ++s) {  // blocks of 16
+    float y[4] = {}, z[4] = {};
+    const u32 a[4] = {pack<true>(block[s][2], block[s][3]), 0, 0, 0};
+    mma<true>(y, a, movmatrix_trans(pack<true>(squares[s].x[0][2], squares[s].x[0][3])), 0);
+    const u32 b[4] = {pack<true>(y[0], y[1]), 0, 0, 0};
+    mma<true>(z, b, movmatrix_trans(pack<true>(block[s][0], block[s][1])), 0);
+    Square &done = squares[s];
+    done = {{{block[s][0], block[s][1], -z[0], -z[1]}, {0.f, 0.f, block[s][2], block[s][3]}}};
+  }
+}

@@ -1,0 +1,145 @@
+"""The CUDA C++ kernel of a gated delta net's chunks on the host (state_on_host.h): its own sources, launched
+by its own launcher, against what the chunks' numbers mean, in float64; and which calls it takes."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc, registers
+from kernels_on_host import launched_on_host
+from op_inputs.state import LONG_BATCHES, STATE_BATCHES, Rows, make_linear_inputs
+from torch import Tensor
+
+from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
+from torchpaged.custom_ops.state.cuda import delta_chunks
+from torchpaged.custom_ops.state.cuda.delta_chunks import CHUNK, ChunkSpec
+from torchpaged.custom_ops.state.triton.records import Chunks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+SHORT = 16
+SHAPES: dict[str, dict[str, Any]] = {
+    "four heads a key head": {"key_heads": 1, "heads": 4},
+    "two": {"key_heads": 2, "heads": 4, "out_dtype": FP32},
+    "one": {"key_heads": 2, "heads": 2, "beta": False},
+    "three": {"key_heads": 1, "heads": 3, "key_dim": 64},
+}
+BATCHES = LONG_BATCHES | {"chunks": STATE_BATCHES["chunks"]}
+
+
+def workspace(call: LinearAttentionCall) -> Chunks:
+    """Of NaN."""
+    tokens, heads, _ = call.v.shape
+    nan = float("nan")
+    squares = [torch.full((heads, tokens, CHUNK), nan, dtype=BF16) for _ in range(2)]
+    factors = [torch.full((heads, tokens), nan) for _ in range(4)]
+    return Chunks(squares[0], *factors[:3], solved=squares[1], seen=factors[3])
+
+
+def expected(call: LinearAttentionCall) -> Chunks:
+    """What `Chunks` says, token by token; NaN where nothing is to be written."""
+    chunks = Chunks(
+        *(x if x is None else torch.full_like(x, float("nan"), dtype=torch.float64) for x in workspace(call))
+    )
+    starts = call.query_start_loc.tolist()
+    for row, (begin, end) in enumerate(itertools.pairwise(starts)):
+        count = end - begin
+        first = min(max(count - int(call.seq_lens[row]), 0), count)
+        if count <= SHORT or not int(call.state_slots[row]):
+            continue
+        for base in range(0, count, CHUNK):
+            low, high = max(base, first), min(base + CHUNK, count)
+            if low >= high:
+                continue
+            tokens = torch.arange(low, high) + begin
+            columns = tokens - begin - base
+            for head in range(call.v.shape[1]):
+                _of_chunk(call, chunks, tokens, columns, head)
+    return chunks
+
+
+def _of_chunk(call: LinearAttentionCall, chunks: Chunks, tokens: Tensor, columns: Tensor, head: int) -> None:
+    key_head = head // (call.v.shape[1] // call.q.shape[1])
+    q, k = (x[tokens, key_head].double() for x in (call.q, call.k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + NORM_EPS).sqrt() for x in (q, k))
+    norms = (call.k[tokens, key_head].double().square().sum(-1) + NORM_EPS).rsqrt()
+    norms_q = (call.q[tokens, key_head].double().square().sum(-1) + NORM_EPS).rsqrt() * call.scale
+    total = call.g[tokens, head].double().clamp(min=-100.0).cumsum(0)
+    beta = torch.ones_like(total) if call.beta is None else call.beta[tokens, head].double()
+    decays = (total[:, None] - total[None, :]).exp()
+    eye = torch.eye(len(tokens), dtype=torch.float64)
+    scores = (call.scale * q @ k.T * decays).tril()
+    solved = torch.linalg.inv(eye + (beta[:, None] * (k @ k.T) * decays).tril(-1)) * beta[None, :]
+    for square, here in ((chunks.scores, scores), (chunks.solved, solved)):
+        square[head, tokens] = 0.0
+        square[head, tokens[:, None], columns[None, :]] = here
+    chunks.since[head, tokens] = total.exp() * norms_q
+    chunks.seen[head, tokens] = total.exp() * norms
+    chunks.left[head, tokens] = (total[-1] - total).exp() * norms
+    chunks.decay[head, tokens] = total[-1].exp()
+
+
+@needs_gxx
+@pytest.mark.slow_cases(but=("four heads a key head", "two"))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_what_chunks_mean(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is written, and tokens that no state sees get zeros."""
+    kernel = "delta_chunks.cu", "delta_chunks", "state_on_host.h", ()
+    launched_on_host(monkeypatch, delta_chunks, tmp_path / "host", kernel)
+    found = 0
+    for batch in BATCHES.values():
+        sizes = {"key_dim": 128, "value_dim": 48, "dtype": BF16} | SHAPES[shape]
+        call = LinearAttentionCall(**make_linear_inputs(batch, **sizes) | {"normalize": True})
+        assert delta_chunks.why_not(call, (9, 0)) is None
+        call.out.fill_(7.0)
+        chunks, want = workspace(call), expected(call)
+        delta_chunks.launch(call, chunks, SHORT)
+        for name, x, y in zip(Chunks._fields, chunks, want, strict=True):
+            if x is not None:
+                assert torch.equal(x.isnan(), y.isnan()), name
+                torch.testing.assert_close(x.double(), y, rtol=2**-7, atol=2e-3, equal_nan=True, msg=name)
+        live = want.since[0].isfinite()
+        assert (call.out[live] == 7).all()
+        starts, long = call.query_start_loc, torch.zeros(len(live) + 1, dtype=torch.bool)
+        for begin, end in itertools.pairwise(starts.tolist()):
+            long[begin:end] = end - begin > SHORT
+        long[int(starts[-1]) :] = True
+        zeros = ~live & long[:-1]
+        assert (call.out[zeros] == 0).all()
+        found += int(zeros.sum())
+        assert (call.out[~live & ~long[:-1]] == 7).all()
+    assert found
+
+
+SPECS = {
+    "Qwen3-Next": ChunkSpec(128, 128, 8, 2, SHORT, False, 1),
+    "Qwen3.5 397B": ChunkSpec(128, 128, 16, 4, SHORT, False, 2),
+    "one head a key head": ChunkSpec(64, 64, 16, 1, SHORT, True, 0),
+}
+
+
+@needs_nvcc
+@pytest.mark.slow_cases(but=("Qwen3.5 397B",))
+@pytest.mark.parametrize("name", SPECS)
+def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
+    _, report = compiled(tmp_path, "delta_chunks.cu", SPECS[name].config())
+    check_no_spills(report)
+    assert registers(report) <= 128
+
+
+def test_which_calls_are_taken() -> None:
+    given = make_linear_inputs(Rows(((0, 100),)), dtype=BF16, key_dim=128, value_dim=64) | {"normalize": True}
+    call = LinearAttentionCall(**given)
+    assert delta_chunks.why_not(call, (9, 0)) is None
+    for other in (
+        call._replace(normalize=False),
+        call._replace(delta_rule=False),
+        call._replace(v=call.v.float()),
+        call._replace(g=call.g[..., None].expand(*call.g.shape, 128)),
+        call._replace(q=call.q[..., :32]),
+    ):
+        assert delta_chunks.why_not(other, (9, 0))
+    assert delta_chunks.why_not(call, (8, 0))

@@ -44,7 +44,7 @@ class Kernel:
 
         # The device's context exists and is current from here on.
         torch.empty(1, dtype=torch.uint8, device="cuda")
-        self._driver = driver
+        self._driver, self._index = driver, torch.cuda.current_device()
         self._module = checked(driver.cuModuleLoadData(code), "cuModuleLoadData")
         self._function = checked(
             driver.cuModuleGetFunction(self._module, name.encode()), "cuModuleGetFunction"
@@ -131,11 +131,11 @@ class Kernel:
         early: bool,
         offsets: tuple[int, ...] = (0,),
     ) -> None:
-        """Launch on the current stream. ``arguments``: the parameters, at ``offsets``; one struct by default;
-        the driver has copied them when this returns. ``early``: programmatic dependent launch."""
+        """Launch on its device's current stream. ``arguments``: the parameters, at ``offsets``; one struct by
+        default; the driver has copied them when this returns. ``early``: programmatic dependent launch."""
         config = self._config()
         config.gridDimX, config.blockDimX = grid, threads
-        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.hStream = torch.cuda.current_stream(self._index).cuda_stream
         config.numAttrs = int(early)
         begin = ctypes.addressof(arguments)
         pointers = (ctypes.c_void_p * len(offsets))(*(begin + offset for offset in offsets))

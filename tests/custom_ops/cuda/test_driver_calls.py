@@ -92,7 +92,8 @@ from types import SimpleNamespace
 import torch
 empty = torch.empty
 torch.empty = lambda *sizes, device, **options: empty(*sizes, **options)
-torch.cuda.current_stream = lambda: SimpleNamespace(cuda_stream=4242)
+torch.cuda.current_device = lambda: 3
+torch.cuda.current_stream = lambda device: SimpleNamespace(cuda_stream={3: 4242}[device])
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel
 from torchpaged.custom_ops.cuda.tensor_map import tensor_map
 

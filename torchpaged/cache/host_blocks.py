@@ -250,14 +250,14 @@ class _GPUCopies:
     def out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Packed on the current stream, so that blocks are free at once, then copied. A copy of more than
         both buffers hold makes the current stream wait for the link."""
-        current = torch.cuda.current_stream(self._device)
-        for first, ids, buffer, free in self._out.parts(blocks):
+        current, ids = torch.cuda.current_stream(self._device), self._ids(blocks)
+        for first, buffer, free in self._out.parts(len(blocks)):
             current.wait_event(free)
             with torch.cuda.device(self._device):
-                self._packing.run(buffer, to_device(ids, torch.int64, self._device), unpack=False)
+                self._packing.run(buffer, ids[first : first + len(buffer)], unpack=False)
             self._out.stream.wait_stream(current)
             with torch.cuda.stream(self._out.stream):
-                for at, held in self._memory.runs(slots[first : first + len(ids)]):
+                for at, held in self._memory.runs(slots[first : first + len(buffer)]):
                     held.copy_(buffer[at : at + len(held)], non_blocking=True)
                 free.record()
 
@@ -283,11 +283,16 @@ class _GPUCopies:
         self._in.stream.wait_stream(torch.cuda.current_stream(self._device))
         self._in.stream.wait_stream(self._out.stream)
         with torch.cuda.stream(self._in.stream):
-            for first, ids, buffer, _ in self._in.parts(blocks):
-                for at, held in self._memory.runs(slots[first : first + len(ids)]):
+            ids = self._ids(blocks)
+            for first, buffer, _ in self._in.parts(len(blocks)):
+                for at, held in self._memory.runs(slots[first : first + len(buffer)]):
                     buffer[at : at + len(held)].copy_(held, non_blocking=True)
-                self._packing.run(buffer, to_device(ids, torch.int64, self._device), unpack=True)
+                self._packing.run(buffer, ids[first : first + len(buffer)], unpack=True)
         return _OnStream(self._in.stream.record_event(), self._device)
+
+    def _ids(self, blocks: Sequence[int]) -> Tensor:
+        """On the device in one copy, whatever the parts are: each stands between two steps."""
+        return to_device(blocks, torch.int64, self._device)
 
 
 class _Buffers:
@@ -303,10 +308,9 @@ class _Buffers:
             buffer.record_stream(self.stream)
         self._free = [torch.cuda.Event() for _ in range(2)]
 
-    def parts(self, blocks: Sequence[int]) -> Iterator[tuple[int, Sequence[int], Tensor, torch.cuda.Event]]:
-        """Parts that a buffer holds: where each begins, its blocks, the buffer, and the event of its last
-        use."""
-        for first in range(0, len(blocks), self.rows):
-            ids, turn = blocks[first : first + self.rows], self._next
-            self._next = 1 - turn
-            yield first, ids, self._buffers[turn][: len(ids)], self._free[turn]
+    def parts(self, count: int) -> Iterator[tuple[int, Tensor, torch.cuda.Event]]:
+        """Parts of ``count`` blocks that a buffer holds: where each begins, as many rows of the buffer, and
+        the event of its last use."""
+        for first in range(0, count, self.rows):
+            turn, self._next = self._next, 1 - self._next
+            yield first, self._buffers[turn][: count - first], self._free[turn]

@@ -11,7 +11,7 @@ from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 _TILE = 1024  # words of 8 bytes
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks_ptr"])  # a part of them may begin anywhere
 def pack_blocks_kernel(
     bases_ptr, sizes_ptr, blocks_ptr, rows_ptr, row_words, UNPACK: tl.constexpr, TILE: tl.constexpr
 ):

@@ -118,6 +118,7 @@ class BucketedGraphs(NotCopied):
         self.inputs, self.buckets, self.device = inputs, buckets, torch.device(device)
         self.capture_backend = capture_backend_for(capture, self.device)
         self.pool = self.capture_backend.new_pool() if pool is None else pool
+        self._is_first_of_pool = pool is None
         self.session: StepSession = NoSession() if session is None else session
         self._plans_replays = self.session.plans_every_step
         self._steps, self._eager = steps, steps if eager is None else eager
@@ -158,7 +159,8 @@ class BucketedGraphs(NotCopied):
         if not isinstance(wanted, Sequence) or not set(wanted) <= set(self.buckets):
             raise ArgumentError("buckets", f"some of {shortened(self.buckets, 8)}", repr(buckets))
         todo = [n for n in reversed(wanted) if n not in self._graphs]
-        gc.collect()  # unused objects give their memory to the graphs
+        if self._is_first_of_pool:  # others come behind it; a quarter of a second in a large process
+            gc.collect()  # unused objects give their memory to the graphs
         for done, bucket in enumerate(todo):
             self._capture_one(bucket)
             if self._progress:

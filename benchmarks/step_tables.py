@@ -159,18 +159,31 @@ def serving() -> list[str]:
 def serving_steps() -> list[str]:
     """Runs of today, and how near their steps were to the least that each can take."""
     lines = []
-    for engine in load("h200_serving_steps")["engines"]:
+    documents = [load(name) for name in ("h200_serving_sampler", "h200_serving_steps")]
+    for engine in [engine for document in documents for engine in document["engines"]]:
         for run in engine["runs"]:
             spent, least = (sum(kind[name] for kind in run["by_kind"]) for name in ("s", "least_s"))
             first, between = (
-                " / ".join(figure(1e3 * run[name][at]) for at in run[name] if at != "max") or "–"
+                " / ".join(figure(1e3 * run[name][at]) for at in ("p50", "p99") if at in run[name]) or "–"
                 for name in ("first_token", "between_tokens")
             )
             names = f"{engine['shape']}, {engine['options']['max_batch_size']} rows"
+            if (chunk := engine["options"].get("prefill_chunk_size")) is not None:
+                names += f", chunks of {chunk:,}"
             load_ = f"{run['requests']} {run['lengths']}"
             rates = (figure(run[name], 0) for name in ("tok_per_s", "prompt_tok_per_s"))
-            lines.append([names, load_, *rates, f"{100 * least / spent:.0f} %", first, between])
-    header = ["engine", "requests", "tok/s", "prompt tok/s", "of the least", "first token, ms", "between two"]
+            start = f"{engine['start_s']:.1f}"
+            lines.append([names, start, load_, *rates, f"{100 * least / spent:.0f} %", first, between])
+    header = [
+        "engine",
+        "start, s",
+        "requests",
+        "tok/s",
+        "prompt tok/s",
+        "of the least",
+        "first token, ms",
+        "between two",
+    ]
     return table(header, lines)
 
 

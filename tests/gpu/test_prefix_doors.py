@@ -45,6 +45,23 @@ def test_an_engine(model: Any, options: dict[str, Any]) -> None:
     assert generator.stats.shared_tokens > 1000
 
 
+def test_rows_between_two_second_graphs(model: Any) -> None:
+    """Of default buckets second graphs are every 16 rows: 21 requests take that of 32, behind 40 others."""
+    from torchpaged.engine import Generator, SamplingParams
+
+    torch.manual_seed(1)
+    system = torch.randint(3, 99, (200,)).tolist()
+    loads = [[[*system, 5 + i, 9, 3 + i % 7] for i in range(count)] for count in (40, 21)]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    sizes: dict[str, Any] = {"max_batch_size": 40, "max_seq_len": 256}
+    plain = Generator(model, **sizes, share_prefixes=False)
+    want = [[output.token_ids for output in plain.generate(load, params)] for load in loads]
+    generator = Generator(model, **sizes, cascade=free())
+    assert [[output.token_ids for output in generator.generate(load, params)] for load in loads] == want
+    hits = {report.bucket: report.hits for report in generator.loop.runner.prefix_graphs.report()}  # type: ignore[union-attr]
+    assert set(hits) == {1, 2, 4, 8, 16, 32, 40} and hits[32] > 5 and hits[40] > 5
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_paged_cache(model: Any, compiled: bool) -> None:
     """One prompt that eight rows continue: eagerly, and compiled with CUDA graphs."""

@@ -212,17 +212,18 @@ def serving_peers() -> list[str]:
 
 
 def serving_latencies() -> list[str]:
-    """Of the rows at a rate, ours behind vLLM's: milliseconds."""
+    """Of the rows at a rate, ours behind vLLM's, and 8B's, of which vLLM's are missing: milliseconds."""
     rows = [row for row in load("h200_serving_peers")["rows"] if row["part"] == "rates"]
+    rows += [{"shape": "llama-8b", "engine": "ours", **row} for row in load("h200_serving_sampler")["rates"]]
     lines = []
-    for row in sorted(rows, key=lambda row: (row["share"], row["engine"])):
+    for row in sorted(rows, key=lambda row: (row["shape"], row["share"], row["engine"])):
         ms = (
             " / ".join(figure(1e3 * row[name][at]) for at in ("p50", "p99", "max"))
             for name in ("first_token", "between_tokens")
         )
         engine = {"ours": "ours", "vllm": "vLLM"}[row["engine"]]
-        lines.append([f"{100 * row['share']:.0f} %", f"{row['rate']:.1f}", engine, *ms])
-    return table(["load", "requests/s", "engine", "first token", "between two"], lines)
+        lines.append([row["shape"], f"{100 * row['share']:.0f} %", f"{row['rate']:.1f}", engine, *ms])
+    return table(["shape", "load", "requests/s", "engine", "first token", "between two"], lines)
 
 
 def linear() -> list[str]:

@@ -168,8 +168,6 @@ def serving_steps() -> list[str]:
                 for name in ("first_token", "between_tokens")
             )
             names = f"{engine['shape']}, {engine['options']['max_batch_size']} rows"
-            if (chunk := engine["options"].get("prefill_chunk_size")) is not None:
-                names += f", chunks of {chunk:,}"
             load_ = f"{run['requests']} {run['lengths']}"
             rates = (figure(run[name], 0) for name in ("tok_per_s", "prompt_tok_per_s"))
             start = f"{engine['start_s']:.1f}"

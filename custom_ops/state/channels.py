@@ -37,17 +37,27 @@ class SelectiveScanCall(NamedTuple):
 
     def attention(self) -> LinearAttentionCall:
         """The recurrence, into new memory."""
-        exact = exact_dtype(self.x.dtype)
-        step = softplus(self.dt.to(exact) + self.dt_bias.to(exact))
-        g = -self.a_log.to(exact).exp() * step[..., None]
+        step, g = scan_steps(self.dt, self.dt_bias, self.a_log)
         return _over_channels(self, self.c[:, None], self.b[:, None], self.x, g, step)
 
     def end(self, attended: LinearAttentionCall) -> None:
         """Skip and gate of what the recurrence gave."""
-        y = attended.out[..., 0]
-        y = y + self.skip_weight.to(y.dtype) * self.x.to(y.dtype)
-        y = y if self.gate is None else y * silu(self.gate.to(y.dtype))
+        y = scan_results(attended.out[..., 0], self.x, self.skip_weight, self.gate)
         self.out.copy_(torch.where(_tokens(self)[0], y, 0))
+
+
+def scan_steps(dt: Tensor, dt_bias: Tensor, a_log: Tensor) -> tuple[Tensor, Tensor]:
+    """Steps ``[..., channels]`` and their decays ``[..., channels, key_dim]``, in the dtype of states."""
+    exact = exact_dtype(dt.dtype)
+    step = softplus(dt.to(exact) + dt_bias.to(exact))
+    return step, -a_log.to(exact).exp() * step[..., None]
+
+
+def scan_results(attended: Tensor, x: Tensor, skip_weight: Tensor, gate: Tensor | None) -> Tensor:
+    """What the recurrence gave, ``[..., channels]``, with skip and gate, in the dtype of states."""
+    exact = exact_dtype(x.dtype)
+    y = attended.to(exact) + skip_weight.to(exact) * x.to(exact)
+    return y if gate is None else y * silu(gate.to(exact))
 
 
 class RgLruCall(NamedTuple):
@@ -77,8 +87,8 @@ class RgLruCall(NamedTuple):
             # where blocks have one channel each, `flatten` gives a view
             return product.transpose(0, 1).flatten(1).contiguous().sigmoid()
 
-        g = gate(self.recurrent_weight, self.recurrent_bias) * softplus(self.recurrent_param.to(exact)) * -8.0
-        norm = torch.where(_tokens(self)[1], 1, (-torch.expm1(2 * g)).sqrt())
+        recurrent = gate(self.recurrent_weight, self.recurrent_bias)
+        g, norm = lru_decays(recurrent, self.recurrent_param, _tokens(self)[1])
         v = (self.x * gate(self.input_weight, self.input_bias) * norm).to(self.x.dtype)
         ones = self.x.new_ones(self.x.shape[0], 1, 1)
         return _over_channels(self, ones, ones, v, g)
@@ -88,6 +98,14 @@ class RgLruCall(NamedTuple):
         y = attended.out[..., 0]
         y = y if self.gate is None else y * self.gate
         self.out.copy_(torch.where(_tokens(self)[0], y, 0))
+
+
+def lru_decays(gate: Tensor, recurrent_param: Tensor, begins: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithms of the decays of a recurrent ``gate [..., channels]``, and by what inputs are multiplied,
+    both in the dtype of states. ``begins [..., 1]`` bool: tokens whose state was zero."""
+    exact = exact_dtype(gate.dtype)
+    g = gate.to(exact) * softplus(recurrent_param.to(exact)) * -8.0
+    return g, torch.where(begins, 1, (-torch.expm1(2 * g)).sqrt())
 
 
 def _over_channels(

@@ -108,7 +108,8 @@ class PackedState(TakesBack, StateLayer):
         """The step of tokens ``x [batch, query_len, *]``, of a mixer without a convolution or of `convolve`.
         First of what a mixer calls: the first layer of a forward moves the rows on."""
         refuse_grad(x=x)
-        self.prepared(x, width, channels)
+        if not self.is_initialized or not self.cache.ready:
+            self._prepare(x, width, channels)
         step = self.cache.advance(self, x.shape[0], x.shape[1])
         self.past = []  # in compiled forwards, too, or what an eager one before them left is taken back
         return step
@@ -287,11 +288,10 @@ class PackedState(TakesBack, StateLayer):
         self, step: AttentionMetadata, x: Tensor, sizes: tuple[int, int, int]
     ) -> tuple[LayerStates, tuple[Tensor, Tensor, Tensor]]:
         """Pools, and slots, lengths and starts of a whole step."""
-        self.require_plain(step)
+        rows = self.rows_of(step)
         if self.pools.state is None:
             self._make_matrices(sizes, x)
-        assert self.cache.state_slots is not None
-        return self.pools, (self.cache.state_slots[: step.num_reqs], step.seq_lens, step.query_start_loc)
+        return self.pools, rows
 
     def begins(self, batch: int, query_len: int) -> Tensor:
         """``[batch, query_len, 1]``: whether a token is its request's first. Behind `convolve` or `begin`."""
@@ -356,7 +356,9 @@ def exact(x: Tensor) -> Tensor:
 
 def _of_conv(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weight ``[channels, width]`` and bias of a depthwise ``nn.Conv1d`` in x's dtype."""
-    return conv.weight.squeeze(1).to(x.dtype), None if conv.bias is None else conv.bias.to(x.dtype)
+    weight, bias, dtype = conv.weight.squeeze(1), conv.bias, x.dtype
+    weight = weight if weight.dtype == dtype else weight.to(dtype)
+    return weight, bias if bias is None or bias.dtype == dtype else bias.to(dtype)
 
 
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -82,24 +82,24 @@ class TakesBack:
     ) -> Tensor:
         """``run`` over the tokens of a step's requests, of ``sizes [batch, query_len, *]``, and what is kept
         of it."""
-        self.require_plain(step)
-        if not torch.compiler.is_compiling() and self.records_past:
+        rows = self.rows_of(step)
+        if self.records_past and not torch.compiler.is_compiling():
             self.past.append(StatePast(pool, run, tokens, sizes[0], sizes[1]))
-        assert self.cache.state_slots is not None
-        rows = self.cache.state_slots[: step.num_reqs], step.seq_lens, step.query_start_loc
         return run(*tokens, rows=rows, max_query_len=step.max_query_len)
 
-    def require_plain(self, step: AttentionMetadata) -> None:
-        """Refuse a step whose tokens do not follow one another.
+    def rows_of(self, step: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
+        """Slots, lengths and starts of a step's requests.
 
         Raises:
-            UnsupportedModelError: so it is.
+            UnsupportedModelError: its tokens do not follow one another.
         """
         if step.features:
             raise UnsupportedModelError(
                 f"{self.cache.name}: layer {self.index} keeps a state, which goes from token to token, and "
                 f"the batch has a {step.features[0]}; run its branches as requests of their own"
             )
+        assert self.cache.state_slots is not None
+        return self.cache.state_slots[: step.num_reqs], step.seq_lens, step.query_start_loc
 
     def require_croppable(self, count: int = 1) -> None:
         """Refuse to take back more tokens than the last forward had, or any if it was not recorded: a state

@@ -10,15 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import linear, silu, softplus
+from torch.nn.functional import linear
 
+from torchpaged.custom_ops.state.channels import scan_results, scan_steps
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
-from torchpaged.hf.packed_state import exact
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x
 
 
 def forward_mamba1(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
@@ -27,32 +23,25 @@ def forward_mamba1(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
     if layer is None:
         plain: Tensor = type(self).forward(self, hidden_states, **options)
         return plain
-    norms = (getattr(self, f"{name}_layernorm", _as_it_is) for name in ("dt", "b", "c"))  # none in Mamba
-    norm_dt, norm_b, norm_c = norms
     x, gate = self.in_proj(hidden_states).chunk(2, dim=-1)
     x = layer.convolve(x, self.conv1d, self.activation)
     sizes = [self.time_step_rank, self.ssm_state_size, self.ssm_state_size]
     dt, b, c = self.x_proj(x).split(sizes, dim=-1)
-    dt = linear(norm_dt(dt), self.dt_proj.weight)
+    if hasattr(self, "dt_layernorm"):  # Jamba's
+        dt, b, c = self.dt_layernorm(dt), self.b_layernorm(b), self.c_layernorm(c)
+    dt = linear(dt, self.dt_proj.weight)
     if x.device.type == "cpu":
-        tokens = {"x": x, "dt": dt, "b": norm_b(b), "c": norm_c(c), "gate": gate}
+        tokens = {"x": x, "dt": dt, "b": b, "c": c, "gate": gate}
         parameters = {"a_log": self.A_log, "dt_bias": self.dt_proj.bias, "skip_weight": self.D}
         out = layer.over_channels("selective_scan", tokens, self.ssm_state_size, parameters)
         layer.complete()
         scanned: Tensor = self.out_proj(out)
         return scanned
-    dt = softplus(exact(dt) + exact(self.dt_proj.bias))
-    out = layer.attend(
-        norm_c(c)[:, :, None],
-        norm_b(b)[:, :, None],
-        x[..., None],
-        exact(self.A_log).exp() * -dt[..., None],
-        dt,
-        scale=1.0,
-        delta_rule=False,
-    )
+    step, g = scan_steps(dt, self.dt_proj.bias, self.A_log)
+    q, k = c[:, :, None], b[:, :, None]
+    out = layer.attend(q, k, x[..., None], g, step, scale=1.0, delta_rule=False)
     layer.complete()
-    y = (exact(out[..., 0]) + exact(self.D) * exact(x)) * silu(exact(gate))
+    y = scan_results(out[..., 0], x, self.D, gate)
     projected: Tensor = self.out_proj(y.to(hidden_states.dtype))
     return projected
 

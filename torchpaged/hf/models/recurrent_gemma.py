@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutput
 
+from torchpaged.custom_ops.state.channels import lru_decays
 from torchpaged.hf.attached import plain_of, was_given_functions
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_mixers import packed_functions, state_of
-from torchpaged.hf.packed_state import PackedState, exact
+from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.hf.support import records_layers
 
@@ -140,9 +140,8 @@ def _forward(
         layer.complete()
         return self.linear_out(h), None
     blocks = x.reshape(-1, *lru.input_gate_bias.shape).transpose(0, 1)
-    decay = exact(_gate(blocks, lru.recurrent_gate_weight, lru.recurrent_gate_bias).reshape(x.shape))
-    decay = -8.0 * decay * softplus(exact(lru.recurrent_param))
-    norm = torch.where(layer.begins(*x.shape[:2]), 1.0, (-torch.expm1(2 * decay)).sqrt())
+    recurrent = _gate(blocks, lru.recurrent_gate_weight, lru.recurrent_gate_bias).reshape(x.shape)
+    decay, norm = lru_decays(recurrent, lru.recurrent_param, layer.begins(*x.shape[:2]))
     gated = _gate(blocks, lru.input_gate_weight, lru.input_gate_bias).reshape(x.shape)
     v = x * gated * norm.to(x.dtype)
     ones = x.new_ones(*x.shape[:2], 1, 1)

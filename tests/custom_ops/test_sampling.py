@@ -198,6 +198,19 @@ def test_native_thresholds_at_exact_edges(row: dict[str, float]) -> None:
     assert sorted(set(inputs["out"].tolist())) == kept.nonzero()[:, 0].tolist()
 
 
+@pytest.mark.parametrize("min_p", [0.1, 0.7, 1.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9])
+def test_native_mass_of_top_k_counts_what_min_p_leaves_out(top_p: float, min_p: float) -> None:
+    """``top_p`` is a share of all the ``top_k``."""
+    limits = {"temperature": 1.5, "top_k": 60, "top_p": top_p, "min_p": min_p}
+    inputs = make_sampling_inputs([limits] * 400, vocab_size=130, dtype=torch.float16)
+    inputs["logits"][:, :3] = 4.0
+    want = torch.empty_like(inputs["out"])
+    REFERENCE.sample_tokens(**{**inputs, "out": want})
+    BACKEND_OPS["cpu"].sample_tokens(**inputs)
+    assert inputs["out"].tolist() == want.tolist()
+
+
 @pytest.mark.parametrize(
     ("logits", "temperature"),
     [(1.0, 1e-45), (1.0, 1e-38), (1e30, 1e29), (3e37, 1e31), (3e37, 3e38), (3e38, 3e38), (1e6, 0.01)],

@@ -90,7 +90,9 @@ inline Entry last_kept(const LogitRow& p, const Scores& row) {
     const double out = (1 - double(p.top_p)) * total;
     bound = row.largest - p.temperature * (std::log(row.size / out) + 1e-3);
   }
-  if (p.min_p > 0) bound = std::max(bound, row.largest + p.temperature * (std::log(double(p.min_p)) - 1e-3));
+  // What min_p leaves out counts for the mass of the top_k.
+  if (p.min_p > 0 && !(by_mass && k < row.size))
+    bound = std::max(bound, row.largest + p.temperature * (std::log(double(p.min_p)) - 1e-3));
   const float least = std::max(std::nextafter(float(bound), -INF), std::numeric_limits<float>::lowest());
 
   static thread_local std::vector<Entry> memory;

@@ -14,6 +14,7 @@ import torchpaged.hf as hf
 from torchpaged.engine import generate_call
 from torchpaged.engine.replayed_steps import ReplayedSteps
 from torchpaged.graphs.capture import EagerCapture
+from torchpaged.hf.row_changes import LateCopies
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore:torchpaged. this call of an accelerated model")
@@ -70,6 +71,32 @@ def test_tokens_are_transformers(
     if want.shape[1] == 49:
         assert [steps.num_replayed for steps in calls] == [37]  # of 39, those behind the captured one
     assert torch.equal(model.generate(**call | options), want)
+
+
+@torch.no_grad()
+def test_late_copies_are_those_made_at_once(model: Any) -> None:
+    """Of two reorderings without a step between, of one whose step is not replayed, of more copies than a
+    step makes; those of a step are not made again by the next one."""
+    orders = [([0, 0, 1], [1, 1, 2]), ([1, 1, 2],), (), ([0, 0, 0, 0, 2],)]
+    ways, seen = ("at once", "late"), dict[str, list[torch.Tensor]]()
+    for way in ways:
+        cache = hf.PagedCache(model.config, max_batch_size=5, max_seq_len=64)
+        model.set_attn_implementation("torchpaged")
+        steps = [model(**prompts(3, 9), past_key_values=cache).logits[:, -1:]]
+        late = LateCopies(cache, 2, torch.device("cpu"))
+        cache.late_copies = late if way == "late" else None
+        for parents in orders:
+            for order in parents:
+                cache.reorder_cache(torch.tensor(order))
+            if len(parents) == 2:
+                late.flush()
+            late.stage()
+            late.launch()
+            ids = torch.arange(3, 3 + len(cache.rows.blocks))[:, None]
+            steps.append(model(ids, past_key_values=cache).logits)
+        seen[way] = steps
+    for one, other in zip(*(seen[way] for way in ways), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_beams_that_draw(model: Any, calls: list[ReplayedSteps]) -> None:

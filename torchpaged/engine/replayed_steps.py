@@ -6,7 +6,8 @@ transformers launches from Python.
 
 `ReplayedSteps.model` has all that the model has; only calling it differs. The second decode step is captured
 over tensors that stay; later ones copy their ids and positions there and replay it: lengths and slots move on
-in the graph, and blocks that a reordering moves are in a table that stays, too.
+in the graph, blocks that a reordering moves are in a table that stays, too, and those that it copies are
+copied by the graph (`LateCopies`).
 """
 
 from __future__ import annotations
@@ -67,12 +68,15 @@ class ReplayedSteps:
 
     def close(self) -> None:
         """Free the graph, and what it holds of the cache."""
+        self._end_late_copies()
         self.model = self._cache = self._graph = self._output = None
         self._inputs = {}
 
     def _step(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors = None if args else self._tensors(kwargs)
         if tensors is None:
+            if self._cache.late_copies is not None:
+                self._cache.late_copies.flush()
             return run(*args, **kwargs)
         if self._graph is None:
             self._num_eager += 1
@@ -82,9 +86,15 @@ class ReplayedSteps:
         for name, tensor in tensors.items():
             self._inputs[name].copy_(tensor)
         self._cache.rows.replay(1)
+        self._cache.late_copies.stage()
         self._graph.replay()
         self.num_replayed += 1
         return self._output
+
+    def _end_late_copies(self) -> None:
+        if self._cache.late_copies is not None:
+            self._cache.late_copies.flush()
+            self._cache.late_copies = None
 
     def _tensors(self, kwargs: Mapping[str, Any]) -> dict[str, Tensor] | None:
         """What changes from step to step; None: it is no decode step, or another than the captured one. The
@@ -119,7 +129,14 @@ class ReplayedSteps:
         self._inputs = {name: tensor.clone() for name, tensor in tensors.items()}
         fixed = {**kwargs, **self._inputs, "attention_mask": None}
 
+        # imported here: transformers is optional
+        from torchpaged.hf.row_changes import LateCopies
+
+        late = LateCopies(self._cache, self._cache.batch_size, self._cache.rows.seq_lens.device)
+        late.launch()  # of nothing: what it needs is compiled and loaded
+
         def launch() -> Tensor:
+            late.launch()
             self._output = run(**fixed)
             logits: Tensor = self._output.logits
             return logits
@@ -135,7 +152,7 @@ class ReplayedSteps:
             self._inputs, self._output, self._may_capture = {}, None, False
             self._cache.forget_recorded()
             return run(**kwargs)
-        self._graph = graph
+        self._graph, self._cache.late_copies = graph, late
         if not runs_at_capture:
             graph.replay()
         return self._output

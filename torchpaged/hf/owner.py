@@ -40,6 +40,8 @@ class PagedOwner(Cache):
         rows: the `CacheRows`; None where another object owns them.
         ready: whether the batch that comes has its blocks.
         keys_of_queries: written tokens are the queries of the attention behind; not in cross attention.
+        late_copies: takes a reordering's copies of blocks (`torchpaged.hf.row_changes.LateCopies`); None:
+            they are made at once.
         num_states: slots of the layers that keep states (`PackedState`), that of padding included.
         state_slots: ``[num_reqs]`` int32, those of the requests; None before there are any.
     """
@@ -52,6 +54,7 @@ class PagedOwner(Cache):
     rows: Any = None
     ready: bool
     keys_of_queries = True
+    late_copies: Any = None
     num_states = 2
     state_slots: Tensor | None = None
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError
@@ -17,6 +18,8 @@ from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.metadata.host import to_device
 from torchpaged.prefixes.rows import RowPrefixes
+
+Pairs = list[tuple[int, int]]  # blocks: source, destination
 
 
 def crop(cache: PagedOwner, prefixes: RowPrefixes, tokens_to_remove: Any) -> None:
@@ -91,9 +94,65 @@ def reindex(cache: PagedOwner, prefixes: RowPrefixes, parents: Sequence[int]) ->
 def _copy_blocks(cache: PagedOwner, copies: Copies) -> None:
     """In the pools of every layer that has the table."""
     for table, pairs in copies:
-        if pairs:
-            numbers = [block for pair in pairs for block in pair]
-            mapping = to_device(numbers, torch.int64, table.table.device).view(-1, 2)
-            for layer in cache.layers:
-                if isinstance(layer, PagedLayer) and layer.rolls == (table is cache.rows.rolling):
-                    layer.copy_blocks(mapping)
+        if pairs and cache.late_copies is not None:
+            cache.late_copies.add(pairs)
+        elif pairs:
+            mapping = _mapping(pairs, len(pairs), table.table.device)
+            _copy_in(cache, mapping, rolls=table is cache.rows.rolling)
+
+
+def _mapping(pairs: Pairs, length: int, device: torch.device) -> Tensor:
+    """``[length, 2]`` int64 of source and destination, those that are too many -1."""
+    numbers = [block for pair in pairs for block in pair]
+    return to_device([*numbers, *[-1] * (2 * length - len(numbers))], torch.int64, device).view(-1, 2)
+
+
+def _copy_in(cache: PagedOwner, mapping: Tensor, rolls: bool = False) -> None:
+    for layer in cache.layers:
+        if isinstance(layer, PagedLayer) and layer.rolls == rolls:
+            layer.copy_blocks(mapping)
+
+
+class LateCopies:
+    """The copies of blocks that a reordering asks for, made at the start of the next step, which is replayed:
+    two launches a layer in front of it would cost the host more than the replay.
+
+        cache.late_copies = late = LateCopies(cache, rows)
+        late.launch(); model(...)               # what a graph holds
+        late.stage(); graph.replay()
+
+    Args:
+        cache: without rings.
+        most: copies of a reordering at most.
+        device: of its pools.
+    """
+
+    def __init__(self, cache: PagedOwner, most: int, device: torch.device) -> None:
+        self._cache, self._most = cache, most
+        self._pairs: Pairs = []
+        self._tensor = _mapping([], most, device)
+        self._holds_some = False
+
+    def add(self, pairs: Pairs) -> None:
+        """Of a reordering; those of one before it, which has seen no step, are made first, and more than a
+        step makes at once."""
+        self.flush()
+        self._pairs = pairs
+        if len(pairs) > self._most:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make them now: another step follows, or none."""
+        if self._pairs:
+            _copy_in(self._cache, _mapping(self._pairs, len(self._pairs), self._tensor.device))
+            self._pairs = []
+
+    def launch(self) -> None:
+        """Copy what `stage` has told."""
+        _copy_in(self._cache, self._tensor)
+
+    def stage(self) -> None:
+        """Tell the next replay, which makes them."""
+        if self._pairs or self._holds_some:
+            self._tensor.copy_(_mapping(self._pairs, self._most, self._tensor.device))
+        self._pairs, self._holds_some = [], bool(self._pairs)

@@ -4,10 +4,11 @@
         [--repeats 20] [--output FILE]
 
 ``cold``: prompts that have nothing in common; ``hit``: ``--shared`` tokens of an earlier one, then ``--own``
-others. Milliseconds of `Generator.generate` for one new token, by the host's clock, in turns; each prompt is
-new, weights are random. ``step``: of the hits, the engine's step alone, and ``submitted``: what `generate`
-does ahead of it. In bfloat16 and fused on a GPU; on a CPU in float32. ``same_tokens``: of how many hits the
-token is that of an engine without a prefix cache. The last line is one JSON document.
+others; ``short``: ``--own`` new tokens alone. Milliseconds of `Generator.generate` for one new token, by the
+host's clock, in turns; each prompt is new, weights are random. ``step``: of the hits, the engine's step
+alone, and ``submitted``: what `generate` does ahead of it. In bfloat16 and fused on a GPU; on a CPU in
+float32. ``same_tokens``: of how many hits the token is that of an engine without a prefix cache. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -72,16 +73,17 @@ def main() -> None:
     shared = tokens(args.shared)
     generator.generate([shared, tokens(most)], ONE)
     step = Clock(generator._stepper, "step")
-    found: dict[str, list[float]] = {name: [] for name in ("cold", "hit", "step", "submitted")}
+    found: dict[str, list[float]] = {name: [] for name in ("cold", "hit", "short", "step", "submitted")}
     prompts, outputs = list[list[int]](), list[list[int]]()
     for repeat in range(args.repeats + 2):
-        for kind, prompt in (("cold", tokens(most)), ("hit", shared + tokens(args.own))):
+        asked = {"cold": tokens(most), "hit": shared + tokens(args.own), "short": tokens(args.own)}
+        for kind, prompt in asked.items():
             before = generator.stats.prefix_cache.hit_tokens
             began = time.perf_counter()
             (output,) = generator.generate([prompt], ONE)
             ms = 1e3 * (time.perf_counter() - began)
             hit = generator.stats.prefix_cache.hit_tokens - before
-            if hit != (0 if kind == "cold" else args.shared // 16 * 16):
+            if hit != (args.shared // 16 * 16 if kind == "hit" else 0):
                 raise SystemExit(f"{kind}: {hit} tokens were found")
             if kind == "hit":
                 prompts.append(prompt)

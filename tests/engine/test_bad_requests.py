@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import numpy
@@ -107,8 +108,9 @@ def test_bad_prompts_are_refused_before_anything_is_queued(faulty: Any, want: li
     with pytest.raises(ArgumentError, match="^max_batch_size: expected an integer"):
         engine(faulty, max_batch_size=2.5)
     assert not generator.has_unfinished
-    prompts = [torch.tensor(PROMPTS[0]), numpy.array(PROMPTS[2])]
-    assert tokens_of(generator.generate(prompts, [EACH[0], EACH[2]])) == [want[0], want[2]]
+    prompts = [torch.tensor(PROMPTS[0]), numpy.array(PROMPTS[2]), array("i", PROMPTS[0])]
+    outputs = generator.generate(prompts, [EACH[0], EACH[2], EACH[0]])
+    assert tokens_of(outputs) == [want[0], want[2], want[0]]
     assert_unharmed(generator, want)
 
 

@@ -50,7 +50,13 @@ def test_many_requests_are_two_looks(model: Any, graphs: bool, monkeypatch: pyte
     assert len(looks) == 3
     generator.step()
     assert len(looks) == 4
-    assert {event.request_id for event in generator.stream()} == set(ids)
+    ids.append(generator.submit(PROMPTS[0], PARAMS))
+    stream = generator.stream()
+    assert len(looks) == 5  # the request's, which the stream relies on
+    assert {event.request_id for event in stream} == set(ids)
+    looks.clear()
+    generator.stream()
+    assert len(looks) == graphs
 
 
 @pytest.mark.parametrize("more", [0, 1])

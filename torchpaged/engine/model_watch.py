@@ -41,6 +41,16 @@ class ModelWatch:
         self._looked = self._due = True
         return forget
 
+    def at_stream(self) -> None:
+        """A stream begins: `require_unchanged`, unless a request has had the look since the last step, and
+        the next step has its own.
+
+        Raises:
+            ArgumentError: as `require_unchanged`.
+        """
+        if not self._looked:
+            self.require_unchanged()
+
     def at_step(self) -> bool:
         """A step comes: `look`, if a request came since the last one or `torchpaged.fuse` moved weights.
 

@@ -229,8 +229,8 @@ class Stepper:
             self.forget_prefixes("the model changed")
 
     def require_unchanged(self) -> None:
-        """Refuse to replay graphs over a model that changed."""
-        self._watch.require_unchanged()
+        """Refuse a stream that would replay graphs over a model that changed."""
+        self._watch.at_stream()
 
     def forget_prefixes(self, reason: str) -> None:
         """What blocks hold is of no use to requests that begin from now on."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.engine.device import LogitsStage
@@ -90,11 +90,12 @@ def token_ids(prompt: Any, vocab_size: int) -> array[int]:
         raise ArgumentError("prompt", "a string or token ids", shown(prompt))
     ids = array("q")
     # Most prompts, looked at as a whole; `struct` takes half the time of an array for the same.
-    if type(values) is list and values and operator.countOf(map(type, values), int) == len(values):
-        with contextlib.suppress(struct.error):  # beyond 64 bits
+    if type(values) is list and values:
+        with contextlib.suppress(struct.error):  # what is no integer, or beyond 64 bits
             ids.frombytes(struct.pack(f"{len(values)}q", *values))
-            least, most = torch.aminmax(torch.frombuffer(ids, dtype=torch.int64))
-            if int(least) >= 0 and int(most) < vocab_size:
+            numbers = torch.frombuffer(ids, dtype=torch.int64)
+            least, most = map(int, torch.aminmax(numbers))
+            if least >= 0 and most < vocab_size and (least > 1 or _are_plain(values, numbers < 2)):
                 return ids
         ids = array("q")
     for value in values:
@@ -109,6 +110,11 @@ def token_ids(prompt: Any, vocab_size: int) -> array[int]:
     if not ids:
         raise ArgumentError("prompt", "at least one token", "an empty prompt")
     return ids
+
+
+def _are_plain(values: list[Any], marks: Tensor) -> bool:
+    """Whether these of ``values`` are integers: `struct` takes True for 1."""
+    return all(type(values[place]) is int for (place,) in marks.nonzero().tolist())
 
 
 def logits_words(

@@ -340,6 +340,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
         Launch("chunk_pass.py:pass_kernel", False, ("state", "out"), waits="launch", case="long rows"),
         Launch("chunk_pass.py:join_kernel", False, SCRATCH, waits="launch", case="segments of long rows"),
         Launch("delta_chunks.cu:delta_chunks", True, ("out",), "start", case="cuda, long rows of delta nets"),
+        Launch("delta_pass.cu:delta_pass", True, ("state", "out"), "start", case="cuda, the same"),
         Launch("linear_attention.py:recurrent_kernel", False, ("state", "out"), waits="launch"),
         Launch(
             "state_decode.cu:update_states",

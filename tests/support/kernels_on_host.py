@@ -43,8 +43,8 @@ def compiled(
     """Kernel ``name`` of ``file``, with ``header`` of tests/custom_ops/cuda in place of machine.cuh and of
     the headers in ``replaced``; ``folder`` does not exist."""
     source = write_sources(folder, file, config)
-    for stand_in in ("hopper_on_host.h", header):
-        (folder / stand_in).write_text((_HEADERS / stand_in).read_text())
+    for stand_in in _HEADERS.glob("*_on_host.h"):
+        (folder / stand_in.name).write_text(stand_in.read_text())
     (folder / "machine.cuh").write_text(f'#include "{config.table.header}"\n#include "{header}"\n')
     for other in replaced:
         (folder / other).write_text('#pragma once\n#include "machine.cuh"\n')

@@ -1,6 +1,6 @@
 """linear_attention of the ``cuda`` backend: single tokens by the Hopper kernel; all others, and everything
-that it can't take, by the Triton kernels. Over long rows of gated delta nets a kernel for Hopper stands in
-the place of the first one."""
+that it can't take, by the Triton kernels. Over long rows of gated delta nets kernels for Hopper stand in the
+place of two of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.check import check_linear_attention
-from torchpaged.custom_ops.state.cuda import decode, delta_chunks
+from torchpaged.custom_ops.state.cuda import decode, delta_chunks, delta_pass
 
 if TYPE_CHECKING:
     from torchpaged.custom_ops.state.triton.chunks import Kernels
@@ -34,7 +34,10 @@ def kernels_of(call: LinearAttentionCall) -> Kernels:
     from torchpaged.custom_ops.state.triton.chunks import Kernels
 
     capability = gpu.capability(call.v.device.index or 0)
-    return Kernels(None if delta_chunks.why_not(call, capability) else delta_chunks.launch)
+    return Kernels(
+        None if delta_chunks.why_not(call, capability) else delta_chunks.launch,
+        None if delta_pass.why_not(call, capability) else delta_pass.launch,
+    )
 
 
 def route(call: LinearAttentionCall) -> str | None:

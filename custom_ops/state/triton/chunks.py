@@ -38,9 +38,12 @@ class Kernels(NamedTuple):
     Attributes:
         relate_tokens: the first kernel's, of a call whose rows are even, into its `Chunks`; of rows of more
             tokens than the last argument.
+        pass_chunks: the second's, where tiles have 64 columns: narrower ones, of few heads, are Triton's.
+            Further arguments: what segments are joined by, their tokens, whether it is the first pass.
     """
 
     relate_tokens: Callable[[LinearAttentionCall, Chunks, int], None] | None = None
+    pass_chunks: Callable[[LinearAttentionCall, Chunks, int, Tensor | None, int, bool], None] | None = None
 
 
 class Tiles(NamedTuple):
@@ -169,6 +172,9 @@ def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels) -> None:
     state, segment, joined, places = State.of(call.state), tile.segment or num_tokens, None, num_reqs
 
     def run_pass(columns: int, ends: bool) -> None:
+        if kernels.pass_chunks is not None and tile.value == 64:
+            kernels.pass_chunks(call, chunks, SHORT, joined, segment, ends)
+            return
         launch_kernel(
             pass_kernel,
             (places * num_heads * triton.cdiv(columns, tile.value),),

@@ -31,11 +31,12 @@ from torchpaged.custom_ops.mla.cuda.selected import SELECTED, SelectedSpec
 from torchpaged.custom_ops.mla.cuda.shape import LatentSpec, latent_config
 from torchpaged.custom_ops.state.cuda.decode import STATE_DECODE, StateSpec
 from torchpaged.custom_ops.state.cuda.delta_chunks import DELTA_CHUNKS, ChunkSpec
+from torchpaged.custom_ops.state.cuda.delta_pass import DELTA_PASS, PassSpec
 from torchpaged.custom_ops.state.cuda.mamba2_step import MAMBA2_STEP, Mamba2StepSpec
 from torchpaged.custom_ops.state.cuda.step import DELTA_STEP, StepSpec
 
 OF_ATTENTION = (DECODE, PREFILL, LATENT, SELECTED, LOGITS, TOP_K)
-OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP, DELTA_CHUNKS)
+OF_STATES = (STATE_DECODE, DELTA_STEP, MAMBA2_STEP, DELTA_CHUNKS, DELTA_PASS)
 TABLES = {table.header: table for table in (*OF_ATTENTION, LINEAR, NORM, *OF_STATES)}
 KERNELS = {kernel: table for table in TABLES.values() for kernel in table.kernels}
 
@@ -63,6 +64,7 @@ def examples() -> dict[str, Config]:
             128, 128, 16, 2, False, False, False, 1, False, True, True
         ).config(),
         "delta_chunks_config.cuh": ChunkSpec(128, 128, 8, 2, 16, False, 1).config(),
+        "delta_pass_config.cuh": PassSpec(128, 16, 2, 2, 16, True).config(),
         "delta_step_config.cuh": StepSpec(
             128, 128, 16, 2, 2, False, False, False, 4, False, True, False, False, False
         ).config(),

@@ -19,6 +19,7 @@ from torchpaged.custom_ops.mla.cuda.latent import LatentParams
 from torchpaged.custom_ops.mla.cuda.selected import SelectedParams
 from torchpaged.custom_ops.state.cuda.decode import StateParams
 from torchpaged.custom_ops.state.cuda.delta_chunks import ChunkParams
+from torchpaged.custom_ops.state.cuda.delta_pass import PassParams
 from torchpaged.custom_ops.state.cuda.mamba2_step import Mamba2StepParams
 from torchpaged.custom_ops.state.cuda.step import StepParams
 
@@ -26,6 +27,7 @@ KINDS = {"i64": ctypes.c_int64, "float": ctypes.c_float, "int": ctypes.c_int, "W
 STRUCTS = {
     "decode_params.cuh": DecodeParams,
     "delta_chunks_params.cuh": ChunkParams,
+    "delta_pass_params.cuh": PassParams,
     "delta_step_params.cuh": StepParams,
     "latent_params.cuh": LatentParams,
     "linear_params.cuh": LinearParams,

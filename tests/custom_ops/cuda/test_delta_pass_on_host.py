@@ -1,0 +1,117 @@
+"""The CUDA C++ kernels of a gated delta net's long rows on the host, one behind the other: their own sources,
+launched by their own launchers, against the float64 recurrence."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc
+from kernels_on_host import launched_on_host
+from op_inputs.state import LONG_BATCHES, clone, exact_linear, make_linear_inputs
+from torch import Tensor
+
+from torchpaged.custom_ops.cuda import gpu
+from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.cuda import delta_chunks, delta_pass
+from torchpaged.custom_ops.state.cuda.delta_pass import PassSpec
+from torchpaged.custom_ops.state.triton import chunks
+
+BF16 = torch.bfloat16
+SHORT = 16
+SHAPES: dict[str, dict[str, Any]] = {
+    "two heads a key head": {"key_heads": 1, "heads": 2, "value_dim": 128},
+    "one": {"key_heads": 2, "heads": 2, "value_dim": 64, "state_dtype": BF16},
+}
+
+
+def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
+    monkeypatch.setattr(gpu, "num_sms", lambda _: sms)
+    folder.mkdir()
+    first = "delta_chunks.cu", "delta_chunks", "state_on_host.h", ()
+    launched_on_host(monkeypatch, delta_chunks, folder / "first", first)
+    replaced = ("wgmma.cuh", "delta_pass_instructions.cuh")
+    second = "delta_pass.cu", "delta_pass", "delta_pass_on_host.h", replaced
+    launched_on_host(monkeypatch, delta_pass, folder / "second", second)
+
+
+def join(call: LinearAttentionCall, joined: Tensor, segment: int) -> None:
+    """What `join_kernel` does: states at the segments' begins in place of what zeros become."""
+    values = call.v.shape[2]
+    for row, (begin, end) in enumerate(itertools.pairwise(call.query_start_loc.tolist())):
+        count, slot = end - begin, int(call.state_slots[row])
+        if count <= SHORT or not slot or int(call.seq_lens[row]) <= 0:
+            continue
+        state = call.state[slot].float().clone()
+        if int(call.seq_lens[row]) <= count:
+            state.zero_()
+        place = begin // segment + row
+        for part in range((count - 1) // segment + 1):
+            here = joined[place + part]
+            made, over = here[..., :values].clone(), here[..., values:].clone()
+            here[..., :values] = state
+            state = made + (over @ state if part else 0.0)
+
+
+def check_long_rows(call: LinearAttentionCall, given: dict[str, Any]) -> None:
+    exact_out, exact_state = exact_linear(given)
+    for row, (begin, end) in enumerate(itertools.pairwise(call.query_start_loc.tolist())):
+        if end - begin <= SHORT or not int(call.state_slots[row]):
+            continue
+        live = slice(begin + min(max(end - begin - int(call.seq_lens[row]), 0), end - begin), end)
+        slot = int(call.state_slots[row])
+        for got, want in (
+            (call.out[live], exact_out[live]),
+            (call.state[slot], exact_state[slot]),
+        ):
+            if len(want):
+                error = float((got.double() - want).norm() / want.norm())
+                assert error < 8e-3, (row, error)
+
+
+@needs_gxx
+@pytest.mark.slow_cases(but=("two heads a key head-None",))
+@pytest.mark.parametrize("segment", [None, 64], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matches_the_oracle(
+    shape: str, segment: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a warpgroup of a CTA, and with two; nothing is written to padding."""
+    on_host(tmp_path / "host", monkeypatch, sms=1)
+    for name, batch in LONG_BATCHES.items():
+        sizes = {"key_dim": 128, "dtype": BF16, "num_slots": 12} | SHAPES[shape]
+        given = make_linear_inputs(batch, **sizes)
+        monkeypatch.setattr(gpu, "num_sms", lambda _, n=1000 * (name == "void_row"): n)
+        call = LinearAttentionCall(**clone(given))
+        assert delta_pass.why_not(call, (9, 0)) is None
+        made = chunks._workspace(call, delta_chunks.CHUNK)
+        delta_chunks.launch(call, made, SHORT)
+        if segment is None:
+            delta_pass.launch(call, made, SHORT)
+        else:
+            places = len(call.state_slots) + call.v.shape[0] // segment
+            width = call.v.shape[2] + 128
+            joined = torch.full((places, call.v.shape[1], 128, width), float("nan"))
+            delta_pass.launch(call, made, SHORT, joined, segment, ends=True)
+            join(call, joined, segment)
+            delta_pass.launch(call, made, SHORT, joined, segment)
+        check_long_rows(call, given)
+
+
+SPECS = {
+    "Qwen3-Next": PassSpec(128, 16, 2, 2, SHORT, True),
+    "a warpgroup": PassSpec(128, 16, 2, 1, SHORT, False),
+    "ends": PassSpec(128, 8, 4, 2, SHORT, True, True, True),
+}
+
+
+@needs_nvcc
+@pytest.mark.slow_cases(but=("Qwen3-Next",))
+@pytest.mark.parametrize("name", SPECS)
+def test_compiles_without_spills(name: str, tmp_path: Path) -> None:
+    _, report = compiled(tmp_path, "delta_pass.cu", SPECS[name].config())
+    check_no_spills(report)
+    assert "serialized" not in report

@@ -31,7 +31,6 @@ HEADS = (
     Constant("GROUP", "int", "of these, heads per head of keys"),
 )
 CTAS = (
-    Constant("ONCE", "bool", "L2 is to let states go first"),
     Constant("THREADS", "int", "of a CTA"),
     Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
 )
@@ -49,6 +48,7 @@ STATE_DECODE = Table(
         Constant("BY_KEY", "bool", "a decay per row of the state"),
         Constant("DELTA", "bool", "the delta rule"),
         Constant("NORMALIZE", "bool", "keys and queries are divided by their norms"),
+        Constant("ONCE", "bool", "L2 is to let states go first"),
         *CTAS,
     ),
 )

@@ -1,12 +1,12 @@
 // A gated delta net's single tokens on Hopper, from its projections to what its output projection takes: a
-// CTA per row and head, whose state comes and goes as one bulk copy each, as in state_decode.cu. While it
+// CTA per row and head, which asks its state into L2 ahead of its wait and has it in registers. While it
 // comes, the CTA makes query, key and values, by a causal convolution over its channels, and decay and beta.
 //
 // Heads that share a query and key make them each for itself, as a cluster: the last of them moves the window
 // of these channels on when all have read it. The window of its values is each head's own.
 //
-// Nothing here waits for ever: the barrier is told by a copy that this CTA asked for, and a cluster is there
-// as a whole. Compiled by NVRTC for sm_90; its constants: delta_step_config.cuh.
+// Nothing here waits for ever: a cluster is there as a whole. Compiled by NVRTC for sm_90; its constants:
+// delta_step_config.cuh.
 
 #include "delta_step_params.cuh"
 #include "state_decode_tile.cuh"
@@ -24,10 +24,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     delta_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
   const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
-  if (!FEW && thread == 0) {  // as in state_decode.cu
-    mbarrier_init(shared_address(memory) + BARRIER_AT, 1);
-    fence_mbarrier_init();
-  }
   griddepcontrol_launch_dependents();
   const int head = blockIdx.x % NUM_HEADS, key_head = head / GROUP;
   const int part = thread * 2, keys = NUM_HEADS / GROUP * KEY_DIM;
@@ -38,13 +34,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   if (part < CHANNELS) taps.load(p, channel);
   const Row row = find_row(p, blockIdx.x);
   char *const state = p.state + (row.slot * p.state_slot + head * p.state_head) * NUMBER;
-  if (FEW && row.kept) {
+  if (row.kept) {
     if (thread == 0) bulk_prefetch(state, STATE_BYTES);
     if (part < CHANNELS) Window::prefetch(p, row, channel);
   }
   griddepcontrol_wait();
-  WayOf<FEW>::Way tile(memory, state, row.kept, thread);
-  tile.ask(thread);
+  Held held(state, row.kept, thread);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
   const i64 out = head * p.out_head + thread;
@@ -79,7 +74,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   if (BY_KEY && thread < KEY_DIM) ((float *)(memory + MIXED_AT))[CHANNELS + thread] = log_decay;
   const float decay = BY_KEY ? 1.f : expf(log_decay);
   const float beta = p.beta_scale * sigmoid(b);
-  __syncthreads();  // query, key and values are there; the barrier too
+  __syncthreads();  // query, key and values are there
   const float *made = (const float *)(memory + MIXED_AT);
   if (thread < 32)
     prepare(
@@ -95,8 +90,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     if (key_head * GROUP + GROUP - 1 == head && part < 2 * KEY_DIM) window.move_on(p);
   }
   __syncthreads();  // factors are there, and what was made is read
-  tile.wait();
-  sum_rows(tile, memory, 0, group, chunk, thread);
+  sum_rows(held, memory, 0, group, chunk, thread);
   __syncthreads();
   if (thread < VALUE_DIM) {
     const float *sums = (const float *)(memory + SUMS_AT) + thread;
@@ -122,6 +116,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     y *= rsqrtf(squares / VALUE_DIM + p.eps) * weight * (SIGMOID ? sigmoid(gate) : gate * sigmoid(gate));
     store_out(p.out, token * p.out_token + out, y);
   }
-  update_rows(tile, memory, decay, 0, group, chunk);
-  tile.put_back(thread);
+  update_rows(held, memory, decay, 0, group, chunk);
+  held.put_back();
 }

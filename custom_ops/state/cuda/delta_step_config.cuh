@@ -17,8 +17,5 @@ inline constexpr bool STATE_FLOAT = true;      // states are float32, else of x'
 inline constexpr bool A_LOG_FLOAT = false;     // a_log is float32, else of x's dtype
 inline constexpr bool DT_BIAS_FLOAT = false;   // dt_bias is float32, else of x's dtype
 inline constexpr bool NORM_FLOAT = false;      // norm_weight is float32, else of x's dtype
-// few CTAs: states are in registers, and asked into L2 before the wait
-inline constexpr bool FEW = false;
-inline constexpr bool ONCE = true;             // L2 is to let states go first
 inline constexpr int THREADS = 256;            // of a CTA
-inline constexpr int MIN_CTAS = 3;             // CTAs of a multiprocessor that registers must be there for
+inline constexpr int MIN_CTAS = 2;             // CTAs of a multiprocessor that registers must be there for

@@ -18,3 +18,4 @@ static_assert(sizeof(Params) == 272, "as custom_ops/state/cuda/step.py packs it"
 
 constexpr bool DELTA = true, NORMALIZE = true, OUT_FLOAT = false;
 constexpr int TURNS = 1;
+constexpr bool IN_REGISTERS = true;  // a state does not lie in shared memory

@@ -1,5 +1,5 @@
 // Mamba 2's single tokens on Hopper, from the projection to what the output projection, or a norm before it,
-// takes: a CTA per row and head, whose state comes and goes as one bulk copy each, as in state_decode.cu.
+// takes: a CTA per row and head, which asks its state into L2 ahead of its wait and has it in registers.
 // While it comes, the CTA makes its values, and key and query (B and C), by a causal convolution over its
 // channels, and the step.
 //
@@ -7,9 +7,8 @@
 // group's CTAs the one that comes last to a semaphore, behind its reads, moves the window of these channels
 // on. Every CTA has read it by then. The window of its values is each head's own.
 //
-// Nothing here waits for ever: the barrier is told by a copy that this CTA asked for, and nobody waits at the
-// semaphore. Compiled by NVRTC for sm_90; its constants: mamba2_step_config.cuh. Source: "Transformers are
-// SSMs" (arXiv:2405.21060), listing 1.
+// Nothing here waits for ever: nobody waits at the semaphore. Compiled by NVRTC for sm_90; its constants:
+// mamba2_step_config.cuh. Source: "Transformers are SSMs" (arXiv:2405.21060), listing 1.
 
 #include "mamba2_step_params.cuh"
 #include "state_decode_tile.cuh"
@@ -26,10 +25,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     mamba2_step(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char memory[];
   const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
-  if (!FEW && thread == 0) {  // as in state_decode.cu
-    mbarrier_init(shared_address(memory) + BARRIER_AT, 1);
-    fence_mbarrier_init();
-  }
   griddepcontrol_launch_dependents();
   const int head = blockIdx.x % NUM_HEADS, key_head = head / GROUP;
   auto channel_of = [&](int part) {  // in x
@@ -45,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   }
   const Row row = find_row(p, blockIdx.x);
   char *const state = p.state + (row.slot * p.state_slot + head * p.state_head) * NUMBER;
-  if (FEW && row.kept) {
+  if (row.kept) {
     if (thread == 0) bulk_prefetch(state, STATE_BYTES);
 #pragma unroll
     for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
@@ -54,8 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     }
   }
   griddepcontrol_wait();
-  WayOf<FEW>::Way tile(memory, state, row.kept, thread);
-  tile.ask(thread);
+  Held held(state, row.kept, thread);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
   const i64 out = head * p.out_head + thread;
@@ -89,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   step = step < p.min_step ? p.min_step : step;
   step = step > p.max_step ? p.max_step : step;
   const float decay = expf(-rate * step);
-  __syncthreads();  // values, key and query are there, and their windows are read; the barrier too
+  __syncthreads();  // values, key and query are there, and their windows are read
   const float *made = (const float *)(memory + MIXED_AT);
   if (thread < 32)
     prepare(
@@ -115,8 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
       if (part >= VALUE_DIM && part < CHANNELS) windows[i].move_on(p);
     }
   }
-  tile.wait();
-  sum_rows(tile, memory, 0, group, chunk, thread);
+  sum_rows(held, memory, 0, group, chunk, thread);
   __syncthreads();
   if (thread < VALUE_DIM) {
     const float *sums = (const float *)(memory + SUMS_AT) + thread;
@@ -126,6 +119,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     y = decay * y + *(const float *)(memory + PRODUCT_AT) * u + skip * value;
     store_out(p.out, token * p.out_token + out, GATED ? y * (gate * sigmoid(gate)) : y);
   }
-  update_rows(tile, memory, decay, 0, group, chunk);
-  tile.put_back(thread);
+  update_rows(held, memory, decay, 0, group, chunk);
+  held.put_back();
 }

@@ -18,7 +18,7 @@ from torchpaged.custom_ops.state.call import Mamba2StepCall
 from torchpaged.custom_ops.state.check_steps import check_mamba2_step
 from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
-from torchpaged.custom_ops.state.cuda.whole_step import is_few, is_once, no_pairs, params_of
+from torchpaged.custom_ops.state.cuda.whole_step import no_pairs, params_of
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
@@ -35,7 +35,6 @@ MAMBA2_STEP = Table(
         Constant("DT_BIAS_FLOAT", "bool", "dt_bias is float32, else of x's dtype"),
         Constant("SKIP_FLOAT", "bool", "skip_weight is float32, else of x's dtype"),
         Constant("GATED", "bool", "out is gated"),
-        Constant("FEW", "bool", "few CTAs: states are in registers, and asked into L2 before the wait"),
         *decode.CTAS,
     ),
 )
@@ -70,15 +69,13 @@ class Mamba2StepSpec(NamedTuple):
     dt_bias_float: bool
     skip_float: bool
     gated: bool
-    few: bool = False
-    once: bool = True
     threads: int = 256
     min_ctas: int = 3
 
     @classmethod
     def of(cls, call: Mamba2StepCall) -> Mamba2StepSpec:
         """Of a call that `why_not` lets pass."""
-        few, (num_heads, key_dim, value_dim) = is_few(call), call.state.shape[1:]
+        num_heads, key_dim, value_dim = call.state.shape[1:]
         matrix_bytes = key_dim * value_dim * call.state.element_size()
         a_log, dt_bias, skip = (
             x.dtype == torch.float32 for x in (call.a_log, call.dt_bias, call.skip_weight)
@@ -95,9 +92,7 @@ class Mamba2StepSpec(NamedTuple):
             dt_bias,
             skip,
             call.gate is not None,
-            min_ctas=(3 if matrix_bytes > 32 * 1024 else 4) - few,  # as there is room for
-            few=few,
-            once=is_once(call),
+            min_ctas=2 if matrix_bytes > 32 * 1024 else 3,  # as there are registers for
         )
 
     def config(self) -> Config:
@@ -108,7 +103,7 @@ class Mamba2StepSpec(NamedTuple):
     def shared_bytes(self) -> int:
         """Dynamic shared memory, as mamba2_step.cu counts it."""
         sizes = (self.key_dim, self.value_dim, self.threads, self.state_float, False)
-        return decode.shared_bytes(*sizes, turns=1, held=self.few) + 4
+        return decode.shared_bytes(*sizes, turns=1, held=True) + 4
 
 
 def mamba2_step(call: Mamba2StepCall) -> None:

@@ -14,8 +14,5 @@ inline constexpr bool A_LOG_FLOAT = false;     // a_log is float32, else of x's 
 inline constexpr bool DT_BIAS_FLOAT = false;   // dt_bias is float32, else of x's dtype
 inline constexpr bool SKIP_FLOAT = false;      // skip_weight is float32, else of x's dtype
 inline constexpr bool GATED = true;            // out is gated
-// few CTAs: states are in registers, and asked into L2 before the wait
-inline constexpr bool FEW = false;
-inline constexpr bool ONCE = true;             // L2 is to let states go first
 inline constexpr int THREADS = 256;            // of a CTA
 inline constexpr int MIN_CTAS = 3;             // CTAs of a multiprocessor that registers must be there for

@@ -19,3 +19,4 @@ static_assert(sizeof(Params) == 224, "as custom_ops/state/cuda/mamba2_step.py pa
 
 constexpr bool BY_KEY = false, DELTA = false, NORMALIZE = false, OUT_FLOAT = false;
 constexpr int TURNS = 1;
+constexpr bool IN_REGISTERS = true;  // a state does not lie in shared memory

@@ -17,4 +17,4 @@ struct Params {  // packed by custom_ops/state/cuda/decode.py, in this order
 static_assert(sizeof(Params) == 200, "as custom_ops/state/cuda/decode.py packs it");
 
 constexpr int TURNS = 2;  // a token's key and query are made while the last one's are read
-constexpr bool FEW = false;  // a state lies in shared memory
+constexpr bool IN_REGISTERS = false;  // a state lies in shared memory

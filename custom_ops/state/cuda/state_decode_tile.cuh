@@ -15,7 +15,7 @@ static_assert(CHUNKS <= THREADS && THREADS % CHUNKS == 0 && (CHUNKS % 32 == 0 ||
 static_assert(KEY_DIM % GROUPS == 0 && KEY_DIM % 64 == 0 && VALUE_DIM <= THREADS, "whole rows");
 
 // Where in shared memory things are, in bytes from its begin; custom_ops/state/cuda/decode.py counts alike.
-constexpr int FACTORS_AT = FEW ? 0 : STATE_BYTES;                    // [TURNS, KEY_DIM, FACTORS]
+constexpr int FACTORS_AT = IN_REGISTERS ? 0 : STATE_BYTES;           // [TURNS, KEY_DIM, FACTORS]
 constexpr int SUMS_AT = FACTORS_AT + TURNS * KEY_DIM * FACTORS * 4;  // [PARTS, 2, VALUE_DIM]
 constexpr int UPDATE_AT = SUMS_AT + PARTS * 2 * VALUE_DIM * 4;       // [VALUE_DIM]
 constexpr int PRODUCT_AT = UPDATE_AT + VALUE_DIM * 4;                // [2], of key and query, by turn

@@ -58,59 +58,20 @@ struct Window {
   }
 };
 
-// A state's way to its CTA and back. Of many CTAs as one bulk copy each, through shared memory.
-struct Copied : Part {
-  char *from;
-  u32 shared;
-  u64 policy;
-  bool kept;
-
-  __device__ __forceinline__ Copied(char *memory, char *state, bool is_kept, int thread)
-      : from(state), shared(shared_address(memory)), kept(is_kept) {
-    policy = ONCE ? read_once() : read_again();
-    at = memory + thread * 16;
-  }
-  __device__ __forceinline__ void ask(int thread) {
-    if (kept && thread == 0) {
-      mbarrier_arrive_expect_tx(shared + BARRIER_AT, STATE_BYTES);
-      bulk_load(shared, from, STATE_BYTES, shared + BARRIER_AT, policy);
-    } else if (!kept) {
-#pragma unroll
-      for (int i = 0; i < ROWS; ++i) *(uint4 *)(at + i * GROUPS * ROW_BYTES) = {0, 0, 0, 0};
-    }
-  }
-  __device__ __forceinline__ void wait() {
-    if (kept) mbarrier_wait(shared + BARRIER_AT, 0);  // ends with the copy of this CTA's own state
-  }
-  __device__ __forceinline__ void put_back(int thread) {
-    fence_async();  // of each thread that stored
-    __syncthreads();
-    if (thread == 0) {
-      bulk_store(from, shared, STATE_BYTES, policy);
-      bulk_wait_read();  // shared memory is this CTA's until then
-    }
-  }
-};
-// Of few CTAs in registers: there is no further step between its coming and its sums, nor behind its update.
+// A state in a CTA's registers: there is no barrier between its coming and its sums, nor behind its update.
 struct Held {
   char *from;
-  bool kept;
   uint4 rows[ROWS];
 
-  __device__ __forceinline__ Held(char *, char *state, bool is_kept, int thread)
-      : from(state + thread * 16), kept(is_kept) {}
-  __device__ __forceinline__ void ask(int) {
+  __device__ __forceinline__ Held(char *state, bool kept, int thread) : from(state + thread * 16) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
       rows[i] = kept ? load_l2((const uint4 *)(from + i * GROUPS * ROW_BYTES)) : uint4{0, 0, 0, 0};
   }
   __device__ __forceinline__ void load(int i, float (&x)[VEC]) const { unpack(rows[i], x); }
   __device__ __forceinline__ void store(int i, const float (&x)[VEC]) { rows[i] = packed(x); }
-  __device__ __forceinline__ void wait() {}
-  __device__ __forceinline__ void put_back(int) {
+  __device__ __forceinline__ void put_back() const {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) *(uint4 *)(from + i * GROUPS * ROW_BYTES) = rows[i];
   }
 };
-template <bool> struct WayOf { using Way = Copied; };
-template <> struct WayOf<true> { using Way = Held; };

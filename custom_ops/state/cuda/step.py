@@ -15,7 +15,7 @@ from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
 from torchpaged.custom_ops.cuda.routes import not_hopper
 from torchpaged.custom_ops.state.call import NORM_EPS, DeltaStepCall
 from torchpaged.custom_ops.state.cuda import decode
-from torchpaged.custom_ops.state.cuda.whole_step import is_few, is_once, no_pairs, params_of
+from torchpaged.custom_ops.state.cuda.whole_step import no_pairs, params_of
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 #: Sizes of a head's keys and values, and heads that share a key: of a cluster of CTAs.
@@ -37,7 +37,6 @@ DELTA_STEP = Table(
         Constant("A_LOG_FLOAT", "bool", "a_log is float32, else of x's dtype"),
         Constant("DT_BIAS_FLOAT", "bool", "dt_bias is float32, else of x's dtype"),
         Constant("NORM_FLOAT", "bool", "norm_weight is float32, else of x's dtype"),
-        Constant("FEW", "bool", "few CTAs: states are in registers, and asked into L2 before the wait"),
         *decode.CTAS,
     ),
 )
@@ -76,15 +75,13 @@ class StepSpec(NamedTuple):
     a_log_float: bool
     dt_bias_float: bool
     norm_float: bool
-    few: bool = False
-    once: bool = True
     threads: int = 256
-    min_ctas: int = 3
+    min_ctas: int = 2
 
     @classmethod
     def of(cls, call: DeltaStepCall) -> StepSpec:
         """Of a call that `why_not` lets pass."""
-        few, (num_heads, key_dim, value_dim) = is_few(call), call.state.shape[1:]
+        num_heads, key_dim, value_dim = call.state.shape[1:]
         a_log, dt_bias, norm_weight = (
             x.dtype == torch.float32 for x in (call.a_log, call.dt_bias, call.norm_weight)
         )
@@ -103,9 +100,6 @@ class StepSpec(NamedTuple):
             a_log,
             dt_bias,
             norm_weight,
-            few=few,
-            min_ctas=2 if few else 3,
-            once=is_once(call),
         )
 
     def config(self) -> Config:
@@ -116,7 +110,7 @@ class StepSpec(NamedTuple):
     def shared_bytes(self) -> int:
         """Dynamic shared memory, as delta_step.cu counts it."""
         sizes = (self.key_dim, self.value_dim, self.threads, self.state_float, self.by_key)
-        return decode.shared_bytes(*sizes, turns=1, held=self.few) + self.value_dim // 32 * 4
+        return decode.shared_bytes(*sizes, turns=1, held=True) + self.value_dim // 32 * 4
 
 
 def why_not(call: DeltaStepCall, capability: tuple[int, int]) -> str | None:

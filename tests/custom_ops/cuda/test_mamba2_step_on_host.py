@@ -17,7 +17,6 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.state.call import Mamba2StepCall
 from torchpaged.custom_ops.state.cuda import mamba2_step as step
-from torchpaged.custom_ops.state.cuda import whole_step
 from torchpaged.custom_ops.state.cuda.mamba2_step import Mamba2StepSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -43,12 +42,10 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch, together: bool = True
 
 
 @needs_gxx
-@pytest.mark.slow_cases(but=("granite-*", "falcon-*"))
-@pytest.mark.parametrize("most", [0, whole_step.FEW_BYTES], ids=["copied", "held"])
+@pytest.mark.slow_cases(but=("granite", "falcon"))
 @pytest.mark.parametrize("name", CASES)
-def test_matches_the_oracle(name: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in slots that no row goes on from, and in shared memory; with a semaphore and without."""
-    monkeypatch.setattr(whole_step, "FEW_BYTES", most)
     ops = on_host(tmp_path / "host", monkeypatch)
     for batch in BATCHES:
         given = {"dtype": BF16, "semaphore": batch != "decode", **CASES[name]}
@@ -74,13 +71,11 @@ def test_a_window_that_moves_before_all_have_read_it_is_noticed(
 
 
 @needs_nvcc
-@pytest.mark.slow_cases(but=("granite-*", "falcon-*"))
-@pytest.mark.parametrize("most", [0, whole_step.FEW_BYTES], ids=["copied", "held"])
+@pytest.mark.slow_cases(but=("granite", "falcon"))
 @pytest.mark.parametrize("name", CASES)
 def test_no_spills_and_shared_memory_is_what_the_sources_say(
-    name: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_step, "FEW_BYTES", most)
     inputs = make_mamba2_step_inputs(STATE_BATCHES["decode"], **{"dtype": BF16, **CASES[name]})
     spec, text = Mamba2StepSpec.of(Mamba2StepCall(**inputs)), jit.sources()["mamba2_step.cu"]
     said = f'static_assert(IS_LAST_AT + 4 == {spec.shared_bytes}, "");\n'

@@ -173,12 +173,14 @@ def _narrow(
     Besides the kernel's own CTAs a multiprocessor keeps a place for one of the next kernel, unless they fill
     all places evenly. Where k is short they don't need all of the memory either: the weights of what comes
     next are then on their way while this kernel ends. Where tiles of 16 rows don't fill the multiprocessors
-    once, more warps go along k, and from 8 tokens on the tiles stay taller.
+    more than once, more warps go along k at one token, and from 8 tokens on the tiles stay taller.
     """
     chunks, tiles = -(-in_features // 64), -(-out_features // 16)
     few = chunks >= 16 and tiles * 10 < sms * 9
-    if few and (bucket >= 8 or (bucket == 1 and chunks <= 32 and tiles * 20 >= sms * 9)):
-        shape = LinearShape(2, 1, 8, 3, 2) if bucket >= 8 else LinearShape(1, 1, 16, 2, 2)
+    of_one = bucket == 1 and 16 <= chunks <= (32 if few else 128) and sms * 9 <= tiles * 20 <= sms * 20
+    if of_one or (few and bucket >= 8):
+        stages = 2 if chunks <= 32 else 3
+        shape = LinearShape(1, 1, 16, stages, 2) if of_one else LinearShape(2, 1, 8, 3, 2)
         if shape.shared_bytes(bucket, True) + _KEPT <= shared_per_cta:
             return shape
     for row_tiles, k_warps in ((1, 8), (2, 4)):

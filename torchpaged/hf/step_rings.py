@@ -55,6 +55,8 @@ class StepRings:
         self._cache, self._own = cache, self._of_rings(cache)
         with torch.inference_mode(False):
             self.ring_of_block = torch.zeros(cache.num_blocks, dtype=torch.int32, device=cache.device)
+            ends = torch.tensor([0, cache.num_blocks - 1], device=cache.device)
+        self._first, self._last = ends[:1], ends[1:]
         self.reset()
 
     def reset(self) -> None:
@@ -148,8 +150,8 @@ class StepRings:
 
     def slots(self, metadata: AttentionMetadata) -> Tensor:
         """``[num_reqs]`` int32: 1 and the ring of each row's request, its slot in pools of states; or 0."""
-        last = self.ring_of_block.shape[0] - 1
-        return self.ring_of_block.index_select(0, metadata.block_table[:, 0].clamp(0, last))
+        # ends of int64 make the clamped blocks int64, too, which are looked up faster than int32
+        return self.ring_of_block[metadata.block_table[:, 0].clamp(self._first, self._last)]
 
     def of(self, metadata: AttentionMetadata) -> AttentionMetadata:
         """The same step with the tables and slots of the rings."""

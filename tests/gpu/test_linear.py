@@ -137,7 +137,7 @@ def test_every_number_of_tokens(tokens: int) -> None:
 @pytest.mark.parametrize(
     "shape", [(6144, 4096), (28672, 4096), (4096, 14336), (16384, 2048), (128256, 2048)], ids=str
 )
-@pytest.mark.parametrize("tokens", [1, 8, 64, 96, 128, 256])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 64, 96, 128, 256])
 def test_model_shapes(tokens: int, shape: tuple[int, int]) -> None:
     check(make(tokens, shape, "silu" if shape[0] in (28672, 16384) else "residual", torch.bfloat16))
 
@@ -172,7 +172,7 @@ def test_strides() -> None:
     assert torch.isnan(arguments["out"].as_strided((9, 24), (152, 1), 128)).all(), "written beside out"
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 24, 64, 65, 192])
+@pytest.mark.parametrize("tokens", [1, 8, 16, 24, 64, 65, 192])
 @pytest.mark.parametrize("features", ["everything", "residual"])
 def test_bitwise_repeatable(tokens: int, features: str) -> None:
     arguments = make(tokens, (2048, 4096), features, torch.bfloat16)
@@ -182,7 +182,7 @@ def test_bitwise_repeatable(tokens: int, features: str) -> None:
         assert torch.equal(call(arguments), first)
 
 
-@pytest.mark.parametrize("tokens", [4, 32, 64])
+@pytest.mark.parametrize("tokens", [4, 16, 32, 64])
 def test_a_captured_chain_follows_its_input(tokens: int) -> None:
     """Each kernel starts before the one in front has finished; what it reads of it must be complete all
     the same."""

@@ -110,10 +110,13 @@ def linear_shape(
     ``hopper``: compute capability 9.0. ``clusters``: 9.0 and later. ``shared_per_sm``, ``shared_per_cta``:
     bytes of shared memory that a multiprocessor has, and that a CTA may ask for.
     """
+    wide = _wide(max(bucket, 32), out_features, in_features, sms) if hopper and bucket >= 16 else None
+    # At 16 tokens too, where CTAs share k and two have a place on each multiprocessor, so that those of the
+    # next kernel find one.
+    if wide is not None and (bucket > 16 or (wide.cluster > 1 and wide.ctas_per_sm == 2)):
+        return wide
     if bucket <= 16:
         return _narrow(bucket, out_features, in_features, sms, shared_per_sm, shared_per_cta)
-    if hopper:
-        return _wide(bucket, out_features, in_features, sms)
     shape = LinearShape(4, 1, 4, 2, 2) if bucket == 32 else LinearShape(4, 2, 2, 2, 2)
     return _clustered(shape, out_features, in_features, sms * 3 // 4) if clusters else shape
 

@@ -41,7 +41,7 @@ class KVScales(NamedTuple):
 
     @classmethod
     def of(cls, holder: Any) -> KVScales:
-        """Those of a call's record, or of a layer's pools; none where it has none."""
+        """Those of a layer's pools; none where it has none."""
         return cls._make(getattr(holder, name, None) for name in cls._fields)
 
     @classmethod

@@ -91,6 +91,9 @@ def test_bad_prompts_are_refused_before_anything_is_queued(faulty: Any, want: li
             [[1, 2]],
             torch.tensor([1.0]),
             torch.tensor([[1, 2]]),
+            [torch.tensor([1, 2]), torch.tensor([3])],
+            [5, numpy.array([5, 6])],
+            [torch.tensor(5)],
         ),
         *(7, None, b"ab", {"input_ids": [1]}, [99], [-1], []),
     ):

@@ -90,8 +90,8 @@ def token_ids(prompt: Any, vocab_size: int) -> array[int]:
         raise ArgumentError("prompt", "a string or token ids", shown(prompt))
     ids = array("q")
     # Most prompts, looked at as a whole; `struct` takes half the time of an array for the same.
-    if type(values) is list and values:
-        with contextlib.suppress(struct.error):  # what is no integer, or beyond 64 bits
+    if type(values) is list and values and type(values[0]) is int:
+        with contextlib.suppress(struct.error, TypeError):  # what is no integer, or beyond 64 bits
             ids.frombytes(struct.pack(f"{len(values)}q", *values))
             numbers = torch.frombuffer(ids, dtype=torch.int64)
             least, most = map(int, torch.aminmax(numbers))

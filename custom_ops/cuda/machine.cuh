@@ -45,6 +45,11 @@ __device__ __forceinline__ void cp_async_once(u32 to, const char *from, u64 poli
                "l"(policy)
                : "memory");
 }
+__device__ __forceinline__ void cp_async_once_or_zero(u32 to, const char *from, bool real, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+               "r"(real ? 16 : 0), "l"(policy)
+               : "memory");
+}
 #else
 __device__ __forceinline__ u64 read_once() { return 0; }
 __device__ __forceinline__ void cp_async_once(u32 to, const char *from, u64) {
@@ -168,12 +173,22 @@ __device__ __forceinline__ float load_l2(const float *p) {  // other CTAs wrote 
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(p) : "memory");
   return x;
 }
+__device__ __forceinline__ float2 load_l2(const float2 *p) {
+  float2 x;
+  asm volatile("ld.global.cg.v2.f32 {%0,%1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(p) : "memory");
+  return x;
+}
 __device__ __forceinline__ float4 load_l2(const float4 *p) {
   float4 x;
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                : "l"(p)
                : "memory");
+  return x;
+}
+__device__ __forceinline__ uint2 load_l2(const uint2 *p) {
+  uint2 x;
+  asm volatile("ld.global.cg.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p) : "memory");
   return x;
 }
 __device__ __forceinline__ uint4 load_l2(const uint4 *p) {

@@ -16,10 +16,10 @@ from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
 from torchpaged.custom_ops.mla.call import LatentCall
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-THREADS, TILE = 256, 32  # with one tile of heads
-#: Positions of a CTA of ``selected_few.cu``, blocks that it has room for; threads of the merge behind it, and
-#: parts of a token that this has room for.
-PART_KEYS, TABLE_ROOM, MERGE_THREADS, MAX_PARTS = 128, 4096, 128, 128
+THREADS, WARPS, TILE = 256, 8, 32  # with one tile of heads
+#: Positions of a CTA of ``selected_few.cu``, blocks that it has room for; CTAs of the merge behind it for a
+#: token, and parts of a token that this has room for.
+PART_KEYS, TABLE_ROOM, MERGE_SHARES, MAX_PARTS = 128, 4096, 16, 128
 #: Positions that a CTA has room for, fewest that are worth one, and CTAs that share those of a token: 16 with
 #: one tile of heads, of which two fit a multiprocessor, so that clusters of 16 do.
 MAX_KEYS, MIN_KEYS, MAX_CLUSTER = 2048, 64, 8
@@ -59,8 +59,7 @@ class SelectedParams(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("o_token", "o_head", "l_token", "l_head")),
         *((name, ctypes.c_int64) for name in ("table_row", "indices_row")),
         ("scale", ctypes.c_float),
-        *((name, _INT) for name in ("num_reqs", "top_k", "part_keys", "head_tiles")),
-        ("_padding", _INT),
+        *((name, _INT) for name in ("num_reqs", "top_k", "part_keys", "head_tiles", "num_items")),
     ]
 
 
@@ -76,6 +75,7 @@ class SelectedSpec(NamedTuple):
     lse: bool
     m_tiles: int
     cluster: int
+    max_parts: int
 
     @classmethod
     def of(cls, call: LatentCall, num_sms: int) -> SelectedSpec:
@@ -105,11 +105,12 @@ class SelectedSpec(NamedTuple):
             lse=call.lse is not None,
             m_tiles=m_tiles,
             cluster=cluster,
+            max_parts=8,
         )
 
     def config(self) -> Config:
         """The constants."""
-        return SELECTED.of(self, MAX_PARTS=MAX_PARTS)
+        return SELECTED.of(self)
 
 
 def why_not(call: LatentCall, capability: tuple[int, int]) -> str | None:
@@ -153,10 +154,11 @@ def attend(call: LatentCall, num_sms: int) -> None:
     index, top_k, parts = q.device.index or 0, indices.shape[1], few_parts(call, num_sms)
     spec = SelectedSpec.of(call, num_sms)
     if parts:
-        spec = spec._replace(m_tiles=1, cluster=1)
+        spec = spec._replace(m_tiles=1, cluster=1, max_parts=-(-parts // 8) * 8)
     head_tiles = -(-spec.num_heads // (16 * spec.m_tiles))
     items = q.shape[0] * head_tiles
-    left = torch.empty(items * parts * 16 * (spec.rank + 2), dtype=torch.float32, device=q.device)
+    part_bytes = 16 * spec.rank * 2 + WARPS * 16 * 16  # as selected_parts.cuh counts
+    left = torch.empty(items * parts * part_bytes, dtype=torch.uint8, device=q.device)
     l_token, l_head = (0, 0) if lse is None else lse.stride()
     params = SelectedParams(
         q=q.data_ptr(),
@@ -183,12 +185,13 @@ def attend(call: LatentCall, num_sms: int) -> None:
         top_k=top_k,
         part_keys=-(-top_k // (16 * spec.cluster)) * 16,
         head_tiles=head_tiles,
+        num_items=items,
     )
     early = gpu.launches_early(index)
     if parts:
         few, merge = _specialised_few(index, spec)
         few.launch(items * parts, THREADS, params, early=early)
-        merge.launch(items * spec.rank // 32, MERGE_THREADS, params, early=early)
+        merge.launch(items * MERGE_SHARES, spec.rank // 4, params, early=early)
     else:
         _specialised(index, spec).launch(items * spec.cluster, THREADS, params, early=early)
 
@@ -213,7 +216,7 @@ def _specialised_few(index: int, spec: SelectedSpec) -> tuple[Kernel, Kernel]:
 
 def few_shared_bytes(spec: SelectedSpec) -> int:
     """Dynamic shared memory of ``selected_few.cu``, as selected_parts.cuh counts it."""
-    return (PART_KEYS + 16) * (spec.rank + spec.rope) * 2 + PART_KEYS * 32 + 1024 + 4 * TABLE_ROOM
+    return (PART_KEYS + 16) * (spec.rank + spec.rope) * 2 + PART_KEYS * 32 + 512 + 4 * TABLE_ROOM
 
 
 def shared_bytes(spec: SelectedSpec) -> int:

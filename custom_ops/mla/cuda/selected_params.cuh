@@ -33,7 +33,7 @@ struct Params {  // packed by custom_ops/mla/cuda/selected.py, in this order
   i64 q_token, q_head, kv_block, kv_slot, o_token, o_head, l_token, l_head;  // strides in elements
   i64 table_row, indices_row;
   float scale;
-  int num_reqs, top_k, part_keys, head_tiles;
+  int num_reqs, top_k, part_keys, head_tiles, num_items;
 };
 static_assert(sizeof(Params) == 176, "as custom_ops/mla/cuda/selected.py packs it");
 

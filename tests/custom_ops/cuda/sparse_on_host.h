@@ -8,6 +8,8 @@ inline u32 ld_cluster_u32(u32 from) { return *(u32 *)(memories + from); }
 inline float2 ld_cluster_float2(u32 from) { return *(float2 *)(memories + from); }
 inline void st_cluster(u32 to, u32 x) { *(u32 *)(memories + to) = x; }
 inline void prefetch_l2(const char *) {}
+inline u64 read_once() { return 0; }
+inline void cp_async_once_or_zero(u32 to, const char *from, bool real, u64) { cp_async_or_zero(to, from, real); }
 inline float clipped(float x) { return x < 0.f ? 0.f : x; }
 // ----------------------------------------------------------------------------------------------- matrices
 inline u64 matrix(u32 at) { return at; }  // lines of 128 bytes, swizzled, 8 of them 1024 bytes

@@ -57,7 +57,7 @@ def examples() -> dict[str, Config]:
         "latent_config.cuh": latent_config(
             LatentSpec(512, 64, 16, 64, False, False, True, False, 16, 132, 1)
         ),
-        "selected_config.cuh": SelectedSpec(512, 64, 16, 64, False, True, False, 1, 16).config(),
+        "selected_config.cuh": SelectedSpec(512, 64, 16, 64, False, True, False, 1, 16, 16).config(),
         "logits_config.cuh": LogitsSpec(64, 64, False, True, True).config(),
         "top_k_config.cuh": top_k_config(4, 131072, 132),
         "state_decode_config.cuh": StateSpec(

@@ -20,7 +20,7 @@ from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import selected
 from torchpaged.custom_ops.mla.cuda.selected import SelectedSpec
 
-DECODE = SelectedSpec(512, 64, 16, 64, False, True, True, 1, 16)
+DECODE = SelectedSpec(512, 64, 16, 64, False, True, True, 1, 16, 16)
 CONFIGS: dict[str, Config] = {
     "16 heads": DECODE.config(),
     "64 heads, fp16": DECODE._replace(num_heads=64, m_tiles=2, half=True, cluster=4).config(),

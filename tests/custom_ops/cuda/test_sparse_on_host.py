@@ -127,10 +127,12 @@ SPARSE: dict[str, tuple[dict[str, Any], BatchSpec, str, int]] = {
         390,
     ),
     "512 + 64": ({"num_heads": 16, "rank": 512}, BatchSpec("e", (400,), (1,)), "all", 333),
+    "a large key": ({"num_heads": 16}, BatchSpec("f", (300,), (1,)), "all", 300),
 }
+LATE = 9  # a position in the second half of a warp's, whose weights are relative to the first one's maxima
 
 
-@pytest.mark.slow_cases(but=("few-5 heads, drafts", "many-5 heads, drafts"))
+@pytest.mark.slow_cases(but=("few-5 heads, drafts", "many-5 heads, drafts", "few-a large key"))
 @pytest.mark.parametrize("name", SPARSE)
 @pytest.mark.parametrize("kernel", ["few", "many"])
 def test_selected(name: str, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,6 +141,9 @@ def test_selected(name: str, kernel: str, tmp_path: Path, monkeypatch: pytest.Mo
     options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64} | options
     batch = make_latent_batch(batch_spec, **options)
     indices = selected(batch, kind, top_k)
+    if name == "a large key":
+        position, block_size = int(indices[0, LATE]), options["block_size"]
+        batch.k_cache[int(batch.block_table[0, position // block_size]), position % block_size] *= 16
     shapes, results = (*batch.q.shape[:2], batch.v_cache.shape[-1]), []
 
     @functools.cache

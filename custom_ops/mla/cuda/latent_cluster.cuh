@@ -21,11 +21,12 @@ __device__ __forceinline__ Share share_of(int tiles) {
 // By every thread, ahead of the wait: lengths come from L2.
 __device__ __forceinline__ Walk open_share(const Params &p) {
   const int item = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, request = item / p.row_tiles,
-            tiles = tiles_of(load_l2(p.starts + request + 1) - load_l2(p.starts + request),
-                             load_l2(p.seq_lens + request));
+            start = load_l2(p.starts + request);
+  const Lengths of = {start, load_l2(p.starts + request + 1) - start, load_l2(p.seq_lens + request)};
+  const int tiles = of.tiles();
   load_and_forget_l1(p.starts + request);
   const int each = share_of(tiles).each, first = min(rank * each, tiles);
-  return {p, request, first, min(each, tiles - first), item % p.row_tiles, 0};
+  return {p, request, first, min(each, tiles - first), item % p.row_tiles, 0, of};
 }
 
 // The work of a CTA, by all of its COUNT threads; `scan`: SCAN_BYTES of shared memory.

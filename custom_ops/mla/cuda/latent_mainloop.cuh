@@ -14,13 +14,16 @@ constexpr int VALUE_TILES = RANK / 64;
 // Queries of a tile of rows into shared memory, as the products read them; zeros behind the last row.
 __device__ __forceinline__ void load_queries(const Params &p, char *to, const Segment &s, int row_tile,
                                              int thread) {
-  constexpr int LINE = WIDTH / 8;  // of 16 bytes
-  const u32 begin = shared_address(to);
-  for (int i = thread; i < ROWS * LINE; i += CONSUMER_THREADS) {
-    const int r = i / LINE, chunk = i - r * LINE;
+  const int warp = thread / 32, lane = thread % 32;  // a warp takes a row, a lane 16 bytes of four squares
+#pragma unroll
+  for (int r = warp; r < ROWS; r += CONSUMER_WARPS) {
     const Row row = row_of(row_tile * ROWS + r, s.start, s.query_len, s.seq_len);
-    const char *from = p.q + (row.real ? (row.token * p.q_token + row.head * p.q_head + chunk * 8) * 2 : 0);
-    cp_async_or_zero(begin + chunk / 8 * (ROWS * 128) + r * 128 + ((chunk ^ r) & 7) * 16, from, row.real);
+    const char *from = p.q + (row.real ? (row.token * p.q_token + row.head * p.q_head) * 2 + lane * 16 : 0);
+    const u32 begin = shared_address(to) + lane / 8 * (ROWS * 128) + r * 128 + ((lane ^ r) & 7) * 16;
+#pragma unroll
+    for (int square = 0; square < SQUARES; square += 4)
+      if (square + lane / 8 < SQUARES)
+        cp_async_or_zero(begin + square * (ROWS * 128), from + (row.real ? square * 128 : 0), row.real);
   }
   cp_async_commit();
   cp_async_wait<0>();

@@ -11,15 +11,21 @@
 
 #include "latent_params.cuh"
 
-constexpr int SCAN_BYTES = 50 * 4;
-constexpr int ROUND_PARTS = 32;  // of a request, that the merge reads at once
+constexpr int SCAN_BYTES = 53 * 4;
+constexpr int ROUND_PARTS = 32;  // of a request, that the merge reads in two rounds
 constexpr int CUT_TILES = 4;  // what parts cost, in tiles: other queries, partial results, the merge
 
 __device__ __forceinline__ int tiles_of(int query_len, int seq_len) {
   return query_len > 0 && seq_len > 0 ? (seq_len + TILE_KV - 1) / TILE_KV : 0;
 }
-__device__ __forceinline__ int tiles_of(const Params &p, int request) {
-  return tiles_of(p.starts[request + 1] - p.starts[request], p.seq_lens[request]);
+struct Lengths {  // of a request
+  int start, query_len, seq_len;
+
+  __device__ __forceinline__ int tiles() const { return tiles_of(query_len, seq_len); }
+};
+__device__ __forceinline__ Lengths lengths_of(const Params &p, int request) {
+  const int start = p.starts[request];
+  return {start, p.starts[request + 1] - start, p.seq_lens[request]};
 }
 
 struct Schedule {
@@ -37,6 +43,7 @@ struct Schedule {
 
 struct Place {  // a tile of a request
   int request, tile;
+  Lengths of;
 };
 
 // By all COUNT threads of a CTA: the schedule, and where the range of `group` begins. `scan`: SCAN_BYTES of
@@ -47,8 +54,11 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int group, in
   const int thread = threadIdx.x, lane = thread % 32, each = (p.num_reqs + COUNT - 1) / COUNT,
             first = min(thread * each, p.num_reqs), last = min(first + each, p.num_reqs);
   int count = 0, most = 0, some = 0;  // tiles, those of one request, requests with some
+  Lengths mine = {0, 0, 0};           // of the last one
   for (int r = first; r < last; ++r) {
-    const int many = tiles_of(load_l2(p.starts + r + 1) - load_l2(p.starts + r), load_l2(p.seq_lens + r));
+    const int start = load_l2(p.starts + r);
+    mine = {start, load_l2(p.starts + r + 1) - start, load_l2(p.seq_lens + r)};
+    const int many = mine.tiles();
     count += many;
     most = max(most, many);
     some += many > 0;
@@ -92,17 +102,21 @@ __device__ __forceinline__ Schedule open_schedule(const Params &p, int group, in
   if (group < s.groups && s.tiles > 0) {
     int left = s.begin(group) - (upto - count);
     if (left >= 0 && left < count) {
-      int request = first, many = tiles_of(p, request);
-      while (left >= many) {
-        left -= many;
-        many = tiles_of(p, ++request);
+      int request = first;
+      if (each > 1) mine = lengths_of(p, request);  // one is known: a trip through L2 less
+      while (left >= mine.tiles()) {
+        left -= mine.tiles();
+        mine = lengths_of(p, ++request);
       }
       scan[16] = request;
       scan[17] = left;
+      scan[50] = mine.start;
+      scan[51] = mine.query_len;
+      scan[52] = mine.seq_len;
     }
   }
   __syncthreads();
-  place = {scan[16], scan[17]};
+  place = {scan[16], scan[17], {scan[50], scan[51], scan[52]}};
   return s;
 }
 
@@ -117,19 +131,22 @@ struct Segment {  // tiles [first, last) of a request
   }
 };
 
-// The segments of a range, one after the other; those without rows for this CTA are left out.
+// The segments of a range, one after the other; those without rows for this CTA are left out. The lengths of
+// the next request are asked for ahead.
 struct Walk {
   const Params &p;
   int request, tile, left, row_tile, slot;
+  Lengths of;  // of `request`
 
   __device__ __forceinline__ bool next(Segment &s) {
     while (left > 0) {
       s.request = request;
-      s.start = p.starts[request];
-      s.query_len = p.starts[request + 1] - s.start;
-      s.seq_len = p.seq_lens[request];
-      const int tiles = tiles_of(s.query_len, s.seq_len);
+      s.start = of.start;
+      s.query_len = of.query_len;
+      s.seq_len = of.seq_len;
+      const int tiles = of.tiles();
       ++request;
+      if (left > tiles - tile) of = lengths_of(p, request);
       if (tiles == 0) continue;  // tiles are left, so that a request with some is behind
       s.first = tile;
       s.last = min(tiles, tile + left);
@@ -151,7 +168,7 @@ template <int COUNT> __device__ __forceinline__ Walk open_walk(const Params &p, 
   const Schedule schedule = open_schedule<COUNT>(p, group, scan, place);
   const bool has_work = group < schedule.groups && schedule.tiles > 0;
   const int many = has_work ? schedule.begin(group + 1) - schedule.begin(group) : 0;
-  return {p, place.request, place.tile, many, (int)blockIdx.x - group * p.row_tiles, 0};
+  return {p, place.request, place.tile, many, (int)blockIdx.x - group * p.row_tiles, 0, place.of};
 }
 
 // When the next kernel may begin: at once, since the merge behind this one holds back those behind itself; or

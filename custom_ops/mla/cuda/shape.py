@@ -133,9 +133,9 @@ def _count(rank: int, rope: int, rows: int, stages: int, fp8: int) -> int:
     if fp8:
         scales = rank // 128
         keys = stages * _TILE_KV * (rank + scales * 4 + rope * 2)
-        return keys + scales * rows * ((_TILE_KV + 4) * 4 + _TILE_KV * 2 + 16 + 8) + stages * 16 + 200
+        return keys + scales * rows * ((_TILE_KV + 4) * 4 + _TILE_KV * 2 + 16 + 8) + stages * 16 + 212
     width = rank + rope
-    tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 24 + 200
+    tiles = stages * _TILE_KV * width * 2 + rows * width * 2 + rows * 24 + 212
     return tiles + (width // 4 + 48 if rows == 64 else rows * 128 + stages * 16)
 
 

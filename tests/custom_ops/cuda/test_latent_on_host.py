@@ -71,6 +71,8 @@ CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {
     ),
     "one length": ({"num_heads": 5}, BatchSpec("k", (300, 290, 0, 320, 257), (1,) * 5)),
     "equal parts": ({"num_heads": 5}, BatchSpec("l", (700, 690), (1, 1))),
+    # more than the merge has units for, so that CTAs share these
+    "many parts": ({"num_heads": 5, "ctas": 12}, BatchSpec("s", (1300,), (1,))),
     "64 rows": ({"num_heads": 64, "rank": 512}, BatchSpec("d", (500, 0, 90), (1, 1, 1))),
     "128 rows": ({"num_heads": 128, "rank": 512}, BatchSpec("e", (200, 330), (1, 1), padded_tokens=1)),
     "drafts": (
@@ -124,7 +126,7 @@ def make_uneven(batch: Batch, most: float) -> None:
     queries.mul_(torch.exp2((rows * most).round()))
 
 
-@pytest.mark.slow_cases(but=("8 rows", "128 rows", "drafts", "fp8, fp16, drafts", "clusters"))
+@pytest.mark.slow_cases(but=("8 rows", "many parts", "128 rows", "drafts", "fp8, fp16, drafts", "clusters"))
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, in other orders of the threads: the same bits."""
@@ -132,7 +134,7 @@ def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     options = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64, "causal": True} | options
     causal, fp8, uneven = options.pop("causal"), options.pop("fp8", False), options.pop("uneven", 0.0)
     monkeypatch.setattr(shape, "FP8_TOKENS", options.pop("tokens", 0))
-    ctas = CLUSTERED_CTAS if options.pop("clusters", False) else CTAS
+    ctas: int = options.pop("ctas", CLUSTERED_CTAS if options.pop("clusters", False) else CTAS)
     batch = make_latent_batch(batch_spec, **options)
     if uneven:
         make_uneven(batch, uneven)

@@ -1,12 +1,18 @@
 """Latent attention on Hopper that asks for the context's latents before the kernels ahead have ended never
-gets one too early, whichever kernel writes it. As test_early_keys.py: pools are NaN before each replay, and a
-slow kernel that lets others begin stands first."""
+gets one too early, whichever kernel writes it. Pools are NaN before each replay, and what writes them ends
+late: a kernel that lets others begin at once stands in front of it, or in its place (late_end.py). The
+hardware starts two kernels early behind one that runs, but not always a third.
+
+Each of these made wrong fails here, every time: a write of other tokens that is said to be one of query
+tokens, attention in clusters that lets others begin before its wait, a tile asked for early though it has a
+query token's key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import late_end
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +27,7 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("no kernel begins early before compute capability 9.0", allow_module_level=True)
 CUDA, REFERENCE = BACKEND_OPS["cuda"], BACKEND_OPS["reference"]
 RANK, ROPE, HEADS, NOPE, BLOCK = 512, 64, 4, 16, 16
-REPLAYS, STEPS = 20, 4
+REPLAYS, STEPS = 20, 2
 
 
 class Steps:
@@ -60,11 +66,6 @@ class Steps:
         self.cos_sin = (torch.arange(ROPE, device="cuda") < ROPE // 2).float()[None]  # angles of 0
         self.attended = [torch.empty_like(self.batch.q) for _ in range(STEPS)]
         self.outs = [torch.empty(num_reqs, HEADS, RANK, **make) for _ in range(STEPS)]
-        self.slow = (
-            torch.randn(1, 131072, **make),
-            torch.randn(16, 131072, **make),
-            torch.empty(1, 16, **make),
-        )
         self.refill()
 
     def refill(self) -> None:
@@ -120,19 +121,20 @@ def by_rope_write_latent(steps: Steps) -> None:
 
 #: Requests, context, columns. Contexts are so short that all programs of a write run, and wait, at once.
 SHAPES = {"clusters": (2, 70, 20), "one cluster": (1, 130, 20), "ranges": (1, 130, 300), "many": (9, 66, 20)}
+TILE = 64  # keys that attention asks for at once
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("writer", [by_write_latent, by_rope_write_latent])
 def test_context_written_right_before(writer: Callable[[Steps], None], shape: str, fp8: bool) -> None:
-    """Tokens that are no query tokens; those of the queries by a write behind it, which triggers early."""
+    """Tokens that are no query tokens, written last and late."""
     steps = Steps(*SHAPES[shape], fp8)
 
     def launch() -> None:
-        CUDA.linear(*steps.slow)
-        writer(steps)
         steps.write(1, steps.attended[0], are_query_tokens=True)
+        late_end.launch()
+        writer(steps)
         steps.attend(0)
 
     replay_often(steps, launch, 1)
@@ -141,14 +143,20 @@ def test_context_written_right_before(writer: Callable[[Steps], None], shape: st
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_query_tokens_are_context_of_the_next_step(shape: str, fp8: bool) -> None:
-    """Steps with nothing but these two ops in them, of which both are launched early."""
-    steps = Steps(*SHAPES[shape], fp8)
+    """The first step's token is the last one of a tile, which the second step's attention asks for early; it
+    is written late, by a kernel that lets others begin at once."""
+    num_reqs, context, columns = SHAPES[shape]
+    steps = Steps(num_reqs, context // TILE * TILE - 1, columns, fp8)
+    rows, slots = steps.pool.view(torch.uint8).flatten(0, 2), steps.slots[1]
 
     def launch() -> None:
         by_write_latent(steps)
-        CUDA.linear(*steps.slow)
         for step in range(STEPS):
             steps.write(step + 1, steps.attended[step], are_query_tokens=True)
+        written = rows.index_select(0, slots)
+        rows.index_fill_(0, slots, 0xFF)
+        late_end.write(written, rows, slots)
+        for step in range(STEPS):
             steps.attend(step)
 
     replay_often(steps, launch, STEPS)

@@ -52,7 +52,7 @@ def compiled(
         text = re.sub(r"extern __shared__[^;]*;", "char *memory = cta_memory();", path.read_text())
         text = text.replace("__shared__ Shared s;", "Shared &s = *(Shared *)cta_memory();")
         text = text.replace("__shared__", "static")
-        path.write_text(re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+r\"\(\w+\)\);", "", text))
+        path.write_text(re.sub(r"#pragma unroll.*|asm volatile\(\"\" : \"\+[rlf]\"\([^;]*\)\);", "", text))
     with source.open("a") as end:
         end.write(
             'extern "C" int run(const Params *p, int ctas, int threads, int cluster, int seed) {\n'

@@ -3,9 +3,9 @@ gets one too early, whichever kernel writes it. Pools are NaN before each replay
 late: a kernel that lets others begin at once stands in front of it, or in its place (late_end.py). The
 hardware starts two kernels early behind one that runs, but not always a third.
 
-Each of these made wrong fails here, every time: a write of other tokens that is said to be one of query
-tokens, attention in clusters that lets others begin before its wait, a tile asked for early though it has a
-query token's key."""
+Each of these made wrong fails here, every time: attention in clusters that lets others begin before its wait,
+a tile asked for early though it has a query token's key. A write of other tokens that is said to be one of
+query tokens does not fail: why, was not found."""
 
 from __future__ import annotations
 

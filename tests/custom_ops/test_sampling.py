@@ -227,6 +227,17 @@ def test_native_scores_of_extreme_numbers(logits: float, temperature: float) -> 
     assert inputs["out"].tolist() == want.tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-44, 1e-39, 1e-30])
+def test_native_ties_at_temperatures_next_to_0(temperature: float) -> None:
+    """Noise alone decides between logits that are equal; 1 / temperature may be beyond float32."""
+    inputs = make_sampling_inputs([{"temperature": temperature}] * 60, vocab_size=333)
+    inputs["logits"].zero_()
+    want = torch.empty_like(inputs["out"])
+    REFERENCE.sample_tokens(**{**inputs, "out": want})
+    BACKEND_OPS["cpu"].sample_tokens(**inputs)
+    assert inputs["out"].tolist() == want.tolist()
+
+
 def test_repetition_penalty_equals_transformers() -> None:
     process = pytest.importorskip("transformers").RepetitionPenaltyLogitsProcessor
     generator = torch.Generator().manual_seed(1)

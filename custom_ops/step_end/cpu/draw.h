@@ -47,8 +47,8 @@ inline double gumbel_noise(uint32_t bits) {
 // below exp((z - best) / temperature). That is computed in float32; the few tokens that may have it are
 // scored in float64, as the reference scores all.
 inline int64_t draw(const LogitRow& p, const Scores& row, const Entry& last) {
-  // a temperature that is next to infinity: every token may be the best
-  const float rate = p.temperature < 1e30f ? 1 / p.temperature : 0.0f;
+  // a temperature that is next to 0 or infinity, as its inverse: every token may be the best
+  const float rate = p.temperature > 1e-30f && p.temperature < 1e30f ? 1 / p.temperature : 0.0f;
   double best = -INF;
   float below = -INF;  // at most `best`
   int64_t token = NO_TOKEN;

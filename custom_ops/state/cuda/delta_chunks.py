@@ -86,8 +86,7 @@ class ChunkSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        values = {name.upper(): int(value) for name, value in self._asdict().items()}
-        return DELTA_CHUNKS.config({**values, "SHARED_BYTES": self.shared_bytes})
+        return DELTA_CHUNKS.of(self, SHARED_BYTES=self.shared_bytes)
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:

@@ -78,8 +78,7 @@ class PassSpec(NamedTuple):
 
     def config(self) -> Config:
         """The constants."""
-        values = {name.upper(): int(value) for name, value in self._asdict().items()}
-        return DELTA_PASS.config({**values, "SHARED_BYTES": self.shared_bytes}, exact=True)
+        return DELTA_PASS.of(self, exact=True, SHARED_BYTES=self.shared_bytes)
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:

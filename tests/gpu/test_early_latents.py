@@ -1,7 +1,6 @@
 """Latent attention on Hopper that asks for the context's latents before the kernels ahead have ended never
 gets one too early, whichever kernel writes it. Pools are NaN before each replay, and what writes them ends
-late: a kernel that lets others begin at once stands in front of it, or in its place (late_end.py). The
-hardware starts two kernels early behind one that runs, but not always a third.
+late: a kernel that lets others begin at once stands in front of it, or in its place (late_end.py).
 
 Each of these made wrong fails here, every time: attention in clusters that lets others begin before its wait,
 a tile asked for early though it has a query token's key. A write of other tokens that is said to be one of

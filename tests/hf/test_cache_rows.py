@@ -577,6 +577,20 @@ def test_rows_that_are_all_padded_are_no_other_prompt() -> None:
         assert torch.equal(model.generate(**call, disable_compile=True, past_key_values=cache), want)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("chunks", [(10,), (1, 9), (4, 6)])
+def test_positions_behind_a_picture_are_no_other_prompt(chunks: tuple[int, ...], dense: bool) -> None:
+    """Tokens of a picture stand at one place (M-RoPE): later positions pass half of what is cached."""
+    ids, places = torch.randint(3, 99, (1, 40)), torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 2, *range(3, 34)]])
+    model, cache = paged(), PagedCache(paged().config, 1, 64, block_size=4, dense=dense)
+    parts = [part.split([*chunks, *[1] * 30], 1) for part in (ids, places)]
+    with torch.no_grad():
+        want = paged().eval()(ids, position_ids=places).logits[:, -1:]
+        for tokens, positions in zip(*parts, strict=True):
+            got = model(tokens, position_ids=positions, past_key_values=cache).logits
+    torch.testing.assert_close(got[:, -1:], want)
+
+
 @pytest.mark.parametrize("length", [5, 9, 12])
 @pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt", "xglm", "mamba", "mamba2"])
 def test_the_same_prompt_again_where_nothing_tells_positions(model_type: str, length: int) -> None:

@@ -34,6 +34,8 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     positions = options.get("position_ids")  # None: attention is not told of them, as Bloom's
     decodes = query_len == 1
     if not first or rows.looked_at == rows.num_forwards or (decodes and not _can_be_read(positions)):
+        if first == 0 and _can_be_read(positions):
+            rows.is_padded = not _end_at(positions, query_len)
         return
     if options.get("use_cache") is False and not decodes:
         expected = f"True behind the {first} tokens in the cache"
@@ -55,6 +57,8 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     if again and not (rows.is_padded or any(rows.padding or ())):
         expected = f"tokens behind the {first} in the cache"
         raise ArgumentError("input_ids", expected, f"positions from {start} on", ANOTHER_PROMPT)
+    if not rows.is_padded and _can_be_read(positions):  # a part of a prompt may have a picture
+        rows.is_padded = not _end_at(positions, first + query_len)
     rows.expects_candidates, rows.looked_at = False, rows.num_forwards
 
 
@@ -68,7 +72,13 @@ def note_padding(rows: CacheRows, query_len: int, options: Mapping[str, Any]) ->
     masks are used and the cache is told of none. Arguments as of `require_new`, behind the write."""
     positions = options.get("position_ids")
     if rows.first_position(query_len) == 0 and query_len > 1 and positions is not None:
-        rows.is_padded = bool((positions[..., -1] != query_len - 1).any())
+        rows.is_padded = not _end_at(positions, query_len)
+
+
+def _end_at(positions: Tensor, length: int) -> bool:
+    """Whether the last tokens of all rows stand where those of rows of ``length`` tokens do that are neither
+    padded nor have pictures, whose tokens share places."""
+    return bool((positions[..., -1] == length - 1).all())
 
 
 def require_left(cache: Any, input_ids: Tensor, left: Any) -> None:

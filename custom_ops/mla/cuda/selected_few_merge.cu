@@ -6,26 +6,28 @@
 
 constexpr int SHARES = WARPS * 2, MERGE_THREADS = RANK / 4, DEPTH = 16;  // DEPTH: parts asked for at once
 constexpr int AT_ONCE = MERGE_THREADS / 8, ROUNDS = (16 + AT_ONCE - 1) / AT_ONCE;  // rows that are weighed
-constexpr int LINE = MAX_PARTS + 4;  // weights of a row, four at a time
+// Parts that have weights: those behind the last one are multiplied, too.
+constexpr int ROOM = MAX_PARTS <= DEPTH ? MAX_PARTS : (MAX_PARTS + DEPTH - 1) / DEPTH * DEPTH;
+constexpr int LINE = ROOM + 4;  // weights of a row, four at a time
 
 // By eight neighbours: of a row, what the numbers of each part count in the share's columns. No branches, so
 // that all states are asked for at once.
 __device__ __forceinline__ void weigh_parts(const Params &p, float *weights, const float4 *states, int parts,
                                             int item, int r, int lane, bool first_share) {
-  float4 of[MAX_PARTS / 8];
+  float4 of[ROOM / 8];
   float top = FLOOR, total = 0.f;
   int seen = 0;
 #pragma unroll
-  for (int n = 0; n < MAX_PARTS / 8; ++n) {
+  for (int n = 0; n < ROOM / 8; ++n) {
     of[n] = {FLOOR, -1.f, 0.f, 0.f};
     if (n * 8 + lane < parts) of[n] = load_l2(states + (n * 8 + lane) * WARPS * 16 + r);
   }
 #pragma unroll
-  for (int n = 0; n < MAX_PARTS / 8; ++n) top = fmaxf(top, of[n].x);
+  for (int n = 0; n < ROOM / 8; ++n) top = fmaxf(top, of[n].x);
 #pragma unroll
   for (int step = 1; step < 8; step *= 2) top = fmaxf(top, __shfl_xor_sync(ALL, top, step));
 #pragma unroll
-  for (int n = 0; n < MAX_PARTS / 8; ++n) {
+  for (int n = 0; n < ROOM / 8; ++n) {
     const bool sees = !(of[n].y < 0.f);
     of[n].x = sees ? exp2_(of[n].x - top) : 0.f;
     total += sees ? of[n].x * of[n].y : 0.f;
@@ -38,7 +40,7 @@ __device__ __forceinline__ void weigh_parts(const Params &p, float *weights, con
   }
   const float by = seen ? 1.f / total : 0.f;
 #pragma unroll
-  for (int n = 0; n < MAX_PARTS / 8; ++n) weights[r * LINE + n * 8 + lane] = of[n].x * of[n].z * by;
+  for (int n = 0; n < ROOM / 8; ++n) weights[r * LINE + n * 8 + lane] = of[n].x * of[n].z * by;
   const int token = item / p.head_tiles, head = item % p.head_tiles * 16 + r;
   if (LSE && first_share && lane == 0 && head < NUM_HEADS)
     p.lse[token * p.l_token + head * p.l_head] = seen ? (top + log2_(total)) * LN2 : -INF;
@@ -73,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS) merge_few(const __gr
     }
     const float *const low = weights + lane / 4 * LINE + first, *const high = low + 8 * LINE;
 #pragma unroll
-    for (int n = 0; n < min(DEPTH, MAX_PARTS); ++n) {
+    for (int n = 0; n < min(DEPTH, ROOM); ++n) {
       sum.x += to_float<true>((u16)x[n].x) * low[n];
       sum.y += to_float<true>((u16)(x[n].x >> 16)) * low[n];
       sum.z += to_float<true>((u16)x[n].y) * high[n];

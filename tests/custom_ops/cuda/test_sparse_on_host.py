@@ -170,3 +170,27 @@ def test_selected(name: str, kernel: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert_sparse_close(out, lse, batch, indices)
         results.append((out, lse))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_rows_of_17_parts_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More parts than the merge reads at once: a head whose query is NaN leaves the others as they are."""
+    sizes: dict[str, Any] = {"rank": 128, "rope": 64, "dtype": torch.bfloat16, "block_size": 64}
+    batch = make_latent_batch(BatchSpec("g", (2200,), (1,)), num_heads=5, **sizes)
+    indices = selected(batch, "all", 2150)
+
+    @functools.cache
+    def specialised_few(_: int, spec: sparse.SelectedSpec) -> tuple[HostKernel, HostKernel]:
+        few = compiled(tmp_path / "f", "selected_few.cu", "attend_few", spec.config())
+        merge = compiled(tmp_path / "m", "selected_few_merge.cu", "merge_few", spec.config())
+        return HostKernel(few), HostKernel(merge)
+
+    monkeypatch.setattr(sparse, "_specialised_few", specialised_few)
+    outs = []
+    for value in (1.0, float("nan")):
+        batch.q[0, 2] *= value
+        out = torch.empty(*batch.q.shape[:2], 128, dtype=batch.q.dtype)
+        call = LatentCall(*latent_tensors(batch), out, None, 1, batch.scale, True, indices)
+        sparse.attend(call, 132)
+        outs.append(out)
+    assert outs[1][0, 2].isnan().all()
+    assert torch.equal(outs[0][0, [0, 1, 3, 4]], outs[1][0, [0, 1, 3, 4]])

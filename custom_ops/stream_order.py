@@ -455,7 +455,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             ("out",),
             "issued",
             ("weight",),
-            case="17 to 64 tokens on Hopper",
+            case="17 to 64 tokens on Hopper; 9 to 16 where CTAs share k",
             why="the next kernel loads its weights while this one adds its parts",
         ),
         Launch(

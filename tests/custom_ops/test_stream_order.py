@@ -412,17 +412,20 @@ def test_triton_ptx(triton_launches: list[tuple[str, Any]]) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("tokens", [8, 16, 64])
-def test_linear_ptx(tmp_path: Path, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "rows", "case"),
+    [(8, 4096, "1 to 8 tokens"), (16, 4096, "no wgmma"), (16, 3072, "share k"), (64, 4096, "share k")],
+)
+def test_linear_ptx(tmp_path: Path, tokens: int, rows: int, case: str) -> None:
     import torch
 
     from torchpaged.custom_ops.layers.cuda.linear_shape import LinearSpec, linear_config, linear_shape
 
-    shape = linear_shape(tokens, 4096, 4096, 132, True, True, 228 << 10, 227 << 10)
-    spec = LinearSpec(torch.bfloat16, tokens, 4096, 4096, 4096, "none", False, False, False, True, True)
+    shape = linear_shape(tokens, rows, 4096, 132, True, True, 228 << 10, 227 << 10)
+    spec = LinearSpec(torch.bfloat16, tokens, rows, 4096, 4096, "none", False, False, False, True, True)
     config = linear_config(spec, shape, early=True)
     name = "linear_wide" if shape.wide else "linear"
-    expected = row("linear", name, {8: "1 to 8 tokens", 16: "no wgmma", 64: "on Hopper"}[tokens])
+    expected = row("linear", name, case)
     ptx, _ = compiled(tmp_path, source_of(expected.kernel).name, config, "ptx")
     steps = order(ptx.replace("cp.async.bulk.tensor.2d.shared::cluster.global", "ld.global"))
     assert not complaints(expected, steps)

@@ -133,7 +133,7 @@ def _clustered(shape: LinearShape, out_features: int, in_features: int, least: i
 
 
 def _wide(bucket: int, out_features: int, in_features: int, sms: int) -> LinearShape:
-    """For 17 to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one
+    """For up to 64 tokens on Hopper: where tiles of 64 or 128 rows fill the multiprocessors about once, one
     CTA on each with a large ring, else two.
 
     A pair may share k. Larger clusters with one CTA per multiprocessor lose: where a part of the chip has no

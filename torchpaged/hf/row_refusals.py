@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
     rows.expects_candidates, rows.looked_at = False, rows.num_forwards
 
 
-def _can_be_read(positions: Tensor | None) -> bool:
+def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a look at them in every decode step costs nothing, and no `make_fx` forbids it."""
     return positions is not None and positions.device.type == "cpu" and get_proxy_mode() is None
 

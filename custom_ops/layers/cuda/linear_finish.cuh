@@ -51,7 +51,10 @@ __device__ __forceinline__ float load_square(const float *at, int rank) {
 // BATCH elements before it adds any up.
 constexpr int PARTS = CLUSTER * K_WARPS, HALVES = GATED ? 2 : 1,
               ROUNDS = (TOKENS * OUT_ROWS / 4 + THREADS * CLUSTER - 1) / (THREADS * CLUSTER);
-constexpr int AHEAD = PARTS < 8 ? PARTS : 8, ROOM = 16 / (AHEAD * HALVES),
+// Loads of four sums each that are on their way: fewer where a thread has 64 registers in all.
+constexpr int FLIGHT = THREADS * CTAS_PER_SM < 1024 ? 16 : 8 / HALVES;
+constexpr int MOST_AHEAD = FLIGHT / HALVES < 8 ? FLIGHT / HALVES : 8;
+constexpr int AHEAD = PARTS < MOST_AHEAD ? PARTS : MOST_AHEAD, ROOM = FLIGHT / (AHEAD * HALVES),
               BATCH = ROUNDS < ROOM ? ROUNDS : ROOM;
 
 // Which elements a thread finishes in a batch, and what is added to their sums or multiplies them.

@@ -2,7 +2,7 @@
 compiled kernel's TTGIR.
 
 Triton's pipeliner lets products of a loop on Hopper run on into the next round, and gives what they read one
-more buffer for that. Up to Triton 3.9 it does so only for loads that have no other use: keys whose norms are
+more buffer for that. Triton 3.6 and 3.7.1 do so only for loads that have no other use: keys whose norms are
 summed, too, are overwritten while a product reads them (docs/log/state_chunks.md). Which of the two comes
 first is a matter of time: results are wrong now and then, and no tool of the GPU sees it.
 """

@@ -46,12 +46,12 @@ def specialised(name: str, tokens: int, capability: tuple[int, int]) -> tuple[st
     return "linear_wide" if shape.wide else "linear", linear_config(spec, shape, early=recent), shape
 
 
-def check_report(report: str, threads: int, ctas_per_sm: int) -> None:
+def check_report(report: str, threads: int, ctas_per_sm: int, may_serialise: bool = False) -> None:
     """No spills, registers for the CTAs that are to be resident, and nothing that puts the warpgroup products
-    one behind the other."""
+    one behind the other, unless ``may_serialise``."""
     check_no_spills(report)
     assert registers(report) * threads * ctas_per_sm <= 65536, (report, threads)
-    assert "serialized" not in report, report
+    assert may_serialise or "serialized" not in report, report
 
 
 @pytest.mark.slow_cases(but=("8b gate_up-*",))
@@ -61,7 +61,9 @@ def check_report(report: str, threads: int, ctas_per_sm: int) -> None:
 def test_compiles_for_sm_90(tmp_path: Path, name: str, tokens: int) -> None:
     file, values, shape = specialised(name, tokens, (9, 0))
     _, report = compiled(tmp_path, f"{file}.cu", values)
-    check_report(report, shape.threads, shape.ctas_per_sm)
+    # With 16 tokens ptxas puts a chunk's four products one behind the other. To end them before the next
+    # chunk is awaited avoids that, and is 3 % slower (docs/log/first_token.md).
+    check_report(report, shape.threads, shape.ctas_per_sm, may_serialise=tokens == 16)
 
 
 @pytest.mark.slow_cases(but=("odd-64-(8, 0)",))

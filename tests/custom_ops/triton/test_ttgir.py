@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import ttgir
 
-#: What Triton 3.6 to 3.9 made of keys whose products and norms were one loop's: two buffers, two rounds
+#: What Triton 3.6 and 3.7.1 made of keys whose products and norms were one loop's: two buffers, two rounds
 #: ahead, while the products of a round may run on into the next one.
 RACE = """
     %keys = ttg.local_alloc : () -> !ttg.memdesc<2x64x64xbf16, #shared, #smem, mutable>

@@ -117,6 +117,8 @@ def launch(
         joined=joined is not None,
         ends=ends,
     )
+    if value_dim == 128 and not ends:  # other numbers of rows take the other form: both are compiled at once
+        _specialised(index, spec._replace(groups=3 - spec.groups))
     params = PassParams(
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("v", v), ("state", state), ("out", out))},
         **{name: address(getattr(chunks, name)) for name in ("scores", "solved", "since", "left")},

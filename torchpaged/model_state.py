@@ -22,6 +22,8 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 #: What decides of a layer of the peft library which adapters run.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+#: Plain numbers of modules that fused layers and captured steps hold.
+_NUMBERS = ("scaling", "eps", "variance_epsilon")
 #: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse_steps.py notices if that
 #: changes) and the ranges of a profile.
 _WATCHERS = ("transformers.utils.output_capturing", "torchpaged.profiling.kernel_report.trace")
@@ -103,7 +105,8 @@ class ModelState:
 
     Args:
         parts: modules by their paths, whose children are looked at.
-        code: those whose class, forward, forward hooks, adapters and classes of weights are.
+        code: those whose class, forward, forward hooks, adapters, scaling and epsilon, and classes of weights
+            are.
         weights: those whose parameters and saved buffers are, and where these lie.
     """
 
@@ -117,6 +120,15 @@ class ModelState:
             self._hooks += [module._forward_pre_hooks, module._forward_hooks]
         self._loose = [module._parameters for path, module in self._code.items() if path not in self._weights]
         self._adapted = {path: found for path, module in self._code.items() if (found := _adapters(module))}
+        self._numbered = [
+            (path, name)
+            for path, module in self._code.items()
+            for name in _NUMBERS
+            if isinstance(vars(module).get(name), int | float)
+        ]
+        self._holders = [self._code[path] for path, _ in self._numbered]
+        self._keys = [name for _, name in self._numbered]
+        self._numbers = self._numbers_now()
         self._before, self._said = self._now(), dict(self._described())
         self.renew()
 
@@ -157,6 +169,9 @@ class ModelState:
             *map(dict.get, map(_own, self._code.values()), repeat("forward")),
         ]
 
+    def _numbers_now(self) -> list[Any]:
+        return list(map(dict.get, map(_own, self._holders), self._keys))
+
     def _described(self) -> Iterator[tuple[str, list[Any]]]:
         """The same, with what is said of a difference."""
         for path, module in self._parts.items():
@@ -187,6 +202,10 @@ class ModelState:
             for name, value in _adapters(self._code[path]).items():
                 if value != before.get(name):
                     return f"{path} has {name} {value}, before {before.get(name)}"
+        if (numbers := self._numbers_now()) != self._numbers:
+            trios = zip(self._numbered, numbers, self._numbers, strict=True)
+            (path, name), value, was = next(trio for trio in trios if trio[1] != trio[2])
+            return f"{path} has {name} {value}, before {was}"
         return None
 
     def _changed_weights(self) -> str | None:
@@ -223,7 +242,7 @@ class ModelState:
         found = self.changed()
         if found is not None:
             raise ArgumentError(
-                "model", f"the modules, forwards, hooks, weights and adapters that {by}", found, fix
+                "model", f"the modules, forwards, hooks, weights, adapters and numbers that {by}", found, fix
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:

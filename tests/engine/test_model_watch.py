@@ -108,3 +108,20 @@ def test_parts_may_change_behind_the_first_request_without_graphs(model: Any) ->
     plain = made(model, graphs=False, prefix_cache=False)
     want = [out.token_ids for out in plain.generate(PROMPTS[:2], PARAMS)]
     assert [got[i] for i in ids] == want != first
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_numbers_of_modules_are_looked_at(model: Any, graphs: bool) -> None:
+    """A changed scale of scores: with graphs it is refused, without them kept blocks are of no use."""
+    generator = made(model, graphs=graphs)
+    generator.generate(PROMPTS[:2], PARAMS)
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 8
+    if graphs:
+        with pytest.raises(ArgumentError, match="self_attn has scaling"):
+            generator.generate(PROMPTS[:2], PARAMS)
+        return
+    found = [out.token_ids for out in generator.generate(PROMPTS[:2], PARAMS)]
+    assert generator.stats.prefix_cache.hit_tokens == 0
+    plain = made(model, graphs=False, prefix_cache=False)
+    assert found == [out.token_ids for out in plain.generate(PROMPTS[:2], PARAMS)]

@@ -136,6 +136,34 @@ def test_replaced_weights_are_refused_not_ignored(name: str, part: str) -> None:
     logits(model)
 
 
+@pytest.mark.parametrize(
+    ("name", "part", "number"),
+    [
+        ("Llama", "layers.1.self_attn", "scaling"),
+        ("Llama", "layers.0.input_layernorm", "variance_epsilon"),
+        ("Llama", "norm", "variance_epsilon"),
+        ("Gemma3", "layers.0.self_attn.q_norm", "eps"),
+    ],
+)
+def test_changed_numbers_are_refused_not_ignored(name: str, part: str, number: str) -> None:
+    """Fused layers took them when they were made."""
+    model = build(name)
+    fuse(model)
+    logits(model)
+    twin = copy.deepcopy(model)
+    module: Any = model.get_decoder().get_submodule(part)
+    before = getattr(module, number)
+    setattr(module, number, 2 * before)
+    with pytest.raises(ArgumentError, match=f"{part} has {number} {2 * before}, before {before}; call"):
+        logits(model)
+    unfuse(model)
+    logits(model)
+    copied: Any = twin.get_decoder().get_submodule(part)
+    setattr(copied, number, 3 * before)
+    with pytest.raises(ArgumentError, match=f"{part} has {number} {3 * before}"):
+        logits(twin)
+
+
 class Negated(nn.Module):
     """What takes a module's place: gives minus what it gave."""
 

@@ -174,16 +174,18 @@ def test_a_generator_looks_at_its_model() -> None:
 
 
 def test_a_stream_looks_at_its_model() -> None:
-    """What came between a request and its steps."""
+    """What came between a request and its steps: the first step looks, and refuses before it computes."""
     model = by_hand()
     generator = Generator(model, max_batch_size=2, max_seq_len=64)
-    request = generator.submit([5, 6, 7], SamplingParams(max_new_tokens=2))
     layer = model.base.get_decoder().layers[0]
-    hook = layer.mlp.register_forward_hook(lambda module, args, out: -out)
-    for ids in (None, [request]):
+    for named in (False, True):
+        request = generator.submit([5, 6, 7], SamplingParams(max_new_tokens=2))
+        hook = layer.mlp.register_forward_hook(lambda module, args, out: -out)
         with pytest.raises(ArgumentError, match=r"layers\.0\.mlp has other forward hooks"):
-            generator.stream(ids)
-    hook.remove()
+            next(generator.stream([request] if named else None))
+        hook.remove()
+        assert "0 requests" in repr(generator)  # a call that breaks off takes its own along
+    generator.submit([5, 6, 7], SamplingParams(max_new_tokens=2))
     assert len(list(generator.stream())) == 2
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchpaged.custom_ops.plain_torch import exact
 from torchpaged.fuse.architectures import Architecture
-from torchpaged.hf.packed_state import exact
 
 
 class Scales(NamedTuple):

@@ -349,11 +349,6 @@ class PackedState(TakesBack, StateLayer):
     update_recurrent_state = update_conv_state
 
 
-def exact(x: Tensor) -> Tensor:
-    """``x`` in the dtype of states and decays over values of its own: float64, or else float32."""
-    return x.to(exact_dtype(x.dtype))
-
-
 def _of_conv(conv: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Weight ``[channels, width]`` and bias of a depthwise ``nn.Conv1d`` in x's dtype."""
     weight, bias, dtype = conv.weight.squeeze(1), conv.bias, x.dtype

@@ -169,14 +169,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
     u32 held[KEY_DIM / 16][4];
 #pragma unroll
     for (int n = 0; n < KEY_DIM / 16; ++n) as_left(held[n], state + n * 8);
+    // of the chunk's keys or queries, which begin at `part` of the stage
+    const auto times_state = [&](float (&to)[CHUNK / 2], int part) {
+#pragma unroll
+      for (int n = 0; n < KEY_DIM / 16; ++n) {
+        const u64 rows = operand(at + part + n / 4 * SQUARE_BYTES + n % 4 * 32);
+        if (n == 0) multiply<0>(to, held[n], rows);
+        else multiply<1>(to, held[n], rows);
+      }
+    };
     float x[CHUNK / 2];
     wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < KEY_DIM / 16; ++n) {
-      const u64 rows = operand(at + K_AT + n / 4 * SQUARE_BYTES + n % 4 * 32);
-      if (n == 0) multiply<0>(x, held[n], rows);
-      else multiply<1>(x, held[n], rows);
-    }
+    times_state(x, K_AT);
     wgmma_commit();
     // while this runs
     load_stage(stage == 0 ? STAGES - 1 : stage - 1, base + (STAGES - 1) * CHUNK);
@@ -184,12 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
     if constexpr (!ENDS) {
       if (base > begin) store_results(base - CHUNK);
       wgmma_fence();
-#pragma unroll
-      for (int n = 0; n < KEY_DIM / 16; ++n) {
-        const u64 rows = operand(at + Q_AT + n / 4 * SQUARE_BYTES + n % 4 * 32);
-        if (n == 0) multiply<0>(y, held[n], rows);
-        else multiply<1>(y, held[n], rows);
-      }
+      times_state(y, Q_AT);
       wgmma_commit();
     }
 #pragma unroll

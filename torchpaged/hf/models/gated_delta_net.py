@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from torchpaged.custom_ops.plain_torch import exact
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
-from torchpaged.hf.packed_state import exact
 
 
 def _forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:

@@ -15,10 +15,11 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.custom_ops.plain_torch import exact
 from torchpaged.hf.cache_argument import CACHE, cache_of
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
-from torchpaged.hf.packed_state import PackedState, exact
+from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.support import records_layers
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import Identity
 from torch.nn.functional import silu, softplus
 
+from torchpaged.custom_ops.plain_torch import exact
 from torchpaged.hf.families import Family, register_family
 from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
-from torchpaged.hf.packed_state import exact
 
 
 def forward_mamba2(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:

@@ -64,6 +64,7 @@ def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping
 
 def _can_be_read(positions: Tensor | None) -> TypeGuard[Tensor]:
     """Whether a look at them in every decode step costs nothing, and no `make_fx` forbids it."""
+    # `get_proxy_mode` is no stable API; tests/hf/test_growing_rows.py notices if it goes
     return positions is not None and positions.device.type == "cpu" and get_proxy_mode() is None
 
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from command import Done, run
 
+from torchpaged.custom_ops.errors import ArgumentError
+
 for _package in ("typer", "rich", "transformers"):
     pytest.importorskip(_package, reason=f"{_package} is not installed; pip install 'torchpaged[demo]'")
 
@@ -107,6 +109,26 @@ def test_two_runs_with_one_output(folder: str, tmp_path: Path) -> None:
     assert output.read_text() == '{"id": 1, "pro'
     assert generate(folder, *arguments, stdin='{"prompt": "hello"}').returncode == 0
     assert [row["id"] for row in rows(output)] == [1]
+
+
+def test_an_output_that_goes_while_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that wrote nothing takes its file away; another has opened that file by then, and locks it."""
+    fcntl = pytest.importorskip("fcntl", reason="this system has no fcntl")
+    from torchpaged.cli.jsonl import sole_writer  # typer and rich are optional
+
+    output, lock, gone = tmp_path / "out.jsonl", fcntl.flock, []
+
+    def late(*arguments: Any) -> None:
+        if not gone:
+            gone.append(output.unlink())
+        lock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with sole_writer(str(output)):
+        with pytest.raises(ArgumentError, match="no other run"), sole_writer(str(output)):
+            pytest.fail("two at once")
+        output.write_text("1")
+    assert output.read_text() == "1"
 
 
 def test_a_prompt_that_is_refused_leaves_the_others(folder: str, tmp_path: Path) -> None:

@@ -262,6 +262,23 @@ outlives.__exit__(None, None, None)
     ]
 
 
+def test_blocks_of_threads_overlap(tool: Path) -> None:
+    """The first one to end leaves ranges on for the other, and the last one to end switches them off."""
+    code = """
+from torchpaged import profiling
+from torchpaged.profiling.ranges import NOTHING
+first, second = profiling.enabled(), profiling.enabled()
+first.__enter__()
+second.__enter__()
+first.__exit__(None, None, None)
+with profiling.range("still"):
+    pass
+second.__exit__(None, None, None)
+assert profiling.range("after") is NOTHING
+"""
+    assert record(tool, code) == [("still", "", [])]
+
+
 @pytest.mark.slow
 def test_a_tool_that_refuses_extensions_gets_the_ranges(tool_that_refuses_extensions: Path) -> None:
     """The nvtx package takes such a tool for one that wants no ranges; under nsys 2023.4 none arrived."""

@@ -99,22 +99,29 @@ def sole_writer(path: str) -> Iterator[None]:
         ArgumentError: another run does, or the file can't be written.
     """
     check_writable(path, "--output")
-    is_new = not Path(path).exists()
-    with open(path, "ab") as file:
-        try:
-            import fcntl
+    with contextlib.ExitStack() as stack:
+        while True:
+            is_new = not Path(path).exists()
+            file = stack.enter_context(open(path, "ab"))
+            try:
+                import fcntl
 
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            expected = "a file that no other run writes to"
-            raise ArgumentError("--output", expected, repr(path), "wait for its end") from None
-        except (ImportError, OSError):
-            pass
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                expected = "a file that no other run writes to"
+                raise ArgumentError("--output", expected, repr(path), "wait for its end") from None
+            except (ImportError, OSError):
+                pass
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    break
+            file.close()  # a run that wrote nothing took it away
         try:
             yield
         finally:
-            if is_new and not os.path.getsize(path):
-                os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                if is_new and not os.path.getsize(path):
+                    os.unlink(path)
 
 
 def read_prompts(source: str, output: str) -> dict[int | str, str]:

@@ -66,8 +66,10 @@ class _Range:
 
 NOTHING = contextlib.nullcontext()
 _domain: Any = None  # the nvtx domain while NVTX ranges are on
+_enabled = 0  # blocks of `enabled` that are open
 _traces = 0  # blocks of `recorded` that are open
 _on = False  # either of them
+_switching = threading.Lock()
 _here = threading.local()  # .named: this thread is inside a range of `ranged_attention`
 
 
@@ -130,23 +132,22 @@ def enabled() -> Iterator[None]:
     Raises:
         ProfilingUnavailableError: the nvtx package is missing or switched off.
     """
-    before = _domain
-    _switch(_open("torchpaged.profiling.enabled()"), _traces)
+    _switch(enabled=1, domain=_open("torchpaged.profiling.enabled()"))
     try:
         yield
     finally:
-        _switch(before, _traces)
+        _switch(enabled=-1)
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
     """Ranges are also `torch.profiler.record_function` ranges inside the block, for a profiler of your own;
     may be nested."""
-    _switch(_domain, _traces + 1)
+    _switch(traces=1)
     try:
         yield
     finally:
-        _switch(_domain, _traces - 1)
+        _switch(traces=-1)
 
 
 @contextlib.contextmanager
@@ -189,11 +190,14 @@ def check_writable(path: str | os.PathLike[str], argument: str = "path") -> None
         raise ArgumentError(argument, "a file that can be written", repr(os.fspath(path)))
 
 
-def _switch(domain: Any, traces: int) -> None:
-    global _domain, _traces, _on
-    _domain, _traces = domain, traces
-    _on = domain is not None or traces > 0
-    launches.around = _around_op if _on else None
+def _switch(enabled: int = 0, traces: int = 0, domain: Any = None) -> None:
+    """So many more blocks are open, in any thread; ``domain`` is that of a first one of `enabled`."""
+    global _domain, _enabled, _traces, _on
+    with _switching:
+        _enabled, _traces = _enabled + enabled, _traces + traces
+        _domain = (_domain or domain) if _enabled else None
+        _on = _domain is not None or _traces > 0
+        launches.around = _around_op if _on else None
 
 
 def _open(asked_by: str) -> Any:
@@ -228,4 +232,4 @@ def _domain_unasked() -> Any:
 
 
 if variables.get("TORCHPAGED_NVTX"):
-    _switch(_open("TORCHPAGED_NVTX=1"), 0)
+    _switch(enabled=1, domain=_open("TORCHPAGED_NVTX=1"))

@@ -132,7 +132,8 @@ class Parameters(NamedTuple):
 def load_parameters(row, rows):
     """`Parameters` of a row. Read before the kernels ahead have finished, perhaps: from L2, since a
     first-level cache may hold an older step's."""
-    temperature = tl.load(rows.temperature + row, cache_modifier=".cg")
+    # Above this all tokens are alike, and noise times the temperature would be infinite.
+    temperature = tl.minimum(tl.load(rows.temperature + row, cache_modifier=".cg"), 1e36)
     penalty = tl.load(rows.repetition_penalty + row, cache_modifier=".cg")
     top_k = tl.load(rows.top_k + row, cache_modifier=".cg")
     top_p = tl.load(rows.top_p + row, cache_modifier=".cg")

@@ -62,6 +62,13 @@ def test_special_logits(value: float) -> None:
     assert_samples_close(TRITON, inputs)
 
 
+@interpreted
+def test_the_largest_temperatures() -> None:
+    """All tokens are alike then, and noise times such a number is infinite in float32."""
+    rows = [{"temperature": 3e38, **row} for row in ({}, {"top_k": 20}, {"top_p": 0.5}, {"min_p": 0.9})]
+    assert_samples_close(TRITON, make_sampling_inputs(rows * 3, vocab_size=300))
+
+
 @pytest.mark.slow_cases(but=("0",))
 @interpreted
 @pytest.mark.parametrize("token", [0, 255, 256, 599])

@@ -5,8 +5,6 @@ addresses.note(bucket)      # at its capture
 addresses.check(bucket)     # at a replay, in debug mode
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from torch import Tensor

@@ -10,8 +10,6 @@ values and what its output means is for those who derive from it: `DecodeGraphRu
 load batches from the host, the engine keeps its requests on the device.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager

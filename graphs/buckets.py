@@ -6,8 +6,6 @@ default_buckets(64)                                        # a fixed list
 buckets_by_cost(64, step_ms, seen=runner.histogram())
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import reprlib

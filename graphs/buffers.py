@@ -6,8 +6,6 @@ one copy to the device, whatever it holds. Padding is as `torchpaged.metadata.fi
 0, null block 0, and a ``query_start_loc`` whose tail repeats its last value.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from array import array

@@ -5,8 +5,6 @@ A captured step keeps reading and writing the same storages. Python is not run a
 `EagerCapture`), so that host values are frozen; ops that read a device value on the host cannot be captured.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable

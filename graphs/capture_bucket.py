@@ -7,8 +7,6 @@ bucket and the op.
 Called where the step's inputs are padding, so that nothing is written into the caches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import time

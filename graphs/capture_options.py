@@ -1,7 +1,5 @@
 """How graphs are captured: what runners take and hand on, and its checks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypedDict
 

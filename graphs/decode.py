@@ -3,8 +3,6 @@ prefixes that are read once. `DecodeGraphRunner` loads batches from the host, th
 the device.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,7 +115,7 @@ class DecodeGraphs(BucketedGraphs):
         wanted = self.buckets if buckets is None else buckets
         self._use_second(lambda graphs: graphs.capture(graphs.can_pay(wanted)))
 
-    def _use_second(self, use: Callable[[PrefixGraphs], T]) -> T | None:
+    def _use_second(self, use: "Callable[[PrefixGraphs], T]") -> T | None:
         """Use the second graphs, which captures some; None without them."""
         return None if self.prefix_graphs is None else use(self.prefix_graphs)
 

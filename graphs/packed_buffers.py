@@ -10,8 +10,6 @@ the last request have slot -1, requests past the last one no tokens and seq_len 
 are 0, and the reader of the logits drops them.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -14,8 +14,6 @@ them at once. Which bucket a step takes depends on its number of tokens alone, w
 a CPU the same code runs with an eager capture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 

@@ -3,8 +3,6 @@
 print(bucket_table(runner.report()))
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@
 eager capture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Unpack
 

@@ -5,8 +5,6 @@ steps = decode_steps(step, [1, 2, 4], compile=True, capture=capture)
 logits = steps(4)(input_ids, metadata)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol

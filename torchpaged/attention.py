@@ -12,8 +12,6 @@ backend keeps between calls is in the layer's session, or in one that several la
     session.plan(metadata)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 

@@ -2,8 +2,6 @@
 the module moves, and anew in a copy. `torchpaged.PagedAttention` is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from typing import Any, Self

@@ -4,8 +4,6 @@ Fused layers hold weights of other modules, captured steps replay kernels at add
 were active. A part, a weight, a forward or a hook that came since would not be seen: silently wrong tokens.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import hashlib
@@ -133,7 +131,7 @@ class ModelState:
         self.renew()
 
     @classmethod
-    def of(cls, model: Any) -> ModelState:
+    def of(cls, model: Any) -> "ModelState":
         """Of all that is in a model; what is no module has no state that is known."""
         modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
         return cls(modules, modules, modules)
@@ -245,7 +243,7 @@ class ModelState:
                 "model", f"the modules, forwards, hooks, weights, adapters and numbers that {by}", found, fix
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelState:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelState":
         """Of copies of the modules, whose weights lie elsewhere."""
         copied: ModelState = object.__new__(ModelState)
         memo[id(self)] = copied

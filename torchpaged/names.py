@@ -1,7 +1,5 @@
 """Devices, dtypes and options as people type them on a command line."""
 
-from __future__ import annotations
-
 from dataclasses import field
 from typing import Any
 

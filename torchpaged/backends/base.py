@@ -1,7 +1,5 @@
 """What a backend is: what it declares, the ops that it serves, and the sessions that it opens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a backend declares it can do, as data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum

@@ -1,7 +1,5 @@
 """The ``cpu`` backend: native C++ kernels (AVX2, AVX-512, portable) built by CMakeLists.txt."""
 
-from __future__ import annotations
-
 import torch
 
 from torchpaged.backends.base import Backend

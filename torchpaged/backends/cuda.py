@@ -7,8 +7,6 @@ the ``triton`` backend, within the same error budget; so do all prompts with TOR
 `Choice.reason` says which kernel prompts run.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

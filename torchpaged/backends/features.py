@@ -1,7 +1,5 @@
 """What an attention may use and a backend may lack: one row for each feature, and the sets that ask of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 

@@ -1,8 +1,6 @@
 """What a call of `torchpaged.PagedAttention` is held to besides the checks of its ops: pools and batches that
 its session was opened for, and an output that can be written into."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from torchpaged.backends.session import Session

@@ -13,8 +13,6 @@ The library's own fake kernel refuses what is needed here, and its call declares
 around it does. Its result is copied once, since its public function takes no ``out``.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Sequence

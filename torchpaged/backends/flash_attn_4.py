@@ -8,8 +8,6 @@ nothing to plan. The op has sinks of its own (``learnable_sink``).
 its graph support is declared as NEVER, and it runs where it is named. Kernels are compiled at first use.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

@@ -16,8 +16,6 @@ ended. The log-sum-exp comes in base 2. Scales of fp8 pools go into queries and 
 takes them as host numbers.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ rows that it wants (custom_ops/state/triton/library_rows.py); in fused layers th
 kernels compile at first use, some seconds each.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,7 +99,7 @@ def _step(call: DeltaStepCall) -> None:
     gated_rms_norm(norm)
 
 
-def _run(call: LinearAttentionCall, rows: LibraryRows) -> None:
+def _run(call: LinearAttentionCall, rows: "LibraryRows") -> None:
     """The library over rows of a call whose ``out`` it can write."""
     from torchpaged.custom_ops.state.triton.library_rows import gather_states, scatter_states
 

@@ -1,7 +1,5 @@
 """FlashInfer's package, for ``flashinfer`` and ``flashinfer_xqa``: whether it is here, and its version."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Pages as FlashInfer's plans take them, and its two-level cascade: one prefix of all requests."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

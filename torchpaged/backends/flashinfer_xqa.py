@@ -9,8 +9,6 @@ request and gives no log-sum-exp. Pools of fp8 are refused: over them the librar
 Its kernels are compiled at first use, one per width, group of heads, block size, and with or without window.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -9,8 +9,6 @@ TORCHPAGED_FLEX_COMPILER=eager runs the higher-order op unfused, over the whole 
 debugging a mod.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

@@ -12,8 +12,6 @@ Where a spec asks for batch invariance, tiles are of one size and run in the ker
 request's blocks one after the other: who else is in the batch changes neither.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -9,8 +9,6 @@ its session keeps reaches it through the further arguments: tensors, or a handle
 that `Held` turns into the session.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar

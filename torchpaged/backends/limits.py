@@ -1,7 +1,5 @@
 """`Limits`: the largest batches that a session will see."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from torchpaged.backends.spec import GraphSupport

@@ -5,8 +5,6 @@ PACKAGE.unavailable()   # a sentence, or None; loads no kernels
 PACKAGE.load()          # the module, or BackendUnavailableError with the sentence
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable, Sequence

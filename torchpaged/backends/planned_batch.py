@@ -7,8 +7,6 @@ surprises, hidden rows.
     planned.finish(call, y, y_lse, sinks)   # in the op: what the library gave, as the contract has it
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ here waits for the device.
 Dimensions: T tokens, B requests, N tiles, TILE_Q rows of a tile.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

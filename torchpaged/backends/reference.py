@@ -1,7 +1,5 @@
 """The ``reference`` backend: the ops' specification in plain torch. Any device, every feature, no speed."""
 
-from __future__ import annotations
-
 import torch
 
 from torchpaged.backends.base import Backend

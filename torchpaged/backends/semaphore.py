@@ -4,8 +4,6 @@ A kernel without a semaphore makes its own, which costs a memset per layer. Its 
 after each call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

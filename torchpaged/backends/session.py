@@ -9,8 +9,6 @@ What a session holds reaches its op through these tensors alone. One session ser
 another: steps that may overlap, on different streams, need one each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -6,8 +6,6 @@ a HuggingFace cache and the engine's model from what their layers really call wi
 uses and a backend lacks meet in one place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import IntEnum

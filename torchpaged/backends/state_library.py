@@ -7,8 +7,6 @@ kernels all others.
 The choice follows from shapes, dtypes, strides and addresses, never from lengths.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the backends declare: data, and the tables of docs/backends.md (`torchpaged backends --table`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ ALiBi and log-sum-exp, which torch's function lacks or rounds, run as two plain 
 float32. A sink is one more key of zeros, whose score is the bias.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

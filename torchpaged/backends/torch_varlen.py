@@ -9,8 +9,6 @@ such a torch has proved otherwise here. Its log-sum-exp is documented in another
 return, so that neither it nor sinks, which need it, are offered.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

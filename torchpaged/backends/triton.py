@@ -3,8 +3,6 @@
 With ``TRITON_INTERPRET=1`` the same kernels run on CPU tensors through Triton's interpreter: slow, for tests.
 """
 
-from __future__ import annotations
-
 from torchpaged.backends.base import Backend
 from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.triton_kernels import CAPABILITIES, unavailable

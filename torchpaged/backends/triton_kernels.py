@@ -1,8 +1,6 @@
 """What the Triton kernels take and need: the ``triton`` backend is made of them, and ``cuda`` runs them for
 what its own do not take."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 

@@ -12,8 +12,6 @@ What a block holds may outlive its holders (`PrefixCache`): such blocks are idle
 handed out when no others are left, in the order of an `EvictionPolicy`.
 """
 
-from __future__ import annotations
-
 import operator
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """CachedText: one request's text, and how far a prefix cache knows it."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Hashable, Sequence
 from contextlib import ExitStack

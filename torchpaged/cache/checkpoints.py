@@ -13,8 +13,6 @@ https://arxiv.org/abs/2411.19379); and where others wait for what a text compute
 each, and only texts that share pay for them. Host data only.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 

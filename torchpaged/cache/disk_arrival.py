@@ -1,7 +1,5 @@
 """Blocks on their way from a `torchpaged.cache.disk_tier.DiskTier` to the pools."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
@@ -45,7 +43,7 @@ class Returning:
         slots: list[int],
         job: Job[str],
         told: Told,
-        returned: Callable[[Returning], None],
+        returned: "Callable[[Returning], None]",
     ) -> None:
         self.keys, self.blocks, self.cold, self.copies, self._returned = keys, blocks, cold, copies, returned
         self.slots, self.job, self.told, self._first = slots, job, told, arrival

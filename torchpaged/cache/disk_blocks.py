@@ -11,8 +11,6 @@ don't.) It grows as slots are written. Checksums are kept in memory, so that a w
 as well as an altered byte; CRC-32 finds accidents, not forgery.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

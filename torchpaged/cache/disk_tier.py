@@ -13,8 +13,6 @@ A block that can't be written is not found later. One that does not come back as
 in front of it, and is forgotten: its tokens are computed as if they had not been found.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence

@@ -17,8 +17,6 @@
 Host data only.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable

@@ -11,8 +11,6 @@ waits on the host. A slot may be read as soon as `swap_out` returned, and filled
 of it has arrived. On a CPU they are plain copies.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol

@@ -11,8 +11,6 @@ A block that came back keeps its copy on the host until others need the slot: gi
 second copy. Of the copies the one used longest ago goes first. Each operation costs O(1) per block.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias

@@ -1,7 +1,5 @@
 """The idle blocks of a pool, in the order in which it gives them up: policy and pins of eviction.py."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import time

@@ -9,8 +9,6 @@ engine take layers of any kind, of several kinds in one model too. They share bl
 is block 5 in the pools of every layer that keeps blocks.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The kind ``kv``: keys and values of every token, in two pools per layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -10,8 +10,6 @@ pools, is the usual one. Build it outside ``torch.inference_mode()``: an inferen
 under plain ``no_grad``.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -177,7 +175,7 @@ class PagedKVCache:
         memory_budget: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
-    ) -> PagedKVCache:
+    ) -> "PagedKVCache":
         """A cache whose layers are all alike."""
         check_sizes(num_layers=num_layers)
         spec = KVLayerSpec(num_kv_heads, head_dim, head_dim_v)

@@ -1,7 +1,5 @@
 """The kind ``latent``: one row per token that all heads share, of multi-head latent attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """How much memory a device has: what can never fit is refused before it is allocated."""
 
-from __future__ import annotations
-
 import os
 
 import torch

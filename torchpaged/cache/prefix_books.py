@@ -2,8 +2,6 @@
 `torchpaged.cache.PrefixCache` is what users have of it, and `CachedText` moves through it. Host data only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 

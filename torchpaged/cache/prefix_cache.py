@@ -18,8 +18,6 @@ run, and per block what it costs to compare or copy its tokens and number; givin
 a run costs O(blocks of the run). Host data only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 from torchpaged.cache.cached_text import CachedText

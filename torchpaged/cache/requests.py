@@ -11,8 +11,6 @@ steps, so that no caller builds block tables by hand.
 Host data only, but for the metadata that it makes.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -72,10 +70,10 @@ class CacheRequests:
         self.block_tables: list[list[int]] = [[] for _ in range(num_reqs)]
         self._holds = [RowHolds() for _ in range(num_reqs)]
 
-    def __copy__(self) -> CacheRequests:
+    def __copy__(self) -> "CacheRequests":
         raise ArgumentError(*self._ALONE)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheRequests:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CacheRequests":
         """Together with their cache alone: two owners of the same blocks, each with free ones of its own,
         would write over each other's tokens."""
         if id(self.pool) not in memo:
@@ -199,7 +197,7 @@ class CacheRequests:
             )
         return copier
 
-    def fork(self, parents: Sequence[int] | None = None) -> CacheRequests:
+    def fork(self, parents: Sequence[int] | None = None) -> "CacheRequests":
         """Requests that go on from these, which stay as they are: samples of a prompt, beams.
 
             beams, old = rows.fork([0, 0, 1]), rows

@@ -10,8 +10,6 @@ can see any more: nothing is allocated, freed or sent to the device while a row 
 depend on its length. Mistral's rolling buffer (https://arxiv.org/abs/2310.06825, section 2), in blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torchpaged.custom_ops.checks import check_sizes

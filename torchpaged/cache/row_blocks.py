@@ -10,8 +10,6 @@ What a change makes necessary on the device, it gives back: ``(source, destinati
 tokens must be copied.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import compress, count

@@ -6,8 +6,6 @@ further row is one more in each count. The pool sees one holder of a chunk's blo
 it. Blocks behind the chunks a row holds one by one, as everyone else does. Host data only.
 """
 
-from __future__ import annotations
-
 from torchpaged.cache.block_pool import BlockPool
 
 #: Blocks.
@@ -20,7 +18,7 @@ class RowHolds:
     def __init__(self) -> None:
         self._chunks: list[list[int]] = []  # of each a list of one number, how many rows share it
 
-    def fork(self, pool: BlockPool, table: list[int], num_full: int) -> tuple[list[int], RowHolds]:
+    def fork(self, pool: BlockPool, table: list[int], num_full: int) -> "tuple[list[int], RowHolds]":
         """Another row with the same blocks, the first ``num_full`` of which no row writes into."""
         twin, chunks = RowHolds(), self._chunks
         while (len(chunks) + 1) * CHUNK <= num_full:

@@ -5,8 +5,6 @@ and only where it leaves one run for another, or ends one, is a key looked up. A
 the bytes of the tokens behind it, so that nothing rests on a hash. Host data only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 

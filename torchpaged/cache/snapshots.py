@@ -7,8 +7,6 @@ The file's metadata has a manifest: whose keys and values these are, the pools' 
 tensor and of the manifest itself. Nothing is written into the pools before all of it was checked.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

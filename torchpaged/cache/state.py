@@ -1,8 +1,6 @@
 """The kind ``state``: what a layer keeps of a request as a whole, however long it is: the last inputs of a
 convolution, and a matrix per head."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple

@@ -1,7 +1,5 @@
 """TieredText: the text of one request where a prefix cache has copies of blocks on the host."""
 
-from __future__ import annotations
-
 from torchpaged.cache.cached_text import CachedText
 from torchpaged.cache.host_tier import HostTier
 from torchpaged.cache.runs import Place

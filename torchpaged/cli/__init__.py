@@ -1,7 +1,5 @@
 """The command line, ``torchpaged`` and ``python -m torchpaged``: typer and rich are imported when it runs."""
 
-from __future__ import annotations
-
 import signal
 
 

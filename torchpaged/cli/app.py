@@ -4,8 +4,6 @@ typer and rich belong to the ``demo`` and ``bench`` extras; only the command mod
 import them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

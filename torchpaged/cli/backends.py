@@ -1,7 +1,5 @@
 """``torchpaged backends``: which backends can run an attention here, and why the others can't."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from typing import Any

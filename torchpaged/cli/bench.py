@@ -1,7 +1,5 @@
 """What ``torchpaged bench`` offers; the work is in ``torchpaged.bench``, imported when a benchmark runs."""
 
-from __future__ import annotations
-
 import json
 
 import typer

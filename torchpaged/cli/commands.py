@@ -1,7 +1,5 @@
 """Commands of typer out of dataclasses: an option for each field, declared by `torchpaged.names.option`."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable

@@ -9,8 +9,6 @@ step writes next to its target and renames at the end, so that an interrupted or
 half done. Licence of the weights: Apache-2.0.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

@@ -1,8 +1,6 @@
 """What ``torchpaged generate`` does: load a model, submit the prompts, stream or write, summarise; with
 ``--profile`` traced."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

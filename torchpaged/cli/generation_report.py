@@ -1,7 +1,5 @@
 """What ``torchpaged generate`` says of a run: summary, the engine's choices, tables, JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -7,8 +7,6 @@ request that ends is a line of the output at once: "id", "prompt", "text", "toke
 "error" where it failed. Ids that the output has are skipped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Lines of reports: on a terminal wrapped to its width, whole where they are piped."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import textwrap

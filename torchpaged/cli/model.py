@@ -1,7 +1,5 @@
 """The model of ``torchpaged generate``: its config and weights read, and held against the memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,8 +1,6 @@
 """The environment report behind ``torchpaged env``: versions, kernels, devices and variables, every
 probe guarded."""
 
-from __future__ import annotations
-
 import os
 import platform
 from typing import Any

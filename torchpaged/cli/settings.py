@@ -1,7 +1,5 @@
 """The options of ``torchpaged generate``, declared once, and what they are read as."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -1,8 +1,6 @@
 """What the functions of this package share: arguments of other libraries checked under their own names, and
 put into our words."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The one call below every function of this package: FlashAttention's conventions met with our op."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +56,7 @@ class PackedCall:
     @classmethod
     def of(
         cls, *tensors: Tensor, max_query_len: int, options: dict[str, Any], descales: Descales
-    ) -> PackedCall:
+    ) -> "PackedCall":
         """The call of the tensors up to ``query_start_loc``, whose descales of queries, keys and values are
         with the kernels where these take them.
 

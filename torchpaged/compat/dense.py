@@ -1,8 +1,6 @@
 """Keys and values without a block table, seen as pools of blocks: views of the caller's memory, never
 copies."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """FlashAttention's call over a KV cache (the signature of version 3), on the kernels of torchpaged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """The tokens of a call of `flash_attn_with_kvcache`, and what it asks of them beyond what the ops ask of
 theirs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

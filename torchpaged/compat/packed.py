@@ -1,7 +1,5 @@
 """Packed queries over packed or paged keys, as FlashAttention and torch's ``varlen_attn`` both take them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

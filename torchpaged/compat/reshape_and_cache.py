@@ -1,7 +1,5 @@
 """vLLM's op that stores keys and values, on the kernels of torchpaged."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

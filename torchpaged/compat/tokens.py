@@ -1,8 +1,6 @@
 """Packed tokens of requests: which request each belongs to, where it goes, and rotary embedding by position,
 as FlashAttention's cache functions apply it."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """``torch.nn.attention.varlen`` (torch 2.12 and newer) on the kernels of torchpaged, with any torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

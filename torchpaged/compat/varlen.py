@@ -1,7 +1,5 @@
 """FlashAttention's call of packed queries over packed or paged keys, as vLLM's build of it has it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -6,8 +6,6 @@ Dynamo keeps its compiled entries, and counts its recompile limit, per code obje
 the limit of 8 would end the ninth.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from typing import Any

@@ -13,8 +13,6 @@ part is looked up by the hash of what it was compiled from. Loading runs code fr
 you trust.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Acceptor: tokens into requests, until their ends."""
 
-from __future__ import annotations
-
 import time
 
 from torchpaged.custom_ops.errors import RequestError

@@ -13,8 +13,6 @@ who wait and ends all requests, and the loop goes on with the next ones. An erro
 make their own steps then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -37,7 +35,7 @@ from torchpaged.engine.sequence import Inbox
 #: Events, and whether more will follow; or what ended the loop, or a step.
 _News: TypeAlias = "tuple[list[TokenEvent], bool] | BaseException"
 
-_RUNNING: weakref.WeakSet[BackgroundLoop] = weakref.WeakSet()
+_RUNNING: "weakref.WeakSet[BackgroundLoop]" = weakref.WeakSet()
 # A thread that the interpreter ends in the middle of a step may take the process down; a step that hangs must
 # not keep it.
 _LAST_STEP_SECONDS = 10.0

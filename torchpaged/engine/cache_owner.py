@@ -4,15 +4,13 @@ Every engine hands out blocks by its own books. Two that ran requests over one c
 other's blocks: silently wrong tokens.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torchpaged.custom_ops.errors import TorchpagedError
 
-_OWNERS: WeakKeyDictionary[Any, weakref.ref[CacheOwner]] = WeakKeyDictionary()
+_OWNERS: "WeakKeyDictionary[Any, weakref.ref[CacheOwner]]" = WeakKeyDictionary()
 
 
 class CacheOwner:
@@ -30,7 +28,7 @@ class CacheOwner:
             before._evicted = True
         _OWNERS[cache] = weakref.ref(self)
 
-    def _owner(self) -> CacheOwner | None:
+    def _owner(self) -> "CacheOwner | None":
         owner = _OWNERS.get(self._cache)
         return None if owner is None else owner()
 

@@ -1,7 +1,5 @@
 """CallLock: one call at a time into one `Generator`, and a turn for each thread that waits."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -4,8 +4,6 @@ transformers turns its options into logits processors and stopping criteria. Tho
 back exactly; a call with any other runs in transformers' own loop, or is refused by name: none is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

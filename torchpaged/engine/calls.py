@@ -15,8 +15,6 @@ A call that wants events makes steps itself. With a `BackgroundLoop` it waits fo
 which is one more caller (`advance`, `_events`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections import deque

@@ -5,8 +5,6 @@ budget.tokens                           # of the next step's chunks at most
 budget.note(512, seconds=0.02)          # so many took so long, decodes included
 """
 
-from __future__ import annotations
-
 #: Prompt tokens that a step may always have, so that prompts come to their ends whatever the bound.
 LEAST = 64
 

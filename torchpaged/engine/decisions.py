@@ -2,8 +2,6 @@
 whether requests share blocks. Each decision comes with its reason, which the Generator's attributes say.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -182,7 +180,7 @@ def decide_prefill_buckets(
 
 
 def decide_compile(
-    compile: bool | str, on_gpu: bool, use_graphs: bool, graph_reason: str, fusion: FusionReport | None
+    compile: bool | str, on_gpu: bool, use_graphs: bool, graph_reason: str, fusion: "FusionReport | None"
 ) -> tuple[bool, str]:
     """Whether the decode step goes through torch.compile, and why."""
     if not use_graphs:

@@ -13,8 +13,6 @@ Blocks of a finished request may be given away at once: whatever still writes in
 on the same stream.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 

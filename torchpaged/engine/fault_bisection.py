@@ -23,8 +23,6 @@ retries, which begin anew with a token only. A bisection whose error is not the 
 passed, which gave a request a token: there are at most as many of them as tokens to come.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Generator, Iterable, Mapping

@@ -8,8 +8,6 @@ request ids, streaming, pauses, ``GenerationOutput``. The batch processor, which
 and the steps, is one over a `Generator` here, with the methods that the manager's loop calls.
 """
 
-from __future__ import annotations
-
 import random
 import weakref
 from dataclasses import replace

@@ -8,8 +8,6 @@ the loop over; a `Generator` that belongs to the model runs it. What its loop ca
 own, step by step over a PagedCache, with a warning that says why.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import warnings

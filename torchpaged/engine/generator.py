@@ -16,8 +16,6 @@ of all of them. Each call gets the events of its own requests; one that breaks o
 steps; `Generator.close` ends it all.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch

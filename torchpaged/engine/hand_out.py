@@ -5,8 +5,6 @@ with calls.entered():           # holds the lock of all calls
 for event in handed: ...        # without the lock, whatever other calls do meanwhile
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

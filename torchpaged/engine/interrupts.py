@@ -1,7 +1,5 @@
 """Ctrl-C in the middle of a step: it waits until the step is over."""
 
-from __future__ import annotations
-
 # What `signal` wraps, without its search for members of an enumeration: 1.5 us a step for 17.
 import _signal  # type: ignore[import-not-found]
 import contextlib

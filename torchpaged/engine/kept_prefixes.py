@@ -1,7 +1,5 @@
 """What a `Generator` keeps of requests that ended, for those to come: forgotten, written to a file, read."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence as Seq
 from typing import Any

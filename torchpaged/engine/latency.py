@@ -1,7 +1,5 @@
 """LatencyHistogram: how long things took, in buckets."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
@@ -49,6 +47,6 @@ class LatencyHistogram:
             below += count
         return BOUNDS[-1]
 
-    def copy(self) -> LatencyHistogram:
+    def copy(self) -> "LatencyHistogram":
         """Another one that counts no further."""
         return LatencyHistogram(list(self.counts), self.total, self.count)

@@ -1,7 +1,5 @@
 """Launches in flight: started, and their tokens not read by the host yet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """From the start of a `Generator`'s background loop to its end: what does not concern single requests."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

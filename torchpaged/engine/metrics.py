@@ -7,8 +7,6 @@
 While steps run there are counters only; everything else is computed when it is asked for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

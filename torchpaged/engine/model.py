@@ -1,7 +1,5 @@
 """What the engine needs of a model: `torchpaged.hf.PagedModel` is one, anything of this shape will do."""
 
-from __future__ import annotations
-
 from typing import Protocol, runtime_checkable
 
 import torch

@@ -9,8 +9,6 @@ requests come there: at the first of them, which is refused at once, and ahead o
 nothing of them was computed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchpaged.model_state import MOVES, ModelState

@@ -1,8 +1,6 @@
 """Numbers as users write them, plain ones and NumPy's, made Python's own; what is no number is not
 made one."""
 
-from __future__ import annotations
-
 import numbers
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GeneratorOptions: what a `Generator` takes besides its model, declared once, checked where it is made."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math

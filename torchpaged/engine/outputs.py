@@ -1,7 +1,5 @@
 """What a caller gets of requests: events as they come, results, text, and counters of what was done."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +33,7 @@ class TokenEvent:
     finish_reason: str | None = None
     error: RequestError | None = None
     logprobs: dict[int, float] | None = field(default=None, hash=False)
-    times: RequestTimes | None = field(default=None, compare=False, repr=False)
+    times: "RequestTimes | None" = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         return repr_of_fields(self)
@@ -208,7 +206,7 @@ class TextStream:
         self._ids.append(token_id)
         return self._release(self._decode(final=False))
 
-    def replayed(self, token_ids: Sequence[int]) -> TextStream:
+    def replayed(self, token_ids: Sequence[int]) -> "TextStream":
         """A new stream of the same tokenizer and stop strings that has taken ``token_ids``."""
         stream = TextStream(self._tokenizer, self._stop, self._least)
         for token_id in token_ids:

@@ -11,8 +11,6 @@ Steps with chunks that have a graph (`PrefillGraphs`) are replayed, everything e
 Steps never overlap: all share the model's session.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -93,7 +91,7 @@ class PackedSteps:
 
     def _lists(
         self, chunks: list[tuple[Sequence, int]], decodes: Seq[Sequence], filled: int = 0
-    ) -> tuple[array[int], list[int], list[int], list[list[int]], list[int]]:
+    ) -> "tuple[array[int], list[int], list[int], list[list[int]], list[int]]":
         """Tokens, query lengths, lengths and blocks of a batch, and which tokens' logits are wanted;
         ``filled`` further decodes stand in front of it."""
         ids, seq_lens, tables = self._newest(decodes)
@@ -107,7 +105,7 @@ class PackedSteps:
                 ends.append(filled + len(ids) - 1)
         return ids, query_lens, seq_lens, tables, ends
 
-    def _newest(self, decodes: Seq[Sequence]) -> tuple[array[int], list[int], list[list[int]]]:
+    def _newest(self, decodes: Seq[Sequence]) -> "tuple[array[int], list[int], list[list[int]]]":
         """Newest token, length and blocks of each as the host knows them. What the rows know is put over it
         by `_fill`: no more than the last block is told then, as if it were the first, since the lists of a
         large batch would cost the host more than the rest."""

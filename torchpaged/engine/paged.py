@@ -1,8 +1,6 @@
 """The paged model of a Generator: the one it was given, if its sizes fit, or one made of a transformers
 model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

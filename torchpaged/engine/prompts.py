@@ -1,7 +1,5 @@
 """Prompts and parameters as callers give them, checked before anything is queued."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import struct
@@ -59,7 +57,7 @@ def require_text(name: str, text: str) -> None:
         raise ArgumentError(name, "text in UTF-8", shown(text)) from error
 
 
-def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bool = False) -> array[int]:
+def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bool = False) -> "array[int]":
     """As `token_ids`, of text too, by ``tokenizer``.
 
     Raises:
@@ -79,7 +77,7 @@ def prompt_ids(prompt: Any, tokenizer: Any, vocab_size: int, needs_tokenizer: bo
     return token_ids(prompt, vocab_size)
 
 
-def token_ids(prompt: Any, vocab_size: int) -> array[int]:
+def token_ids(prompt: Any, vocab_size: int) -> "array[int]":
     """A prompt's ids as integers of 64 bits within the vocabulary; at least one.
 
     Raises:

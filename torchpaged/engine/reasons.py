@@ -1,7 +1,5 @@
 """What a `Generator` decided at its start, and why."""
 
-from __future__ import annotations
-
 from torchpaged.engine.decisions import Decisions
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import WholeStepRunner

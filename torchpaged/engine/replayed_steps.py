@@ -10,8 +10,6 @@ in the graph, blocks that a reordering moves are in a table that stays, too, and
 copied by the graph (`LateCopies`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -12,8 +12,6 @@ others wait for that and take them. Those of requests that ended, or were put ba
 needs them (`PrefixCache`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Requests of a `Generator`: queued, cancelled, streamed, run to their ends, or moved on by one step."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq

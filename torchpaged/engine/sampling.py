@@ -4,8 +4,6 @@ Token ``t`` of a request is drawn from ``(seed, t)`` alone: batch composition, p
 never change it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -156,7 +154,7 @@ class SamplingParams:
             raise ArgumentError(name, expected, shown(getattr(self, name)))
         object.__setattr__(self, name, value)
 
-    def samples(self) -> list[SamplingParams]:
+    def samples(self) -> "list[SamplingParams]":
         """Those of each of the ``n`` samples: ``n`` is 1 there, and sample i has the seed ``seed + i``, as
         signed 64-bit integers count; None stays None."""
         if self.n == 1:

@@ -9,8 +9,6 @@ the tokens they may have, and before one of them is put back the caller reads wh
 flight (`short_of_blocks`).
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterable

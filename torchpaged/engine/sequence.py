@@ -1,7 +1,5 @@
 """A request on its way through the engine."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -84,7 +82,7 @@ class Inbox:
         self.ready: dict[Sequence, None] = {}
 
     @property
-    def waiting(self) -> list[Sequence]:
+    def waiting(self) -> "list[Sequence]":
         """Requests with events to take."""
         return [sequence for sequence in list(self.ready) if sequence.taken < len(sequence.log)]
 
@@ -126,7 +124,7 @@ class Sequence:
     """
 
     request_id: int
-    prompt: array[int]
+    prompt: "array[int]"
     sampling: SamplingParams
     seed: int
     stream: TextStream
@@ -138,7 +136,7 @@ class Sequence:
     spoke: float | None = None
     ended: float | None = None
     logits_words: tuple[int, ...] = ()
-    tokens: array[int] = field(init=False)
+    tokens: "array[int]" = field(init=False)
     log: EventLog = field(init=False)
     taken: int = 0
     taker: object = None

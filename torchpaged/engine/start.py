@@ -4,8 +4,6 @@ of step run once.
     report = start(model, options, decided, loop, prefill_graphs, max_blocks_per_req=132, clock=clock)
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Iterator

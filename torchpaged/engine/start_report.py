@@ -3,8 +3,6 @@
 print(generator.start_report)
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

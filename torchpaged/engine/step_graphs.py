@@ -3,8 +3,6 @@
 loop, prefill_graphs = make_step_graphs(model, options, decided, max_blocks_per_req=128)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Seq
 from typing import Any
 

@@ -1,7 +1,5 @@
 """StepTimes: how long requests wait for tokens, counted once for all of a batch."""
 
-from __future__ import annotations
-
 from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.outputs import GeneratorStats
 

@@ -13,8 +13,6 @@ next step computes the rest again. After an error the next steps find the reques
 (`FaultBisection`): these end with it, and the others go on. `Calls` lets Ctrl-C wait until the step is over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

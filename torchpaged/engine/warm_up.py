@@ -9,8 +9,6 @@ Kernels are compiled for shapes, dtypes and addresses, never for lengths: a step
 step of its shape. It belongs to no request, takes no block, writes into no cache and draws no random number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What several of the functions make of their arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

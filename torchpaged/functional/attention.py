@@ -1,7 +1,5 @@
 """Attention over the pools: `paged_attention`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole blocks inside the pools: `copy_blocks`."""
 
-from __future__ import annotations
-
 import itertools
 import reprlib
 from array import array

@@ -1,7 +1,5 @@
 """Keys and values into the pools: `write_kv`, and with norm and rotation `rope_write_kv`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

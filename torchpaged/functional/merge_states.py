@@ -1,7 +1,5 @@
 """Attention over two sets of keys, put together: `merge_attn_states`."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

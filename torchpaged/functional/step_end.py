@@ -1,7 +1,5 @@
 """From one decode step's buffers to the next one's: `advance_step`."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

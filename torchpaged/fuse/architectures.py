@@ -1,8 +1,6 @@
 """What `fuse` is told of a family of decoder layers, in one `Architecture`: what they do, and how they call
 their parts. families.py has them all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

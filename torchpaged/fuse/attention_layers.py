@@ -4,8 +4,6 @@ A Llama layer is six launches: linear (norm, qkv), rope_write_kv, paged_attentio
 linear (norm, gate and up, activation), linear (down, residual). What surrounds attention is `LayerPlan`'s.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

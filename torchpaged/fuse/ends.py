@@ -5,8 +5,6 @@ Their forwards run the ops of the backend while a paged forward of the causal LM
 before at any other time.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ own forward, which is made for them. A mixture is known by its class, its parts 
 chooses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

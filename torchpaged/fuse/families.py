@@ -1,7 +1,5 @@
 """The families whose decoder layers `fuse` knows, one entry each."""
 
-from __future__ import annotations
-
 from torchpaged.fuse.architectures import Architecture, Mixer, Names
 
 _POST_NORMS = Names(

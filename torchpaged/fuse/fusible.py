@@ -5,8 +5,6 @@ transformers 5.17 - 5.24. Replaced, quantised, hooked or sharded parts make a la
 as a whole. ``PASSES`` names the passes.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The fusion of a model for the time of an engine, which may share the model with others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet

@@ -7,8 +7,6 @@ values' up-projection, linear (o, residual), and the MLP. Attention itself is `A
 as keys and rotated keys as values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ An op call that makes or writes numbers counts as one launch, whatever its kerne
 allocations don't count.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

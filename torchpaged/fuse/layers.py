@@ -6,8 +6,6 @@ the layer's own forward. What a step needs is looked up once, in a `LayerPlan`: 
 mixes the tokens is a `MixerPlan`'s: mixers.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

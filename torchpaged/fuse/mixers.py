@@ -1,8 +1,6 @@
 """The base of what mixes the tokens of a fused layer: attention_layers.py, latent_layers.py and
 state_layers.py have the kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

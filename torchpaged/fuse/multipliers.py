@@ -1,8 +1,6 @@
 """The numbers by which a layer multiplies what goes into its parts and what comes out (µP in Falcon-H1,
 scaled residuals in Granite 4 and MiniCPM3), as vectors for the columns of its products."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

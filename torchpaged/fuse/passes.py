@@ -10,8 +10,6 @@ caches change; fuse last, after loading, moving, adapters and quantisation. docs
 the launches per layer.
 """
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Iterable, Sequence
@@ -55,7 +53,7 @@ class _Fusion:
         self.state: ModelState
         self.handles: list[Any] = []
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Fusion:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Fusion":
         twin = memo[id(self)] = object.__new__(_Fusion)
         vars(twin).update(copy.deepcopy(vars(self), memo))
         return twin

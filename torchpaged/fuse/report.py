@@ -1,8 +1,6 @@
 """FusionReport: what `fuse` did and did not, and how many kernels a decode step launches before and
 after (`Launches`)."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from typing import Any

@@ -7,8 +7,6 @@ the table has.
 Rotations whose angles depend on the length of the text (dynamic NTK, longrope) have no table.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

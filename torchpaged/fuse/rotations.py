@@ -1,7 +1,5 @@
 """Which rotation each layer of a model has: one `RopeTable` per type of layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

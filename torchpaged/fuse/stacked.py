@@ -6,8 +6,6 @@
 The layers keep working, one by one, and so do ``state_dict`` and in-place updates of the parameters.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +48,7 @@ class Stacked:
     def _addresses(self) -> list[int]:
         return [p.data_ptr() for m in self.linears for p in m._parameters.values() if p is not None]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stacked:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Stacked":
         return Stacked(copy.deepcopy(self.linears, memo))  # a parameter's copy has memory of its own
 
     def restack(self) -> None:

@@ -9,8 +9,6 @@ a norm over all heads to the linear behind it, any other to gated_rms_norm. Of a
 the mixer is `LayerPlan`'s, the state `torchpaged.hf.packed_state.PackedState`'s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 from typing import Any

@@ -8,8 +8,6 @@
 Importing registers the attention and mask functions under the name "torchpaged". Needs transformers >= 5.17.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 try:

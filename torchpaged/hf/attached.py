@@ -5,8 +5,6 @@ would run on the original's weights. The config of a model that was given its fa
 remembered, and tells a `PagedCache` what its modules can take.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import types
@@ -39,7 +37,7 @@ class Replaced:
     def __init__(self, before: Any) -> None:
         self.before = before
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replaced:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Replaced":
         return Replaced(copy.deepcopy(self.before, memo))
 
     def __reduce__(self) -> Any:

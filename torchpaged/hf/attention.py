@@ -6,8 +6,6 @@ another cache) goes to SDPA as it would have without torchpaged, except where SD
 argument: then it raises.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

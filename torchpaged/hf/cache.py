@@ -9,8 +9,6 @@ hold more tokens in some layers than in others, and the cache refuses to go on u
 share one session of the backend, so forwards on one cache must not overlap on two streams.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 
@@ -108,7 +106,7 @@ class PagedCache(PagedOwner):
     masks: CacheMasks
     paged: list[PagedLayer]
 
-    def __new__(cls, *args: Any, **options: Any) -> PagedCache:
+    def __new__(cls, *args: Any, **options: Any) -> "PagedCache":
         """Refuse to be made by transformers, or of a model, see `require_made_by_user`."""
         require_made_by_user(args, options)
         return super().__new__(cls)
@@ -168,7 +166,7 @@ class PagedCache(PagedOwner):
         self._caches = getattr(type(self._text_config), "use_cache", True) is not False
 
     @classmethod
-    def for_inputs(cls, model: PreTrainedModel, **call: Any) -> PagedCache:
+    def for_inputs(cls, model: PreTrainedModel, **call: Any) -> "PagedCache":
         """A cache as large as one call of generate() needs.
 
             call = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")

@@ -4,8 +4,6 @@ Up to transformers 5.23 it is ``past_key_values``, and ``cache_params`` where la
 5.24 on it is ``cache`` in all of them; callers may use the other names until 5.40, which warn.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ whose forward is then given what the calls returned. An all-ones mask and None m
 neither says anything about padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What the options of a `PagedCache` must be, and what its config decides about them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -5,8 +5,6 @@ the forwards: a compiled step has no hook there. What generate() does to the row
 row_changes.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

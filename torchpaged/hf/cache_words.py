@@ -1,8 +1,6 @@
 """A `torchpaged.hf.PagedCache` in words: its sizes and its memory. It imports these functions, so that its
 type has no name here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchpaged.custom_ops.words import counted, of_bytes, one_line

@@ -1,8 +1,6 @@
 """What a module of transformers asks of attention over a paged layer, and the record that the op takes: here
 transformers' words become the op's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

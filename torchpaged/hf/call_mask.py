@@ -8,8 +8,6 @@ ahead of a forward to every layer of it. ``tests/hf/test_call_mask.py`` notices 
 told more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Which cache a call of generate() needs: its rows, beams included, and its tokens per row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

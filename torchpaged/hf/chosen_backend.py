@@ -7,8 +7,6 @@ is then held to what the backend declares. A kind that comes anew with an eager 
 automatic choice, since all backends write the same cache; a backend that was named is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -12,8 +12,6 @@ attention or mask function runs; until then transformers only looks whether the 
 The tables are not public; ``tests/hf/test_class_tables.py`` notices one that changes, goes or comes.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import Any

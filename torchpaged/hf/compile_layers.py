@@ -12,8 +12,6 @@ alternates sliding and full attention has two). Embedding, final norm and lm_hea
 docs/compile.md for what makes layers share one compilation.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable

@@ -18,8 +18,6 @@ the same calls (`torchpaged.engine.generate_batch`).
 CUDA graphs need a GPU: transformers itself turns them off without one.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

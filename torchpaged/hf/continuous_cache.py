@@ -4,8 +4,6 @@ layer = layer_of(module, cache)
 step = step_of(cache, layer, starts, num_tokens, longest, kwargs)   # None: `gathered` has the keys
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """Cross attention over a paged cache: the encoder's keys are written once, and every query sees those of its
 row that are no padding, wherever it stands itself."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

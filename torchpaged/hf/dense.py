@@ -1,8 +1,6 @@
 """Attention over keys and values that are no pools: on our kernels where they give what SDPA gives, else on
 SDPA, and on neither where an argument would be dropped."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -7,8 +7,6 @@ The decoder's own keys are a `PagedCache`. The encoder's are written once, by th
 their own, and read by every step after it; rows whose source is padded on the right keep their lengths.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any
@@ -145,7 +143,7 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         return copy.copy(self.self_attention_cache)
 
     @classmethod
-    def for_inputs(cls, model: PreTrainedModel, **call: Any) -> PagedEncoderDecoderCache:
+    def for_inputs(cls, model: PreTrainedModel, **call: Any) -> "PagedEncoderDecoderCache":
         """A cache as large as one call of generate() needs; the encoder's part takes what comes.
 
         Args:

@@ -1,7 +1,5 @@
 """The left padding that masks tell of a forward whose rows are still to be made."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

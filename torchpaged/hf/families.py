@@ -4,8 +4,6 @@ types by each file of `torchpaged.hf.models`, which registers it.
 The rest of this folder asks `family_of`, and names no model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

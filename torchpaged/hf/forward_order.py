@@ -5,8 +5,6 @@ Which layers are the first and the last is seen, not assumed: a config may list 
 (recurrent ones, shared ones).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -46,7 +44,7 @@ class ForwardOrder:
         masks_asked: the model builds its masks from this cache's sizes.
     """
 
-    def __init__(self, name: str, layers: Sequence[Writer], has_cross_attention: bool) -> None:
+    def __init__(self, name: str, layers: "Sequence[Writer]", has_cross_attention: bool) -> None:
         self.name, self.has_cross_attention = name, has_cross_attention
         self._layers, self._seen = layers, False
         self._completes: Writer | None = None
@@ -61,7 +59,7 @@ class ForwardOrder:
         """Before another conversation; which layer is the first stays known."""
         self.last, self.query_len, self.announced = None, 0, None
 
-    def use(self, layer: Writer, num_forwards: int = 0) -> None:
+    def use(self, layer: "Writer", num_forwards: int = 0) -> None:
         """``layer`` gets its pools, or writes for the first time, in the ``num_forwards``-th forward since
         the last reset. The one that did so last completes a forward.
 
@@ -97,7 +95,7 @@ class ForwardOrder:
                 "of your own DynamicCache(config=model.config)"
             )
 
-    def enter(self, layer: Writer, query_len: int, traced: bool) -> None:
+    def enter(self, layer: "Writer", query_len: int, traced: bool) -> None:
         """``layer`` is about to write ``query_len`` tokens per row.
 
         Raises:
@@ -120,7 +118,7 @@ class ForwardOrder:
         if layer.is_first or layer is self.last:
             self._require_first_write(layer, query_len)
 
-    def leave(self, layer: Writer, query_len: int, traced: bool) -> None:
+    def leave(self, layer: "Writer", query_len: int, traced: bool) -> None:
         """``layer`` writes: nothing refused it, and if it is the first one, it moved the lengths on."""
         if layer.is_first:
             self.query_len = query_len
@@ -130,7 +128,7 @@ class ForwardOrder:
                 self.announced = None
         self.last = layer
 
-    def _require_first_write(self, layer: Writer, query_len: int) -> None:
+    def _require_first_write(self, layer: "Writer", query_len: int) -> None:
         twice = layer is self.last and not layer.is_first
         if self.has_cross_attention and self.masks_asked and layer.is_first:
             twice = layer is self.last if self.announced is None else self.announced != query_len
@@ -140,7 +138,7 @@ class ForwardOrder:
                 f"its cross-attention's keys in the same cache; {TWO_CACHES}"
             )
 
-    def is_behind(self, layer: Writer) -> bool:
+    def is_behind(self, layer: "Writer") -> bool:
         """Whether the forward that runs has moved the lengths on, and ``layer`` has not written its
         tokens yet."""
         return self.last is not None and not layer.is_first and self.last.index < layer.index

@@ -1,8 +1,6 @@
 """PackedHybridLayer: a layer of a paged cache that pages keys and values and keeps a state per request beside
 them, as the layers of Falcon-H1 and Zamba 2 do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

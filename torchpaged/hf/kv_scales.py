@@ -6,8 +6,6 @@ which would be cut off at the end of the range; fp8 numbers are floating-point, 
 smallest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ belong to, so that the attention function knows a paged call by its key and valu
 layer index, no wrapper around generate().
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,13 +35,13 @@ SET_UP = (
 )
 
 
-def layer_of(tensor: Any) -> PagedLayer | None:
+def layer_of(tensor: Any) -> "PagedLayer | None":
     """The layer whose pool ``tensor`` is, or None. The pool itself says it: transformers tells an attention
     function neither cache nor layer; ``tests/hf/test_call_mask.py`` notices if it does."""
     return getattr(tensor, "_torchpaged_layer", None)
 
 
-def scaled(layers: Iterable[PagedLayer]) -> list[PagedLayer]:
+def scaled(layers: "Iterable[PagedLayer]") -> "list[PagedLayer]":
     """Those whose fp8 pools have scales apart from them."""
     return [layer for layer in layers if not layer.latent]
 
@@ -121,7 +119,7 @@ class PagedLayer(CacheLayerMixin):
             torch._dynamo.mark_static_address(pool, guard=False)
         self.is_initialized = True
 
-    def adopt_as(self, probed: PagedLayer, pools: Any) -> None:
+    def adopt_as(self, probed: "PagedLayer", pools: Any) -> None:
         """Take pools in the place of another cache's layer, with what is known of that."""
         self.adopt(probed.stored, pools, probed.states_dtype)
         self.rolls, self.asked, self.spec = probed.rolls, probed.asked, probed.spec

@@ -1,7 +1,5 @@
 """A cache as one compiled decoder layer sees it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

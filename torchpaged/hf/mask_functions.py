@@ -6,8 +6,6 @@ at positions, and has to agree there with a mask that attention can apply by its
 where spans are, or may be.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 

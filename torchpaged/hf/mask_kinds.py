@@ -1,7 +1,5 @@
 """What a mask is made of: kinds that attention applies by itself, spans, and where a forward has queries."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What transformers' classes tell of the models of a type."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

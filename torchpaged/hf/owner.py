@@ -4,8 +4,6 @@ It has two forms: `torchpaged.hf.PagedCache` owns its rows and moves them on its
 whose blocks and lengths another object owns, such as the engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +60,7 @@ class PagedOwner(Cache):
         self,
         config: Any,
         max_seq_len: int,
-        make_layers: Callable[[Any, int, PagedOwner], list[Any]],
+        make_layers: "Callable[[Any, int, PagedOwner], list[Any]]",
         dense: bool = False,
     ) -> None:
         self.name = str(config.model_type)

@@ -1,8 +1,6 @@
 """How much a `torchpaged.hf.PagedModel` keeps: blocks, requests with rings or states, and their
 checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ The engine gives it to the mixers of its model (`pack_mixers`), `torchpaged.hf.a
 one. With any other cache they run their class's own.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ given are found in the first prompt's keys and values, by a forward over pools o
 layer reads rounded keys in it, while a `PagedCache` finds a layer's scales behind layers that do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

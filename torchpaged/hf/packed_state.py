@@ -6,8 +6,6 @@ mixer that `torchpaged.hf.models` knows gets a forward over this layer's `convol
 tokens, and in a `PagedCache` of an attached model, where a row is a request.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -69,7 +67,7 @@ class PackedState(TakesBack, StateLayer):
             return 0
         return sum(tensor.nbytes for tensor in self.stored.block_tensors(self.pools).values())
 
-    def adopt_as(self, probed: PackedState, pools: LayerStates) -> None:
+    def adopt_as(self, probed: "PackedState", pools: LayerStates) -> None:
         """Take pools that were made by what ``probed`` stores."""
         self.pools, self.is_initialized = pools, True
 

@@ -9,8 +9,6 @@ layer makes one ``write_kv`` and one ``paged_attention`` call with the metadata 
 nothing is read on the host.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace

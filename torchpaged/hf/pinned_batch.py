@@ -5,8 +5,6 @@ so that the kernel that writes them must not be the last one ahead of it. A seco
 to by an op: a compiler moves single kernels, and drops one that changes nothing.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

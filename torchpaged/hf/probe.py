@@ -1,7 +1,5 @@
 """What a model's layers store, and what they ask of a backend: found by running it once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

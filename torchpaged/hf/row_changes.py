@@ -1,8 +1,6 @@
 """What generate() does to the rows of a paged cache between forwards: take tokens back (`crop`), and reorder,
 repeat or select rows, which are one to us (`reindex`)."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Errors of the rows of a paged cache, which say what to do."""
 
-from __future__ import annotations
-
 import torch
 
 from torchpaged.cache import BlockPool

@@ -1,7 +1,5 @@
 """What a cache whose rows hold tokens refuses of a forward: a prompt that starts anew, other padding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 

@@ -1,8 +1,6 @@
 """What a `PagedCache` needs for layers that keep a state per row (`torchpaged.hf.packed_state`): their slots,
 and what its backend is chosen by where such a layer comes before all attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Where the rows' tokens lie in layers of one kind: their blocks on the host, and the table of these on the
 device. A cache has a `RowTable`, and a `RingTable` for layers with a window whose blocks are rings."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

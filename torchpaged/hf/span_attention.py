@@ -5,8 +5,6 @@ two calls of the op: all queries, causal, and then those of the spans, as reques
 ends, not causal.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 """StateLayer: a linear-attention layer in a paged cache, transformers' own but for what happens to its rows
 between forwards."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """What the last forward did to a pool of states, so that its last tokens can be taken back: the states before
 it, and the op over its tokens, which is run once more over those that stay. No matrix product is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

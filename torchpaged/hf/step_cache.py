@@ -1,8 +1,6 @@
 """StepCache: transformers' view of a packed step, whose blocks and lengths another object owns, such as
 the engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

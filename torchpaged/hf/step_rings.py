@@ -11,8 +11,6 @@ its first block.
 A graph's batches, and their buffers, stay as they are without rings.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Facts about a model, and refusals of those that can't run through the attention interface."""
 
-from __future__ import annotations
-
 import inspect
 import reprlib
 import sys

@@ -9,8 +9,6 @@ attention modules ignore the interface and are known to `torchpaged.hf.models` g
 functions replaced, too.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -39,7 +37,7 @@ from torchpaged.hf.wrapped import unwrapped
 
 _BEFORE = "_torchpaged_before"
 _ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
-_PAGED: weakref.WeakKeyDictionary[PreTrainedModel, _Before] = weakref.WeakKeyDictionary()
+_PAGED: "weakref.WeakKeyDictionary[PreTrainedModel, _Before]" = weakref.WeakKeyDictionary()
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:

@@ -5,8 +5,6 @@ layers swapped.
 helper behind it changed its signature between transformers 5.17 and 5.23, the class did not.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ a request of its first positions, one of the other padding before the tokens, on
 what is behind them. Nothing has a shape that depends on the lengths, so that one graph serves all of them.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Any
 

@@ -6,8 +6,6 @@ cache returned (latent attention, repeated heads, a mask computed from the value
 rows: an error far away, or wrong numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The transformers model inside a wrapper of the ``peft`` library, whose adapters sit in its modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import PreTrainedModel

@@ -1,7 +1,5 @@
 """AttentionType: which of a model's attentions a layer is, in vLLM's words."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 

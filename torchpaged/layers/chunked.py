@@ -1,7 +1,5 @@
 """Attention within chunks of a fixed number of positions, over a paged cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchpaged.attention import PagedAttention

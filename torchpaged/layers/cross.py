@@ -1,7 +1,5 @@
 """Attention of a decoder to its encoder's tokens, over a paged cache that is written once."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor

@@ -1,8 +1,6 @@
 """Attention of an encoder over packed rows: every token sees all tokens of its row, or those within a window.
 There is no cache and no padding; keys and values are read where they lie."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -1,7 +1,5 @@
 """Multi-head latent attention over a paged cache of latents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +121,7 @@ class MLAAttention(nn.Module):
         self.choice = select_backend(spec, self.requested_backend)
         self._ops = self.choice.backend.ops
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> MLAAttention:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "MLAAttention":
         super()._apply(fn, recurse)
         self._choose()
         return self

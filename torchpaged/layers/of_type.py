@@ -1,7 +1,5 @@
 """The layer of an `AttentionType`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchpaged.attention import PagedAttention

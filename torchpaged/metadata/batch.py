@@ -8,8 +8,6 @@ request ``r`` sit at positions ``seq_lens[r] - query_lens[r] ... seq_lens[r] - 1
 of static buffers (graphs/).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -119,7 +117,7 @@ class AttentionMetadata:
             )
         return self.slot_mapping
 
-    def decodes_after(self, unfinished: Sequence[int] = ()) -> AttentionMetadata:
+    def decodes_after(self, unfinished: Sequence[int] = ()) -> "AttentionMetadata":
         """The buffers of the decode step that follows this one, for `torchpaged.advance_step` to fill: a row
         per request, of this step's lengths. Rows whose prefill has just ended are rows like any other::
 
@@ -155,7 +153,7 @@ class AttentionMetadata:
         fields |= {"max_query_len": 1, "block_size": self.block_size, "query_lens": (1,) * self.num_reqs}
         return AttentionMetadata(self.block_table, seq_lens, **fields)
 
-    def to(self, device: torch.device | str) -> AttentionMetadata:
+    def to(self, device: torch.device | str) -> "AttentionMetadata":
         """The same batch on ``device``; copies from pinned memory do not block."""
         moved: Any = {name: x.to(device, non_blocking=True) for name, x in self.tensors().items()}
         return replace(self, **moved, prefixes=None)
@@ -163,7 +161,7 @@ class AttentionMetadata:
     @classmethod
     def view(
         cls, tensors: Mapping[str, Tensor], sizes: BatchSizes, *, max_query_len: int, block_size: int | None
-    ) -> AttentionMetadata:
+    ) -> "AttentionMetadata":
         """The batch that the first requests and tokens of static ``tensors`` hold, a ``tree_mask`` among them
         or not; slices, no copies."""
         names = [name for name in ALL_METADATA_FIELDS if name in tensors]
@@ -198,7 +196,7 @@ class AttentionMetadata:
         max_query_len: int | None = None,
         tree_parents: Sequence[Sequence[int] | None] | None = None,
         device: torch.device | str = "cpu",
-    ) -> AttentionMetadata:
+    ) -> "AttentionMetadata":
         """Build the batch on the host, check it, and move it to ``device`` in one go.
 
         >>> batch = AttentionMetadata.from_lists([1, 3], [18, 3], [[4, 7], [2]], block_size=16)

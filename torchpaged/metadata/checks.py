@@ -1,7 +1,5 @@
 """What a batch of host lists must keep to: lengths, blocks and slots that fit together."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import reprlib

@@ -1,7 +1,5 @@
 """Batches of encoders, and of queries that attend to an encoder's cached tokens."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -85,7 +83,7 @@ class CrossMetadata:
         max_blocks_per_req: int | None = None,
         written: AttentionMetadata | None = None,
         device: torch.device | str = "cpu",
-    ) -> CrossMetadata:
+    ) -> "CrossMetadata":
         """Build the batch on the host, check it, and move it to ``device``.
 
         Args:

@@ -6,8 +6,6 @@ tensors = make_batch_tensors(METADATA_FIELDS, sizes, "cuda")     # padding, all 
 FIELDS["slot_mapping"].padding                                   # -1: nothing is written
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -58,7 +56,7 @@ class BatchField(NamedTuple):
         """The part of a larger ``tensor`` that a batch of ``sizes`` has; a slice, no copy."""
         return tensor[tuple(slice(size) for size in self.shape(sizes))]
 
-    def pad(self, numbers: Sequence[int], size: int) -> array[int]:
+    def pad(self, numbers: Sequence[int], size: int) -> "array[int]":
         """``numbers`` with padding up to ``size`` of them."""
         padded, last = array(CODES[self.dtype], numbers), self.padding
         if last is None:

@@ -1,7 +1,5 @@
 """Host numbers on their way to the device: from pinned memory, so that nothing waits."""
 
-from __future__ import annotations
-
 import itertools
 from array import array
 from collections.abc import Sequence

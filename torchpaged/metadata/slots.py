@@ -7,8 +7,6 @@ on the host and on the device.
 The ops that move a batch on by themselves (``advance_step``, ``finish_step``) have it in their kernels.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 
@@ -24,7 +22,7 @@ def slot_of(position: int, blocks: Sequence[int], block_size: int) -> int:
     return int(blocks[position // block_size]) * block_size + position % block_size
 
 
-def slots_between(start: int, end: int, blocks: Sequence[int], block_size: int) -> array[int]:
+def slots_between(start: int, end: int, blocks: Sequence[int], block_size: int) -> "array[int]":
     """`slot_of` each position from ``start`` up to ``end``, as signed integers of 64 bits; -1 of those below
     0."""
     if end - start < _FEW:
@@ -40,7 +38,7 @@ def slots_between(start: int, end: int, blocks: Sequence[int], block_size: int) 
     return below + slots[start - first * block_size : end - first * block_size]
 
 
-def positions_between(start: int, end: int) -> array[int]:
+def positions_between(start: int, end: int) -> "array[int]":
     """The positions themselves."""
     if end - start < _FEW:
         return array("q", range(start, end))

@@ -9,8 +9,6 @@ Attention over such a batch gives each token what it would get at the end of its
 request of its own (tree attention of SpecInfer, arXiv:2305.09781).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,8 +1,6 @@
 """Attention with prefixes read once: `cascade_attention` as a function, `attend_with_prefixes` for layers,
 and which layers can."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

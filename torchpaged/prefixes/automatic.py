@@ -1,7 +1,5 @@
 """AutomaticPrefixes: the groups of each batch, where they pay, in buffers that graphs know."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -63,7 +61,7 @@ class AutomaticPrefixes:
     @classmethod
     def of_layer(
         cls, spec: AttentionSpec, cascade: bool | CascadeCosts, *, max_blocks_per_req: int, block_size: int
-    ) -> AutomaticPrefixes:
+    ) -> "AutomaticPrefixes":
         """For layers of ``spec``, on its device.
 
         Args:

@@ -1,7 +1,5 @@
 """SharedPrefixes: the groups of a batch as tensors of fixed sizes, for eager calls and for graphs alike."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +24,7 @@ class StepPrefixes(NamedTuple):
         seq_lens: ``[num_reqs]`` int32, the tokens behind them.
     """
 
-    shared: SharedPrefixes
+    shared: "SharedPrefixes"
     block_table: Tensor
     seq_lens: Tensor
 
@@ -70,7 +68,7 @@ class SharedPrefixes:
         max_blocks_per_req: int,
         block_size: int,
         device: torch.device | str = "cpu",
-    ) -> SharedPrefixes:
+    ) -> "SharedPrefixes":
         """Buffers of these sizes, without a group. Those of requests and tokens are the batch's own sizes,
         padding included."""
         tokens = torch.arange(num_tokens, device=device)

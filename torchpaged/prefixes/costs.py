@@ -8,8 +8,6 @@ launches of a second pass and of the merge. Nothing of this looks at the device:
 the host's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Which requests share a prefix, on the host, by the identity of their blocks."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from typing import NamedTuple

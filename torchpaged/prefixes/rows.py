@@ -9,8 +9,6 @@ Which rows share what is found by the blocks' identity; it stays true while rows
 traced once with groups and once without, for all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol

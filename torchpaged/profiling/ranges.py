@@ -16,8 +16,6 @@ captured one it would appear once and never at replay. Attention has its ranges 
 code comes by too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """A batch in a session of its own: what every check of a backend runs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

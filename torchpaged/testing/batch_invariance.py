@@ -9,8 +9,6 @@ blocks of the pool. The request's own tokens are one call's: cutting a prompt in
 bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product

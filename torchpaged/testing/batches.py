@@ -5,8 +5,6 @@ Part of `torchpaged.testing`, which gives out its names. Where the numbers lie (
 offsets): pools.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,7 +77,7 @@ class Batch:
     def __repr__(self) -> str:
         return repr_of_fields(self)
 
-    def to(self, device: torch.device | str) -> Batch:
+    def to(self, device: torch.device | str) -> "Batch":
         """The same batch on another device, strides and gaps included."""
 
         def move(value: Any) -> Any:

@@ -11,8 +11,6 @@ backend declares not to run must be refused with its reasons, and all else must 
 other lengths are right is `check_graph_support`'s.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -11,8 +11,6 @@ replay, as far as the backend declares `Planning`. A backend that decides anythi
 on the host fails here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ print(report)                                       # my_backend: ALWAYS, proved
 ...
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -9,8 +9,6 @@ Blocks are shuffled, table tails hold garbage, and every slot that was never wri
 kernel which reads what it must not read cannot pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

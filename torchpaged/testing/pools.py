@@ -5,8 +5,6 @@ What lies between the rows holds NaN, like everything that a test did not write,
 is seen.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ more. Nothing runs on it unless a user asks for ``--attention-backend CUSTOM``.
 Experimental: tested against a stand-in of vLLM's documented interface, not yet under a vLLM that runs.
 """
 
-from __future__ import annotations
-
 import logging
 
 _LOG = logging.getLogger("torchpaged.compat")

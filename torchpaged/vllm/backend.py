@@ -11,8 +11,6 @@ Decoder attention with a paged cache: windows, soft cap, ALiBi, sinks, fp8 cache
 mixture of prefills and decodes, full CUDA graphs. No MLA, no encoder attention, no context parallelism.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

@@ -1,8 +1,6 @@
 """The layer's part of the vLLM backend: writes its keys and values, then attends. See
 `torchpaged.vllm.backend`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

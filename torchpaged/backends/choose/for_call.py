@@ -10,8 +10,6 @@ or the one that every other entry point would choose.
 then.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

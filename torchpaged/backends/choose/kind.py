@@ -1,7 +1,5 @@
 """`Kind`: what the choice of a backend for a call of a function follows from."""
 
-from __future__ import annotations
-
 import operator
 from typing import Any, NamedTuple
 
@@ -40,7 +38,7 @@ class Kind(NamedTuple):
     batch_invariant: bool = False
 
     @classmethod
-    def of(cls, call: AttentionCall, batch_invariant: bool = False) -> Kind:
+    def of(cls, call: AttentionCall, batch_invariant: bool = False) -> "Kind":
         """That of an attention."""
         scale: float | None = call.scale
         soft_cap = call.logits_soft_cap
@@ -63,7 +61,7 @@ class Kind(NamedTuple):
         )
 
     @classmethod
-    def written(cls, k: Tensor, v: Tensor, k_cache: Tensor) -> Kind:
+    def written(cls, k: Tensor, v: Tensor, k_cache: Tensor) -> "Kind":
         """The attention that reads what is written; as many query heads as kv heads, since the queries are
         not known here."""
         # all values are said: defaults of a named tuple are no constants to every Dynamo

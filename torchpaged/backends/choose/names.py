@@ -4,8 +4,6 @@ Order of asking: an explicit argument, then ``with torchpaged.use_backend(name)`
 ``TORCHPAGED_BACKEND``, then "auto". A name may be a `Route`, one for each part of a batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import importlib

@@ -6,8 +6,6 @@
 `PLATFORMS` is the table.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -6,8 +6,6 @@
 How a batch is cut: route_session.py.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import Any

@@ -9,8 +9,6 @@ What the cut costs is some fifteen small kernels over the requests, their querie
 them. Backends that run mixed batches by themselves do so without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ The one that was asked for (names.py), used or refused with every reason and nev
 the first usable one in the order of the device (order.py).
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import textwrap

@@ -4,8 +4,6 @@ The compiled code keeps what was chosen. Constants alone can be asked of in a tr
 trace alone: `torch.compiler.assume_constant_result` imports torch's compiler.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

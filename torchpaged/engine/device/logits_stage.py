@@ -7,8 +7,6 @@ Where nothing was asked for, ``process`` gives the model's own logits, and a cap
 kernel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

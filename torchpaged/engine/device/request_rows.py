@@ -12,8 +12,6 @@ seq_len 0 and slot -1; idle rows may lie between busy ones. Updates are stream-o
 memory, then device kernels; nothing waits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Iterator, Mapping, Sequence

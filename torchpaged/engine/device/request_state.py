@@ -9,8 +9,6 @@ Numbers that do not fit their fields are refused where they are taken from a use
 (`torchpaged.engine.SamplingParams`).
 """
 
-from __future__ import annotations
-
 import struct
 from array import array
 from collections.abc import Mapping, Sequence

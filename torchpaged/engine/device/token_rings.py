@@ -19,8 +19,6 @@ CopiedTokens: those of other steps, copied there.
     tokens = copied.read()                  # waits for that event only
 """
 
-from __future__ import annotations
-
 import weakref
 
 import torch

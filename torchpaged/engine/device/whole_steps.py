@@ -10,8 +10,6 @@ A launch runs ``rows.steps_per_launch`` steps and takes nothing from the host: `
 it needs.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar, Unpack

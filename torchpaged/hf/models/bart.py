@@ -1,7 +1,5 @@
 """BART's descendants with attention of their own, and their position embeddings: led, mvp, trocr, xglm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """BERT's descendants with attention of their own, as decoders: big_bird, megatron-bert, rembert, roformer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

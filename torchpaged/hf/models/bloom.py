@@ -1,7 +1,5 @@
 """Decoders whose scores have linear biases: bloom and mpt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -5,8 +5,6 @@ The modules' names and fields are not public; ``tests/hf/test_traceable.py`` com
 replaces under each supported transformers, and notices one that needs it no more.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Families of which facts are known, and whose modules run as they are."""
 
-from __future__ import annotations
-
 from torchpaged.hf.families import Family, register_family
 
 _ENCODER_ONLY = """

@@ -1,7 +1,5 @@
 """Falcon, whose queries, keys and values come out of one projection in one of three orders."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

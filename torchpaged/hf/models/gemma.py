@@ -1,8 +1,6 @@
 """Gemma 3n and 4, whose last layers attend over keys of layers before them, and the masks of Gemma 4 and
 PaliGemma."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Decoders whose attention modules compute their scores in a method by the name `_attn`: codegen, gpt_neo,
 gpt_neox_japanese, gptj."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchpaged.hf.cache_argument import CACHE

@@ -6,8 +6,6 @@ There transformers' modules score every cached indexer key against a query, and 
 ones to the attention function, which masks all others: nothing is saved but what the model itself saves.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -13,8 +13,6 @@ The modules' fields are not public; ``tests/hf/test_latent.py`` runs every famil
 transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ The modules' fields are not public; ``tests/engine/test_states.py`` runs the mod
 transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """M2M100's position embeddings, whose table grows with the cache's length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ Source: Gu, Dao, "Mamba" (arXiv:2312.00752), algorithm 2. The modules' fields ar
 ``tests/engine/test_states.py`` runs the class under each supported transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

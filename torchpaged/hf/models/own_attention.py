@@ -10,8 +10,6 @@ The modules' names and fields are not public; ``tests/hf/test_own_attention.py``
 supported transformers.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

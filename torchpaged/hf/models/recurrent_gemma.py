@@ -9,8 +9,6 @@ public; ``tests/hf/test_traceable.py`` compares each with what it replaces under
 and ``tests/engine/test_states.py`` runs the class.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@ The modules' fields are not public; ``tests/engine/test_states.py`` runs every c
 transformers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

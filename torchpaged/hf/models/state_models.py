@@ -5,8 +5,6 @@ Attached, they take a paged cache as ``past_key_values`` as well, by which that 
 cached, cuts prompts into chunks and goes on behind them.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -10,8 +10,6 @@ replay has no modules: its kernels take those of the eager run's kernels of the 
 CPU the same is told about ops. ``report_table`` needs rich.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from torchpaged.profiling.kernel_report.attribute import kernels_per_layer

@@ -1,7 +1,5 @@
 """From profiled runs to reports: one step, its replay as a graph, or a whole generation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

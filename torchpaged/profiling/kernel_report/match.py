@@ -7,8 +7,6 @@ is asked again of what lies between. Everything else stays open. That a replay d
 another of the same name at another place can't be seen from names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,8 +1,6 @@
 """A kernel report: runs and times of kernels by their place in the model, equal layers as one group, and all
 of it as plain data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +31,7 @@ class Runs:
     count: int = 0
     total_us: float = 0.0
 
-    def __add__(self, other: Runs) -> Runs:
+    def __add__(self, other: "Runs") -> "Runs":
         return Runs(self.count + other.count, self.total_us + other.total_us)
 
 

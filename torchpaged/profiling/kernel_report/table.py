@@ -1,7 +1,5 @@
 """A kernel report as a rich table: equal layers folded, unmatched kernels named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

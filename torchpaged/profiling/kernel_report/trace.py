@@ -11,8 +11,6 @@ part, ops of the CPU stand for kernels: the outermost ones, such as ``aten::line
 one thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

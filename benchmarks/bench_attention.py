@@ -6,8 +6,6 @@
 What it measures and how: benchmarks/README.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

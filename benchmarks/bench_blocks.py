@@ -10,8 +10,6 @@ what is compared runs in turns of a request or of 25 steps, so that other proces
 The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

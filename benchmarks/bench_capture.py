@@ -13,8 +13,6 @@ the engine's graph of a bucket of that size; where both agree a graph wins nothi
 from a prompt's submission to its first token, both ways. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

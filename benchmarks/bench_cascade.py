@@ -7,8 +7,6 @@ the host's share: groups and plans are made once. Microseconds per call. The rul
 fitted to the rows. Needs a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

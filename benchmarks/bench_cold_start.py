@@ -13,8 +13,6 @@ new ones for each run. The last line of
 stdout is one JSON document: seconds of every part, their sum, and torch's cache counters.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -10,8 +10,6 @@ than 1,024 keys by the contenders alone; contenders take turns. Figures are mini
 p80, of one thread its own time, so that waiting for a core doesn't count; the last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -12,8 +12,6 @@ engine. Contenders take turns; of steps the fastest is taken. Of one thread time
 for a core doesn't count. Tokens are compared first. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -8,8 +8,6 @@ together than the L2 cache. ``us`` is of one call; ``gb_per_s`` counts each stat
 last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -12,8 +12,6 @@ model computes a prompt faster than it comes back, from bytes and products per t
 one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

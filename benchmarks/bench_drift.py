@@ -9,8 +9,6 @@ dtype. ``errors`` are of the last 250 tokens before so many: ``|out - exact| / |
 JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

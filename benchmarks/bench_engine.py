@@ -8,8 +8,6 @@ Tokens are compared first (greedy, float32 only: in bf16 near-ties may fall eith
 the last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -11,8 +11,6 @@ else the module does. ``floor_us``: of the bytes of the experts that were chosen
 ``--bandwidth`` TB/s; ``share``: floor by ``ours``. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from functools import partial

@@ -11,8 +11,6 @@ expected to choose, a state read and written, keys or latents read. ``share`` is
 the kernels of decode, by name. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

@@ -10,8 +10,6 @@ stays, and the largest difference over the spread (standard deviation) of the lo
 JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -13,8 +13,6 @@ that it is the kernel's own, ``all`` against float64 on the numbers before they 
 one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

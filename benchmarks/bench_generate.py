@@ -15,8 +15,6 @@ tokens of every way must be those of the first one; in bfloat16 their share is i
 is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

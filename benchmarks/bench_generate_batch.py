@@ -10,8 +10,6 @@ and its double buffering on by itself for names with "flash" in them alone; for 
 FlashAttention-3 is found by its distribution's name, ``flash-attn-3``. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -11,8 +11,6 @@ float32 first. Figures are microseconds per call (per layer in a chain), and per
 the weights once takes at ``--bandwidth`` TB/s. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict

@@ -10,8 +10,6 @@ sgl-flash-mla: blocks of 64, its schedule made outside of the timing). Figures a
 ``gb_per_s`` counts every cached row once, ``tflop_per_s`` both products. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

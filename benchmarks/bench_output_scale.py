@@ -7,8 +7,6 @@ Llama 3 8B's heads, bfloat16; rounds go over several layers' caches, from one CU
 pass behind is torch's own operators, as a model without a fused one has them.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -9,8 +9,6 @@ median of ``--repeats``, the device idle before each; the kernels that a plan la
 ``replay`` is one decode call of a captured graph of ``--layers`` layers, for comparison, in device time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -16,8 +16,6 @@ included, and what share of a CTA's cycles goes to waiting and storing. ``power`
 contender runs on and on. One JSON line per result; ``--json`` writes them as one document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -10,8 +10,6 @@ fused. A step's roofline is its products alone, at the rate that a large product
 are medians.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

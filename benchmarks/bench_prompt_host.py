@@ -8,8 +8,6 @@ torch's. Parts may hold others: ``step`` has all but ``submit``. Of several runs
 last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -10,8 +10,6 @@ power / 8, so that a few tokens hold most of the mass, as in a language model. T
 JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

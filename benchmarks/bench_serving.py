@@ -17,8 +17,6 @@ kernels (TORCHPAGED_CACHE, TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR) is a cold 
 printed, and the document written, as soon as it is measured.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -18,8 +18,6 @@ the end of what it printed. The document has all rows, and is written anew after
 printed. Seconds, and tokens or requests per second.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -11,8 +11,6 @@ float32. ``same_tokens``: of how many hits the token is that of an engine withou
 line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

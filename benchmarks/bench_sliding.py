@@ -11,8 +11,6 @@ request of so many tokens, blocks of the first layer that hold tokens at its end
 the last 64 decode steps (the host's clock) and of the prompt. Fused layers. The last line is the document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

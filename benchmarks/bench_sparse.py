@@ -9,8 +9,6 @@ of calls over several sets of inputs; backends are replayed in turns. Figures ar
 last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ pools that are larger together than the L2 cache; ``gb_per_s`` counts each state
 last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -9,8 +9,6 @@ states between the two. ``--own``: own kernels alone, over Kimi delta attention,
 JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -10,8 +10,6 @@ the memory could do.
 What it measures and how: benchmarks/README.md.
 """
 
-from __future__ import annotations
-
 from decode_step import main
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ Checks that what comes back is what left, then times. The link is `copy_` of 256
 slots; ``scattered``: drawn. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

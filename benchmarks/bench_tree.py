@@ -6,8 +6,6 @@ Llama 3 8B's heads, bfloat16, behind a context of 4,096 tokens; rounds go over s
 one CUDA graph each, in turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

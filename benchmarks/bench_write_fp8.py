@@ -9,8 +9,6 @@ numbers that differ are counted, not refused. Each round is one CUDA graph over 
 pools, the contenders in turns; figures are microseconds per call. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -11,8 +11,6 @@ kernel that does nothing, ``ideal_us`` the op's bytes over ``--bandwidth``. ``--
 choices of (heads per program)x(warps). The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

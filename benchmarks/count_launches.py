@@ -6,8 +6,6 @@ Tiny models with random weights, counted on any machine; Kimi Linear, Bailing hy
 without their mixtures of experts. The last line is one JSON document.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

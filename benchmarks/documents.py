@@ -1,7 +1,5 @@
 """What benchmarks of attention layers share: rounds of calls on a GPU, and the document at the end."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

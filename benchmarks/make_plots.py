@@ -6,8 +6,6 @@ Each file says in its metadata which data it shows (`digest`); tests/project/tes
 without matplotlib.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -8,8 +8,6 @@ A page holds ``<!-- made: NAME -->``, then what the function NAME of `TABLES` re
 Needs the standard library alone.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -9,8 +9,6 @@ The range: "measured" of examples/profile_nsys.py, "generation" of ``torchpaged 
 nsys has of each replay in the range.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

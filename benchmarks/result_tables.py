@@ -1,8 +1,6 @@
 """The tables of docs/results.md, each made from documents of benchmarks/results; what places them
 is make_results.py."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

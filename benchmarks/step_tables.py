@@ -1,7 +1,5 @@
 """Tables of whole steps, captures, starts and single layers for docs/results.md (make_results.py)."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

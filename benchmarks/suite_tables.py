@@ -4,8 +4,6 @@ A peer that failed or was wrong in a case makes the case void: no ratio is shown
 reason stands below the table. Of FlashInfer's three ways the fastest one counts.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any

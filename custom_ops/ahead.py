@@ -10,8 +10,6 @@ So outputs are whatever lay in memory. Where ops are watched (``launches.around`
 all is launched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

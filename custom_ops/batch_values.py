@@ -1,8 +1,6 @@
 """What every op that attends over blocks asks of its batch: tensors, lengths and block ids; of real tensors,
 and of the fake ones of a trace."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """What a caller's modes would change within an op that consists of torch's own."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ ids, slots, lengths) can only be checked by reading them: on the CPU that is don
 ``TORCHPAGED_CHECK=1``, because it synchronises.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import numbers

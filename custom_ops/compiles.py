@@ -7,8 +7,6 @@
 What is loaded from a disk is not compiled. Threads share the list: it says what the process did meanwhile.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from typing import Any, NamedTuple

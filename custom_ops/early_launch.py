@@ -7,8 +7,6 @@ addition that it moved in front of the op; with its programmatic launch on, they
 they have stored anything.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -6,8 +6,6 @@ An error of several parts keeps them as its ``args`` and makes its message when 
 shown with its parts then. Copies and pickles keep them, too.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, NoReturn
 
 

@@ -4,8 +4,6 @@ All ops return ``()``, so that a fake has nothing to compute. Sizes may be symbo
 ``torch._check`` states a fact about them, an ``if`` would need to decide it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """The ops, family by family: schemas, records, fake kernels, and which kernels there are. registry.py
 registers them; a family's folder has its ``schema.py``, ``call.py`` and ``fake.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

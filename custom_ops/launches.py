@@ -7,8 +7,6 @@ where ranges of the caller's own would break the graph. They do not run at a rep
 come by here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any

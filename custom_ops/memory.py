@@ -1,8 +1,6 @@
 """Checks of where tensors lie in memory: what an op writes is apart from what it reads, by addresses
 alone."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError

@@ -4,8 +4,6 @@ The library (``torchpaged_C``, built by CMakeLists.txt on LibTorch's stable ABI)
 ``.cpu`` overload of every op for the CPU key. Without it the package works: CPU calls then run the reference.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.metadata
 import warnings

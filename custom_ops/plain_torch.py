@@ -1,7 +1,5 @@
 """What ops in plain torch share: the dtype of their sums, and the gate of an MLP."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

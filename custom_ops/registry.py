@@ -35,8 +35,6 @@ The reasons for void ops, for ``Library.define`` rather than ``custom_op`` and f
 tensors: docs/ops.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Checks of slots and positions, for every op that writes tokens into pools."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -12,8 +12,6 @@ compares it with sources and PTX.
 Data only: no import of torch, so that scripts load this file by its path.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

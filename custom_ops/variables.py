@@ -5,8 +5,6 @@
 A variable is read when it is asked for, so that a change takes effect without a restart.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Files and folders that appear whole or not at all, with the modes that the umask gives."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

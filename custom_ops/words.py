@@ -1,7 +1,5 @@
 """Numbers and objects as people read them, for messages, reprs and reports."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any

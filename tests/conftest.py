@@ -1,8 +1,6 @@
 """Shared fixtures. Run with OMP_NUM_THREADS=1 on small machines: two threads under load are slower
 than one."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -7,8 +7,6 @@ Plain PyTorch (SDPA, FlexAttention) reads contiguous KV that is gathered before 
 easier task than the paged one; FlashInfer and FlashAttention-3 are in ``libraries.py``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Sequence
 from functools import partial

@@ -7,8 +7,6 @@ begins while the one before it ends. Here decodes and chunks take turns, as they
 each a call of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

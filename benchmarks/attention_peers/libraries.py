@@ -8,8 +8,6 @@ which a captured step can't be, and fa3 is for prompts, which run eagerly. Flash
 metadata computed beforehand. Both take torchpaged's cache layout uncopied.
 """
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 from typing import Any

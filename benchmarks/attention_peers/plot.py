@@ -5,8 +5,6 @@ A point on the diagonal runs at the device's ceiling; vertical distance is the f
 (extra ``bench``).
 """
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

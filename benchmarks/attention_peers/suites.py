@@ -1,7 +1,5 @@
 """The suites of a checkout: those of ``torchpaged bench attention`` and further ones."""
 
-from __future__ import annotations
-
 import torch
 
 from torchpaged.bench.attention import cases

@@ -1,8 +1,6 @@
 """What rows say about peers: ratios of the best peer over the best own backend, their geometric mean and
 worst case, mixed batches against their parts; and the table with them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -7,8 +7,6 @@ for one H200.
 Needs transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

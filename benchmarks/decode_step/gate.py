@@ -11,8 +11,6 @@ loses against float32:
   larger may).
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

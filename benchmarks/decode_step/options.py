@@ -1,7 +1,5 @@
 """What a run of the decode-step benchmark is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ timed. A step is the time from token to token on the host while all requests dec
 set-up stay out: ``hf_static`` waits for each token, and of ``hf_cb`` these are transformers' own timestamps.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

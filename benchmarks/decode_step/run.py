@@ -9,8 +9,6 @@ Per shape a random-weight model is made on the device; every own contender passe
 becomes a row that says why. Needs transformers.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,8 +1,6 @@
 """What a reader of the decode-step benchmark sees, on stderr: progress, a line per row, the table at
 the end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchpaged.bench.screen import Screen

@@ -7,8 +7,6 @@ ones on the plain model, and peers on the same one: a run that is cut short in a
 a group share the KV pools.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

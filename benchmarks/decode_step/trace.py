@@ -11,8 +11,6 @@ kernel instead of 2 us in all. `has_recorded` tells; TEARDOWN_CUPTI=1 in the env
 each trace.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections import Counter

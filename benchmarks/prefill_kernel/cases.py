@@ -1,7 +1,5 @@
 """The batches of each part."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

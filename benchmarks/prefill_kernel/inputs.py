@@ -1,7 +1,5 @@
 """A case's tensors on the GPU, what the kernels make of them, and what float64 does."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is done with a case: checked, timed, its cycles counted, its power measured."""
 
-from __future__ import annotations
-
 import importlib
 import statistics
 import subprocess

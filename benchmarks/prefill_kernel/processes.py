@@ -1,7 +1,5 @@
 """The parts in processes of their own, under a watchdog, and their results."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -3,8 +3,6 @@
 A process is killed at the end of its time, so nothing here waits for the end to write.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import dataclass

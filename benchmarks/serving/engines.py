@@ -5,8 +5,6 @@ values, and a prefix cache. Everything else is what each takes by default, but f
 step, which vLLM leaves to its user. Text is neither made nor read.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

@@ -5,8 +5,6 @@ summed up.
 the conversations that serving benchmarks draw from ShareGPT, 215 and 198 tokens, at most 1,024.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from dataclasses import dataclass

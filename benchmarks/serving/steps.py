@@ -4,8 +4,6 @@ The least: weights read once at `READ` bytes per second or multiplied at `PRODUC
 takes longer, keys and values of the decoding requests read once, and products of the prompts behind them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

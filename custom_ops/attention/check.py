@@ -1,8 +1,6 @@
 """Argument checks of ``paged_attention``, ``merge_attn_states`` and ``cascade_attention``, shared by
 reference, kernels and public functions; pieces: checks.py, pools.py and batch_values.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Fake kernels of attention: what ``torch.compile`` runs in place of the ops, to refuse what can't fit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ Dimensions: T tokens, B requests, H heads, K kv heads, D head_dim, L keys of one
 Accumulation is float32, or float64 when the inputs are float64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

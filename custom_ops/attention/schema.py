@@ -1,8 +1,6 @@
 """Schemas of ``paged_attention``, ``merge_attn_states`` and ``cascade_attention``. The rules that every
 op keeps: registry.py."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.pools import SCALES
 
 SCHEMAS = {

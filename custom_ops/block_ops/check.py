@@ -1,7 +1,5 @@
 """Argument checks of ``copy_blocks``, shared by the reference, the launchers and the public functions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

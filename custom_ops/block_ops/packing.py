@@ -1,8 +1,6 @@
 """Blocks of several pools packed into contiguous rows, and back. No op: its caller runs on the host,
 between steps (`torchpaged.cache.host_blocks`)."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import torch

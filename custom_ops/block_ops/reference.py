@@ -1,7 +1,5 @@
 """The specification of ``copy_blocks`` in plain torch."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from torchpaged.custom_ops.block_ops.check import check_copy_blocks

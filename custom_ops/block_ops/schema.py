@@ -1,7 +1,5 @@
 """Schema of ``copy_blocks``. The rules that every op keeps: registry.py."""
 
-from __future__ import annotations
-
 SCHEMAS = {
     # block_mapping [N, 2] int64: (source, destination) block ids; a negative id skips the pair; no block may
     # be both

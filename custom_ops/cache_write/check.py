@@ -1,8 +1,6 @@
 """Argument checks of ``write_kv`` and ``rope_write_kv``, shared by the reference, the launchers and the
 public functions."""
 
-from __future__ import annotations
-
 import torch
 
 from torchpaged.custom_ops.cache_write.call import RotatedWriteCall, WriteCall

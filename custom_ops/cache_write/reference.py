@@ -4,8 +4,6 @@ Dimensions: T tokens, H heads, K kv heads, D head_dim. What is computed is so in
 inputs are float64.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

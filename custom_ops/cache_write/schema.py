@@ -1,7 +1,5 @@
 """Schemas of ``write_kv`` and ``rope_write_kv``. The rules that every op keeps: registry.py."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.pools import SCALES
 
 SCHEMAS = {

@@ -6,8 +6,6 @@ to the disk and then renamed, so that of several processes that compile the same
 the last one stays.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

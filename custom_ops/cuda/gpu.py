@@ -1,7 +1,5 @@
 """Facts of a GPU that launch shapes follow from, asked once per device."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

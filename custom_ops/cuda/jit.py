@@ -9,8 +9,6 @@ architecture and needs no translation. The first launch of a specialisation comp
 so where stderr is a terminal, and must not happen inside a capture.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import re

@@ -4,8 +4,6 @@ kernel = Kernel(cubin, "paged_decode", shared_bytes=104448)
 kernel.launch(grid, threads, params, early=True)
 """
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from typing import Any

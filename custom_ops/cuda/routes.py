@@ -1,8 +1,6 @@
 """How an op of the ``cuda`` backend comes to its kernel: what all of them refuse alike, and the way to
 Triton's for calls that the kernels for Hopper can't take."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Tensor maps: what the copy engine (TMA) is told of a tensor, and of the boxes that a copy takes."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

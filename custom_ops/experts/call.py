@@ -1,8 +1,6 @@
 """Calls of the ops of mixtures of experts, as records: made once where torch's flat arguments end
 (registry.py). Shapes, dtypes and meanings: schema.py."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

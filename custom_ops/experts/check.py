@@ -5,8 +5,6 @@ Only shapes, dtypes, devices, strides and address ranges: no device work, nothin
 the argument; all checks are done before anything is written.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """apply_experts on a CPU: torch's products in the dtype of the weights, of which none is converted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

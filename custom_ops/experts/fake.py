@@ -1,7 +1,5 @@
 """Fake kernels of the ops of mixtures of experts: they state what must fit and compute nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torchpaged.custom_ops.experts.call import ExpertsCall, RouteCall

@@ -1,7 +1,5 @@
 """Limits of the ops of mixtures of experts."""
 
-from __future__ import annotations
-
 #: Tokens that ``apply_experts`` takes: a program holds those of an expert at once.
 MAX_TOKENS = 64
 #: Experts of a token.

@@ -5,8 +5,6 @@ Everything is computed in float32 (float64 for float64 inputs) and rounded once,
 round the inner numbers, too, which the tests' error budget allows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Schemas of the ops of mixtures of experts. The rules that every op keeps: registry.py."""
 
-from __future__ import annotations
-
 SCHEMAS = {
     # x [T, hidden_size], weight [num_experts, hidden_size] of x's dtype or float32. ids [T, top_k] int32 and
     # weights [T, top_k] float32: of each token's experts, best first. scores = scoring(x @ weight.T), in

@@ -1,7 +1,5 @@
 """A call of ``index_logits`` as one record; shapes, dtypes and meanings: schema.py."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Argument checks of the indexer's ops, shared by the reference and the kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

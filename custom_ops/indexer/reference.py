@@ -4,8 +4,6 @@ Source: DeepSeek-AI, "DeepSeek-V3.2" (arXiv:2512.02556), section 2.1: the lightn
 of tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

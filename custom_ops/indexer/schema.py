@@ -1,8 +1,6 @@
 """Schemas of ``write_index_keys``, ``index_logits`` and ``top_k_indices``. The rules that every op keeps:
 registry.py."""
 
-from __future__ import annotations
-
 SCHEMAS = {
     # k [T, index_dim], one key per token, rotated; k_cache [num_blocks, block_size, 1, index_dim] of its
     # dtype, or of float8_e4m3fn with k_scale [num_blocks, block_size] float32: each key is divided by its

@@ -5,8 +5,6 @@ read, where the rules of `validation` allow it. Every message names the argument
 anything is written.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

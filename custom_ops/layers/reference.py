@@ -6,8 +6,6 @@ before its product. Kernels that use tensor cores round the normed input once mo
 budget allows.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

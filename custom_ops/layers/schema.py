@@ -1,7 +1,5 @@
 """Schemas of the ops around attention. The rules that every op keeps: registry.py."""
 
-from __future__ import annotations
-
 SCHEMAS = {
     # input_ids [T] int64, weight [vocab_size, hidden_size], out [T, hidden_size] = weight[input_ids], times
     # scale (no dimensions, rounded to weight's dtype first) if given. An id outside is an error where values

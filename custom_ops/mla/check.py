@@ -1,8 +1,6 @@
 """Argument checks of latent attention's ops, shared by the reference, the kernels and the
 public functions."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,8 +1,6 @@
 """Latent attention on a CPU, by the native kernels: those of ``paged_attention`` and ``write_kv`` take a pool
 that serves keys and values, and pools that are columns of one, at any width."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ Source: DeepSeek's FlashMLA, whose kernels for DeepSeek-V3.2 read this row. Its 
 of their 128 columns over 448, e4m3's largest.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

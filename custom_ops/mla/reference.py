@@ -6,8 +6,6 @@ up-projected key is the product of the query, multiplied by that projection, wit
 sum of up-projected values is the projection of the weighted sum of latents.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

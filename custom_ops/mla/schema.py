@@ -1,7 +1,5 @@
 """Schemas of latent attention's ops. The rules that every op keeps: registry.py."""
 
-from __future__ import annotations
-
 SCHEMAS = {
     # Attention whose heads share one key of rank + rope numbers per token, the first rank of which are its
     # value too: multi-head latent attention with the key's up-projection absorbed into the query, and the

@@ -1,8 +1,6 @@
 """Latent attention as dense attention over numbers, for the reference and the CPU's kernels: each query token
 that selects keys becomes a request of its own, over a pool of these rows; rows of fp8 become numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -5,8 +5,6 @@ Sources: Gu, Dao, "Mamba" (arXiv:2312.00752), algorithm 2; De, Smith and others,
 section 2.4.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

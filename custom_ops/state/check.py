@@ -1,7 +1,5 @@
 """Argument checks of the state ops, shared by the reference and the kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Argument checks of ``delta_step``, ``mamba2_step``, ``selective_scan`` and ``rg_lru``, shared by
 the reference and the kernels."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """delta_step and mamba2_step on a CPU: the native kernels of their convolution and state."""
 
-from __future__ import annotations
-
 import torch
 
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall

@@ -6,8 +6,6 @@ Sources: Yang, Kautz, Hatamizadeh, "Gated Delta Networks" (arXiv:2412.06464), eq
 Linear" (arXiv:2510.26692), equation 1.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

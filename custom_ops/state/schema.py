@@ -8,8 +8,6 @@ query_len``) begins from zeros, whatever its slot holds; a token at a position b
 zeros and leaves no trace. Rows that write have slots of their own.
 """
 
-from __future__ import annotations
-
 _BATCH = "Tensor state_slots, Tensor seq_lens, Tensor query_start_loc"
 
 SCHEMAS = {

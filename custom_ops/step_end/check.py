@@ -3,8 +3,6 @@
 Shapes, dtypes, devices and strides always; values on the CPU, on a GPU with ``TORCHPAGED_CHECK=1`` only.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Fake kernels of the ops that end a step: they state what must fit and compute nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -23,8 +23,6 @@ A row with a NaN among its logits, whatever the others are, and a row whose logi
 `accept_tokens` ends such a row.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

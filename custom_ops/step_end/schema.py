@@ -1,7 +1,5 @@
 """Schemas of the ops that end a step. The rules that every op keeps: registry.py."""
 
-from __future__ import annotations
-
 SCHEMAS = {
     # sampled_token_ids, input_ids, positions, slot_mapping [B] int64; seq_lens [B] int32. Rows with seq_len 0
     # (padding) and rows whose table is full stay as they are and get slot -1.

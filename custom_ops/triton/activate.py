@@ -1,7 +1,5 @@
 """The activations of gates, for the kernels of all families."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

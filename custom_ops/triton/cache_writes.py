@@ -5,8 +5,6 @@ It reads the context's keys and values early (stream_order.py). So a kernel that
 back and makes them visible before it ends; one that writes the query tokens' own does not.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

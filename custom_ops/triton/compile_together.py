@@ -5,8 +5,6 @@ A mixed batch has two, prefill and decode. Only what a process compiles first ga
 loaded in no time either way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,8 +1,6 @@
 """Which row of a batch a token, or a tile of tokens, belongs to: found on the device, by bisection of
 ``query_start_loc``."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ if usable(): ...
 installed()         # which Triton it is, without importing it
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What kernels do otherwise in Triton's interpreter."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -15,8 +15,6 @@ anything but the default is asked of Triton: variables of its environment, hooks
 where cuda-bindings is absent.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """What every launcher of a Triton kernel asks: whether it may launch here, and how early."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -5,8 +5,6 @@ Triton calls its compilation listener when a kernel is ready, and says whether i
 calls earlier does not know that, or costs every launch; so the line stands behind the wait, with its seconds.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """How attention kernels write their `Results`."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """FlexAttention as a backend, on a CPU: unfused for most, compiled by Inductor where that is the question."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

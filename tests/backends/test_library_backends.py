@@ -6,8 +6,6 @@ fail at.
 On a GPU the libraries themselves: tests/gpu/test_library_backends.py.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -1,8 +1,6 @@
 """The order of the automatic choice: the table of platforms, and what a request can ask beyond
 that."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

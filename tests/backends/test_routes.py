@@ -1,7 +1,5 @@
 """Routes: the decodes of a batch by one backend, the rest by another, at every door, traced and captured."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

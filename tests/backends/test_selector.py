@@ -1,7 +1,5 @@
 """Order of choice, explanations, refusals; the package's public face."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The seam: a small GPT, and every door, on a backend that plans each step and serves attention alone."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

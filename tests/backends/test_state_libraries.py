@@ -2,8 +2,6 @@
 all others are the device's own. With the library's stand-in behind them: tests/custom_ops/triton/
 test_state_interpreter.py; with the library itself: tests/gpu/test_library_backends.py."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

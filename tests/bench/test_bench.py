@@ -1,8 +1,6 @@
 """The attention benchmark: its registry, its oracle, its gate, what it reports about peers, and the whole
 command on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,8 +1,6 @@
 """The load of bench_blocks.py, without a model: what its figures are of, and how much of the blocks in use
 holds tokens."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """The serving benchmark on a CPU: its loads, our engine's rows, and a peer that is not installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The decode-step benchmark on a CPU: rows and figures of the tiny shape, the gate's teeth, traces, peers,
 what can't run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables of the suites: which peer counts, and when a case is void."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path

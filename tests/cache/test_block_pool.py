@@ -1,7 +1,5 @@
 """BlockPool: allocation, reference counts, exhaustion, and that a failed call changes nothing."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 """Kinds of layer cache: two toys, each a class and one registration, through the block pool, HuggingFace's
 cache and the engine."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Any order of operations on a cache's blocks keeps its books and its contents; a broken one is noticed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Blocks that leave the host come back from a file with what they held, or not at all: random operations, and
 every fault of a disk."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,8 +1,6 @@
 """Which block goes first: a user's policy, pins by priority and time; and any order of operations keeps the
 books of a simple model."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests that fork: whatever is done to them, each reads back its own tokens, and no block is lost."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

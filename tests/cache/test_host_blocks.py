@@ -1,8 +1,6 @@
 """HostBlocks: bytes go to the host and come back, whatever a layer keeps; on a CPU. On a GPU:
 tests/gpu/test_swap.py."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

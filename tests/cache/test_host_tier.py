@@ -1,8 +1,6 @@
 """Blocks that a pool gives up come back from the host with what they held: random operations over real pools,
 each block's content known by its text."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

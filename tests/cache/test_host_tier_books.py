@@ -1,7 +1,5 @@
 """The host tier's books after a copy back that raises, and after all was forgotten."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import pytest

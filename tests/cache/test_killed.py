@@ -1,7 +1,5 @@
 """A process that is killed in the middle of a write leaves nothing that a later one takes for whole."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """PagedKVCache: shapes, memory arithmetic, budgets; AttentionMetadata: hand-checked batches and refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

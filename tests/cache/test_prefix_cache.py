@@ -1,7 +1,5 @@
 """PrefixCache: what is found, held, waited for and given up; and any order of operations keeps the books."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """RollingBlocks: forks and cuts of rings, against tokens kept in a plain dict of blocks."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """RowBlocks: forks, cuts and the copies they need, against tokens kept in a plain dict of blocks."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The kind ``state``: sizes, slots, copies, and what is refused."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model that the command line's tests share."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """The command line as a user meets it: JSON, several prompts, one-line errors, explanations."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Fetching the demo model: checksums, offline, half-made folders, concurrency. No network."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A model in a file of GGUF, as llama.cpp has them: read through transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

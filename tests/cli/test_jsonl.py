@@ -1,8 +1,6 @@
 """``torchpaged generate --input --output``: each prompt once, however often the command is broken off; and
 prompts from stdin."""
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -1,7 +1,5 @@
 """flash_attn_with_kvcache against its documented behaviour, on the CPU: eager and compiled."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

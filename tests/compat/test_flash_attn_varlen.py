@@ -1,7 +1,5 @@
 """flash_attn_varlen_func against its documented behaviour, on the CPU: eager and compiled."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

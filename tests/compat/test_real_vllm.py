@@ -1,8 +1,6 @@
 """torchpaged's backend under the real vLLM, where it is importable: its base classes, registry, metadata and
 ``Attention`` layer on a CPU, in a process of its own. Seen with vLLM 0.24.0 and 0.33.0."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

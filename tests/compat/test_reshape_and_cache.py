@@ -1,8 +1,6 @@
 """reshape_and_cache_flash against vLLM's documented behaviour: where tokens land, what is skipped, what fp8
 stores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

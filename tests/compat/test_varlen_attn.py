@@ -1,8 +1,6 @@
 """varlen_attn against torch's documentation of it, and its signature against torch's own where the installed
 torch has it."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 from typing import Any

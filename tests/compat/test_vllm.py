@@ -1,8 +1,6 @@
 """The vLLM backend under a stand-in of vLLM's documented interface, driven as vLLM drives one: registered,
 chosen, built once per step, called per layer with padding."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Copies of a function compile apart: more of them than dynamo's recompile limit, each as one graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

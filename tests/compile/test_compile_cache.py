@@ -1,8 +1,6 @@
 """The compile cache: what one process compiled, the next finds; another version's is refused aloud; nothing
 is left half written."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

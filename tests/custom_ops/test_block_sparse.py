@@ -1,8 +1,6 @@
 """The mask "vertical and slash": the reference by its definition, the native CPU kernel and backend `flex`
 against the oracle, the doors, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Ops that consist of torch's own compute the same under whatever modes their caller has on."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What compilers report, and kernels that are compiled ahead of their launches; compilers and GPU are
 stand-ins."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import threading

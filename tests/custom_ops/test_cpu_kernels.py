@@ -1,7 +1,5 @@
 """The native CPU kernels against the float64 oracle, over every batch spec, dtype, mask and layout."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

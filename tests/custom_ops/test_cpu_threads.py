@@ -1,8 +1,6 @@
 """Native CPU kernels open a parallel region only where each thread gets enough work: the library counts
 its regions."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,6 @@
 """No op has a derivative: whatever would drop one, backward or forward, is refused by name, eagerly and in
 compiled code, before anything is written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

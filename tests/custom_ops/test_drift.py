@@ -1,8 +1,6 @@
 """Long runs of linear_attention on a CPU: errors stay within those of a plain recurrence of the same dtype.
 benchmarks/bench_drift.py is the measure, on GPUs too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

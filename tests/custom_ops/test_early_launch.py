@@ -1,8 +1,6 @@
 """Inductor's programmatic launches and our early reads do not go together: refused where a kernel of ours
 would start early."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Errors of several parts: shown whole by a trace, by copies and by pickles."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """route_experts and apply_experts: the reference against plain formulas, the error budget, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

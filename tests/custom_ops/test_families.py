@@ -1,7 +1,5 @@
 """The table of families names every kernel that its folders have."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from importlib import import_module

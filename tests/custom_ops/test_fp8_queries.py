@@ -1,7 +1,5 @@
 """Queries of e4m3 over pools of e4m3: what the reference makes of them, who takes them, what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

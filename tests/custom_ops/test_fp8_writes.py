@@ -1,8 +1,6 @@
 """fp8 pools: what is stored is x / scale, saturated; NaN stays NaN. In the reference and the native kernel,
 and in Triton where it is interpreted."""
 
-from __future__ import annotations
-
 import math
 import os
 from typing import Any

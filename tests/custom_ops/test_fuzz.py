@@ -5,8 +5,6 @@ The share that always runs takes seconds; ``-m slow`` runs 10,000 batches with t
 its seed: `run_one` repeats it.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

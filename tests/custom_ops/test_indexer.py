@@ -1,8 +1,6 @@
 """The indexer's ops on a CPU: keys as they are stored, logits against float64, the selection, and what is
 refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """embedding, rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas,
 refusals, tracing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """mamba2_step on a CPU: the oracle, what is refused, and that it is its parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

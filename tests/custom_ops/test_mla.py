@@ -1,7 +1,5 @@
 """Latent attention's ops on a CPU: the oracle, the rows that are written, what is refused, and the trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

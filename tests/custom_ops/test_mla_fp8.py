@@ -1,7 +1,5 @@
 """Latents in rows of fp8 on a CPU: the row's bytes, the oracle, what is refused, and who takes them."""
 
-from __future__ import annotations
-
 import struct
 
 import pytest

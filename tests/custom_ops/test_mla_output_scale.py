@@ -1,7 +1,5 @@
 """Latent attention that writes e4m3: what is rounded, what is refused, and who takes it; on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

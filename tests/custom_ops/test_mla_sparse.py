@@ -1,8 +1,6 @@
 """Sparse latent attention on a CPU: the oracle, over every batch and kind of selection; what is refused; and
 who serves such calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

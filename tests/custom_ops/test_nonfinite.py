@@ -1,7 +1,5 @@
 """NaN and inf by one rule in every backend (docs/ops.md): a query that sees one gives NaN, no other does."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

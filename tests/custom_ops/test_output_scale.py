@@ -1,8 +1,6 @@
 """Attention that writes e4m3 over an ``output_scale``: the reference and the CPU's kernels, what is refused,
 who takes it, and the module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

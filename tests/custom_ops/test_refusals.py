@@ -1,8 +1,6 @@
 """What the ops, the module and the host-side builders refuse, before anything is written: aliasing,
 duplicates, options, types."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

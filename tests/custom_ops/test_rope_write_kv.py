@@ -1,8 +1,6 @@
 """rope_write_kv: the reference against complex arithmetic in float64 and against transformers,
 refusals, tracing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

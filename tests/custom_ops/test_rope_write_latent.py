@@ -1,7 +1,5 @@
 """rope_write_latent: the reference against the steps that it stands for, refusals, tracing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

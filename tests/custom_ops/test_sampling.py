@@ -1,8 +1,6 @@
 """sample_tokens and accept_tokens: random bits by known answers, distributions, kept sets by sorting,
 refusals; sample() of the engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The state ops on a CPU: the oracle, chunk borders, slots used again, what is refused, the trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

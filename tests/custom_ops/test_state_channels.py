@@ -1,7 +1,5 @@
 """selective_scan and rg_lru on a CPU: the oracle, what is refused, prompts in parts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """What lies around the recurrence of a gated delta net, and the gates of a convolution, on a CPU: the oracle,
 what is refused, the trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

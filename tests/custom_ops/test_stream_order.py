@@ -1,8 +1,6 @@
 """The table of stream order says what sources and PTX do: waits, triggers, fences, early launches, and the
 one rule that follows."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

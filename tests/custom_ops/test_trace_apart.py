@@ -1,7 +1,5 @@
 """Pools that some torch compiles wrong are refused while it traces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch._dynamo.exc import TorchRuntimeError

@@ -1,7 +1,5 @@
 """Tree attention: every query token of a tree comes out as it would at the end of its branch alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

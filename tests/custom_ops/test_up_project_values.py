@@ -1,7 +1,5 @@
 """up_project_values: the default op against float64, refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from op_inputs.up_projections import UP_PROJECTIONS, assert_up_projection_close, make_up_projections

@@ -1,8 +1,6 @@
 """One reader for all environment variables: a value that means nothing raises wherever the variable counts,
 and never passes for off."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Files and folders that appear whole or not at all: their modes, and what killed processes left."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

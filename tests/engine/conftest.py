@@ -1,7 +1,5 @@
 """The model of the engine's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

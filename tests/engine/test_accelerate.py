@@ -1,7 +1,5 @@
 """generate() of an accelerated model: transformers' own tokens, and what the engine's loop refuses."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Requests that can't be are refused by name, before anything is queued."""
 
-from __future__ import annotations
-
 from array import array
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Generator(batch_invariant=True): a request's logits have the same bits, whichever requests run, join or end
 with it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

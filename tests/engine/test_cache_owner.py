@@ -1,7 +1,5 @@
 """Two engines over one paged model: in turns they may, at once they would write into each other's blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

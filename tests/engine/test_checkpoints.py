@@ -1,7 +1,5 @@
 """Hybrids' prefix hits, from copies of states: tokens as without, whatever happens to requests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`Generator.close`: the model is as it was, nothing stays allocated, and who had requests learns of it."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time

@@ -1,8 +1,6 @@
 """The decode loop against the engine without graphs: the same tokens for any number of steps per launch,
 whichever requests join, end or leave."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

@@ -1,8 +1,6 @@
 """An engine whose blocks go on from the host to a disk: tokens are those without, whatever the disk does; a
 fault costs the request that meets it time alone."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,8 +1,6 @@
 """Which requests make steps raise, by `FaultBisection` over requests that only count: the faulty ones are
 found, no others are, and retries come to an end."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -1,8 +1,6 @@
 """A fault at any stage hurts the request that it is about, and no other, whoever makes the steps: the others
 get the tokens that they get alone, all blocks come back, nothing hangs, and the engine goes on."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable

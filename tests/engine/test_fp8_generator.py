@@ -1,7 +1,5 @@
 """fp8 pools behind a Generator: the tokens of generate() over such a cache, by scales found or given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

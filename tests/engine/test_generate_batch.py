@@ -1,8 +1,6 @@
 """transformers' ``generate_batch`` of models whose layers keep states, unmodified: the tokens of generate(),
 one prompt at a time; what of its options the engine runs, and what is refused by name."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import re

@@ -1,8 +1,6 @@
 """The engine end to end: every request's tokens equal HuggingFace's own, whatever joins, leaves, waits or is
 put back."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,8 +1,6 @@
 """What requests ask of logits: a user's processor on the device, biases, a minimum of tokens, log
 probabilities. Tokens are those of transformers with the same logits processors, in every kind of step."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from typing import Any

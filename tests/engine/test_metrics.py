@@ -1,7 +1,5 @@
 """`Generator.metrics`: what is counted is what happened, and Prometheus reads the text."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

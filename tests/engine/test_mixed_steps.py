@@ -1,8 +1,6 @@
 """Mixed steps: decodes and chunks of prompts in one pass over the weights. The tokens of steps apart, and the
 passes of the mixed schedule."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Changes of a model between `submit` and a step: seen by two looks for all requests that come between two
 steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

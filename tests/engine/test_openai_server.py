@@ -1,7 +1,5 @@
 """examples/openai_server.py, in this process."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The options of a Generator: fused models, what is compiled and captured, and why; what is refused,
 by name."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import re

@@ -1,8 +1,6 @@
 """Prefills in graphs through the engine: the tokens of the engine without graphs, whatever shares a step;
 options, reasons and reports."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The prefix cache of an engine: tokens are those without it, whatever happens in between; what is known
 outlives requests, and what may not be trusted does not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

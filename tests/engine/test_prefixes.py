@@ -1,8 +1,6 @@
 """Requests of an engine that begin alike: they share blocks, decode steps read these once where that pays,
 and their tokens are those of each alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

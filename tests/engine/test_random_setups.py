@@ -1,7 +1,5 @@
 """A few of the random set-ups of `random_setups`, and that they would notice a wrong token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Beam searches of an accelerated model: their steps come from a graph, their tokens are transformers'."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """DecodeRows, CopiedTokens and the runner over them, with a model that is plain arithmetic."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine over layers with a window: right tokens every way, and memory that does not grow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step's schedule rests on: room for the next tokens, which is remembered, and whole chunks."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What a prefix cache knows, on disk: another process goes on with it, and files that are not what was
 written, or of another model, change nothing."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,8 +1,6 @@
 """The start of a Generator: what it compiles, captures and runs once, what it says of that, and that all else
 stays as it was."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import random

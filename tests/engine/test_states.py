@@ -1,8 +1,6 @@
 """The engine over hybrid models, whose layers keep a state per request: eager's tokens every way, slots that
 are used again, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

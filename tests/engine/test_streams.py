@@ -1,7 +1,5 @@
 """Whose requests are whose: streams, steps and threads of one generator, left, suspended or interrupted."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import sys

@@ -1,8 +1,6 @@
 """An engine whose pool is too small: what happens to requests that are put back changes seconds, not tokens;
 nor does a link to the host that is late, a request that is cancelled meanwhile, or a step that breaks off."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Text as it comes is the text of all tokens, whatever a tokenizer does at the beginning of a decode, with
 bytes, special tokens and spaces."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

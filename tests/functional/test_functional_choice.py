@@ -1,8 +1,6 @@
 """The functions choose their backend as every other door does: argument, `use_backend`,
 TORCHPAGED_BACKEND, automatic."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A call in a CUDA graph, made as a user makes one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -9,8 +9,6 @@ JSON. A failure is repeated with ``--first-seed SEED --configurations 1``. The e
 failed, hung or crashed, or if nothing ran.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

@@ -1,7 +1,5 @@
 """Cases that may hang, for processes that may be killed: tests/gpu/test_hangs.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Kernels that let those behind them begin at once, and end late: all that may begin early does, long before
 anything is written, and what is read too early is old every time. For compute capability 9.0 and later."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

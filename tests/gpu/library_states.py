@@ -1,8 +1,6 @@
 """What library_worker.py proves of a backend whose library runs prompts of delta nets: the float64 oracle,
 one capture for prompts of other lengths, and a model in the engine."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -12,8 +12,6 @@ Prints a line of JSON per check: its name, and its error if there was one; "time
 and per plan.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,8 +1,6 @@
 """Random batches with queries of e4m3 for the CUDA C++ prefill kernel, for processes that may be killed:
 tests/gpu/test_prefill_kernel.py. Other queries: fuzz_attention.py."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

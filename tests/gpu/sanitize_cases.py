@@ -9,8 +9,6 @@ values went through a shuffle) or written (behind ``__syncwarp`` or a barrier of
 follows each lane for itself and takes the others' reads and writes for races.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """The engine behind generate() on a GPU: transformers' own greedy tokens in float32, and fp8 pools."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

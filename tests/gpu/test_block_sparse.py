@@ -1,7 +1,5 @@
 """The mask "vertical and slash" on a GPU: against the oracle, and out of one graph for all lengths."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """The three launches of cascade_attention on Hopper: equal to the plain path, the same bits every time, one
 graph for all lengths and groups, whatever the CTAs."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

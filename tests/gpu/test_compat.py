@@ -1,8 +1,6 @@
 """Other libraries' calls, shared prefixes and generate_batch on a GPU: the documented results, and one
 captured graph that serves other lengths."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -5,8 +5,6 @@ And of a backend that plans every step: with plans its replays are right, withou
 assertion of the device.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The decode loop in CUDA graphs: no synchronisation in a thousand steps, tokens of the engine without
 graphs, a long soak."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import random

@@ -5,8 +5,6 @@ Attentions one behind the other in a graph, so that the CTA on the multiprocesso
 begins late. In a process of its own: a part that is counted twice makes a merge come early, or never.
 """
 
-from __future__ import annotations
-
 import pytest
 from command import printed
 

@@ -1,8 +1,6 @@
 """Without a choice the ``cuda`` backend runs: the registered op, the functions and the module launch the
 CUDA C++ decode kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

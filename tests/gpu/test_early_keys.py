@@ -6,8 +6,6 @@ what attention reads. A linear layer of one long CTA stands first. It is launche
 all that may begin early does, long before anything is written.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ Each of these made wrong fails here, every time: attention in clusters that lets
 a tile asked for early though it has a query token's key. A write of other tokens that is said to be one of
 query tokens does not fail: why, was not found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ the lengths that attention read in the step before are still in first-level cach
 programs that disagree about lengths may hang instead of failing.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

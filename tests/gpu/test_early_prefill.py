@@ -7,8 +7,6 @@ memory the next one uses again. In a process of its own: CTAs that disagree abou
 failing.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,8 +1,6 @@
 """Encoders without a cache and cross attention on a GPU: metadata that is made inside a forward, in front of
 kernels that start early; compiled and captured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

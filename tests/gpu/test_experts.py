@@ -1,8 +1,6 @@
 """Mixtures of experts on a GPU: the ops against the reference, in graphs, with tokens that do not depend on
 each other, and fused models against unfused ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """fp8 pools on a GPU: every number is stored as the reference stores it, and NaN that was stored is NaN to
 all that read it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Fused models of every kind on a GPU: tokens of the unfused model, error against float64, a captured step,
 and real kernels counted per step."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, NamedTuple
 

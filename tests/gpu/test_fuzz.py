@@ -2,8 +2,6 @@
 run twice: the results must agree bit for bit. All in worker processes with a watchdog: a hang fails its own
 test."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Batches on which attention never ended do end, with right results; each under a watchdog, in a process that
 can be killed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

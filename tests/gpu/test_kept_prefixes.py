@@ -1,7 +1,5 @@
 """What an engine on a GPU keeps beyond its pool: blocks on a disk, snapshots; and batches given as arrays."""
 
-from __future__ import annotations
-
 import random
 from array import array
 from pathlib import Path

@@ -4,8 +4,6 @@ CUDA graph, on each launch.
 Each process checks itself against the reference; two that compile the same at the same time both do.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

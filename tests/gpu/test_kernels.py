@@ -1,8 +1,6 @@
 """The Triton and CUDA C++ kernels on a GPU: the oracle, opcheck, capture once and replay with other lengths,
 no synchronisation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

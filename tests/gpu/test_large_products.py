@@ -1,7 +1,5 @@
 """Products of more than 64 tokens by cuBLASLt: right, the residual as it was, the same bits in a graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

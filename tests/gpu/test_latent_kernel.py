@@ -1,8 +1,6 @@
 """The CUDA C++ kernel of latent attention on Hopper: the float64 oracle over heads, queries, blocks and
 lengths, the same bits every time, one capture for other lengths."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

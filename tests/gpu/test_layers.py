@@ -1,7 +1,5 @@
 """Ops of fused layers on a GPU, against the reference or float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

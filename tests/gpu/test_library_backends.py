@@ -5,8 +5,6 @@ Each in a process of its own, library_worker.py; the first use of FlashInfer and
 compiles.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,8 +1,6 @@
 """linear of the cuda backend on a GPU: every prologue and epilogue against float64, odd shapes, repeatable,
 captured and replayed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

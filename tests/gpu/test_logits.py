@@ -1,8 +1,6 @@
 """Biases, log probabilities and a processor in CUDA graphs: the results of the engine without graphs, and no
 synchronisation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

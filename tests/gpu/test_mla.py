@@ -1,7 +1,5 @@
 """Latent attention on a GPU: the float64 oracle, one capture for other lengths, a model."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rows of fp8 latents, and e4m3 results, on a GPU: the float64 oracle, bytes, one capture, a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """HuggingFace models and the graph runner on a GPU: tokens equal eager's, one graph, no skipped
 CUDA graphs."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """NaN and inf by the rules of docs/ops.md, in every kernel of a GPU."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention that writes e4m3 over an ``output_scale``, on a GPU: the oracle, routes, strides, graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Attached models and fp8 caches on a GPU: logits of eager attention, one compiled graph, no skipped CUDA
 graphs."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

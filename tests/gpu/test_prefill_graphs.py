@@ -1,8 +1,6 @@
 """Prefill steps in CUDA graphs: tokens of the engine without them, whatever shares a step, and nothing waits
 for the device."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

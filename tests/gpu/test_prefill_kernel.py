@@ -1,8 +1,6 @@
 """The CUDA C++ prefill kernel with queries of e4m3: it ends, its results are right, and the same every time;
 under a watchdog."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

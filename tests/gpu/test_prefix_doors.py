@@ -1,8 +1,6 @@
 """Shared prefixes behind the engine and PagedCache on a GPU: captured and compiled steps in groups give the
 tokens of steps that read row by row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

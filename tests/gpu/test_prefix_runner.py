@@ -1,7 +1,5 @@
 """A runner whose steps share blocks takes its second graph, and gives what the plain one gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Profiles on a GPU: every kernel of a replayed graph finds its module, and traces carry the
 engine's ranges."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

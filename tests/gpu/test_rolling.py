@@ -1,8 +1,6 @@
 """Layers with a window over rings of blocks, on a GPU: eager tokens in float32 through every door, captured
 and compiled; and kernels that read nothing behind a window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """rope_write_kv on a GPU: the float64 oracle, every batch size, fp8 pools, capture once and replay with other
 positions and slots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

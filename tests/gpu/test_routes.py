@@ -1,8 +1,6 @@
 """Routes on a GPU: decodes by one backend, the rest by another, captured at one batch and replayed with
 others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """sample_tokens and accept_tokens on a GPU: the oracle, whole vocabularies, capture once and replay with
 other parameters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """compute-sanitizer's memcheck and racecheck over small launches: attention, and the indexer's kernels."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,8 +1,6 @@
 """SmolLM2 on a GPU: the golden greedy tokens in float32 through every door, and bf16
 logits, teacher-forced."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

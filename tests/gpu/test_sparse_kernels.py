@@ -1,8 +1,6 @@
 """The CUDA C++ kernels of sparse latent attention and of its indexer on Hopper: oracles over heads, blocks
 and lengths, the same bits every time, one capture for other lengths."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The start of an engine on a GPU, with caches that are empty: all that random requests need is compiled
 then."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The state ops on a GPU: the float64 oracle, one capture for other lengths; and hybrid models in the engine,
 whose tokens are those of transformers' own states."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

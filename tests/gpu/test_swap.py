@@ -1,8 +1,6 @@
 """Blocks on their way between a GPU and pinned memory, while graphs replay and others take the blocks; and an
 engine that puts requests back."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

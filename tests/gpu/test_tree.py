@@ -1,7 +1,5 @@
 """Tree attention on a GPU: against the oracle, each branch alone, and out of one graph for all trees."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Images whose tokens see each other in both directions, on a GPU: a layer's second attention reads as its
 context what the layer has just written, behind kernels that start early."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Cases on a GPU in a process with a watchdog: a hang costs its test and the process, not the run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

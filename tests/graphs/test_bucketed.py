@@ -1,7 +1,5 @@
 """BucketedGraphs over static inputs of its own making: no attention, no metadata, no runner."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

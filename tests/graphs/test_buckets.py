@@ -1,7 +1,5 @@
 """Buckets by cost against every choice there is, reports, and what a failed capture says."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

@@ -1,8 +1,6 @@
 """Exceptions at each point of a capture or launch: the next launch is right once rows are written again, host
 and device agree, semaphores are zero."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

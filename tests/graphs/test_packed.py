@@ -1,7 +1,5 @@
 """Packed steps in graphs on a CPU: buffers and padding, capture semantics, refusals, reports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

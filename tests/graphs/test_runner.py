@@ -1,7 +1,5 @@
 """The graph runner on a CPU: buckets, padding, buffers, capture semantics, refusals, compile counts."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import numpy

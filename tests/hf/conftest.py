@@ -1,7 +1,5 @@
 """HuggingFace tests need transformers; models.py beside this file is importable as ``models``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

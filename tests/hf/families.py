@@ -1,8 +1,6 @@
 """Tiny random models of many families, by class name: decoders alone, and encoders with decoders. Two layers
 each, float32."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

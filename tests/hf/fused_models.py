@@ -1,7 +1,5 @@
 """A tiny model of every family that `fuse` knows, what its fused decode step launches, and runs of it."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random models of several architectures, built from configs: no downloads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

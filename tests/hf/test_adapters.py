@@ -1,7 +1,5 @@
 """Adapters and hooks inside a model: LoRA by hand and by peft, and accelerate's offloading."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

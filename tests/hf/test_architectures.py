@@ -7,8 +7,6 @@ kind; "as sdpa" is a model for which transformers' own sdpa differs from its own
 that changes, for better or worse, fails here.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

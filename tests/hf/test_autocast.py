@@ -1,8 +1,6 @@
 """torch.autocast around a model with a `PagedCache`: rotated keys come in float32 beside values in
 bfloat16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

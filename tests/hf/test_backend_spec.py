@@ -1,8 +1,6 @@
 """What a layer asks for and a backend lacks meet at every door: a backend that declares a feature away is
 never called with it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -1,7 +1,5 @@
 """The cache by each name that this transformers takes: the same logits, the same way through the model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from model_coverage.architectures import model_of

@@ -1,8 +1,6 @@
 """Tokens taken back by transformers' rules, and forwards that raise between two layers: no cache goes on with
 rows its layers disagree on."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """What a mask of ours holds travels on the mask itself: transformers gives an attention function nothing else
 of what its mask function was told. These tests notice when that changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """Models that look their attention class up by the implementation's name are built with ours, or say
 why not."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from pathlib import Path

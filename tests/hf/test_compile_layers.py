@@ -1,8 +1,6 @@
 """Regional compilation: one compilation per kind of layer and batch size, the same logits, only decode steps,
 and back again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Forwards that the user compiled: set-up happens in a graph break or is refused with its reason, and shared
 pools stay known in a trace."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """``generate_batch`` of transformers, unmodified: its tokens with torchpaged's names equal those of its own
 attention; which keys are read where; what is refused."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

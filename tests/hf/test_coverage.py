@@ -1,8 +1,6 @@
 """tests/support/cover_models.py: 26 architectures that stand for the rest, what a row says of a fault, and
 the table as file, page and command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

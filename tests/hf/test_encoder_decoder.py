@@ -1,8 +1,6 @@
 """Encoder-decoder models: which halves may be paged, and what is refused instead of attending to the
 wrong keys."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

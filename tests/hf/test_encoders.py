@@ -1,8 +1,6 @@
 """Attention without a cache: which calls run on our kernels, that padding takes no part, and that no other
 call is taken for one of them."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A cache sized by the call that it is for, the choice to gather that is made by itself, and which number to
 raise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

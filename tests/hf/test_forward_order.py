@@ -1,8 +1,6 @@
 """What a paged cache sees of a model rather than assumes: causality, the layers' masks, which layer writes
 first and which not yet."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import build, same

@@ -1,8 +1,6 @@
 """fp8 pools behind generate(): the logits of a cache that rounds each key and value, exactly, by scales found
 or given."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """fuse() of every family: the tokens and numbers of the model unfused, few launches, nothing half done,
 everything undone by unfuse()."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

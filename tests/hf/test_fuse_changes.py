@@ -1,8 +1,6 @@
 """What comes after fuse(): saving, copying, moving and loading keep the model right, other changes are
 refused until it is fused again; and which layers are left alone."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

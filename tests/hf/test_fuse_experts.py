@@ -1,8 +1,6 @@
 """Mixtures of experts in fused layers: each family's module and what the ops make of it, and what keeps the
 module's own forward."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Steps of a fused model beyond its tokens: hidden states, rotations, ids, rows taken back, engines that come
 and go, and calls that are refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

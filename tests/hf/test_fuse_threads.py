@@ -1,7 +1,5 @@
 """Two threads over one fused model: each gets what it gets alone, wherever the other is in its forward."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

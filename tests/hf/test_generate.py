@@ -1,8 +1,6 @@
 """Unmodified generate() with a PagedCache: tokens equal the eager path's, through every mode
 of generation."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Rows of a PagedCache whose pool is too small for all of them in full: they take blocks as they grow, and
 share them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Models whose indexer selects keys: what their caches keep through beams, other batches and tokens taken
 back, gathered and as latents; every family; and what a cache says that can do neither."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

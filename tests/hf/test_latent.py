@@ -1,7 +1,5 @@
 """Latents in a `PagedCache`: every family's tokens, what a token costs, and when a model does without."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

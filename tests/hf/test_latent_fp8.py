@@ -1,7 +1,5 @@
 """Latents in rows of fp8 behind generate() and the engine: the logits of a cache that rounds each latent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

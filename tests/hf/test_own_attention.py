@@ -1,8 +1,6 @@
 """Models that ignore the attention interface, with functions of ours in their modules: right, in every form
 of their configs that paged attention expresses, and refused in the others."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

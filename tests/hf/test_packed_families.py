@@ -1,8 +1,6 @@
 """Families as packed tokens: requests of several lengths in one row, in chunks, get the logits that each of
 them gets alone; what depends on the length of the row, of the cache or of the batch is given or refused."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from copy import deepcopy

@@ -6,8 +6,6 @@ masks no layer uses (Qwen2-MoE), whose chunks begin at a row's first token (Llam
 keeps no keys (LFM2, RecurrentGemma).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from families import build, same

@@ -1,8 +1,6 @@
 """Rows of a PagedCache that share blocks: decode steps read these once where that pays, and the tokens are
 transformers' own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Which cache writes let an attention start early: those of its own query tokens, and in no other
 case (docs/stream_order.md)."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real weights: MiniLM without its padding, Whisper through paged self- and cross attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

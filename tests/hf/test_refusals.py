@@ -1,8 +1,6 @@
 """What would be silently wrong is refused, by name and before anything is written; what is not paged works
 as before."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from typing import Any

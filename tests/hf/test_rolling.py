@@ -1,7 +1,5 @@
 """Layers with a window keep the blocks of their window: right tokens and logits, however long rows are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """Spans of tokens that see each other in both directions: found in mask functions, beside windows, and
 refused where two calls of attention would not say the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Padding read for a forward that raised before it wrote: the next forward's is right without `reset()`."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

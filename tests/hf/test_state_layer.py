@@ -1,8 +1,6 @@
 """Recurrent states in a paged cache, transformers' own and, of attached models that are known, in pools: they
 follow its rows, and survive a `reset` that changes the batch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,8 +1,6 @@
 """States of hybrids in the pools of a `PagedCache`: the tokens of transformers' own states every way, slots
 that others left, rows that move, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading

@@ -1,8 +1,6 @@
 """Models without attention (Mamba, Mamba 2, Falcon Mamba) in a `PagedCache` and the engine: what differs
 from hybrids. Their tokens every way: test_states.py and tests/engine/test_states.py."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

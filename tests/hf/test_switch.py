@@ -1,8 +1,6 @@
 """Switching a model to paged attention and back leaves nothing behind, whatever the model and however it
 ends."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

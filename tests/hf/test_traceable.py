@@ -1,8 +1,6 @@
 """Modules whose own code breaks a trace: what `attach` gives them computes the same, in one graph, and is
 needed still."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

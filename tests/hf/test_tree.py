@@ -1,7 +1,5 @@
 """Trees of draft tokens through HuggingFace models: logits of each node as behind its branch alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

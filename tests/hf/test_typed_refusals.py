@@ -1,8 +1,6 @@
 """Models that a paged cache can't serve yet say so by a typed error; models with attention of their own get
 the mask they add."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

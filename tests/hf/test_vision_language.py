@@ -1,8 +1,6 @@
 """Vision-language models behind a `PagedCache`: pictures whose tokens see each other in both directions, what
 else a call may bring, and what is refused. Whole families: test_coverage.py and the committed tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """PagedAttention and the checked functions: against dense SDPA, compiled once, no copy of a pool,
 typed refusals."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """``out=`` of the module and of the checked function: written, returned, traced without a copy, and refused
 where it can't be written into."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,8 +1,6 @@
 """`torchpaged.layers`: encoders, cross attention and chunks against dense attention; eagerly, in one graph,
 and captured."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

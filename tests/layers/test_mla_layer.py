@@ -1,7 +1,5 @@
 """MLAAttention: what expanded keys and values give, over a cache of latents."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

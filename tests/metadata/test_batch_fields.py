@@ -1,8 +1,6 @@
 """The table of a batch's fields, and the slot arithmetic: every place that builds a batch agrees
 with both."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The decode step behind a mixed batch, and bounds of batches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Shared prefixes by themselves: when they pay, in layers, traces and graphs, and where nothing is shared."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

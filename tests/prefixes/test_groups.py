@@ -1,7 +1,5 @@
 """Shared prefixes: the groups found, attention equal to the plain path's, one graph for all, and refusals."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Kernel reports: kernels and ops find their modules, replays are matched only where nothing is left
 to guess."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from types import SimpleNamespace

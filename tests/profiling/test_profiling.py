@@ -1,8 +1,6 @@
 """NVTX ranges really arrive: a small NVTX tool, compiled here and injected into a process that runs the
 engine, writes down what it sees."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -6,8 +6,6 @@ first line is a comment ``# needs ...`` (a GPU, a model's download) is compiled 
 random Llama, unless a page makes its own.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Examples in the docstrings of public names: they run on a CPU, and give what is written."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import inspect

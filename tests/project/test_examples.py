@@ -1,7 +1,5 @@
 """Every example runs to its end in a process of its own; each checks its own result."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

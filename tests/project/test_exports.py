@@ -1,7 +1,5 @@
 """Exported names are those that pages and docstrings speak of: ``__all__`` of a package is what is public."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

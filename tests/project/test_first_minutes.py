@@ -1,7 +1,5 @@
 """What people meet first: how objects print, and what they are told after natural mistakes."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

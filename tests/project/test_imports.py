@@ -3,8 +3,6 @@
 Imports inside functions and under TYPE_CHECKING count like all others, except for the few that are listed.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Iterator

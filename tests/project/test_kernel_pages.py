@@ -1,7 +1,5 @@
 """The budgets on the kernels' pages are those of the shapes that the launching code chooses, on an H200."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

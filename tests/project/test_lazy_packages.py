@@ -1,7 +1,5 @@
 """``import torchpaged; torchpaged.engine.Generator`` works, costs nothing before, and has its types."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules that are built without memory: on the meta device, given memory later, by whichever way."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

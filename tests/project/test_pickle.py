@@ -1,8 +1,6 @@
 """Copies and pickles: of modules and unused caches they work, also in another process; where they can't, the
 error says why."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """The pictures of the pages: drawings are what their script draws, plots show what the results say."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a release states about itself, before anything is built: .ci/release.py builds and looks at it."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 from typing import Any

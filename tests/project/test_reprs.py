@@ -1,7 +1,5 @@
 """How public objects print: in one line of at most 110 columns, with plurals that fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import importlib

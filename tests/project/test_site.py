@@ -1,8 +1,6 @@
 """The documentation site: every public name has a page, every page has a place, messages that the
 troubleshooting page quotes exist, and the site builds without a warning."""
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import fields

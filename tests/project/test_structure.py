@@ -21,8 +21,6 @@ and ``triton/attend.py`` uses it. Modules that have it name it in ``torchpaged/a
 are made anew.
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

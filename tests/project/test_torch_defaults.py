@@ -1,8 +1,6 @@
 """Entry points under another default dtype than float32 and another default device than the CPU: what a
 library makes for itself has the dtype that it means, and stands where it means."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import copy

@@ -1,8 +1,6 @@
 """Names exist that code which CI does not run takes from torchpaged: GPU tests, their workers, benchmarks.
 One of these called a function that had moved, and nothing said so until a GPU ran it."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 from pathlib import Path

@@ -1,8 +1,6 @@
 """docs/walks.md tells a reader which functions a call runs through: they exist, they run in that order, and
 no other file of ours runs."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,8 +1,6 @@
 """Triton kernels compiled for GPUs that are not here (launched.py compiles them): registers, spills and
 shared memory."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

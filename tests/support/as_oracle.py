@@ -1,7 +1,5 @@
 """A backend's ``paged_attention`` against the float64 oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torchpaged.custom_ops import BackendOps

@@ -1,7 +1,5 @@
 """The command line, in this process or in one of its own."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

@@ -6,8 +6,6 @@ and random.
 The work is in ``model_coverage``. The exit status is 1 if a row is wrong or broken.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

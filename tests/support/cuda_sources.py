@@ -1,7 +1,5 @@
 """CUDA sources compiled without a GPU: by nvcc for a GPU, by g++ for the host."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

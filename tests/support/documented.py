@@ -4,8 +4,6 @@ functions of compat are compared with.
 Written from the documented behaviour alone, and without the library's own reference or masks.
 """
 
-from __future__ import annotations
-
 import random
 
 import torch

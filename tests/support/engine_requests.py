@@ -1,7 +1,5 @@
 """Requests of a tiny model, and ways to run them, of tests of the engine."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """A stand-in of the parts of vLLM that a backend of others meets, written from the documented signatures of
 ``vllm.v1.attention.backend`` and ``vllm.v1.attention.backends.registry`` (0.15 to 0.33)."""
 
-from __future__ import annotations
-
 import enum
 import importlib
 import types

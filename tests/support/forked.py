@@ -1,7 +1,5 @@
 """What calls say in a forked process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

@@ -1,7 +1,5 @@
 """What a model says in generate(), greedily."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

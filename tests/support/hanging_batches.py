@@ -6,8 +6,6 @@ from fp8, padded to a power of two or unaligned. There the compiler moves keys t
 memory, with barriers of its own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which kernels a step takes on an H200, by the functions that choose them: from shapes, on any machine."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from types import SimpleNamespace
 from typing import Any

@@ -1,8 +1,6 @@
 """CUDA C++ kernels compiled by g++, with headers that stand in for the GPU's instructions, and launched by
 their own launchers."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess

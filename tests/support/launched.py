@@ -6,8 +6,6 @@ The specialisation is the one of Triton's JIT: integers that are 1 become consta
 divisible by 16 are known to be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

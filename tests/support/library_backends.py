@@ -1,8 +1,6 @@
 """Backends around FlashInfer and FlashAttention-3 on a CPU: the files of the package, the stand-ins of
 tests/support/peers behind them. And one call of any backend as a layer makes it."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Iterator

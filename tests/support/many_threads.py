@@ -4,8 +4,6 @@ gets the tokens that it gets alone, all of them unless it was cancelled.
     PYTHONPATH=. python tests/support/many_threads.py 600 32 0    # seconds, threads, seed
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import sys

@@ -4,8 +4,6 @@ library's masks.
 Shared by the tests of NaN and inf (CPU, interpreter, GPU) and by the fuzz.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from typing import Any

@@ -1,8 +1,6 @@
 """Run with TRITON_INTERPRET=1: whether Triton's interpreter works with this NumPy. A loop whose end is
 loaded, as every kernel's here is."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

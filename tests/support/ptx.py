@@ -9,8 +9,6 @@ barrier already lies between a named barrier's wait and its arrival: that kernel
 Grammar: PTX ISA, "Parallel Synchronization and Communication Instructions": bar and barrier.
 """
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ ring must come back.
     PYTHONPATH=. python tests/support/random_setups.py 0 500    # seeds; prints those that failed
 """
 
-from __future__ import annotations
-
 import gc
 import random
 import signal

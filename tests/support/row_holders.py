@@ -1,7 +1,5 @@
 """Who holds the blocks of rows that fork, by their tables and chunks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

@@ -6,8 +6,6 @@ loop has cost a third of the speed. Grammar: what ``nvdisasm -c`` prints, see NV
 Utilities": instruction set reference, control instructions.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

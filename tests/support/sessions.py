@@ -1,8 +1,6 @@
 """Backends whose sessions keep something, for tests on a CPU: a semaphore, as the GPU's do, or a plan that
 every step needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Links of a built site that lead nowhere. Those to other hosts are not looked at."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit

@@ -1,8 +1,6 @@
 """A small GPT of `PagedAttention` layers that share a session, two sequences to feed it in uneven pieces, and
 what they give without a cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

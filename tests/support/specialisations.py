@@ -1,7 +1,5 @@
 """Specialisations of attention kernels for tests: layers of Llama 3 8B unless said otherwise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

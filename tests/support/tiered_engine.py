@@ -1,8 +1,6 @@
 """An engine of one text at a time over a prefix cache with tiers below it: a block's content is known by its
 text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ and ``Attention`` layer, on a CPU. No engine and no model: those need vLLM's com
     python tests/support/vllm_worker.py      # prints one line of JSON: what was seen, or an error
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

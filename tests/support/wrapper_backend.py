@@ -6,8 +6,6 @@ holds what such libraries hold: index buffers at fixed addresses, the pages of o
 of another.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

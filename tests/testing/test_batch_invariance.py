@@ -1,8 +1,6 @@
 """The same request has the same bits in every batch: what is declared, what is refused, and backends that
 declare too much."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

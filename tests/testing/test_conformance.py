@@ -1,8 +1,6 @@
 """One suite over all backends, named batches and features, eager, compiled and captured: on a CPU, with
 stand-ins of the libraries. On a GPU it runs in tests/gpu/library_worker.py."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from typing import Any

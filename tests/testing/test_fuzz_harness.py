@@ -1,8 +1,6 @@
 """The fuzz's own tests, on a CPU: a planted hang, crash, error and wrong answer are seen and named by their
 seeds, and the run goes on."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

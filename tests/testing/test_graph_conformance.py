@@ -1,8 +1,6 @@
 """Every backend's declared graph support, proved in float32 and bf16: on a tape on a CPU, with CUDA graphs on
 a GPU (tests/gpu, too)."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

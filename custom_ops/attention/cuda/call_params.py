@@ -1,7 +1,5 @@
 """From a call's record to the constants and parameters of the CUDA C++ kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ both (cascade_scheduler.cuh, cascade_epilogue.cuh). Everything they can't take: 
 and Triton's merge.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

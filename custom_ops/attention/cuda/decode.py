@@ -1,7 +1,5 @@
 """Decode attention of the ``cuda`` backend: launches of ``decode.cu``."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Batches that may hold short and long queries take two launches: prefill of the l
 without waiting for it, decode of the others.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import NamedTuple

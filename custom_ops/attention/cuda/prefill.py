@@ -1,7 +1,5 @@
 """Prefill attention of the ``cuda`` backend on Hopper: which calls ``prefill.cu`` takes, and its launches."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable

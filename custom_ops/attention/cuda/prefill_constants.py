@@ -1,7 +1,5 @@
 """The constants of ``prefill.cu`` and ``prefill_merge.cu``."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.attention.cuda.call_params import CALL_CONSTANTS
 from torchpaged.custom_ops.cuda.config import Constant, Table
 

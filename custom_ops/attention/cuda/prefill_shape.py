@@ -1,7 +1,5 @@
 """How ``prefill.cu`` is cut for a call: tiles, stages, parts and constants, from shapes and dtypes alone."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 The same for every length, so that a graph serves all of them. Figures behind the choices: docs/log/decode.md.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from dataclasses import dataclass

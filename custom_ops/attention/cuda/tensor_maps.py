@@ -3,8 +3,6 @@
 Those of the pools are made once per pool (addresses, shapes and strides) and kept: pools do not move.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Legend: M rows of a tile = query tokens x heads of the group; N keys of a tile; 
 shape is a ``tl.constexpr`` of the function first: Triton takes no plain number there.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

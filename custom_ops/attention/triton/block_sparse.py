@@ -5,8 +5,6 @@ Keys are then counted without the blocks that no row sees: ordinals, from which 
 come the verticals below the slash, ``TILING.verticals`` in each stride, then all blocks from the slash on.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

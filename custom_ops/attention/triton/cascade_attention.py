@@ -1,8 +1,6 @@
 """cascade_attention of the ``triton`` backend: two calls of its attention, the prefixes' without sinks, and
 its merge (arXiv:2402.05099)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ No autotuning at run time: it would launch and synchronise inside a capture. Fig
 docs/log/decode.md, docs/log/prefill_triton.md.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -11,8 +11,6 @@ The query heads of a kv head times the query tokens are the rows of one dot, pad
 of mma.sync).
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

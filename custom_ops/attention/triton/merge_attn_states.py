@@ -1,7 +1,5 @@
 """merge_attn_states: one program merges one token's row of one head."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -14,8 +14,6 @@ Warps are ordered by Triton's own barriers alone: one placed by hand would depen
 its own (docs/log/prefill_triton.md, tests/support/ptx.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -2,8 +2,6 @@
 attend.py.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -1,7 +1,5 @@
 """Which request a program of the prefill kernel works for, found on the device."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -2,8 +2,6 @@
 scores. Legend and ``SPEC``: as in attend.py.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

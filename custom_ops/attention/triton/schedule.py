@@ -2,8 +2,6 @@
 who else has a part of a pair.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -2,8 +2,6 @@
 ``TILING``: as in attend.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """copy_blocks: one program copies a piece of one block."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Blocks of all pools of a cache, packed one behind the other: one launch for all layers."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

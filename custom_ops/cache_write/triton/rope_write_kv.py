@@ -7,8 +7,6 @@ tiles (NeoX style) or as one tile that is split (GPT-J style), so that every acc
 wide where head_dim allows it.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

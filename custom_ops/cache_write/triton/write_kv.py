@@ -1,7 +1,5 @@
 """write_kv: one program stores one token's keys and values, all heads at once."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

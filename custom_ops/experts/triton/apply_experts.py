@@ -10,8 +10,6 @@ order of its choices. The shared expert's programs come first: with many inner n
 Legend: R rows of weights of a tile, D of their numbers, T tokens. ``SIZES``: `Sizes`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

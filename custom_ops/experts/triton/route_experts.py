@@ -4,8 +4,6 @@ chooses.
 Both wait first and let their dependents start then; the first reads the router's weight, a constant, before.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

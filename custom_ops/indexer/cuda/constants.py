@@ -1,7 +1,5 @@
 """The constants of ``top_k_indices.cu`` and of ``index_logits.cu``."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.cuda.config import Constant, Table
 
 TOP_K = Table(

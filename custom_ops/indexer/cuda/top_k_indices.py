@@ -1,8 +1,6 @@
 """top_k_indices of the ``cuda`` backend: by the Hopper kernel, in ascending order and of equal logits the
 first; rows that it can't take by torch's kernels."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

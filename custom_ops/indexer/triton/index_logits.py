@@ -4,8 +4,6 @@ The heads of a token are the rows of a product with the tile's keys; what comes 
 summed over them. A program whose tile the token does not see writes -inf and reads no key.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

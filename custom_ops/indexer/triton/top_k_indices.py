@@ -2,8 +2,6 @@
 so that a graph can hold it. It reads a row several times, and as many columns as a request can have tokens,
 however many it has."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

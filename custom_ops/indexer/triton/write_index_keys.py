@@ -1,7 +1,5 @@
 """write_index_keys: one program stores one key."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -5,8 +5,6 @@ The library is the one that torch has loaded. Of the algorithms that it proposes
 the first one with the preferred tile is taken: sizes alone decide, nothing is timed.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any, NamedTuple

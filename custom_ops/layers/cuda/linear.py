@@ -5,8 +5,6 @@ matmul and activation.
 ended (stream_order.py).
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any

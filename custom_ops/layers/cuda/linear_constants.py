@@ -1,7 +1,5 @@
 """The constants of ``linear.cu`` and ``linear_wide.cu``, and of ``norm.cu``."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.cuda.config import Constant, Table
 
 LINEAR = Table(

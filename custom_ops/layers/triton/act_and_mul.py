@@ -3,8 +3,6 @@
 Computed in float32, rounded once. 16 bytes per lane for 16-bit dtypes.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

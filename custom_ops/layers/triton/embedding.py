@@ -4,8 +4,6 @@ As a kernel of torch's it would begin only when the kernel ahead has ended, and 
 step from reading its weights meanwhile. It waits first and lets its dependents start then (stream_order.py).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

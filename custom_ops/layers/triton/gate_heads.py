@@ -4,8 +4,6 @@ It starts early and lets the product behind it start, which reads its weights me
 torch's would each begin when the one ahead has ended.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -5,8 +5,6 @@ kernel for few tokens and comes here for the rest. The normed input and the prod
 to x's dtype in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

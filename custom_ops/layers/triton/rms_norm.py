@@ -4,8 +4,6 @@ A row stays in registers between the sum of squares and the store, so that each 
 once. Everything is computed in float32 and rounded once. The weight is read early (stream_order.py).
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

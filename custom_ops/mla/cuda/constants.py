@@ -1,7 +1,5 @@
 """The constants of ``latent.cu``, ``latent_pairs.cu``, ``latent_fp8.cu`` and ``latent_merge.cu``."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.cuda.config import Constant, Table
 
 LATENT = Table(

@@ -1,8 +1,6 @@
 """Launches of ``latent.cu``, ``latent_pairs.cu`` or ``latent_fp8.cu`` and, behind it, of
 ``latent_merge.cu``."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 

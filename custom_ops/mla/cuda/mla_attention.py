@@ -1,8 +1,6 @@
 """mla_attention of the ``cuda`` backend: short queries and selected positions by the Hopper kernels,
 everything that they can't take by the Triton kernels."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.routes import hopper_or_triton
 from torchpaged.custom_ops.mla.call import LatentCall

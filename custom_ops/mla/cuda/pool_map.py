@@ -1,7 +1,5 @@
 """The tensor map of a pool of latents, made once per pool and kept: pools do not move."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import Any, NamedTuple

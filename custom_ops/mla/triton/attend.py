@@ -11,8 +11,6 @@ range from the batch's own tensors. Sources: split-KV (arXiv:2501.01005, section
 Legend: M rows of a tile, N keys of a tile, C columns of a latent, E of a rotated key. ``SIZES``: `Sizes`.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ positions, then their blocks out of the table, then the rows. Parts, merge and w
 in attend.py, whose legend holds here.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,8 +1,6 @@
 """Tile shapes and launch parameters of latent attention, from shapes and dtypes alone: the same for every
 length, so that a graph serves all. Figures behind the choices: docs/log/latent_triton.md."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

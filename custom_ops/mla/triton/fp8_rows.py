@@ -1,7 +1,5 @@
 """Rows of fp8 latents (``mla/fp8_rows.py``) as the attention kernels read them."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """The parts that `mla_kernel` left of one row, put together."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

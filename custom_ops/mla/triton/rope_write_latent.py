@@ -11,8 +11,6 @@ The first terms' weights, of few tokens all of them, are read before the kernels
 slots of query tokens (stream_order.py).
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

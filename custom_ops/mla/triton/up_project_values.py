@@ -5,8 +5,6 @@ kernels ahead have ended (stream_order.py), by the tokens, 16 at a time. Everyth
 of torch's.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,8 +1,6 @@
 """write_latent: the kernel of ``write_kv``, with the two column ranges of the pool as its pools; rows of fp8
 (``mla/fp8_rows.py``) by a kernel of their own."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,8 +1,6 @@
 """Launches of ``delta_pass.cu``, which goes from chunk to chunk of a gated delta net's long rows, in place of
 Triton's kernel; which calls it takes, by shapes, dtypes, strides and addresses."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """delta_step of the ``cuda`` backend: one launch by the Hopper kernel; what it can't take goes through the
 ops that the step is made of."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.routes import require_gpu
 from torchpaged.custom_ops.state.call import DeltaStepCall

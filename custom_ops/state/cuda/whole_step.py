@@ -1,8 +1,6 @@
 """What the launches of whole steps, ``delta_step.cu`` and ``mamba2_step.cu``, share: arguments of the batch,
 of the convolution and of the states, and what is asked of their addresses."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
 
 

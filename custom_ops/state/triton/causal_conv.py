@@ -1,8 +1,6 @@
 """causal_conv: a program per tile of a row's tokens and of channels; the one with a row's first tokens reads
 and writes the row's state."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ same steps without results; `join_kernel` goes from segment to segment; a second
 at its begin.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ updates u of a chunk that begins with the state S are ``T beta (v - exp(G) k S)`
 ``1 + L`` and L the products of keys below the diagonal, times ``beta exp(G_i - G_j)``.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

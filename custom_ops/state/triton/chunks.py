@@ -1,7 +1,5 @@
 """Launches of the kernels of long rows, and which calls have such rows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

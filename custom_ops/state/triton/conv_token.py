@@ -1,8 +1,6 @@
 """causal_conv of single tokens: what it reads of a state is read once, and what a row is and its taps before
 the kernels ahead have ended."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """delta_gates: one program has some heads of one token."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """delta_step: the kernels of its parts, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall

@@ -9,8 +9,6 @@ are as narrow; of the pairs whose tokens a border of halves parts, all exponents
 below 0 on both sides, and all pairs of a level are one product.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,8 +1,6 @@
 """Rows as a library's kernel of gated delta nets wants them: tokens without gaps between them, normalised,
 gates by themselves, and states of few rows side by side."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

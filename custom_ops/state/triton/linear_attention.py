@@ -2,8 +2,6 @@
 registers while it goes through the row's tokens one by one. Batches of single tokens: linear_decode.py; long
 rows: chunks.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ With S before the token, S' behind it and k' = exp(g) k, q' = exp(g) q: S^T k' a
 S, and out = S'^T q = S^T q' + (k . q) u.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """mamba2_step: the kernels of its parts, one after the other; the last adds the skip and gates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import triton

@@ -1,7 +1,5 @@
 """rg_lru: linear_attention's kernels, the rest by torch."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.state.channels import RgLruCall
 from torchpaged.custom_ops.state.check_steps import check_rg_lru
 from torchpaged.custom_ops.state.triton.linear_attention import linear_attention

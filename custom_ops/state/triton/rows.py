@@ -1,7 +1,5 @@
 """A row of a batch, as the Triton kernels over states have it."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

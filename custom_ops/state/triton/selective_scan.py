@@ -1,7 +1,5 @@
 """selective_scan: linear_attention's kernels, the rest by torch."""
 
-from __future__ import annotations
-
 from torchpaged.custom_ops.state.channels import SelectiveScanCall
 from torchpaged.custom_ops.state.check_steps import check_selective_scan
 from torchpaged.custom_ops.state.triton.linear_attention import linear_attention

@@ -1,7 +1,5 @@
 """advance_step: one thread per request turns this step's buffers into the next one's."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

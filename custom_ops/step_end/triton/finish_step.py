@@ -5,8 +5,6 @@ A launch of its own between the merge and the next step costs about a microsecon
 hundred bytes. What is read before the kernels ahead have ended: stream_order.py.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ Exact noise takes two logarithms of a token. Coarse ones, an instruction each, s
 near to tell is scored exactly. So the token is the one of exact scores alone.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -4,8 +4,6 @@ What a token's noise is: `torchpaged.custom_ops.step_end.reference`. Philox4x32-
 product in one instruction, which Triton's own takes two for.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -6,8 +6,6 @@ hold kept tokens, in order; `find_threshold` narrows the threshold among their l
 what is kept. The method: `sample_tokens`, steps 1 to 4.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import triton

@@ -1,7 +1,5 @@
 """Which products go to cuBLASLt: shapes, dtypes, strides and addresses alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,8 +1,6 @@
 """How the tiles of shared prefixes are dealt out to CTAs (cascade_scheduler.cuh), compiled for the host:
 every step of every tile once, the splits that the merge looks for, and equal work."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

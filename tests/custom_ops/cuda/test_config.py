@@ -3,8 +3,6 @@
 ``python tests/custom_ops/cuda/test_config.py`` writes the examples anew.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The CUDA C++ decode kernel without a GPU: nvcc compiles its specialisations, and reports registers, spills
 and load widths."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

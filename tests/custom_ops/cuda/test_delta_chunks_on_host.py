@@ -1,8 +1,6 @@
 """The CUDA C++ kernel of a gated delta net's chunks on the host (state_on_host.h): its own sources, launched
 by its own launcher, against what the chunks' numbers mean, in float64; and which calls it takes."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The CUDA C++ kernels of a gated delta net's long rows on the host, one behind the other: their own sources,
 launched by their own launchers, against the float64 recurrence."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

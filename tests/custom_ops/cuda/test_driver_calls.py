@@ -2,8 +2,6 @@
 libcuda is a stand-in that notes its arguments. So a name, a type or a number of arguments that cuda-bindings
 does not take is found without a GPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Names of the CUDA driver and of NVRTC that launchers use exist in cuda-bindings: no test without a GPU
 calls them, and mypy does not look into that package."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """The cache of machine code and what becomes of a kernel that the device refuses; the compiler and the driver
 are stand-ins."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,8 +1,6 @@
 """The CUDA C++ kernel of latent attention without a GPU: which calls it takes; nvcc compiles its
 specialisations, without serialised products."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

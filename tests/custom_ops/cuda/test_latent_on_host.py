@@ -1,8 +1,6 @@
 """The CUDA C++ kernel of latent attention on the host (latent_on_host.h): its own sources, launched by its
 own launcher, against the oracle."""
 
-from __future__ import annotations
-
 import ctypes
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The CUDA C++ linear kernels without a GPU: nvcc compiles their specialisations; no spills, 16-byte copies,
 shared memory that fits."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

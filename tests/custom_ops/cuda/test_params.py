@@ -1,8 +1,6 @@
 """Kernel parameters in Python: field by field what the CUDA C++ sources declare, by name and type, and as
 long as their compilers say."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 

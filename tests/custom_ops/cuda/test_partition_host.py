@@ -2,8 +2,6 @@
 (decode_params.cuh), compiled for the host and run for every CTA of many batches: a warp is 32 coroutines that
 meet at its shuffles, so that the kernel's own source is what runs."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

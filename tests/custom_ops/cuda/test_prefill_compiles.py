@@ -1,8 +1,6 @@
 """The CUDA C++ prefill kernel without a GPU: nvcc compiles its specialisations; no spills, no serialised
 products, the order that overlaps them."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import itertools

@@ -1,8 +1,6 @@
 """The line of prefill tiles (prefill_scheduler.cuh), compiled for the host: every tile once, longest first,
 against a model that lists them all."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Values on their side for fp8 products: the index functions of prefill_layout.cuh, compiled for the host,
 between models of the instructions that they feed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

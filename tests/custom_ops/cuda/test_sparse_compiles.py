@@ -1,8 +1,6 @@
 """The CUDA C++ kernels of sparse latent attention and of its indexer without a GPU: which calls they take,
 how work is cut; nvcc compiles their specialisations."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

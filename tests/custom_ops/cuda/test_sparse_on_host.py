@@ -1,8 +1,6 @@
 """The CUDA C++ kernels of sparse latent attention and of its indexer on the host (sparse_on_host.h): their
 own sources, launched by their own launchers, against the oracles."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which calls the CUDA C++ kernel takes, and the shapes it takes them with; no GPU needed."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

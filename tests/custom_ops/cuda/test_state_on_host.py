@@ -1,8 +1,6 @@
 """The CUDA C++ kernel of states on the host (state_on_host.h): its own sources, launched by its own launcher,
 against the oracle; and which calls it takes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What a row sees of a tree, and where its keys count: the structs of prefill_softmax.cuh and
 decode_softmax.cuh, compiled for the host, against the reference's mask."""
 
-from __future__ import annotations
-
 import random
 import re
 from pathlib import Path

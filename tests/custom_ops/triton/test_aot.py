@@ -1,8 +1,6 @@
 """Every kernel compiles for sm_80, sm_90, sm_100 and gfx942 on a machine without a GPU; the default tiles
 spill nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

@@ -5,8 +5,6 @@ Run under another Triton by its folder: ``TORCHPAGED_TRITONS=/path/one:/path/two
 tests/custom_ops/triton/test_barriers.py`` does so for each.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

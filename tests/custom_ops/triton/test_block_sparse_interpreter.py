@@ -1,8 +1,6 @@
 """The mask "vertical and slash" of Triton's kernels in the interpreter: against the oracle, with tiles left
 out and without, and which tiles these are. Runs with TRITON_INTERPRET=1 only: see test_run_interpreter.py."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """cascade_attention of the ``triton`` backend against its specification. In the interpreter: see
 test_run_interpreter.py."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The Triton kernels of mixtures of experts compile at models' sizes for GPUs that are not here."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

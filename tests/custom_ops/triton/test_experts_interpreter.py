@@ -1,8 +1,6 @@
 """route_experts and apply_experts of the Triton backend in the interpreter. Runs with TRITON_INTERPRET=1
 only: see test_run_interpreter.py."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

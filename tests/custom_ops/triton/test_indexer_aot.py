@@ -1,7 +1,5 @@
 """The indexer's Triton kernels compile at DeepSeek's sizes for GPUs that are not here."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

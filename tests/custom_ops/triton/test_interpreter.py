@@ -1,8 +1,6 @@
 """The Triton kernels in Triton's interpreter against the float64 oracle. Runs with TRITON_INTERPRET=1 only:
 see test_run_interpreter.py."""
 
-from __future__ import annotations
-
 import os
 import random
 from typing import Any

@@ -1,8 +1,6 @@
 """Kernels of Triton kept and launched by us: what decides which one, what must fit, and when Triton launches
 instead. No GPU: loaded_kernel.Kernel is a stand-in."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """The Triton kernels around attention, compiled ahead of time for every target."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

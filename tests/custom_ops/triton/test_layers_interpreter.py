@@ -1,8 +1,6 @@
 """embedding, rms_norm, act_and_mul and linear of the Triton backend in the interpreter. Runs with
 TRITON_INTERPRET=1 only: see test_run_interpreter.py."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

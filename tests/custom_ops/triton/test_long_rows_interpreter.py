@@ -1,8 +1,6 @@
 """Heads that lie further apart than 32 bits count, as in one long row of HF's layout. In the interpreter:
 see test_run_interpreter.py."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

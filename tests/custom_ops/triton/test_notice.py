@@ -1,8 +1,6 @@
 """The screen says which of our kernels Triton compiled: once, not when it came from the disk, and
 no others."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,8 +1,6 @@
 """Triton's kernels with results of e4m3, against the float64 oracle. In the interpreter: see
 test_run_interpreter.py."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The kernel that packs blocks of several pools, in Triton's interpreter. Runs with TRITON_INTERPRET=1 only:
 see test_run_interpreter.py."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -6,8 +6,6 @@ serialised: ptxas puts a wait behind every wgmma when it can't prove the registe
 speed and shows nowhere else.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

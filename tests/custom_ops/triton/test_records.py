@@ -1,8 +1,6 @@
 """Records of Triton kernels hold what their fields say. A launch passes them by place, a few of one kind at
 most: results differ when two of them change places, as the tests in the interpreter would see."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from typing import Any

@@ -1,8 +1,6 @@
 """Runs the tests of kernels in Triton's interpreter in processes of their own: TRITON_INTERPRET must be set
 before kernels are defined. Few processes, since each imports torch anew."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """The kernels that end a step compile for sm_80, sm_90, sm_100 and gfx942 as they are launched, and
 spill nothing."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sampling kernels in Triton's interpreter, which test_run_interpreter.py runs."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

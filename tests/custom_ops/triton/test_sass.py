@@ -1,8 +1,6 @@
 """The reader of machine code: spills inside innermost loops are found, those before, behind, beside and
 around them are not."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")

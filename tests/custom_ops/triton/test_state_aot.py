@@ -1,7 +1,5 @@
 """The state ops' Triton kernels compile at models' sizes for GPUs that are not here."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Copies to memory that products still read are found in TTGIR (`launched.compile_launch` looks for them)."""
 
-from __future__ import annotations
-
 import pytest
 import ttgir
 

@@ -4,8 +4,6 @@ after each (books.py).
     PYTHONPATH=.:tests/support python -m cache_machine 0 1000000    # seed, operations; prints what was done
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from unittest.mock import patch

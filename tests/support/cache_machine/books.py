@@ -1,7 +1,5 @@
 """What must be true of one cache's blocks after every operation."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

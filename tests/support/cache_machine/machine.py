@@ -4,8 +4,6 @@ Texts of tenants with a prefix cache, pins, rows (rows.py) and plain holders. Ev
 writes has a number of its own for all that is in front of it, so that reading tells what it is.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass, field

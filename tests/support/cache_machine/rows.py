@@ -1,7 +1,5 @@
 """Operations on rows: of `CacheRequests`, which fork and grow, and of `RowBlocks`, which are reordered."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from cache_machine.books import Books

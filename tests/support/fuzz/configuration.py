@@ -1,7 +1,5 @@
 """What one fuzzed kernel is compiled for."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

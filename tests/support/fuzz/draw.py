@@ -8,8 +8,6 @@ A configuration is everything that a kernel is compiled for, so each costs a com
 lengths, tables and numbers.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fuzzed batches of requests that share prefixes: what `cascade_attention` takes besides a batch."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

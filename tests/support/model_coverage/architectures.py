@@ -5,8 +5,6 @@ A config takes of `SIZES` what it has fields for, and `OPTIONS` on top; windows 
 the prompts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

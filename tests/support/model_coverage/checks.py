@@ -17,8 +17,6 @@ Decoders of which this transformers makes no causal mask (`torchpaged.hf.support
 compared with its eager attention under one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

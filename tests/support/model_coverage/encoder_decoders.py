@@ -9,8 +9,6 @@ Four checks, each over logits, and so over greedy tokens:
     compiled   ``generate`` again, its decode step under ``fullgraph=True``; counted in graphs
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

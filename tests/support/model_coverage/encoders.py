@@ -9,8 +9,6 @@ Four checks, over the last hidden states of all positions that are no padding:
     compiled   ``right`` under ``fullgraph=True``, then with other lengths; counted in graphs
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

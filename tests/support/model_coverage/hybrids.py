@@ -1,7 +1,5 @@
 """Hybrids whose mixers have a forward over pools of states, and what tests do to these."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from transformers import PreTrainedModel

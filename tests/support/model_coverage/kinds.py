@@ -1,7 +1,5 @@
 """The kinds of model that are covered: which there are, how one is examined, the words above its table."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from types import MappingProxyType

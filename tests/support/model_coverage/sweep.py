@@ -1,7 +1,5 @@
 """Many architectures, each in a worker process, which a hang or a crash costs only that one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -12,8 +12,6 @@ Six checks, each over logits, and so over greedy tokens; towers run under torchp
                models that generate() does not compile; counted in graphs
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A config is built of the family's own parts, each of which takes of `architectur
 for. How many tokens a picture becomes is asked of the model.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Inputs and the oracle of ``selective_scan`` and ``rg_lru``: slices of one product."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Inputs and the oracle of ``delta_step``: slices of one product, as projections give them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ outputs, ties, experts twice in a token, ids outside.
     assert_experts_close(BACKEND_OPS["triton"], inputs)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

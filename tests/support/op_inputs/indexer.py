@@ -1,7 +1,5 @@
 """Inputs and the oracle of the indexer's ops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Batches, runs and the oracle of ``mla_attention``."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ NaN pools.
     assert_latent_write_close(BACKEND_OPS["triton"], inputs)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ a backend: named features and shapes, strided rows, NaN outputs.
     assert_layer_close(BACKEND_OPS["triton"], "linear", inputs)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

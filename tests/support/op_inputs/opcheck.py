@@ -1,7 +1,5 @@
 """A case of every op for ``torch.library.opcheck``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Calls of attention that write e4m3, and what is right for them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ skipped slots, NaN pools.
     assert_rope_close(BACKEND_OPS["triton"], inputs)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -8,8 +8,6 @@ threshold or a score decides by less than rounding, and nowhere else: it must be
 token that must be kept may score higher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches, runs and the oracle of ``causal_conv`` and ``linear_attention``."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any, NamedTuple
 

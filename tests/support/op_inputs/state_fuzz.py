@@ -2,8 +2,6 @@
 requests come in chunks of any lengths, begin in slots that others left full of NaN, lie beside empty rows,
 rows without a slot and padding, and have their last tokens taken back."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

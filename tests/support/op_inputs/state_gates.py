@@ -1,7 +1,5 @@
 """Inputs and the oracle of ``delta_gates`` and ``gated_rms_norm``: slices of one product, heads in groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

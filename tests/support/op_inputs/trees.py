@@ -4,8 +4,6 @@ batch = make_tree_batch(TREE_SPECS["tree_mixed"], dtype=torch.bfloat16)
 branches, rows = branches_of(batch)
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, replace
 from typing import Any

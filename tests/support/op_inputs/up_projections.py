@@ -4,8 +4,6 @@ a projection that has others, a result with gaps of NaN.
     assert_up_projection_close(BACKEND_OPS["triton"], **UP_PROJECTIONS["v2_lite"], dtype=torch.bfloat16)
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """A stand-in for FlashAttention-3: the same signatures, the reference's numbers, and what the real one leaves
 undefined as NaN. It refuses what the real one fails at: a schedule of another batch, or of other splits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

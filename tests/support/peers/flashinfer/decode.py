@@ -1,7 +1,5 @@
 """The decode wrapper and its short plan."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

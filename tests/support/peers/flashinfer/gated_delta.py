@@ -1,7 +1,5 @@
 """FlashInfer's prompts of gated delta nets, on Hopper (0.7.4): states are ``[num_heads, value, key]``."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """Attention over pages given as FlashInfer takes them, by the reference."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The prefill wrapper, and the cascade of several levels."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """A stand-in for FlashAttention-4: its signature, the reference's numbers, NaN in rows that see nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

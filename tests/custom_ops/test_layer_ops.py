@@ -1,10 +1,11 @@
-"""embedding, rms_norm, act_and_mul, linear: the reference against torch's and transformers' own formulas,
-refusals, tracing."""
+"""embedding, rms_norm, act_and_mul, linear, gate_heads: the reference against torch's and transformers' own
+formulas, all kernels within its error budget, refusals, tracing."""
 
 from typing import Any
 
 import pytest
 import torch
+from kernels import DTYPES, Kernels, over
 from op_inputs.layers import (
     LINEAR_CASES,
     NORM_CASES,
@@ -23,7 +24,6 @@ import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
 
 REFERENCE, DEFAULT = BACKEND_OPS["reference"], BACKEND_OPS["default"]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
@@ -37,13 +37,24 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("dtype", (*DTYPES, torch.float64), ids=str)
-def test_embedding_is_torchs(dtype: torch.dtype, scaled: bool) -> None:
+@pytest.mark.parametrize("width", [1, 40, 1500, 16384])
+@over("default", "triton", dtypes=DTYPES)
+def test_embedding_is_torchs(on: Kernels, dtype: torch.dtype, width: int, scaled: bool) -> None:
     """Bit for bit, Gemma's scale included: rounded to the weights' dtype, then the product."""
-    inputs = make_embedding_inputs(scaled=scaled, dtype=dtype)
+    inputs = make_embedding_inputs(width=width, scaled=scaled, dtype=dtype, device=on.device)
     want = F.embedding(inputs["input_ids"], inputs["weight"])
-    DEFAULT.embedding(**inputs)
+    on.ops.embedding(**inputs)
     assert torch.equal(inputs["out"], want * inputs["scale"].to(dtype) if scaled else want)
+
+
+@over(dtypes=DTYPES)
+def test_ids_outside_of_the_table_give_nan(on: Kernels, dtype: torch.dtype) -> None:
+    """Where their values are not read; no other row does."""
+    inputs = make_embedding_inputs(tokens=7, width=960, scaled=True, dtype=dtype, device=on.device)
+    inputs["input_ids"][[2, 5]] = torch.tensor([-1, 30], device=on.device)
+    on.ops.embedding(**inputs)
+    assert inputs["out"].isnan().all(1).tolist() == [False, False, True, False, False, True, False]
+    assert int(inputs["out"].isnan().sum()) == 2 * 960
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES)
@@ -91,16 +102,41 @@ def test_gate_heads_by_hand(of_head: bool) -> None:
     torch.testing.assert_close(inputs["out"], want, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LINEAR_CASES)
-def test_linear_within_the_error_budget(case: str, dtype: torch.dtype) -> None:
-    assert_layer_close(DEFAULT, "linear", make_linear_inputs(**LINEAR_CASES[case], dtype=dtype))
+@over("default", "triton", dtypes=DTYPES)
+def test_linear_within_the_error_budget(on: Kernels, dtype: torch.dtype, case: str) -> None:
+    assert_layer_close(
+        on.ops, "linear", make_linear_inputs(**LINEAR_CASES[case], dtype=dtype, device=on.device)
+    )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", NORM_CASES)
-def test_rms_norm_within_the_error_budget(case: str, dtype: torch.dtype) -> None:
-    assert_layer_close(DEFAULT, "rms_norm", make_norm_inputs(**NORM_CASES[case], dtype=dtype))
+@over("default", "triton", dtypes=DTYPES)
+def test_rms_norm_within_the_error_budget(on: Kernels, dtype: torch.dtype, case: str) -> None:
+    assert_layer_close(
+        on.ops, "rms_norm", make_norm_inputs(**NORM_CASES[case], dtype=dtype, device=on.device)
+    )
+
+
+@pytest.mark.parametrize("width", [1, 40, 1500, 14336])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@over("default", "triton", dtypes=DTYPES)
+def test_act_and_mul_within_the_error_budget(
+    on: Kernels, dtype: torch.dtype, activation: str, width: int
+) -> None:
+    inputs = make_gate_inputs(activation=activation, dtype=dtype, width=width, device=on.device)
+    assert_layer_close(on.ops, "act_and_mul", inputs)
+
+
+@pytest.mark.parametrize("of_head", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 40), (1, 7), (9, 256), (16, 256)], ids=str)
+@over("default", "triton", dtypes=DTYPES)
+def test_gate_heads_within_the_error_budget(
+    on: Kernels, dtype: torch.dtype, sizes: tuple[int, int], of_head: bool
+) -> None:
+    heads, width = sizes
+    given = make_gate_heads_inputs(heads=heads, width=width, of_head=of_head, dtype=dtype, device=on.device)
+    assert_layer_close(on.ops, "gate_heads", given)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -192,15 +228,36 @@ def test_outputs_apart_from_inputs() -> None:
         REFERENCE.linear(torch.randn(5, 40), torch.randn(40, 40), x, residual=x)
 
 
-def test_no_tokens_and_parameters() -> None:
+@over("default", "triton")
+def test_no_tokens_and_parameters(on: Kernels) -> None:
     """No rows give no rows; a parameter that requires a gradient is read, not recorded."""
-    out = torch.empty(0, 24)
-    DEFAULT.linear(torch.empty(0, 40), torch.randn(24, 40), out, norm_weight=torch.ones(40))
-    layer, out = torch.nn.Linear(40, 24), torch.empty(3, 24)
-    x = torch.randn(3, 40)
-    DEFAULT.linear(x, layer.weight, out, bias=layer.bias)
-    torch.testing.assert_close(out, layer(x).detach())
+    with torch.device(on.device):
+        out = torch.empty(0, 24)
+        on.ops.linear(torch.empty(0, 40), torch.randn(24, 40), out, norm_weight=torch.ones(40))
+        on.ops.embedding(torch.empty(0, dtype=torch.int64), torch.randn(9, 24), out)
+        on.ops.rms_norm(torch.empty(0, 40), torch.ones(40), torch.empty(0, 40))
+        on.ops.act_and_mul(torch.empty(0, 48), out)
+        on.ops.gate_heads(*torch.empty(3, 0, 2, 24))
+        layer, x, out = torch.nn.Linear(40, 24), torch.randn(3, 40), torch.empty(3, 24)
+        on.ops.linear(x, layer.weight, out, bias=layer.bias)
+        torch.testing.assert_close(out, layer(x).detach())
     assert not out.requires_grad
+
+
+@over("triton", gpu=())
+def test_kernels_refuse_float64(on: Kernels) -> None:
+    """And look at their arguments as the reference does."""
+    calls: list[tuple[Any, dict[str, Any]]] = [
+        (on.ops.linear, make_linear_inputs(dtype=torch.float64)),
+        (on.ops.rms_norm, make_norm_inputs() | {"weight": torch.ones(3)}),
+        (on.ops.act_and_mul, make_gate_inputs() | {"activation": "tanh"}),
+        (on.ops.gate_heads, make_gate_heads_inputs(dtype=torch.float64)),
+        (on.ops.embedding, make_embedding_inputs(dtype=torch.float64)),
+    ]
+    for op, inputs in calls:
+        with pytest.raises(torchpaged.ArgumentError):
+            op(**inputs)
+        assert bool(inputs["out"].isnan().all())
 
 
 OPCHECK: dict[str, tuple[str, dict[str, Any]]] = {

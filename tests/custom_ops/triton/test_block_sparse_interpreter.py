@@ -1,19 +1,22 @@
 """The mask "vertical and slash" of Triton's kernels in the interpreter: against the oracle, with tiles left
-out and without, and which tiles these are. Runs with TRITON_INTERPRET=1 only: see test_run_interpreter.py."""
+out and without, and which tiles these are."""
 
 import itertools
-import os
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from as_oracle import assert_as_oracle
 
 from torchpaged import BlockSparse
 from torchpaged.backends import Backend, GraphSupport, get_backend
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.mask import Mask
+from torchpaged.custom_ops.attention.triton import config
+from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
     BATCH_SPECS,
@@ -22,16 +25,6 @@ from torchpaged.testing import (
     run_paged_attention,
 )
 from torchpaged.testing.graph_conformance import check_replays, conformance_cases
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
-
-import triton
-import triton.language as tl
-
-from torchpaged.custom_ops.attention.triton import config
-from torchpaged.custom_ops.attention.triton.block_sparse import ordinals, path_of, place
 
 TRITON = BACKEND_OPS["triton"]
 #: name -> pattern, and whether tiles that no row sees are left out, at two query heads per kv head.

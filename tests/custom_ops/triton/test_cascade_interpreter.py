@@ -1,19 +1,11 @@
-"""cascade_attention of the ``triton`` backend against its specification. In the interpreter: see
-test_run_interpreter.py."""
-
-import os
+"""cascade_attention of the ``triton`` backend against its specification."""
 
 import pytest
 import torch
 
 from torchpaged.custom_ops import BACKEND_OPS
 
-pytest.importorskip("triton", reason="triton is not installed")
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1 before Python starts")
 
-
-@interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
 def test_groups_alone_and_padding(dtype: torch.dtype) -> None:
     """Rows 0 and 2 share two blocks, row 1 is alone, a token row is padding. There is room for more groups

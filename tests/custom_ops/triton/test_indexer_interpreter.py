@@ -1,7 +1,5 @@
-"""The indexer's Triton kernels in Triton's interpreter. Runs with TRITON_INTERPRET=1 only: see
-test_run_interpreter.py."""
+"""The indexer's Triton kernels in Triton's interpreter."""
 
-import os
 from typing import Any
 
 import pytest
@@ -11,10 +9,6 @@ from op_inputs.indexer import exact_logits, is_top_k, make_index_batch, run_inde
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import BATCH_SPECS
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 E4M3 = torch.float8_e4m3fn

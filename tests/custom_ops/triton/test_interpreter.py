@@ -1,7 +1,6 @@
 """The Triton kernels in Triton's interpreter against the float64 oracle. Runs with TRITON_INTERPRET=1 only:
 see test_run_interpreter.py."""
 
-import os
 import random
 from typing import Any
 
@@ -22,9 +21,6 @@ from torchpaged.testing import (
     run_paged_attention,
 )
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

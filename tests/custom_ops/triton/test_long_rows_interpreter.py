@@ -1,8 +1,6 @@
 """Heads that lie further apart than 32 bits count, as in one long row of HF's layout. In the interpreter:
 see test_run_interpreter.py."""
 
-import os
-
 import pytest
 import torch
 from op_inputs.rope import make_rope_inputs
@@ -11,9 +9,6 @@ from torch import Tensor
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import BatchSpec, make_batch
 
-pytest.importorskip("triton", reason="triton is not installed")
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETING, reason="needs TRITON_INTERPRET=1 before Python starts")
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 # the third head begins at 2**31: past a signed number of 32 bits, while the stride itself is one
 HEAD = 2**30
@@ -29,7 +24,6 @@ def far_apart(x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@interpreted
 @pytest.mark.parametrize("query_lens", [(1, 1), (12, 9)], ids=["decode", "prefill"])
 def test_attention(query_lens: tuple[int, ...]) -> None:
     batch = make_batch(
@@ -44,7 +38,6 @@ def test_attention(query_lens: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@interpreted
 def test_rope_write_kv() -> None:
     results = []
     for ops, place in ((REFERENCE, lambda x: x), (TRITON, far_apart)):
@@ -57,7 +50,6 @@ def test_rope_write_kv() -> None:
 
 
 @pytest.mark.slow
-@interpreted
 def test_write_kv() -> None:
     k, v = torch.randn(2, 5, 3, 16).half()
     slots = torch.tensor([4, 5, -1, 7, 9])
@@ -69,7 +61,6 @@ def test_write_kv() -> None:
 
 
 @pytest.mark.slow
-@interpreted
 def test_merge_attn_states() -> None:
     a, b = torch.randn(2, 2, 3, 16).half()
     lse_a, lse_b = torch.randn(2, 2, 3)

@@ -1,7 +1,5 @@
-"""Latent attention's Triton kernels in Triton's interpreter. Runs with TRITON_INTERPRET=1 only: see
-test_run_interpreter.py."""
+"""Latent attention's Triton kernels in Triton's interpreter."""
 
-import os
 from typing import Any
 
 import pytest
@@ -21,12 +19,8 @@ from op_inputs.up_projections import UP_PROJECTIONS, assert_up_projection_close
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE, row_bytes, unpack
-from torchpaged.testing import BATCH_SPECS, BatchSpec
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 from torchpaged.custom_ops.mla.triton import config
+from torchpaged.testing import BATCH_SPECS, BatchSpec
 
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 

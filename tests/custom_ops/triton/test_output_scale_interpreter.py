@@ -1,7 +1,5 @@
-"""Triton's kernels with results of e4m3, against the float64 oracle. In the interpreter: see
-test_run_interpreter.py."""
+"""Triton's kernels with results of e4m3, against the float64 oracle."""
 
-import os
 from typing import Any
 
 import pytest
@@ -12,9 +10,6 @@ from op_inputs.trees import TREE_SPECS, make_tree_batch
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 #: Of batches, and of calls.
 COMBINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -1,14 +1,8 @@
 """The kernel that packs blocks of several pools, in Triton's interpreter. Runs with TRITON_INTERPRET=1 only:
 see test_run_interpreter.py."""
 
-import os
-
-import pytest
 import torch
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
 
 

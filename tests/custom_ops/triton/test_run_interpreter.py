@@ -26,9 +26,9 @@ PARTS = {
     ),
     "others": (
         [
-            "tests/custom_ops/triton/test_sampling_interpreter.py",
-            "tests/custom_ops/triton/test_layers_interpreter.py",
-            "tests/custom_ops/triton/test_experts_interpreter.py",
+            "tests/custom_ops/test_sampling_kernels.py",
+            "tests/custom_ops/test_layer_ops.py",
+            "tests/custom_ops/test_experts.py",
             "tests/custom_ops/triton/test_mla_interpreter.py",
             "tests/custom_ops/triton/test_indexer_interpreter.py",
             "tests/custom_ops/triton/test_state_interpreter.py",
@@ -50,7 +50,7 @@ def test_kernels_in_the_interpreter(interpreter: None, part: str, chosen: str) -
     pytest.importorskip("triton", reason="triton is not installed")
     files, *at_least = PARTS[part]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "--no-showlocals", "-m", chosen]
+    options = ["-q", "-p", "no:cacheprovider", "--no-showlocals", "-m", f"interpreted and ({chosen})"]
     # 10,000 random batches are for compiled backends
     skipped = ["--deselect", "tests/custom_ops/test_fuzz.py::test_ten_thousand_random_batches"]
     done = subprocess.run(

@@ -1,7 +1,5 @@
-"""The state ops' Triton kernels in Triton's interpreter. Runs with TRITON_INTERPRET=1 only: see
-test_run_interpreter.py."""
+"""The state ops' Triton kernels in Triton's interpreter."""
 
-import os
 from typing import Any
 
 import pytest
@@ -29,10 +27,6 @@ from torchpaged import ArgumentError
 from torchpaged.backends import flashinfer_gdn
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.state.call import LinearAttentionCall
-
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1 before Python starts", allow_module_level=True)
-pytest.importorskip("triton", reason="triton is not installed")
 from torchpaged.custom_ops.state.triton import chunks, linear_attention
 
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]

@@ -236,6 +236,18 @@ def test_stop_strings_are_never_shown_in_part() -> None:
     assert not any(piece.endswith(("E", "EN", "END")) for piece in shown[:-1])
 
 
+def test_a_stop_string_in_front_of_half_a_character(model: Any) -> None:
+    """It shows when the last token is decoded for good, and cuts the text: that is why the request ended."""
+
+    class Half:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return "so END\ufffd"
+
+    generator = Generator(model, Half(), max_batch_size=1)
+    [output] = generator.generate([[5]], SamplingParams(max_new_tokens=1, stop=["END"]))
+    assert (output.text, output.finish_reason) == ("so ", "stop")
+
+
 @pytest.mark.slow_cases("True")
 @pytest.mark.parametrize("graphs", [True, False])
 def test_golden_tokens_of_a_real_model(smollm2_path: Path, graphs: bool) -> None:

@@ -54,6 +54,7 @@ class Acceptor:
                 reason = sequence.last_reason
             if reason:
                 text += sequence.stream.flush()
+                reason = "stop" if sequence.stream.stopped else reason
         except Exception as error:
             return self.fail(
                 sequence,

@@ -20,8 +20,10 @@ from torchpaged.custom_ops.errors import ArgumentError
 
 #: What decides of a layer of the peft library which adapters run.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-#: Plain numbers of modules that fused layers and captured steps hold.
-_NUMBERS = ("scaling", "eps", "variance_epsilon")
+#: How names of plain numbers end that fused layers and captured steps hold.
+_NUMBERS = ("scaling", "eps", "epsilon")
+#: Rotations that replace their frequencies as texts grow.
+LENGTH_DEPENDENT = ("dynamic", "longrope")
 #: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse_steps.py notices if that
 #: changes) and the ranges of a profile.
 _WATCHERS = ("transformers.utils.output_capturing", "torchpaged.profiling.kernel_report.trace")
@@ -79,6 +81,13 @@ def _sum_of(tensor: Tensor) -> int:
     return total % 2**64
 
 
+def _is_fixed_rotation(module: nn.Module) -> bool:
+    """Whether it is a ``rotary_emb`` of transformers whose angles are those of positions alone."""
+    kinds = getattr(module, "rope_type", None)
+    kinds = list(kinds.values()) if isinstance(kinds, dict) else [kinds]
+    return all(isinstance(kind, str) and not any(word in kind for word in LENGTH_DEPENDENT) for kind in kinds)
+
+
 def _same(now: list[Any], before: list[Any]) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
@@ -121,8 +130,8 @@ class ModelState:
         self._numbered = [
             (path, name)
             for path, module in self._code.items()
-            for name in _NUMBERS
-            if isinstance(vars(module).get(name), int | float)
+            for name, value in vars(module).items()
+            if name.endswith(_NUMBERS) and isinstance(value, int | float)
         ]
         self._holders = [self._code[path] for path, _ in self._numbered]
         self._keys = [name for _, name in self._numbered]
@@ -139,12 +148,20 @@ class ModelState:
     def renew(self) -> None:
         """Take the weights as they are now: they were moved, or loaded into."""
         self._places: list[tuple[str, Any, str]] = []
+        # What a rotation is made of: tables and cached keys hold what it gave, so a write shows as well.
+        self._turning: list[tuple[str, Tensor]] = []
         for path, module in self._weights.items():
-            # Buffers that are not saved are the model's own business: some rotations replace theirs.
-            passing = module._non_persistent_buffers_set
+            # Other buffers that are not saved are the model's own business.
+            turns = _is_fixed_rotation(module)
+            passing = set() if turns else module._non_persistent_buffers_set
             for held in (module._parameters, module._buffers):
                 names = [name for name, tensor in held.items() if tensor is not None and name not in passing]
-                self._places += [(f"{path}.{name}" if path else name, held, name) for name in names]
+                places = [(f"{path}.{name}" if path else name, held, name) for name in names]
+                self._places += places
+                if turns:
+                    self._turning += [
+                        (where, found) for where, held, name in places if (found := held[name]) is not None
+                    ]
         self._held, self._names = [held for _, held, _ in self._places], [name for *_, name in self._places]
         self._tensors: list[Tensor] = [held[name] for _, held, name in self._places]
         # Subclasses (quantised ones) may have no address; that they are the same objects says enough.
@@ -154,6 +171,11 @@ class ModelState:
         self._on_device = [tensor for _, tensor in self._plain]
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._addresses: list[int] | None = self._lie_at()
+        self._turning = [(where, tensor) for where, tensor in self._turning if not tensor.is_inference()]
+        self._turned: list[int] | None = self._writes()
+
+    def _writes(self) -> list[int]:
+        return [tensor._version for _, tensor in self._turning]
 
     def _lie_at(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._on_device))
@@ -219,6 +241,12 @@ class ModelState:
         if addresses != self._addresses:
             trios = zip(self._plain, addresses, self._addresses, strict=True)
             return f"{next(where for (where, _), now, before in trios if now != before)} lies elsewhere"
+        writes = self._writes()
+        if self._turned is None:
+            self._turned = writes
+        if writes != self._turned:
+            trios = zip(self._turning, writes, self._turned, strict=True)
+            return f"{next(where for (where, _), now, before in trios if now != before)} was written"
         return None
 
     def num_writes(self) -> int:
@@ -247,5 +275,5 @@ class ModelState:
         """Of copies of the modules, whose weights lie elsewhere."""
         copied: ModelState = object.__new__(ModelState)
         memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(vars(self) | {"_addresses": None}, memo))
+        vars(copied).update(copy.deepcopy(vars(self) | {"_addresses": None, "_turned": None}, memo))
         return copied

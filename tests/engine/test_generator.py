@@ -240,6 +240,9 @@ def test_a_stop_string_in_front_of_half_a_character(model: Any) -> None:
     """It shows when the last token is decoded for good, and cuts the text: that is why the request ended."""
 
     class Half:
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [5]}
+
         def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
             return "so END\ufffd"
 

@@ -108,15 +108,25 @@ def test_parts_may_change_behind_the_first_request_without_graphs(model: Any) ->
     assert [got[i] for i in ids] == want != first
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_numbers_of_modules_are_looked_at(model: Any, graphs: bool) -> None:
-    """A changed scale of scores: with graphs it is refused, without them kept blocks are of no use."""
-    generator = made(model, graphs=graphs)
-    generator.generate(PROMPTS[:2], PARAMS)
+def scale_scores(model: Any) -> None:
     for layer in model.model.layers:
         layer.self_attn.scaling *= 8
+
+
+def turn_slower(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.1)
+
+
+@pytest.mark.parametrize("change", [scale_scores, turn_slower])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_numbers_of_modules_are_looked_at(model: Any, graphs: bool, change: Callable[[Any], None]) -> None:
+    """A changed scale of scores or rotation: with graphs it is refused, without them kept blocks are of no
+    use."""
+    generator = made(model, graphs=graphs)
+    generator.generate(PROMPTS[:2], PARAMS)
+    change(model)
     if graphs:
-        with pytest.raises(ArgumentError, match="self_attn has scaling"):
+        with pytest.raises(ArgumentError, match=r"self_attn has scaling|inv_freq was written"):
             generator.generate(PROMPTS[:2], PARAMS)
         return
     found = [out.token_ids for out in generator.generate(PROMPTS[:2], PARAMS)]

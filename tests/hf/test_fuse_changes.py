@@ -141,6 +141,8 @@ def test_replaced_weights_are_refused_not_ignored(name: str, part: str) -> None:
         ("Llama", "layers.0.input_layernorm", "variance_epsilon"),
         ("Llama", "norm", "variance_epsilon"),
         ("Gemma3", "layers.0.self_attn.q_norm", "eps"),
+        ("Llama", "rotary_emb", "attention_scaling"),
+        ("Gemma3", "rotary_emb", "full_attention_attention_scaling"),
     ],
 )
 def test_changed_numbers_are_refused_not_ignored(name: str, part: str, number: str) -> None:
@@ -160,6 +162,29 @@ def test_changed_numbers_are_refused_not_ignored(name: str, part: str, number: s
     setattr(copied, number, 3 * before)
     with pytest.raises(ArgumentError, match=f"{part} has {number} {3 * before}"):
         logits(twin)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("passes", [None, ("rope",)])
+def test_changed_frequencies_are_refused_not_ignored(passes: Any, in_place: bool) -> None:
+    """The table holds what they gave; a copy has a table of its own."""
+    model = build("Llama")
+    fuse(model, passes)
+    logits(model)
+    twin = copy.deepcopy(model)
+    want = logits(twin)
+    rotary: Any = model.get_decoder().rotary_emb
+    if in_place:
+        rotary.inv_freq.mul_(0.5)
+    else:
+        rotary.inv_freq = rotary.inv_freq * 0.5
+    with pytest.raises(ArgumentError, match=r"rotary_emb.inv_freq (was written|lies elsewhere); call"):
+        logits(model)
+    assert torch.equal(logits(twin), want)
+    unfuse(model)
+    changed = logits(model)
+    fuse(model, passes)
+    torch.testing.assert_close(logits(model), changed, rtol=1e-4, atol=1e-4)
 
 
 class Negated(nn.Module):

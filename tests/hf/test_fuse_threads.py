@@ -81,6 +81,60 @@ def test_a_plain_forward_beside_an_engine(halfway: Any) -> None:
         assert all(torch.equal(x, y) for x, y in zip(alone, beside, strict=True))
 
 
+def test_forwards_that_wait_for_each_other_are_refused() -> None:
+    """Hooks of two models that run the other one, in two threads at once: one of them raises, and the other
+    gets its logits."""
+    one, two = build("Llama"), build("Llama")
+    both, inside, prompt = threading.Barrier(2), set[int](), torch.tensor([PROMPTS[1]])
+
+    def run(model: Any) -> Any:
+        with torch.inference_mode():
+            return model(input_ids=prompt, past_key_values=PagedCache(model.config, 1, 64)).logits
+
+    def hook(other: Any) -> Any:
+        def called(*_: Any) -> None:
+            if threading.get_ident() not in inside:
+                inside.add(threading.get_ident())
+                both.wait()
+                run(other)
+
+        return called
+
+    fuse(one, count=False)
+    fuse(two, count=False)
+    want = run(one)
+    for model, other in ((one, two), (two, one)):
+        model.get_decoder().layers[0].register_forward_hook(hook(other))
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(run, model) for model in (one, two)]
+        errors = [each.exception() for each in found]
+    [error] = [error for error in errors if error is not None]
+    assert "each other" in str(error)
+    [right] = [each.result() for each in found if each.exception() is None]
+    assert torch.equal(right, want)
+
+
+def test_a_forward_inside_another_of_the_same_model() -> None:
+    """As a hook may run one: the outer one's picked logits stay those that were asked for."""
+    model, prompt = build("Llama"), torch.tensor([PROMPTS[1]])
+    fuse(model, count=False)
+    inside: list[Any] = []
+
+    def run(**options: Any) -> Any:
+        with torch.inference_mode():
+            return model(input_ids=prompt, past_key_values=PagedCache(model.config, 1, 64), **options).logits
+
+    def hook(*_: Any) -> None:
+        if not inside:
+            inside.append(None)
+            inside[0] = run()
+
+    want = run()
+    model.get_decoder().layers[0].register_forward_hook(hook)
+    torch.testing.assert_close(run(logits_to_keep=torch.tensor([3, 7])), want[:, [3, 7]])
+    assert torch.equal(inside[0], want)
+
+
 def test_two_caches(halfway: Any) -> None:
     model = build("Llama")
     fuse(model)

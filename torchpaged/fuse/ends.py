@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchpaged.custom_ops.checks import refuse_grad
+from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.fuse.architectures import Architecture
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import norm_of
@@ -21,6 +22,9 @@ from torchpaged.fuse.report import FusionReport
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.model_state import ModelState, hooks_of
+
+_waiting: dict[int, "Ends"] = {}  # for whose paged forward a thread waits
+_looking = threading.Lock()
 
 
 class Ends:
@@ -69,12 +73,32 @@ class Ends:
         all."""
         if torch.compiler.is_compiling():
             return self._run(owner, keep, forward)
-        with self._lock:
-            self._thread = threading.get_ident()
-            try:
-                return self._run(owner, keep, forward)
-            finally:
-                self._thread = None
+        if not self._lock.acquire(blocking=False):
+            self._wait(threading.get_ident())
+        outer = self._thread, self._owner, self._keep
+        self._thread = threading.get_ident()
+        try:
+            return self._run(owner, keep, forward)
+        finally:
+            self._thread, self._owner, self._keep = outer
+            self._lock.release()
+
+    def _wait(self, me: int) -> None:
+        """Take the lock from another thread, unless that waits for a forward of this one."""
+        with _looking:
+            ends: Ends | None = self
+            while ends is not None:
+                if ends._thread == me:
+                    raise TorchpagedError(
+                        "two threads wait for each other: hooks of fused models run other fused models; run "
+                        "these in one thread, or call torchpaged.hf.unfuse on one"
+                    )
+                ends = None if ends._thread is None else _waiting.get(ends._thread)
+            _waiting[me] = self
+        try:
+            self._lock.acquire()
+        finally:
+            del _waiting[me]
 
     def _run(self, owner: PagedOwner, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
         self._owner, self._keep = owner, keep

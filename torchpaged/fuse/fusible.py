@@ -14,12 +14,10 @@ from torchpaged.fuse.experts import name_of_activation, why_not_experts
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.multipliers import why_not_multiplied
 from torchpaged.hf.packed_mixers import is_packed, is_served
-from torchpaged.model_state import hooks_of
+from torchpaged.model_state import LENGTH_DEPENDENT, hooks_of
 
 #: The passes in the order of a layer's step; "lm_head" and "embedding" belong to the model.
 PASSES = ("qkv", "rope", "norm", "gate_up", "experts", "lm_head", "embedding")
-#: Rotations whose table depends on the length of the text: rotary_emb must run.
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def norm_of(norm: Any, offset: float) -> tuple[Tensor, float, float]:
@@ -145,6 +143,6 @@ def rotary_dim(attn: Any) -> int:
 def why_no_table(rotary: Any, layer_type: str | None) -> str | None:
     """Why the rotation of ``rotary_emb`` can't come from one table."""
     kind = rotary.rope_type[layer_type] if isinstance(rotary.rope_type, dict) else rotary.rope_type
-    if any(word in kind for word in _LENGTH_DEPENDENT):
+    if any(word in kind for word in LENGTH_DEPENDENT):
         return f"its rotation ({kind}) depends on the length of the text, so no table holds it"
     return None

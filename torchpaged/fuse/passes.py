@@ -89,10 +89,11 @@ class _Fusion:
         around = {model, self.base, self.base.layers, *(plan.layer for plan in self.plans)}
         inside = {part for plan in self.plans for part in plan.layer.modules()} - around
         given = {module for module, name, _ in self.changed if name == "forward"} - around
+        turning = {table.rotary for table in self.rotations.tables.values()}
         paths = {module: path for path, module in model.named_modules()}
         parts, code, weights = (
             {path: module for module, path in paths.items() if module in chosen}
-            for chosen in (around | inside, given | inside, inside)
+            for chosen in (around | inside, given | inside | turning, inside | turning)
         )
         self.state = self.ends.state = ModelState(parts, code, weights)
 

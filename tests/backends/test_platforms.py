@@ -21,7 +21,7 @@ from torchpaged.backends import (
 )
 from torchpaged.backends.choose import names as names_module
 from torchpaged.backends.choose import select as select_module
-from torchpaged.backends.choose.order import PLATFORMS, UNVERIFIED, order_of, platform_of, platform_table
+from torchpaged.backends.choose.select import PLATFORMS, UNVERIFIED, order_of, platform_of, platform_table
 
 ROOT, CPU = Path(__file__).parents[2], torch.device("cpu")
 SPEC = AttentionSpec(device=CPU, dtype=torch.float32, head_dim=16, num_heads=4, num_kv_heads=2)

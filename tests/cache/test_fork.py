@@ -127,7 +127,7 @@ class Machine:
 def test_each_request_reads_its_own_tokens_through_20_000_changes(
     chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchpaged.cache.row_holds.CHUNK", chunk)
+    monkeypatch.setattr("torchpaged.cache.requests.CHUNK", chunk)
     machine = Machine(seed=20)
     for _ in range(20_000):
         machine.step()

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 import torchpaged
 from torchpaged.compat import flash_attn_with_kvcache
-from torchpaged.compat.tokens import slots_of, tokens_of
+from torchpaged.compat.kvcache_check import slots_of, tokens_of
 
 LENS = [11, 0, 8]
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -17,12 +17,12 @@ import pytest
 
 import torchpaged
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.interrupts import interrupts_wait
+from torchpaged.engine.call_lock import interrupts_wait
 from torchpaged.graphs import bucketed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 ENGINE = Path(torchpaged.__file__).parent / "engine"
-LOCKED = {str(ENGINE / name) for name in ("calls.py", "call_lock.py", "hand_out.py", "interrupts.py")}
+LOCKED = {str(ENGINE / name) for name in ("calls.py", "call_lock.py", "hand_out.py")}
 TRACED = {str(path) for path in (*ENGINE.rglob("*.py"), bucketed.__file__)} - LOCKED
 PROMPTS = [[11, 12, 13], [40, 41, 42, 43, 44, 45, 46], [70], [15, 16]]
 LENGTHS = [9, 4, 13, 7]

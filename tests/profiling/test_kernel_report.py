@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torchpaged import profiling
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.profiling.kernel_report import KernelReport, kernels_per_layer, layer_groups
-from torchpaged.profiling.kernel_report.attribute import kernels_of_generation
-from torchpaged.profiling.kernel_report.match import match_kernels
+from torchpaged.profiling.kernel_report.attribute import kernels_of_generation, match_kernels
 from torchpaged.profiling.kernel_report.report import COMPILED, layer_of
 from torchpaged.profiling.kernel_report.trace import module_ranges, parse, profiled
 

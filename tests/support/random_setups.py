@@ -65,7 +65,7 @@ FREE = CascadeCosts(0.0, 0.0, 1.0, 1e9, "whatever is shared pays")
 LENGTH, SLOTS = 96, 3
 FOLDERS = tuple(Path(module.__file__ or "").parent for module in (torchpaged.engine, torchpaged.hf))
 #: A tracer can raise between a with-statement's body and its release of a lock, where no signal arrives.
-LOCKED = ("calls.py", "call_lock.py", "hand_out.py", "interrupts.py")
+LOCKED = ("calls.py", "call_lock.py", "hand_out.py")
 TRACED = {str(path) for folder in FOLDERS for path in folder.rglob("*.py") if path.name not in LOCKED}
 
 

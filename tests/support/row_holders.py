@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from torchpaged.cache import row_holds
-from torchpaged.cache.requests import CacheRequests
+from torchpaged.cache.requests import CHUNK, CacheRequests
 
 
 def row_holders(groups: Iterable[CacheRequests]) -> Counter[int]:
@@ -14,7 +13,7 @@ def row_holders(groups: Iterable[CacheRequests]) -> Counter[int]:
     for rows in groups:
         assert len(rows._holds) == len(rows.block_tables)
         for table, length, holds in zip(rows.block_tables, rows.seq_lens, rows._holds, strict=True):
-            size = row_holds.CHUNK
+            size = CHUNK
             for place, chunk in enumerate(holds._chunks):
                 blocks = table[place * size : (place + 1) * size]
                 assert (place + 1) * size <= length // rows.block_size, "a block that is written into"

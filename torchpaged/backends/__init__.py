@@ -8,10 +8,9 @@ from torchpaged.backends.capabilities import Capabilities, Planning
 from torchpaged.backends.choose.names import get_backend, list_backends, register_backend, use_backend
 from torchpaged.backends.choose.route import Route
 from torchpaged.backends.choose.select import Choice, open_session, select_backend
-from torchpaged.backends.limits import Limits
 from torchpaged.backends.semaphore import SemaphoreSession
 from torchpaged.backends.session import Session, assert_planned
-from torchpaged.backends.spec import AttentionSpec, GraphSupport, attention_spec
+from torchpaged.backends.spec import AttentionSpec, GraphSupport, Limits, attention_spec
 from torchpaged.metadata import HostLengths
 
 __all__ = [

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from torchpaged.backends.capabilities import Capabilities
-from torchpaged.backends.limits import Limits
 from torchpaged.backends.session import Session
-from torchpaged.backends.spec import AttentionSpec
+from torchpaged.backends.spec import AttentionSpec, Limits
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import one_line

@@ -27,9 +27,9 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning, unable
 from torchpaged.backends.features import COMMON_FEATURES
-from torchpaged.backends.flashinfer_package import DECODE, FLASHINFER, INSTALL
 from torchpaged.backends.flashinfer_prefix import WORKSPACE_BYTES, Pages, cumulated, host_pages
 from torchpaged.backends.library_op import Held, attention_op
+from torchpaged.backends.package import DECODE, FLASHINFER, INSTALL
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing, not_planned
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchpaged.backends.flashinfer_package import FLASHINFER, at_least
-from torchpaged.backends.package import parameters_lacking
+from torchpaged.backends.package import FLASHINFER, at_least, parameters_lacking
 from torchpaged.backends.state_library import loaded, state_backend, why_own_rows
 from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall
 

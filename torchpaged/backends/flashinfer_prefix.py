@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchpaged.backends.flashinfer_package import FLASHINFER
+from torchpaged.backends.package import FLASHINFER
 from torchpaged.custom_ops.errors import ArgumentError
 
 #: Of partial results, one for all wrappers of a session: their calls follow one another.

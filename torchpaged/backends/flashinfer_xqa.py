@@ -18,8 +18,8 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, further_reasons, unable
 from torchpaged.backends.features import COMMON_FEATURES
-from torchpaged.backends.flashinfer_package import DECODE
 from torchpaged.backends.library_op import attention_op
+from torchpaged.backends.package import DECODE
 from torchpaged.backends.session import Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall

@@ -1,4 +1,5 @@
-"""The package behind a backend: whether it is here, and its load.
+"""The package behind a backend: whether it is here, and its load; and FlashInfer's, which several backends
+use.
 
 PACKAGE = Package("flash_attn", "flash_attn_interface", "pip install ...", missing=_missing, lacks=_lacks)
 PACKAGE.unavailable()   # a sentence, or None; loads no kernels
@@ -6,6 +7,8 @@ PACKAGE.load()          # the module, or BackendUnavailableError with the senten
 """
 
 import importlib
+import importlib.metadata
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -61,3 +64,32 @@ def parameters_lacking(function: Any, needed: Sequence[str]) -> str:
     """Those of ``needed`` that a library's function does not take, for a message; all where there is none."""
     known = inspect.signature(function).parameters if function is not None else ()
     return ", ".join(name for name in needed if name not in known)
+
+
+OLDEST, NEWEST = (0, 6, 13), (0, 8)  # NEWEST: the first one that is not supported any more
+INSTALL = "pip install 'flashinfer-python>=0.6.13,<0.8'"
+
+
+def at_least(oldest: tuple[int, int, int]) -> Callable[[], str | None]:
+    """What says whether FlashInfer of this version or later is here."""
+
+    def missing() -> str | None:
+        first = ".".join(map(str, oldest))
+        install = f"pip install 'flashinfer-python>={first},<0.8'"
+        if importlib.util.find_spec("flashinfer") is None:
+            return f"flashinfer is not installed; {install}"
+        try:
+            text = importlib.metadata.version("flashinfer-python")
+        except importlib.metadata.PackageNotFoundError:
+            text = ""
+        version = tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdecimal())
+        if not oldest <= version < NEWEST:
+            shown = ".".join(map(str, version)) or "of an unknown version"
+            return f"flashinfer {shown} is installed, {first} to 0.7 are supported; {install}"
+        return None
+
+    return missing
+
+
+FLASHINFER = Package("flashinfer", "flashinfer", INSTALL, at_least(OLDEST))
+DECODE = FLASHINFER._replace(module="flashinfer.decode")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.backends.limits import Limits
 from torchpaged.backends.session import PlannedBatch, assert_planned
+from torchpaged.backends.spec import Limits
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.checks import reads_values
 from torchpaged.custom_ops.errors import PlanError

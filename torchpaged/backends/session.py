@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from torchpaged.backends.capabilities import Capabilities, Planning, unable
-from torchpaged.backends.limits import Limits
-from torchpaged.backends.spec import AttentionSpec, GraphSupport
+from torchpaged.backends.spec import AttentionSpec, GraphSupport, Limits
 from torchpaged.custom_ops import BackendOps
 from torchpaged.custom_ops.checks import checks_device_values
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied, PlanError

@@ -8,13 +8,12 @@ state.py         one state per request, `StateLayerSpec`: gated delta nets, Mamb
                  pools are `LayerStates`
 kv_cache.py      the pools of a model, of layers of any kind
 block_pool.py    free blocks and holders, host data only
-requests.py      requests that grow, and the metadata of their steps
+requests.py      requests that grow and fork, and the metadata of their steps
 host_blocks.py   `HostBlocks`: blocks in host memory, and the copies there and back (swap)
 host_tier.py     `HostTier`: where a `PrefixCache` has copies of the blocks that the pool gave up
 disk_blocks.py   `DiskBlocks`: blocks in a file, with checksums, written and read by threads
 disk_tier.py     `DiskTier`: a `HostTier` whose oldest copies go on to such a file
 disk_arrival.py  the way back from it
-row_holds.py     how forked requests share blocks
 row_blocks.py    the blocks of a batch's rows, and what they share
 prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike
 prefix_books.py  its books and counters, `PrefixCacheStats`

@@ -19,8 +19,7 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
 
 from torchpaged.cli.backends import Asked, backends
 from torchpaged.cli.bench import app as bench_app
-from torchpaged.cli.commands import command_of
-from torchpaged.cli.lines import show
+from torchpaged.cli.commands import command_of, show
 from torchpaged.cli.settings import Settings
 from torchpaged.custom_ops import variables
 from torchpaged.custom_ops.errors import TorchpagedError

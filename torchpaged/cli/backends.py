@@ -17,10 +17,10 @@ from torchpaged.backends import (
     select_backend,
 )
 from torchpaged.backends.choose.names import requested
-from torchpaged.backends.choose.order import order_of, platform_of, platform_table
+from torchpaged.backends.choose.select import order_of, platform_of, platform_table
 from torchpaged.backends.features import GIVEN
 from torchpaged.backends.table import capability_tables, declared
-from torchpaged.cli.lines import show
+from torchpaged.cli.commands import show
 from torchpaged.cli.settings import dtype_named
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.names import device_named, option

@@ -1,9 +1,13 @@
-"""Commands of typer out of dataclasses: an option for each field, declared by `torchpaged.names.option`."""
+"""Commands of typer out of dataclasses: an option for each field, declared by `torchpaged.names.option`; and
+lines of reports."""
 
 import dataclasses
 import inspect
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, TextIO, TypeVar, get_type_hints
 
 import typer
 
@@ -39,3 +43,21 @@ def command_of(record: type[Record], run: Callable[[Record], None]) -> Callable[
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__name__, command.__doc__ = run.__name__, run.__doc__
     return command
+
+
+def show(line: str, to: TextIO | None = None) -> None:
+    """Print a line. On a terminal what has no room goes on below, four columns further in, broken between
+    words alone; a file or a pipe gets it as it is, for grep and for copies.
+
+    Args:
+        line: without a line break.
+        to: default: stdout.
+    """
+    out = sys.stdout if to is None else to
+    if out.isatty():
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        columns = shutil.get_terminal_size().columns
+        line = textwrap.fill(
+            line, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    print(line, file=out)

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from torchpaged import profiling
 from torchpaged.backends.choose.names import requested_name
+from torchpaged.cli.commands import show
 from torchpaged.cli.demo import ensure_smollm2
 from torchpaged.cli.generation_report import bucket_tables, decisions, document, summary
 from torchpaged.cli.jsonl import lines_of_stdin, read_prompts, sole_writer, write_outputs
-from torchpaged.cli.lines import show
 from torchpaged.cli.model import load, read_config, read_tokenizer, reading
 from torchpaged.cli.settings import Settings
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache

@@ -1,9 +1,13 @@
-"""CallLock: one call at a time into one `Generator`, and a turn for each thread that waits."""
+"""CallLock: one call at a time into one `Generator`, and a turn for each thread that waits. Ctrl-C waits for
+the end of its step."""
 
+import _signal  # type: ignore[import-not-found]
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from torchpaged.custom_ops.errors import TorchpagedError
 
@@ -58,3 +62,30 @@ class CallLock:
         """Between two steps of one call: let in a thread that waits."""
         if self._queue:
             time.sleep(_GIVE_WAY_SECONDS)
+
+
+@contextlib.contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C within the block comes when the block is over; a second one at once, for a step that hangs or
+    compiles for minutes. In other threads, which get no signals, and where SIGINT has no handler in Python:
+    nothing."""
+    handler = _signal.getsignal(signal.SIGINT)
+    waiting: list[tuple[Any, ...]] = []
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+
+    def note(*arrived: Any) -> None:
+        if waiting:
+            handler(*waiting.pop())
+            handler(*arrived)
+        else:
+            waiting.append(arrived)
+
+    try:
+        _signal.signal(signal.SIGINT, note)
+        yield
+    finally:
+        _signal.signal(signal.SIGINT, handler)
+        if waiting:
+            handler(*waiting.pop())

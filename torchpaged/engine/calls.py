@@ -22,9 +22,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Protocol
 
 from torchpaged.custom_ops.errors import ArgumentError, ClosedError, TorchpagedError
-from torchpaged.engine.call_lock import CallLock
+from torchpaged.engine.call_lock import CallLock, interrupts_wait
 from torchpaged.engine.hand_out import TAKING, HandOut
-from torchpaged.engine.interrupts import interrupts_wait
 from torchpaged.engine.outputs import TokenEvent
 from torchpaged.engine.sequence import Inbox, Sequence
 from torchpaged.engine.stepper import Stepper

@@ -260,7 +260,7 @@ def accelerate(
         BackendUnavailableError, UnsupportedModelError: the engine can't run it.
     """
     from torchpaged.hf.attached import MARK  # transformers is optional
-    from torchpaged.hf.wrapped import unwrapped
+    from torchpaged.hf.model_classes import unwrapped
 
     given, model = model, unwrapped(model)
     if isinstance(getattr(model, "generate", None), _Generate):
@@ -305,7 +305,7 @@ def unaccelerate(model: Any) -> None:
     Raises:
         ArgumentError: the model is not accelerated.
     """
-    from torchpaged.hf.wrapped import unwrapped  # transformers is optional
+    from torchpaged.hf.model_classes import unwrapped  # transformers is optional
 
     model = unwrapped(model)
     generate = getattr(model, "generate", None)

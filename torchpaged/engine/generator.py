@@ -27,13 +27,12 @@ from torchpaged.engine.chunk_budget import ChunkBudget
 from torchpaged.engine.decisions import decide
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.kept_prefixes import KeptPrefixes, make_prefix_cache
-from torchpaged.engine.lifecycle import Lifecycle
+from torchpaged.engine.lifecycle import Lifecycle, Reasons
 from torchpaged.engine.model import PagedModelProtocol
 from torchpaged.engine.model_watch import ModelWatch
 from torchpaged.engine.options import GeneratorOptions, taking
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.paged import paged_model, tokens_per_request
-from torchpaged.engine.reasons import Reasons
 from torchpaged.engine.request_calls import RequestCalls
 from torchpaged.engine.scheduler import Scheduler
 from torchpaged.engine.start import start

@@ -65,8 +65,8 @@ def paged_model(
         return model, lambda: None
     from torchpaged.fuse.held import fused_while_held
     from torchpaged.hf import PagedModel
+    from torchpaged.hf.model_classes import unwrapped
     from torchpaged.hf.support import require_causal_lm, require_supported
-    from torchpaged.hf.wrapped import unwrapped
 
     model = unwrapped(model)
     require_causal_lm(model)

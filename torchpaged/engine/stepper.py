@@ -22,11 +22,11 @@ from functools import partial
 import torch
 
 from torchpaged.engine.acceptor import Acceptor
-from torchpaged.engine.cache_owner import CacheOwner
+from torchpaged.engine.chunk_budget import StepTimes
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.device import LogitsStage
 from torchpaged.engine.fault_bisection import FaultBisection
-from torchpaged.engine.model import PagedModelProtocol
+from torchpaged.engine.model import CacheOwner, PagedModelProtocol
 from torchpaged.engine.model_watch import ModelWatch
 from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.packed_steps import PackedSteps
@@ -35,7 +35,6 @@ from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
 from torchpaged.engine.start_report import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
-from torchpaged.engine.step_times import StepTimes
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range
 

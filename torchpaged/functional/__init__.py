@@ -15,10 +15,9 @@ of tensors run in eager mode only. Inference only: they refuse inputs that requi
 One file per family of ops, as in `torchpaged.custom_ops`.
 """
 
-from torchpaged.functional.attention import paged_attention
+from torchpaged.functional.attention import merge_attn_states, paged_attention
 from torchpaged.functional.block_ops import copy_blocks
 from torchpaged.functional.cache_write import rope_write_kv, write_kv
-from torchpaged.functional.merge_states import merge_attn_states
 from torchpaged.functional.step_end import advance_step
 
 __all__ = [

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from transformers import PreTrainedModel
 
 from torchpaged.fuse.passes import fuse, unfuse
-from torchpaged.hf.wrapped import unwrapped
+from torchpaged.hf.model_classes import unwrapped
 
 
 class _Hold:

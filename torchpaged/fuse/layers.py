@@ -23,8 +23,8 @@ from torchpaged.fuse.rope_table import RopeTable, computed
 from torchpaged.fuse.stacked import Stacked
 from torchpaged.hf.cache_argument import CACHE, take_cache
 from torchpaged.hf.call import autocasts
+from torchpaged.hf.compile_layers import LayerCache
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.layer_cache import LayerCache
 from torchpaged.hf.owner import PagedOwner
 
 

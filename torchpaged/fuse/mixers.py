@@ -11,8 +11,8 @@ from torchpaged.custom_ops import BackendOps
 from torchpaged.fuse.architectures import Architecture, Mixer
 from torchpaged.fuse.fusible import norm_of
 from torchpaged.fuse.rope_table import RopeTable
+from torchpaged.hf.compile_layers import LayerCache
 from torchpaged.hf.layer import PagedLayer
-from torchpaged.hf.layer_cache import LayerCache
 
 #: Marks, among a plan's rotations, a layer without any (NoPE).
 NO_ROTATION = "none"

@@ -34,10 +34,10 @@ from torchpaged.fuse.rope_table import lazy_forward
 from torchpaged.fuse.rotations import Rotations
 from torchpaged.fuse.state_layers import STATE_PLANS
 from torchpaged.hf.cache_argument import cache_of
+from torchpaged.hf.model_classes import unwrapped
 from torchpaged.hf.packed_mixers import pack_mixer
 from torchpaged.hf.row_refusals import require_new
 from torchpaged.hf.switch import unpack_mixers
-from torchpaged.hf.wrapped import unwrapped
 from torchpaged.model_state import MOVES, ModelState
 
 

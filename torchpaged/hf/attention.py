@@ -18,12 +18,11 @@ from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.call import LayerCall, in_autocast
 from torchpaged.hf.call_mask import CallMask, MaskRequest, describe, held_by
-from torchpaged.hf.class_tables import fill_class_tables
 from torchpaged.hf.cross import attend_across
 from torchpaged.hf.dense import SPARSE, asked, attend_dense, sparse, transformed
 from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.mask_functions import is_causal as is_causal_mask
-from torchpaged.hf.model_classes import needs_eager_mask
+from torchpaged.hf.model_classes import fill_class_tables, needs_eager_mask
 from torchpaged.hf.owner import cache_of
 from torchpaged.hf.rolling_attention import attend_rolling
 from torchpaged.hf.row_refusals import require_new

@@ -22,11 +22,18 @@ from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.custom_ops.words import counted
 from torchpaged.hf.cache_masks import CacheMasks
-from torchpaged.hf.cache_options import check_options, keeps_kv, not_of_fp8, require_use_cache, why_dense
+from torchpaged.hf.cache_options import (
+    check_options,
+    described,
+    in_one_line,
+    keeps_kv,
+    not_of_fp8,
+    require_use_cache,
+    sizes_of_call,
+    why_dense,
+)
 from torchpaged.hf.cache_rows import CacheRows
-from torchpaged.hf.cache_words import described, in_one_line
 from torchpaged.hf.call_mask import MaskRequest
-from torchpaged.hf.call_sizes import sizes_of_call
 from torchpaged.hf.chosen_backend import ChosenBackend
 from torchpaged.hf.families import family_of
 from torchpaged.hf.forward_order import TWO_CACHES, ForwardOrder

@@ -1,6 +1,9 @@
-"""What transformers' classes tell of the models of a type."""
+"""What transformers' classes, and wrappers around them, tell of models; and classes that they look up by
+name."""
 
 import functools
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +16,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from torchpaged.hf.families import family_of
+from torchpaged.custom_ops.errors import UnsupportedModelError
+from torchpaged.hf.families import CLASS_TABLES, family_of
 
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -72,3 +76,59 @@ def needs_eager_mask(model_type: str) -> bool:
     ``tests/hf/test_encoder_decoder.py`` notices if it changes.
     """
     return _told_by_class(model_type)[1]
+
+
+def _refusal(model: str, name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedModelError(
+            f"{model} cannot be built with attn_implementation={name!r}: it has attention classes of its own "
+            "by name, and none for it; build it with 'eager', and of a model of several parts call "
+            "set_attn_implementation on its language model"
+        )
+
+    return refuse
+
+
+def fill_class_tables(name: str) -> None:
+    """Enter ``name`` into the tables of models that look their attention class up by the implementation's
+    name; a model that this transformers lacks, or a table that went, is left alone.
+
+    transformers accepts a registered name for any model, and these would raise a bare KeyError. Decoders
+    whose own attention only needs a mask get their eager class; the rest says what to do.
+
+    Called at the import of `torchpaged.hf`, which imports their modelling files: a tenth of what importing
+    transformers takes. There is no later place. A table is read in a layer's constructor, before any
+    attention or mask function runs; until then transformers only looks whether the name is a key of
+    ``AttentionInterface``, which calls nothing of ours. What is left, wrapping ``PreTrainedModel``'s own
+    methods or Python's import, would change models that never ask for this name. The tables are not public;
+    ``tests/hf/test_class_tables.py`` notices one that changes, goes or comes.
+    """
+    for path, takes_eager in CLASS_TABLES.items():
+        module, table = path.rsplit(".", 1)
+        try:
+            classes = getattr(importlib.import_module(f"transformers.models.{module}"), table, None)
+        except ImportError:
+            continue
+        if classes is not None and name not in classes:
+            classes[name] = classes["eager"] if takes_eager else _refusal(module.split(".")[0], name)
+
+
+def unwrapped(model: Any) -> Any:
+    """``model``, or if it is a ``PeftModel`` the transformers model in it: the adapters are in its modules,
+    and whatever is active there runs. Known by the method ``get_base_model``; peft is not imported.
+
+    Raises:
+        UnsupportedModelError: its adapter is a learned prompt, which the wrapper alone puts in front of
+            the inputs.
+    """
+    if isinstance(model, PreTrainedModel) or not callable(getattr(type(model), "get_base_model", None)):
+        return model
+    configs = getattr(model, "peft_config", {}).items()
+    prompts = [name for name, config in configs if getattr(config, "is_prompt_learning", False)]
+    if prompts:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: adapter {prompts[0]!r} is a learned prompt, which the wrapper puts in "
+            "front of the inputs and torchpaged does not see; only adapters inside the modules (LoRA and its "
+            "like) can be paged"
+        )
+    return model.get_base_model()

@@ -25,9 +25,15 @@ from torchpaged.custom_ops.errors import ArgumentError, NotCopied
 from torchpaged.custom_ops.words import counted, one_line
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.kv_scales import KVQuantization, Scales
-from torchpaged.hf.packed_memory import bytes_of_request, most_blocks, most_requests, num_checkpoints_for
+from torchpaged.hf.model_classes import unwrapped
+from torchpaged.hf.packed_memory import (
+    bytes_of_request,
+    most_blocks,
+    most_requests,
+    num_checkpoints_for,
+    probe,
+)
 from torchpaged.hf.packed_scales import PackedScales, run_once
-from torchpaged.hf.probe import probe
 from torchpaged.hf.rolling_attention import choose_rolling
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.hf.step_rings import StepRings
@@ -41,7 +47,6 @@ from torchpaged.hf.support import (
     rotated_alike,
 )
 from torchpaged.hf.switch import Settings
-from torchpaged.hf.wrapped import unwrapped
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.model_state import undone_if_it_raises
 

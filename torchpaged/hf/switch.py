@@ -30,10 +30,9 @@ from torchpaged.hf.attached import (
 )
 from torchpaged.hf.attention import NAME
 from torchpaged.hf.families import family_of
-from torchpaged.hf.model_classes import uses_attention_interface
+from torchpaged.hf.model_classes import unwrapped, uses_attention_interface
 from torchpaged.hf.packed_mixers import is_packed, mixers_of, unpack_mixer
 from torchpaged.hf.support import lacks_causal_mask, require_supported
-from torchpaged.hf.wrapped import unwrapped
 
 _BEFORE = "_torchpaged_before"
 _ATTACHED: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()

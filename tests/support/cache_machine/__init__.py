@@ -19,7 +19,7 @@ def run_machines(seed: int, operations: int, each: int = 500) -> Counter[str]:
     for number in range(operations // each):
         machine = CacheMachine(seed * 1_000_003 + number)
         now = patch("torchpaged.cache.idle_blocks.time.monotonic", lambda machine=machine: machine.now)
-        with now, patch("torchpaged.cache.row_holds.CHUNK", 1 + number % 3):
+        with now, patch("torchpaged.cache.requests.CHUNK", 1 + number % 3):
             try:
                 for _ in range(each):
                     machine.step()

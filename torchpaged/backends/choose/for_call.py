@@ -19,9 +19,8 @@ from torchpaged.backends.base import Backend
 from torchpaged.backends.choose import names
 from torchpaged.backends.choose.kind import Kind
 from torchpaged.backends.choose.select import backend_of, select_backend
-from torchpaged.backends.limits import Limits
 from torchpaged.backends.session import Session
-from torchpaged.backends.spec import AttentionSpec
+from torchpaged.backends.spec import AttentionSpec, Limits
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.attention.call import AttentionCall
 

@@ -24,9 +24,9 @@ from torchpaged.cache.latent import IndexedLatentLayerSpec, LayerIndexedLatentCa
 from torchpaged.hf.attached import PASSES, plain_of
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.call import in_autocast
+from torchpaged.hf.compile_layers import LayerCache
 from torchpaged.hf.families import Function, Functions
 from torchpaged.hf.layer import layer_of
-from torchpaged.hf.layer_cache import LayerCache
 from torchpaged.hf.models.latent import LatentLayer, is_not_plain
 from torchpaged.hf.owner import PagedOwner
 

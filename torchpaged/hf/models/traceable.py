@@ -1,9 +1,9 @@
-"""CTRL, whose model multiplies embeddings by numpy's square root, which Dynamo can't follow: a forward of
-ours computes the same in one graph, wherever something is traced.
+"""Models whose code Dynamo can't follow, and which compute the same in one graph by a forward of ours,
+wherever something is traced: CTRL multiplies embeddings by numpy's square root, the table of M2M100's
+positions grows with the cache's length.
 
 The modules' names and fields are not public; ``tests/hf/test_traceable.py`` compares each with what it
-replaces under each supported transformers, and notices one that needs it no more.
-"""
+replaces under each supported transformers, and notices one that needs it no more."""
 
 import math
 from typing import Any
@@ -17,6 +17,34 @@ from torchpaged.hf.attached import plain_of
 from torchpaged.hf.cache_argument import CACHE, take_cache
 from torchpaged.hf.families import Family, Function, register_family
 from torchpaged.hf.support import records_layers
+
+
+def _places_of_ids(module: Any) -> Function:
+    """Position embeddings whose table grows with the cache's length, at which transformers 5.17 looks; here a
+    position past the table raises."""
+    plain = plain_of(module, "forward")
+
+    def forward(
+        self: Any,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_length: Any = 0,
+    ) -> Tensor:
+        traced = torch.compiler.is_compiling() and isinstance(past_length, Tensor)
+        if not traced:
+            return plain(self, input_ids, inputs_embeds, past_length)
+        places = (
+            self.create_position_ids_from_inputs_embeds(inputs_embeds, past_length, self.padding_idx)
+            if input_ids is None
+            else self.create_position_ids_from_input_ids(input_ids, self.padding_idx, past_length)
+        )
+        rows: Tensor = self.weights.index_select(0, places.flatten())
+        return rows.view(*places.shape, -1).detach()
+
+    return "forward", forward
+
+
+register_family(Family(modules={"M2M100SinusoidalPositionalEmbedding": _places_of_ids}))
 
 
 def _ctrl(module: Any) -> Function:

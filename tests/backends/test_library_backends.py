@@ -24,7 +24,6 @@ from torchpaged.backends import (
     Backend,
     GraphSupport,
     HostLengths,
-    flashinfer_package,
     flashinfer_prefix,
     get_backend,
     list_backends,
@@ -36,6 +35,7 @@ from torchpaged.backends import (
 from torchpaged.backends import flash_attn as flash_attn_backend
 from torchpaged.backends.choose import names
 from torchpaged.backends.choose.names import ALIASES
+from torchpaged.backends.package import FLASHINFER
 from torchpaged.graphs import TapeCapture
 from torchpaged.testing import (
     BATCH_SPECS,
@@ -548,9 +548,7 @@ def test_a_traced_function_runs_a_built_in_backend_that_was_named() -> None:
 
 def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "flashinfer is not installed; pip install 'flashinfer-python>=" in str(
-        flashinfer_package.FLASHINFER.unavailable()
-    )
+    assert "flashinfer is not installed; pip install 'flashinfer-python>=" in str(FLASHINFER.unavailable())
     assert "not installed; pip install tokenspeed-fa3" in str(flash_attn_backend.PACKAGE.unavailable())
     assert "flashinfer is not installed" in str(get_backend("flashinfer_xqa").unavailable())
     with pytest.raises(BackendUnavailableError, match="'flashinfer_xqa' .*is not installed; pip install"):
@@ -559,14 +557,14 @@ def test_what_is_absent_says_why_and_what_to_install(monkeypatch: pytest.MonkeyP
     for version in ("0.6.12", "0.8.0", "1.0"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            reason = flashinfer_package.FLASHINFER.missing()
+            reason = FLASHINFER.missing()
             assert f"flashinfer {version} is installed, 0.6.13 to 0.7 are supported" in str(reason)
             with pytest.raises(BackendUnavailableError, match=r"0\.6\.13 to 0\.7 are supported; pip install"):
-                flashinfer_package.FLASHINFER.load()
+                FLASHINFER.load()
     for version in ("0.6.13", "0.7.2.post1", "0.7.9+cu130"):
         with stand_in("flashinfer"):
             monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
-            assert flashinfer_package.FLASHINFER.missing() is None
+            assert FLASHINFER.missing() is None
 
 
 def test_flash_attention_4_is_not_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ one. With any other cache they run their class's own.
 """
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer, StaticLayer
 
 from torchpaged.custom_ops.checks import refuse_grad
@@ -42,6 +43,19 @@ def state_of(mixer: Any, options: Mapping[str, Any]) -> PackedState | None:
     if layer is not None and torch.is_grad_enabled():  # what comes in may have no grad
         refuse_grad(**dict(mixer.named_parameters()))
     return layer
+
+
+def over_states(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward(mixer, layer, hidden_states)`` over the states of a cache's layer, in the place of a mixer's
+    own, which runs with any other cache."""
+
+    def mixed(self: Any, hidden_states: Tensor, **options: Any) -> Any:
+        layer = state_of(self, options)
+        if layer is None:
+            return type(self).forward(self, hidden_states, **options)
+        return forward(self, layer, hidden_states)
+
+    return mixed
 
 
 def mixers_of(model: Any) -> list[Any]:

@@ -16,16 +16,13 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.custom_ops.plain_torch import exact
 from torchpaged.hf.cache_argument import CACHE, cache_of
 from torchpaged.hf.families import Family, register_family
-from torchpaged.hf.packed_mixers import packed_functions, state_of, state_of_attached
+from torchpaged.hf.packed_mixers import over_states, packed_functions, state_of_attached
 from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.support import records_layers
 
 
-def _forward(self: Any, hidden_states: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    layer = state_of(self, options)
-    if layer is None:
-        plain: tuple[Tensor, Tensor | None] = type(self).forward(self, hidden_states, **options)
-        return plain
+@over_states
+def _forward(self: Any, layer: PackedState, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
     layer.begin(hidden_states)
     mixed, sizes = self.act_fn(self.qkv_proj(hidden_states)), hidden_states.shape[:2]
     q, k, v = mixed.view(*sizes, self.num_attention_heads, 3, -1).unbind(-2)

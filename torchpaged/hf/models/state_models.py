@@ -13,8 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from torchpaged.hf.attached import plain_of
 from torchpaged.hf.cache_argument import CACHE, STATES_CACHE, cache_of, take_cache
 from torchpaged.hf.families import Family, Function, Functions, register_family
-from torchpaged.hf.models.mamba1 import forward_mamba1
-from torchpaged.hf.models.mamba2 import forward_mamba2
+from torchpaged.hf.models.mixers import mamba1, mamba2
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_mixers import packed_functions, state_of_attached
 from torchpaged.hf.row_refusals import require_left
@@ -101,9 +100,9 @@ register_family(
         states_alone=True,
         cache_argument=STATES_CACHE,
         packed={
-            "MambaMixer": forward_mamba1,
-            "FalconMambaMixer": forward_mamba1,
-            "Mamba2Mixer": forward_mamba2,
+            "MambaMixer": mamba1,
+            "FalconMambaMixer": mamba1,
+            "Mamba2Mixer": mamba2,
         },
         functions=_functions,
         layer=state_of_attached,

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 from model_coverage.architectures import config_of, with_random_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from torchpaged.fuse.launch_count import Launches
+from torchpaged.fuse.report import Launches
 from torchpaged.hf import attach, fuse
 
 FAMILIES = ["llama", "lfm2", "qwen3_next", "qwen3_5_text", "olmo_hybrid", "bamba", "granitemoehybrid"]

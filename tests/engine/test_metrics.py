@@ -7,7 +7,7 @@ import pytest
 
 from torchpaged import ArgumentError
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.engine.latency import BOUNDS, LatencyHistogram
+from torchpaged.engine.outputs import BOUNDS, LatencyHistogram
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.timeout(120)

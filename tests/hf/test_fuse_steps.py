@@ -14,8 +14,8 @@ from torch import Tensor
 from torchpaged import ArgumentError, AttentionMetadata
 from torchpaged.backends import Limits
 from torchpaged.engine import Generator, SamplingParams
-from torchpaged.fuse.launch_count import count_launches
 from torchpaged.fuse.layers import LayerPlan
+from torchpaged.fuse.report import count_launches
 from torchpaged.fuse.rope_table import RopeTable
 from torchpaged.hf import (
     PagedCache,

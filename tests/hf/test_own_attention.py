@@ -16,7 +16,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from torchpaged import UnsupportedModelError
 from torchpaged.hf import PagedCache, PagedModel, attach, detach, families
-from torchpaged.hf.models import falcon, own_attention
+from torchpaged.hf.models import decoders, own_attention
 from torchpaged.hf.support import lacks_causal_mask
 
 OWN_ATTENTION = {name for name, family in families.FAMILIES.items() if family.own_attention}
@@ -81,7 +81,7 @@ def test_form(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 WRONG: dict[str, tuple[str, Any, str, Any]] = {
     "slopes": ("bloom", own_attention, "alibi_slopes", lambda num_heads: [0.1] * num_heads),
-    "no rotation": ("falcon", falcon, "_rotate", lambda states, cos, sin: states),
+    "no rotation": ("falcon", decoders, "_rotate", lambda states, cos, sin: states),
 }
 
 

@@ -11,16 +11,14 @@ block_pool.py    free blocks and holders, host data only
 requests.py      requests that grow and fork, and the metadata of their steps
 host_blocks.py   `HostBlocks`: blocks in host memory, and the copies there and back (swap)
 host_tier.py     `HostTier`: where a `PrefixCache` has copies of the blocks that the pool gave up
-disk_blocks.py   `DiskBlocks`: blocks in a file, with checksums, written and read by threads
+disk_blocks.py   `DiskBlocks`: blocks in a file, with checksums, written and read by threads; the way back
 disk_tier.py     `DiskTier`: a `HostTier` whose oldest copies go on to such a file
-disk_arrival.py  the way back from it
 row_blocks.py    the blocks of a batch's rows, and what they share
 prefix_cache.py  `PrefixCache`: what blocks hold, by tokens, for texts that begin alike
 prefix_books.py  its books and counters, `PrefixCacheStats`
 runs.py          which blocks hold which tokens, beneath these
 checkpoints.py   `CheckpointedPrefixCache`: a `PrefixCache` for layers that keep a state or a ring per request
-cached_text.py   `CachedText`: one request's text, and how far it is known
-tiered_text.py   the same where a `HostTier` has copies of blocks
+cached_text.py   one request's text, and how far it is known: `CachedText`; `TieredText` with a `HostTier`
 eviction.py      which of these blocks are given up first: an `EvictionPolicy`, `LRU` by default, and a `Pin`
 snapshots.py     what a `PrefixCache` knows, in a safetensors file
 rolling.py       `RollingBlocks`: rings of blocks, for layers with a sliding window

@@ -17,8 +17,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 
-from torchpaged.cache.disk_arrival import DiskCopy, Returning
-from torchpaged.cache.disk_blocks import DiskBlocks, Job, why
+from torchpaged.cache.disk_blocks import DiskBlocks, DiskCopy, Job, Returning, why
 from torchpaged.cache.host_blocks import Arrival, HostBlocks
 from torchpaged.cache.host_tier import HostTier, Told
 

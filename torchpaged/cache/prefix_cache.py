@@ -20,10 +20,9 @@ a run costs O(blocks of the run). Host data only.
 
 from collections.abc import Hashable, Sequence
 
-from torchpaged.cache.cached_text import CachedText
+from torchpaged.cache.cached_text import CachedText, TieredText
 from torchpaged.cache.eviction import Pin
 from torchpaged.cache.prefix_books import PrefixBooks
-from torchpaged.cache.tiered_text import TieredText
 from torchpaged.custom_ops.errors import ArgumentError
 
 

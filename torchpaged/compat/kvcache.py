@@ -16,8 +16,8 @@ from torchpaged.compat.arguments import (
     refuse_invariant_splits,
 )
 from torchpaged.compat.call import Descales, PackedCall
-from torchpaged.compat.dense import rows_as_pools
 from torchpaged.compat.kvcache_check import CacheTokens, Tokens, check_rotary, rotated, slots_of, tokens_of
+from torchpaged.compat.packed import rows_as_pools
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.functional import write_kv
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from torchpaged.cache.disk_tier import DiskTier
 from torchpaged.custom_ops.words import repr_of_fields
-from torchpaged.engine.latency import BOUNDS, LatencyHistogram
-from torchpaged.engine.outputs import GeneratorStats
+from torchpaged.engine.outputs import BOUNDS, GeneratorStats, LatencyHistogram
 from torchpaged.engine.scheduler import Scheduler
 
 

@@ -17,7 +17,7 @@ from itertools import filterfalse
 
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.engine.chunk_budget import ChunkBudget
-from torchpaged.engine.latency import LatencyHistogram
+from torchpaged.engine.outputs import LatencyHistogram
 from torchpaged.engine.request_blocks import RequestBlocks, Rings
 from torchpaged.engine.sequence import Sequence
 

@@ -26,10 +26,9 @@ from torchpaged.fuse.ends import Ends, end_forwards
 from torchpaged.fuse.families import ARCHITECTURES, WITHIN
 from torchpaged.fuse.fusible import PASSES, why_changed, why_not, why_unknown
 from torchpaged.fuse.latent_layers import LatentPlan
-from torchpaged.fuse.launch_count import count_launches
 from torchpaged.fuse.layers import LayerPlan, fused_forward, paged_owner
 from torchpaged.fuse.mixers import NO_ROTATION, MixerPlan
-from torchpaged.fuse.report import FusionReport
+from torchpaged.fuse.report import FusionReport, count_launches
 from torchpaged.fuse.rope_table import lazy_forward
 from torchpaged.fuse.rotations import Rotations
 from torchpaged.fuse.state_layers import STATE_PLANS

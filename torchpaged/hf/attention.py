@@ -60,7 +60,7 @@ def paged_attention_forward(
         scaling: softmax scale; None = ``head_dim ** -0.5``.
         sliding_window: keys visible, the own one included; overrides the cache layer's.
         softcap, s_aux, sinks: soft cap and sink logits (``sinks`` is the newer name of ``s_aux``).
-        alibi_slopes: ``[num_heads]`` float32; for `torchpaged.hf.models.bloom`, on the paged path only.
+        alibi_slopes: ``[num_heads]`` float32; for `torchpaged.hf.models.decoders`, on the paged path only.
         masks_itself: the module's window is in none of the masks that its model asks for.
         shared_pools: the pools behind ``key`` and ``value``, where a trace lost them; for
             `torchpaged.hf.models.gemma`.

@@ -20,8 +20,8 @@ from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.mask_functions import is_causal, kinds_of, sees_next, whole_spans
 from torchpaged.hf.mask_kinds import MaskKind, Prompt, Rows, Spans
-from torchpaged.hf.row_errors import ANOTHER_PROMPT, other_rows
 from torchpaged.hf.row_refusals import assert_padding
+from torchpaged.hf.row_table import ANOTHER_PROMPT, other_rows
 
 
 class CacheMasks:

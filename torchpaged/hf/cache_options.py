@@ -15,11 +15,10 @@ from torchpaged.custom_ops.mla.fp8_rows import ROW_DTYPE
 from torchpaged.custom_ops.words import counted, of_bytes, one_line
 from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import family_of
-from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.kv_scales import Scales
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.row_states import describe_states
-from torchpaged.hf.template import HybridPagedLayer
+from torchpaged.hf.template import HybridPagedLayer, PackedHybridLayer
 
 
 def check_options(

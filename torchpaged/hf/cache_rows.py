@@ -15,14 +15,15 @@ from torchpaged.cache import BlockPool, RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
 from torchpaged.hf.pinned_batch import fill_query_starts
-from torchpaged.hf.row_errors import (
+from torchpaged.hf.row_table import (
+    RingTable,
+    RowTable,
     incomplete,
     other_rows,
     several_devices,
     too_few_blocks,
     too_long,
 )
-from torchpaged.hf.row_table import RingTable, RowTable
 from torchpaged.metadata import AttentionMetadata, HostLengths
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
 from torchpaged.metadata.host import to_device

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 from torchpaged.compile.code_object import with_own_code
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_argument import CACHE, cache_of, take_cache
-from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.model_classes import unwrapped
+from torchpaged.hf.template import PackedHybridLayer
 
 _MARK = "_torchpaged_compiled"
 

@@ -33,7 +33,7 @@ from transformers.generation.continuous_batching import (
     initialization,
 )
 
-from torchpaged.compat.dense import packed_pools
+from torchpaged.compat.packed import packed_pools
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.functional import paged_attention, write_kv
 from torchpaged.hf.continuous_cache import BatchLayer, gathered, keys_of_kind, layer_of, step_of

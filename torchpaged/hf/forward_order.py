@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchpaged.custom_ops.errors import UnsupportedModelError
-from torchpaged.hf.row_errors import incomplete
+from torchpaged.hf.row_table import incomplete
 
 if TYPE_CHECKING:
     from torchpaged.hf.layer import PagedLayer

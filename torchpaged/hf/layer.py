@@ -19,8 +19,8 @@ from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.call import LayerCall, brings_mask, by_token, in_autocast, kind_of, looks_alike
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.row_errors import incomplete
 from torchpaged.hf.row_refusals import note_padding, require_new
+from torchpaged.hf.row_table import incomplete
 from torchpaged.hf.watched_pool import WatchedPool, watch
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.prefixes.attention import attend_with_prefixes

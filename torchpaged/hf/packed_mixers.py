@@ -19,10 +19,9 @@ from torchpaged.custom_ops.state.check import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
 from torchpaged.hf.attached import MARK, forget_before, was_given_functions
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import PACKED, Function
-from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
-from torchpaged.hf.template import window_and_chunk
+from torchpaged.hf.template import PackedHybridLayer, window_and_chunk
 
 
 def packed_state(cache: Any, index: int) -> PackedState | None:

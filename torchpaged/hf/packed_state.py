@@ -18,8 +18,7 @@ from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.custom_ops.plain_torch import exact_dtype
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.state_layer import StateLayer
-from torchpaged.hf.state_past import TakesBack
+from torchpaged.hf.state_layer import StateLayer, TakesBack
 from torchpaged.metadata import AttentionMetadata
 
 _SET_UP = (

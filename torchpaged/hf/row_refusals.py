@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.hf.cache_rows import CacheRows
 from torchpaged.hf.owner import PagedOwner
-from torchpaged.hf.row_errors import ANOTHER_PROMPT
+from torchpaged.hf.row_table import ANOTHER_PROMPT
 
 
 def require_new(rows: CacheRows, query_len: int, written: bool, options: Mapping[str, Any]) -> None:

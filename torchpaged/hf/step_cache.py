@@ -13,7 +13,6 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.cache_options import latents_not_of
 from torchpaged.hf.call_mask import MaskRequest
 from torchpaged.hf.chosen_backend import ChosenBackend
-from torchpaged.hf.hybrid_layer import PackedHybridLayer
 from torchpaged.hf.kv_scales import KVQuantization, require_paged
 from torchpaged.hf.layer import PagedLayer, scaled
 from torchpaged.hf.mask_functions import is_causal
@@ -23,7 +22,7 @@ from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.row_states import keys_like
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.hf.support import require_kept_layers
-from torchpaged.hf.template import HybridPagedLayer, paged_layers
+from torchpaged.hf.template import HybridPagedLayer, PackedHybridLayer, paged_layers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.metadata.fields import METADATA_FIELDS, BatchSizes, make_batch_tensors
 

@@ -8,6 +8,7 @@ helper behind it changed its signature between transformers 5.17 and 5.23, the c
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import (
     CacheLayerMixin,
     LinearAttentionCacheLayerMixin,
@@ -22,6 +23,7 @@ from torchpaged.custom_ops.errors import UnsupportedModelError
 from torchpaged.hf.families import family_of
 from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
+from torchpaged.hf.packed_state import PackedState
 from torchpaged.hf.state_layer import StateLayer
 
 
@@ -111,3 +113,49 @@ def paged_layers(config: Any, max_seq_len: int, owner: PagedOwner) -> list[Any]:
         else:
             layers.append(layer)
     return layers
+
+
+class PackedHybridLayer(HybridPagedLayer):
+    """Pages keys and values, in its own pools, and keeps a state per request beside them, as the layers of
+    Falcon-H1 and Zamba 2 do.
+
+    Args:
+        owner: the cache.
+        index: position among the cache's layers.
+        window: see `torchpaged.hf.layer.PagedLayer`.
+        chunk: as above.
+
+    Attributes:
+        state: the `PackedState` that the layer's mixer calls.
+    """
+
+    def __init__(self, owner: PagedOwner, index: int, window: int | None, chunk: int | None) -> None:
+        super().__init__(owner, index, window, chunk, 1)
+        self.state = PackedState(owner, index)
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """See `PackedState`."""
+        return self.state.is_croppable
+
+    def activate_past_recording(self) -> None:
+        """See `PackedState`."""
+        self.state.activate_past_recording()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """See `PackedState`; keys that rows do not reach are not read."""
+        self.state.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """See `PackedState`; blocks of keys are the rows'."""
+        self.state.reorder_cache(beam_idx)
+
+    def reset(self) -> None:
+        """See `PackedState`."""
+        self.state.reset()
+
+    def update_conv_state(self, *_: Any, **__: Any) -> Tensor:
+        """See `PackedState`; raises `UnsupportedModelError`."""
+        raise self.state.unknown()
+
+    update_recurrent_state = update_conv_state

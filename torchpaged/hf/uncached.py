@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchpaged.compat.dense import packed_pools, rows_as_pools
+from torchpaged.compat.packed import packed_pools, rows_as_pools
 from torchpaged.custom_ops.memory import is_latent, pools_meet
 from torchpaged.functional import paged_attention
 from torchpaged.hf.call import LayerCall

@@ -1,5 +1,5 @@
-"""One file per family of models that needs more than all others: functions for its modules, a layer of its
-cache, or facts of it. Importing registers them all (`torchpaged.hf.families`).
+"""Families of models that need more than all others: functions for their modules, a layer of their cache, or
+facts of them. Importing registers them all (`torchpaged.hf.families`).
 
 Nothing outside this folder imports from it.
 """
@@ -7,12 +7,10 @@ Nothing outside this folder imports from it.
 from torchpaged.hf.models import (  # noqa: F401
     bart,
     bert,
-    bloom,
+    decoders,
     experts,
     facts,
-    falcon,
     gemma,
-    gptj,
     indexed,
     latent,
     lightning,

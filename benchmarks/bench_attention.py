@@ -15,23 +15,28 @@ from typing import Any
 
 from attention_peers.contenders import contenders
 from attention_peers.in_parts import in_parts_of
+from attention_peers.options import Options
 from attention_peers.plot import plot, require_matplotlib
+from attention_peers.run import cases_of, exit_code, run
 from attention_peers.suites import SUITES
-from attention_peers.summary import PeerScreen, summarise
+from measuring import split
 
-from torchpaged.bench.attention import exit_code, run
-from torchpaged.bench.attention.run import cases_of
-from torchpaged.bench.options import Options, split
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.names import device_named
 
+#: Fields of `Options` whose type is not what a flag is read as.
+KINDS: dict[Any, dict[str, Any]] = {
+    bool: {"action": "store_true"},
+    list[str] | None: {"action": "append"},
+    float | None: {"type": float},
+}
 HEADS_FIRST = "caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory"
 
 
 def run_with_peers(
     options: Options, *, peers: bool = True, skip: Sequence[str] = (), plot_file: str = ""
 ) -> dict[str, Any]:
-    """`torchpaged.bench.attention.run` with peers, absent ones reported, and own backends in parts.
+    """`attention_peers.run.run` with peers, absent ones reported, and own backends in parts.
 
     Args:
         options: what to run.
@@ -42,8 +47,8 @@ def run_with_peers(
     if plot_file:
         require_matplotlib()
     known = contenders(device_named(options.device), split(options.backends) or None, peers, skip)
-    cases = cases_of(options, SUITES)
-    document = run(options, cases, [*known, *in_parts_of(known, cases)], PeerScreen, summarise)
+    cases = cases_of(options)
+    document = run(options, cases, [*known, *in_parts_of(known, cases)])
     if plot_file:
         plot(document, plot_file)
     return document
@@ -55,11 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Paged attention against its peers; the last line of stdout is JSON."
     )
     for field in dataclasses.fields(Options):
-        flag, kind = f"--{field.name.replace('_', '-')}", str(field.type).split(" ")[0]
+        flag = f"--{field.name.replace('_', '-')}"
         how: dict[str, Any] = {"default": field.default, "help": field.metadata.get("help", HEADS_FIRST)}
-        how |= {"bool": {"action": "store_true"}, "list[str]": {"action": "append"}}.get(
-            kind, {"type": {"str": str, "int": int, "float": float}.get(kind)}
-        )
+        how |= KINDS.get(field.type, {"type": field.type})
         parser.add_argument(flag, **how)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="run the peers")
     parser.add_argument("--skip", default="", help="contenders to leave out, separated by commas")

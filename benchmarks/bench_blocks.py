@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import conditions
 
-from torchpaged.bench import conditions
 from torchpaged.cache import BlockPool, PrefixCache
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.engine.decisions import LOOKAHEAD

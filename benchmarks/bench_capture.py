@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from decode_step.cases import build_model, select_shapes
 from decode_step.options import BLOCK_SIZE, DTYPES
+from measuring import conditions
 
-from torchpaged.bench import conditions
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.engine.decode_loop import DecodeLoop
 from torchpaged.engine.outputs import TextStream

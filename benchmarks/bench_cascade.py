@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import conditions
+from measuring.timing import CudaSampler, interleave
 from torch import Tensor
 
 from torchpaged import paged_attention
-from torchpaged.bench import conditions
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops.attention.cascade_call import CascadeCall
 from torchpaged.custom_ops.attention.triton.cascade_attention import compose
 from torchpaged.prefixes import SharedPrefixes, cascade_attention, find_prefix_groups

@@ -25,9 +25,9 @@ import torch
 from decode_step.cases import build_model, select_shapes
 from decode_step.options import BLOCK_SIZE, DTYPES
 from decode_step.own import Variant
+from measuring import conditions
 from torch._dynamo.utils import counters
 
-from torchpaged.bench import conditions
 from torchpaged.compile.compile_cache import load_compile_cache, save_compile_cache
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 from torchpaged.engine import Generator, SamplingParams

@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from measuring import conditions
 from op_inputs.latent import assert_latent_close, latent_tensors, make_latent_batch, run_mla_attention
 from op_inputs.opcheck import opcheck_cases
 
-from torchpaged.bench import conditions
 from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.custom_ops.registry import NATIVE_OPS
 from torchpaged.testing import BatchSpec, assert_attention_close, make_batch, run_paged_attention

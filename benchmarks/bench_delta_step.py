@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from documents import write_rows
+from measuring.timing import CudaSampler, interleave
 from torch import Tensor
 
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from decode_step.cases import build_model, select_shapes
+from measuring import conditions
 
-from torchpaged.bench import conditions
 from torchpaged.cache.disk_blocks import DiskBlocks
 from torchpaged.cache.disk_tier import DiskTier
 from torchpaged.engine import Generator, SamplingParams

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from decode_step.cases import SHAPES as DENSE
 from decode_step.cases import build_model
+from measuring import conditions
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchpaged.bench import conditions
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import attach
 

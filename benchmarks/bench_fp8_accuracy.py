@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from decode_step.options import DTYPES
+from measuring import conditions
 from torch import Tensor
 
-from torchpaged.bench import conditions
 from torchpaged.hf import PagedCache, attach
 
 CACHES: dict[str, dict[str, Any]] = {

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import conditions
+from measuring.timing import CudaSampler, interleave
 from torch import Tensor
 
-from torchpaged.bench import conditions
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 
 E4M3 = torch.float8_e4m3fn

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from decode_step.cases import build_model, select_shapes
 from decode_step.options import DTYPES
+from measuring import conditions
 from torch import Tensor
 
 import torchpaged.hf as hf
-from torchpaged.bench import conditions
 
 Call = Callable[[Tensor, int], Tensor]
 

@@ -21,9 +21,9 @@ import torch
 from decode_step.cases import build_model, select_shapes
 from decode_step.options import DTYPES
 from decode_step.peers import generate_batch
+from measuring import conditions
 
 import torchpaged.hf  # noqa: F401  # registers its attention
-from torchpaged.bench import conditions
 
 
 class Way(NamedTuple):

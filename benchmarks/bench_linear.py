@@ -18,11 +18,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from measuring import conditions
+from measuring.timing import CudaSampler, interleave
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchpaged.bench import conditions
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 
 CUDA, COMPOSED = BACKEND_OPS["cuda"].linear, BACKEND_OPS["triton"].linear

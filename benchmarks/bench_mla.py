@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from documents import write_rows
+from measuring.timing import Call, CudaSampler, interleave
 
-from torchpaged.bench.timing import Call, CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.mla.triton import config
 

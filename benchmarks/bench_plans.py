@@ -18,11 +18,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from measuring import conditions
 
 from torchpaged import Limits
 from torchpaged.backends import Backend, HostLengths, Session, attention_spec, get_backend
 from torchpaged.backends.choose.route_session import Part
-from torchpaged.bench import conditions
 
 DEVICE, DTYPE, BLOCK_SIZE = torch.device("cuda"), torch.bfloat16, 16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from decode_step.cases import SHAPES, ModelShape, build_model
+from measuring import conditions
 
-from torchpaged.bench import conditions
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.graphs import PackedGraphRunner
 from torchpaged.hf import PagedModel, fuse

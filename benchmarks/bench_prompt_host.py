@@ -17,10 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from measuring import conditions
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchpaged.backends import Limits
-from torchpaged.bench import conditions
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedModel
 

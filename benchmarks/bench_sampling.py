@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from measuring import conditions
+from measuring.timing import CudaSampler, interleave
 from op_inputs.sampling import assert_samples_close, make_accept_inputs, make_sampling_inputs
 
-from torchpaged.bench import conditions
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 
 TRITON = BACKEND_OPS["triton"]

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from decode_step.cases import ModelShape, select_shapes
+from measuring import conditions
 from serving.engines import OwnEngine, serve
 from serving.loads import LONGEST, load_of, prompts_of
 from serving.steps import Steps
-
-from torchpaged.bench import conditions
 
 #: Tokens of a prompt alone, and of a prompt and an output of the longest load.
 PROMPT = 2 * LONGEST

@@ -32,9 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import conditions
 from serving.cases import PARTS, Case, measure
-
-from torchpaged.bench import conditions
 
 PLAN = (
     "llama-1b:uniform,prompts;llama-8b:uniform,prompts,sharegpt;qwen3-0.6b:uniform,prompts;"

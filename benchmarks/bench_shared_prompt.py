@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from decode_step.cases import build_model, select_shapes
+from measuring import conditions
 
-from torchpaged.bench import conditions
 from torchpaged.engine import Generator, SamplingParams
 
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from measuring import conditions
+from measuring.timing import CudaSampler, interleave
 from torch import Tensor
 
-from torchpaged.bench import conditions
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 
 SETS, CALLS, TOP_K = 4, 8, 2048

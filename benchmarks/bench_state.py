@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from documents import write_rows
+from measuring.timing import CudaSampler, interleave
 
-from torchpaged.bench.timing import CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 
 ROUND_BYTES, CALLS = 256 << 20, 8

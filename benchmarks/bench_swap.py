@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import conditions
 
 from torchpaged import PagedKVCache
-from torchpaged.bench import conditions
 from torchpaged.cache.host_blocks import HostBlocks
 
 #: Layers, kv heads and head_dim.

@@ -24,10 +24,10 @@ import triton
 import triton.language as tl
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from measuring import conditions
+from measuring.timing import CudaSampler, Sampler, interleave
 from op_inputs.rope import make_rope_inputs
 
-from torchpaged.bench import conditions
-from torchpaged.bench.timing import CudaSampler, Sampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cache_write.triton import write_kv as kernels
 from torchpaged.custom_ops.triton.cache_writes import saturate

@@ -25,10 +25,10 @@ import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from measuring import conditions
+from measuring.timing import Call, CudaSampler, interleave
 from op_inputs.rope import assert_rope_close, make_rope_inputs
 
-from torchpaged.bench import conditions
-from torchpaged.bench.timing import Call, CudaSampler, interleave
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.cache_write.triton import rope_write_kv as kernels
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from torchpaged.bench import conditions
-from torchpaged.bench.timing import Call, CudaSampler, interleave
+from measuring import conditions
+from measuring.timing import Call, CudaSampler, interleave
 
 
 def write_rows(rows: Sequence[dict[str, Any]], output: str | None, device: str = "cuda") -> None:

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention_peers.cases import AttentionCase
+from attention_peers.contender import Contender, Prepared, own_backends
+from attention_peers.inputs import Inputs
 from attention_peers.libraries import PEERS
-from torchpaged.bench.attention.cases import AttentionCase
-from torchpaged.bench.attention.contender import Contender, Prepared, own_backends
-from torchpaged.bench.attention.inputs import Inputs
 from torchpaged.custom_ops.errors import ArgumentError
 
 

@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attention_peers.cases import AttentionCase
+from attention_peers.contender import Contender, Prepared, own_backend
+from attention_peers.inputs import Inputs
 from attention_peers.summary import SUFFIX
 from torchpaged.backends import get_backend
-from torchpaged.bench.attention.cases import AttentionCase
-from torchpaged.bench.attention.contender import Contender, Prepared, own_backend
-from torchpaged.bench.attention.inputs import Inputs
 
 
 def in_parts_of(backends: Sequence[Contender], cases: Sequence[AttentionCase]) -> list[Contender]:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchpaged.bench.attention.cases import AttentionCase
-from torchpaged.bench.attention.contender import Contender, Prepared, plan_us
-from torchpaged.bench.attention.inputs import FP8_K_SCALE, Inputs
+from attention_peers.cases import AttentionCase
+from attention_peers.contender import Contender, Prepared, plan_us
+from attention_peers.inputs import FP8_K_SCALE, Inputs
 
 _FLASHINFER_WORKSPACE = 1 << 30  # bytes; its fa2 prompts of 16k tokens fail with half of it
 

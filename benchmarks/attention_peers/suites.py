@@ -1,9 +1,9 @@
-"""The suites of a checkout: those of ``torchpaged bench attention`` and further ones."""
+"""The suites: those of cases.py and further ones."""
 
 import torch
 
-from torchpaged.bench.attention import cases
-from torchpaged.bench.attention.cases import (
+from attention_peers import cases
+from attention_peers.cases import (
     LLAMA_8B,
     AttentionCase,
     K,

@@ -5,12 +5,25 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from measuring.screen import Screen, notes, table
+
 from attention_peers.suites import SUITES
-from torchpaged.bench.attention.run import faults
-from torchpaged.bench.screen import Screen, notes, table
 
 #: Of contenders that take a mixed batch in two calls: measured, and not ranked.
 SUFFIX = "-in-parts"
+
+
+def faults(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was skipped, wrong or failed, and why."""
+    return {
+        "skipped": {row["case"]: row["skipped"] for row in rows if "skipped" in row},
+        "wrong_or_failed": [
+            f"{row['case']}: {name} {entry['status']}: {entry['reason']}"
+            for row in rows
+            for name, entry in row["contenders"].items()
+            if entry["status"] in ("wrong", "failed")
+        ],
+    }
 
 
 def compare(entries: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import conditions, split
+from measuring.timing import measure_bandwidth
 
 from decode_step.cases import SHAPES, select_shapes
 from decode_step.options import DTYPES, VARIANTS, Options
@@ -26,9 +28,6 @@ from decode_step.own import Variant
 from decode_step.peers import PEERS
 from decode_step.screen import StepScreen
 from decode_step.shape import measure_shape
-from torchpaged.bench import conditions
-from torchpaged.bench.options import split
-from torchpaged.bench.timing import measure_bandwidth
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 
 

@@ -3,7 +3,7 @@ the end."""
 
 from typing import Any
 
-from torchpaged.bench.screen import Screen
+from measuring.screen import Screen
 
 _HEADER = [
     "case",

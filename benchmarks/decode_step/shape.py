@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from attention_peers.case import free_memory
 
 from decode_step import trace as step_trace
 from decode_step.cases import TARGETS_MS, ModelShape, build_model
@@ -23,7 +24,6 @@ from decode_step.options import BLOCK_SIZE, DTYPES, Options
 from decode_step.own import OwnStep, Variant, ours
 from decode_step.peers import PEERS
 from decode_step.screen import StepScreen
-from torchpaged.bench.attention.case import free_memory
 
 BURST_STEPS = 16  # timed between two resets of the requests' lengths
 HOST_LAUNCHES = 20

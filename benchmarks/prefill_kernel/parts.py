@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measuring.timing import CudaSampler, interleave
 
 from prefill_kernel.cases import CHECKS, CYCLES, GRAPH, PATIENCE, POWER, TIMES, Case
 from prefill_kernel.inputs import Inputs, compare
-from torchpaged.bench.timing import CudaSampler, interleave
 
 
 def check(case: Case) -> dict[str, Any]:

@@ -675,10 +675,9 @@ def test_a_name_of_others_can_not_be_taken() -> None:
 
 def test_the_benchmark_runs_one_that_is_named() -> None:
     """By a name of its own, since the library itself may be a peer; not where none is named."""
+    from attention_peers.cases import AttentionCase
     from attention_peers.contenders import contenders
-
-    from torchpaged.bench.attention.cases import AttentionCase
-    from torchpaged.bench.attention.inputs import exact_outputs, make_inputs, relative_error
+    from attention_peers.inputs import exact_outputs, make_inputs, relative_error
 
     device, f32 = torch.device("cpu"), torch.float32
     assert {contender.name for contender in contenders(device, peers=False)} == {"cpu"}

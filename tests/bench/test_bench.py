@@ -13,23 +13,23 @@ from typing import Any
 import bench_attention
 import pytest
 import torch
+from attention_peers import case as attention_case
+from attention_peers import cases as package_cases
+from attention_peers import inputs
+from attention_peers.case import measure_case
+from attention_peers.cases import LLAMA_8B, AttentionCase, make_case, select_cases
+from attention_peers.contender import Contender, Prepared, own_backend
 from attention_peers.contenders import contenders
 from attention_peers.in_parts import in_parts, num_decodes
+from attention_peers.inputs import Inputs
+from attention_peers.options import Options
+from attention_peers.run import exit_code
 from attention_peers.suites import SUITES
 from attention_peers.summary import compare, summarise
 from command import python
+from measuring import timing
 from torch import Tensor
 
-from torchpaged.bench import timing
-from torchpaged.bench.attention import case as attention_case
-from torchpaged.bench.attention import cases as package_cases
-from torchpaged.bench.attention import inputs
-from torchpaged.bench.attention.case import measure_case
-from torchpaged.bench.attention.cases import LLAMA_8B, AttentionCase, make_case, select_cases
-from torchpaged.bench.attention.contender import Contender, Prepared, own_backend
-from torchpaged.bench.attention.inputs import Inputs
-from torchpaged.bench.attention.run import exit_code
-from torchpaged.bench.options import Options
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.mask import BlockSparse
 from torchpaged.custom_ops.errors import ArgumentError, BackendUnavailableError
@@ -405,18 +405,12 @@ ARGUMENTS = [
 ]
 
 
-def test_the_command(native: None, tmp_path: Path) -> None:
-    pytest.importorskip("typer")
-    pytest.importorskip("rich")
-    from typer.testing import CliRunner
-
-    from torchpaged.cli.app import app
-
+def test_the_script_alone(native: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "result.json"
-    done = CliRunner().invoke(app, ["bench", "attention", *ARGUMENTS, "--output", str(file)])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout.splitlines()[-1])
-    assert len(done.stdout.splitlines()) == 1
+    assert bench_attention.main([*ARGUMENTS, "--no-peers", "--output", str(file)]) == 0
+    seen = capsys.readouterr()
+    document = json.loads(seen.out)
+    assert len(seen.out.splitlines()) == 1
     assert json.loads(file.read_text()) == document
     assert [row["case"] for row in document["rows"]] == [case.name for case in SUITES["smoke"]]
     for row in document["rows"]:
@@ -427,11 +421,12 @@ def test_the_command(native: None, tmp_path: Path) -> None:
         assert {entry["status"] for entry in row["contenders"].values()} <= {"timed", "absent", "unsupported"}
         assert all("reason" in entry for entry in row["contenders"].values() if entry["status"] != "timed")
     assert document["ceilings"]["bytes_per_s"] == 1e10
-    assert document["summary"] == {"skipped": {}, "wrong_or_failed": []}
+    assert document["summary"]["skipped"] == {}
+    assert document["summary"]["wrong_or_failed"] == []
     assert document["conditions"]["torch"] == torch.__version__
     assert "command" in document["conditions"]
-    assert "cpu" in done.stderr
-    assert "peer" not in done.stderr
+    assert "cpu" in seen.err
+    assert "peer" not in seen.err
 
 
 def test_the_script_compares_with_peers(native: None, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,8 +75,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "profiling",
     ),
     "testing": (*ENGINE, "prefixes"),
-    "bench": ENGINE,
-    "cli": (*ENGINE, "bench", "testing"),
+    "cli": (*ENGINE, "testing"),
     "": ("attention", "backends", "cache", "compile", "custom_ops", "functional", "metadata", "version"),
     "__main__": ("cli",),
 }
@@ -99,7 +98,6 @@ NAMES_KERNELS = (
     "torchpaged.backends.cuda",
     "torchpaged.backends.flashinfer_gdn",
     "torchpaged.testing",
-    "torchpaged.bench",
 )
 FAMILIES = (
     "attention",

@@ -60,7 +60,7 @@ def public_classes() -> dict[str, type]:
     protocols or abstract classes."""
     names = ["torchpaged"]
     for found in pkgutil.walk_packages(torchpaged.__path__, "torchpaged."):
-        if found.ispkg and found.name.split(".")[1] not in ("vllm", "cli", "bench"):
+        if found.ispkg and found.name.split(".")[1] not in ("vllm", "cli"):
             names.append(found.name)
     classes = {}
     for name in names:

@@ -50,10 +50,10 @@ SPELLED_OUT = {
     "torchpaged/hf/call.py": "transformers' words",
     "torchpaged/compat/arguments.py": "FlashAttention's words",
 }
-#: Python files that may name an option. block_sparse: ten are Triton's kernels and three the benchmark's;
+#: Python files that may name an option. block_sparse: ten are Triton's kernels;
 #: output_scale: eight are of ``mla_attention``; v_scale: in between travels `KVScales`, these are kernels,
 #: public functions and other libraries' words.
-MOST_FILES = {"tree_mask": 14, "block_sparse": 25, "output_scale": 29, "alibi_slopes": 22, "v_scale": 30}
+MOST_FILES = {"tree_mask": 14, "block_sparse": 23, "output_scale": 29, "alibi_slopes": 22, "v_scale": 30}
 #: Other words that hold an option's name: Granite's, and that of a cache's argument.
 OTHER_WORDS = ("block_sparse_moe", "kv_scales")
 

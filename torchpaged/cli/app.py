@@ -1,7 +1,6 @@
-"""The command line: ``torchpaged generate | bench | backends | env``.
+"""The command line: ``torchpaged generate | backends | env``.
 
-typer and rich belong to the ``demo`` and ``bench`` extras; only the command modules and the bench's screen
-import them.
+typer and rich belong to the ``demo`` extra; only the command modules import them.
 """
 
 import json
@@ -18,7 +17,6 @@ except ImportError as _error:  # pragma: no cover - depends on the installation
     ) from None
 
 from torchpaged.cli.backends import Asked, backends
-from torchpaged.cli.bench import app as bench_app
 from torchpaged.cli.commands import command_of, show
 from torchpaged.cli.settings import Settings
 from torchpaged.custom_ops import variables
@@ -30,10 +28,9 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,  # its tables cut long names of options
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Paged-KV attention: text of a model, what runs here and why, benchmarks.",
+    help="Paged-KV attention: text of a model, what runs here and why.",
     pretty_exceptions_enable=False,
 )
-app.add_typer(bench_app, name="bench")
 
 
 def _version(asked: bool) -> None:

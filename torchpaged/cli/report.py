@@ -1,14 +1,16 @@
 """The environment report behind ``torchpaged env``: versions, kernels, devices and variables, every
 probe guarded."""
 
+import contextlib
+import importlib.metadata
 import os
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from torchpaged.backends import get_backend, list_backends
-from torchpaged.bench.conditions import of_gpu, of_torch, versions
 from torchpaged.custom_ops import native_status
 from torchpaged.custom_ops.variables import VARIABLES
 
@@ -24,6 +26,31 @@ _PACKAGES = (
     "safetensors",
     "tokenizers",
 )
+
+
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of the packages that are installed; None of the others."""
+    found: dict[str, str | None] = dict.fromkeys(packages)
+    for package in found:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def of_torch() -> dict[str, Any]:
+    """What torch was built for, and its threads."""
+    return {"cuda": torch.version.cuda, "hip": torch.version.hip, "threads": torch.get_num_threads()}
+
+
+def of_gpu(device: torch.device | int) -> dict[str, Any]:
+    """What the GPU is."""
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "name": properties.name,
+        "capability": [properties.major, properties.minor],
+        "gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+    }
 
 
 def collect() -> dict[str, Any]:

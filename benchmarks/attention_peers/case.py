@@ -5,19 +5,17 @@
 A contender that can't run, is wrong or fails is reported as that and never left out.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from measuring import timing
 
-from torchpaged.bench import timing
-from torchpaged.bench.attention.cases import AttentionCase
-from torchpaged.bench.attention.contender import Contender, Prepared
-from torchpaged.bench.attention.inputs import (
+from attention_peers.cases import AttentionCase
+from attention_peers.contender import Contender, Prepared
+from attention_peers.inputs import (
     Inputs,
     error_limit,
     exact_outputs,

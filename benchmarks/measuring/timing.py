@@ -5,8 +5,6 @@ back to back, so that neither Python nor launch latency is in the figures. On a 
 under ``time.perf_counter``.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -5,8 +5,6 @@ With rich there is a live bar and a table that fits the terminal; without it, pl
 the JSON line.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections import Counter

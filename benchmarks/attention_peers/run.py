@@ -7,29 +7,28 @@ in turns. A contender that can't run, is wrong or fails is reported as that and 
 holds the conditions, one row per case and a summary; what a reader sees meanwhile goes to stderr.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import conditions, timing
 
-from torchpaged.bench import conditions, timing
-from torchpaged.bench.attention.case import free_memory, measure_case
-from torchpaged.bench.attention.cases import SUITES, AttentionCase, select_cases
-from torchpaged.bench.attention.contender import Contender, own_backends
-from torchpaged.bench.options import Options, split
-from torchpaged.bench.screen import Screen
+from attention_peers.case import free_memory, measure_case
+from attention_peers.cases import AttentionCase, select_cases
+from attention_peers.contender import Contender
+from attention_peers.options import Options
+from attention_peers.suites import SUITES
+from attention_peers.summary import PeerScreen, summarise
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.names import device_named, short_dtype
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def cases_of(options: Options, known: Mapping[str, Sequence[AttentionCase]] = SUITES) -> list[AttentionCase]:
-    """The cases that the options name, of the suites in ``known``.
+def cases_of(options: Options) -> list[AttentionCase]:
+    """The cases that the options name.
 
     Raises:
         ArgumentError: a suite or dtype is unknown, or no case is left.
@@ -37,49 +36,26 @@ def cases_of(options: Options, known: Mapping[str, Sequence[AttentionCase]] = SU
     dtype = short_dtype(options.dtype)
     if dtype and dtype not in DTYPES:
         raise ArgumentError("dtype", f"one of {', '.join(DTYPES)}", repr(options.dtype))
-    return select_cases(options.suite or ("decode",), options.case, DTYPES.get(dtype), known)
-
-
-def faults(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was skipped, wrong or failed, and why."""
-    return {
-        "skipped": {row["case"]: row["skipped"] for row in rows if "skipped" in row},
-        "wrong_or_failed": [
-            f"{row['case']}: {name} {entry['status']}: {entry['reason']}"
-            for row in rows
-            for name, entry in row["contenders"].items()
-            if entry["status"] in ("wrong", "failed")
-        ],
-    }
+    return select_cases(options.suite or ("decode",), options.case, DTYPES.get(dtype), SUITES)
 
 
 @torch.inference_mode()
-def run(
-    options: Options,
-    cases: Sequence[AttentionCase] | None = None,
-    contenders: Sequence[Contender] | None = None,
-    screen: type[Screen] = Screen,
-    summarise: Callable[[list[dict[str, Any]]], dict[str, Any]] = faults,
-) -> dict[str, Any]:
+def run(options: Options, cases: Sequence[AttentionCase], contenders: Sequence[Contender]) -> dict[str, Any]:
     """Run the benchmark and return its document: ``conditions``, ``ceilings``, ``rows``, ``summary``.
 
     Args:
         options: what to run.
-        cases: None = those that the options name.
-        contenders: what is measured; None = ``options.backends``.
-        screen: shows the run.
-        summarise: rows to ``summary``.
+        cases: those that the options name.
+        contenders: what is measured.
 
     Raises:
         ArgumentError, BackendUnavailableError: an option names something unknown; nothing has run then.
     """
     if options.repeats < 1:
         raise ArgumentError("repeats", "at least 1", str(options.repeats))
-    cases = cases_of(options) if cases is None else cases
     device = device_named(options.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams, graphs and events below are the current device's
-    contenders = own_backends(device, split(options.backends) or None) if contenders is None else contenders
     document: dict[str, Any] = {
         "benchmark": "attention",
         "conditions": conditions.collect(device),
@@ -93,7 +69,7 @@ def run(
 
     free_memory(device)
     ceilings, layout = document["ceilings"], options.heads_first
-    with screen(len(cases) * len(contenders), enabled=not options.json_only) as shown:
+    with PeerScreen(len(cases) * len(contenders), enabled=not options.json_only) as shown:
         for case in cases:
             row = measure_case(case, contenders, device, ceilings, options.repeats, layout, shown.step)
             document["rows"].append(row)

@@ -1,18 +1,15 @@
 """What a result file says about where its figures come from: machine, versions, clocks, commit, command."""
 
-from __future__ import annotations
-
-import contextlib
-import importlib.metadata
 import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from torchpaged.cli.report import of_gpu, of_torch, versions
 
 _PACKAGES = ("torchpaged", "torch", "triton", "flashinfer-python", "tokenspeed-fa3", "transformers")
 _SMI_FIELDS = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,temperature.gpu"
@@ -23,31 +20,6 @@ def _output(*command: str) -> str | None:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def versions(packages: Iterable[str]) -> dict[str, str | None]:
-    """Of the packages that are installed; None of the others."""
-    found: dict[str, str | None] = dict.fromkeys(packages)
-    for package in found:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def of_torch() -> dict[str, Any]:
-    """What torch was built for, and its threads."""
-    return {"cuda": torch.version.cuda, "hip": torch.version.hip, "threads": torch.get_num_threads()}
-
-
-def of_gpu(device: torch.device | int) -> dict[str, Any]:
-    """What the GPU is."""
-    properties = torch.cuda.get_device_properties(device)
-    return {
-        "name": properties.name,
-        "capability": [properties.major, properties.minor],
-        "gib": round(properties.total_memory / 2**30, 1),
-        "multiprocessors": properties.multi_processor_count,
-    }
 
 
 def commit() -> str | None:

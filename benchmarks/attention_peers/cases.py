@@ -8,8 +8,6 @@ apart: ``heads/kv_heads/head_dim lengths block``, and the KV dtype where it diff
 blocks. Attention is causal throughout.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ these calls. Those of torchpaged's backends:
             out = prepared.calls[0]()       # one call per KV cache; returns [num_tokens, num_heads, head_dim]
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_peers.cases import AttentionCase
+from attention_peers.inputs import Inputs
 from torchpaged.backends import (
     AttentionSpec,
     Backend,
@@ -30,8 +30,6 @@ from torchpaged.backends import (
     list_backends,
 )
 from torchpaged.backends.choose.route import is_route
-from torchpaged.bench.attention.cases import AttentionCase
-from torchpaged.bench.attention.inputs import Inputs
 
 #: Backends around other libraries: a peer each, so that they run where they are named alone.
 _AROUND_LIBRARIES = (

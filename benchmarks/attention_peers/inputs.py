@@ -8,15 +8,13 @@ cache. Blocks are shuffled, but for a few cases; block 0 is the null block and s
 tails are 0, because peers may load them.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torchpaged.bench.attention.cases import AttentionCase
+from attention_peers.cases import AttentionCase
 from torchpaged.custom_ops.pools import KVScales
 from torchpaged.metadata import AttentionMetadata
 

@@ -1,7 +1,4 @@
-"""The options of ``torchpaged bench attention``, declared once; benchmarks/bench_attention.py
-reads them too."""
-
-from __future__ import annotations
+"""The options of bench_attention.py."""
 
 from dataclasses import dataclass
 
@@ -32,8 +29,3 @@ class Options:
     output: str = option("write the document to this JSON file, after every case", "")
     json_only: bool = option("print the JSON line and nothing else", False, "--json-only")
     heads_first: bool = False
-
-
-def split(names: str) -> tuple[str, ...]:
-    """Names separated by commas."""
-    return tuple(name.strip() for name in names.split(",") if name.strip())

@@ -25,7 +25,7 @@ from torchpaged.metadata.fields import (
     make_batch_tensors,
     pad_batch_tensors,
 )
-from torchpaged.metadata.slots import slot_of
+from torchpaged.metadata.host import slot_of
 
 _ALIGN = 64  # bytes that every field starts at a multiple of
 

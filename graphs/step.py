@@ -11,7 +11,7 @@ from typing import Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from torchpaged.compile.code_object import with_own_code
+from torchpaged.compile.compile_cache import with_own_code
 from torchpaged.custom_ops.checks import check_callable, switch
 from torchpaged.custom_ops.errors import ArgumentError, CaptureError
 from torchpaged.graphs.capture import CaptureBackend, CudaCapture, EagerCapture, TapeCapture

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchpaged.compile.code_object import with_own_code
+from torchpaged.compile.compile_cache import with_own_code
 
 
 @pytest.mark.slow

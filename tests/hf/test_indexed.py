@@ -20,9 +20,8 @@ from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, paged
 from torchpaged.hf.call import LayerCall
 from torchpaged.hf.dense import attend_by_formula, select
-from torchpaged.hf.models.indexed import IndexedLayer
+from torchpaged.hf.models.indexed import TYPES, IndexedLayer, SparseLatentLayer
 from torchpaged.hf.models.latent import LatentLayer
-from torchpaged.hf.models.sparse import TYPES, SparseLatentLayer
 
 GREEDY: dict[str, Any] = {
     "max_new_tokens": 8,

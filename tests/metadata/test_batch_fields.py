@@ -20,7 +20,7 @@ from torchpaged.metadata.fields import (
     make_batch_tensors,
     pad_batch_tensors,
 )
-from torchpaged.metadata.slots import slot_of, slots_at, slots_between
+from torchpaged.metadata.host import slot_of, slots_at, slots_between
 
 BLOCK = 4
 BUILDERS: dict[str, tuple[Callable[[], AttentionMetadata], BatchSizes]] = {

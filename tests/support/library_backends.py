@@ -22,7 +22,7 @@ from torchpaged.backends import (
     get_backend,
 )
 from torchpaged.testing import Batch
-from torchpaged.testing.attempt import spec_of_call
+from torchpaged.testing.conformance import spec_of_call
 
 PEERS = Path(__file__).parent / "peers"
 LIBRARIES = {

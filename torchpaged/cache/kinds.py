@@ -9,6 +9,7 @@ engine take layers of any kind, of several kinds in one model too. They share bl
 is block 5 in the pools of every layer that keeps blocks.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -120,3 +121,12 @@ def kind_of(spec: Any) -> LayerKind:
         type(spec).__name__,
         "call torchpaged.cache.register_layer_kind",
     )
+
+
+def memory_of(device: torch.device) -> int | None:
+    """Bytes of memory that ``device`` has, used or not; None where that can't be told."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from torchpaged.cache.block_pool import BlockPool, check_num_blocks
-from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of
+from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of, memory_of
 from torchpaged.cache.kv import KVLayerSpec
-from torchpaged.cache.memory import memory_of
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, device_here, is_int, switch

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchpaged.cache.memory import memory_of
+from torchpaged.cache.kinds import memory_of
 from torchpaged.cli.settings import Settings
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 from torchpaged.names import short_dtype

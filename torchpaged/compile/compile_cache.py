@@ -20,9 +20,10 @@ import platform
 import re
 import sys
 import time
+import types
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,19 @@ def _write_triton(folder: Path, files: dict[str, bytes]) -> None:
     for name, content in groups.items():
         moved = json.dumps({"child_paths": {child: str(folder / child) for child in _children(content)}})
         _write_files(folder, {name: moved.encode()})
+
+
+def with_own_code(function: Callable[..., Any], name: str) -> Any:
+    """``function``, closure included, with a code object of its own, called ``name``.
+
+    Dynamo keeps its compiled entries, and counts its recompile limit, per code object: shared by all batch
+    sizes, the limit of 8 would end the ninth.
+
+    Args:
+        function: a Python function without default arguments; a small one as a rule, since dynamo inlines
+            what it calls.
+        name: as it stands in stack traces and in the compiler's logs.
+    """
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, None, function.__closure__)

@@ -16,7 +16,7 @@ from torchpaged.engine.generator import Generator
 from torchpaged.engine.metrics import EngineMetrics
 from torchpaged.engine.outputs import GeneratorStats, RequestOutput, RequestTimes, TokenEvent
 from torchpaged.engine.sampling import SamplingParams
-from torchpaged.engine.start_report import StartPhase, StartReport
+from torchpaged.engine.start import StartPhase, StartReport
 
 __all__ = [
     "EngineMetrics",

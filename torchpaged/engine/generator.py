@@ -35,8 +35,7 @@ from torchpaged.engine.outputs import GeneratorStats
 from torchpaged.engine.paged import paged_model, tokens_per_request
 from torchpaged.engine.request_calls import RequestCalls
 from torchpaged.engine.scheduler import Scheduler
-from torchpaged.engine.start import start
-from torchpaged.engine.start_report import LateCompiles, StartClock, StartReport
+from torchpaged.engine.start import LateCompiles, StartClock, StartReport, start
 from torchpaged.engine.step_graphs import PrefillGraphs, make_step_graphs
 from torchpaged.engine.stepper import Stepper
 from torchpaged.model_state import undone_if_it_raises

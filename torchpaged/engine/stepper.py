@@ -33,7 +33,7 @@ from torchpaged.engine.packed_steps import PackedSteps
 from torchpaged.engine.request_blocks import leave_arrival
 from torchpaged.engine.scheduler import Schedule, Scheduler
 from torchpaged.engine.sequence import Sequence
-from torchpaged.engine.start_report import LateCompiles
+from torchpaged.engine.start import LateCompiles
 from torchpaged.engine.step_graphs import PrefillGraphs
 from torchpaged.prefixes import AutomaticPrefixes
 from torchpaged.profiling import range as profile_range

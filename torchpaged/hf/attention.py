@@ -24,9 +24,8 @@ from torchpaged.hf.layer import PagedLayer, layer_of
 from torchpaged.hf.mask_functions import is_causal as is_causal_mask
 from torchpaged.hf.model_classes import fill_class_tables, needs_eager_mask
 from torchpaged.hf.owner import cache_of
-from torchpaged.hf.rolling_attention import attend_rolling
 from torchpaged.hf.row_refusals import require_new
-from torchpaged.hf.span_attention import attend_with_spans
+from torchpaged.hf.several_calls import attend_rolling, attend_with_spans
 from torchpaged.hf.support import NAME as NAME
 from torchpaged.hf.uncached import type_of_encoder
 

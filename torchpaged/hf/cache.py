@@ -41,9 +41,9 @@ from torchpaged.hf.kv_scales import KVQuantization, Scales, require_paged
 from torchpaged.hf.layer import SET_UP, PagedLayer, scaled
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.packed_state import PackedState
-from torchpaged.hf.rolling_attention import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.row_changes import crop, reindex
 from torchpaged.hf.row_states import keys_like, slots_of_rows
+from torchpaged.hf.several_calls import DEFAULT_STEP, choose_rolling
 from torchpaged.hf.support import (
     NAME,
     require_implementation,
@@ -54,7 +54,7 @@ from torchpaged.hf.support import (
 from torchpaged.hf.template import paged_layers
 from torchpaged.metadata import AttentionMetadata
 from torchpaged.prefixes import CascadeCosts
-from torchpaged.prefixes.rows import RowPrefixes
+from torchpaged.prefixes.automatic import RowPrefixes
 
 #: A layer that writes in a forward.
 Writer = PagedLayer | PackedState

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from torchpaged.compile.code_object import with_own_code
+from torchpaged.compile.compile_cache import with_own_code
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.cache_argument import CACHE, cache_of, take_cache
 from torchpaged.hf.layer import PagedLayer

@@ -79,7 +79,7 @@ class PagedLayer(CacheLayerMixin):
         self.workspace: dict[str, Tensor] = {}
         self.reads_once = False  # whether that kind of call may read shared prefixes once
         self.scales: dict[str, Tensor] = {}  # `KVScales` of fp8 pools, by name, once they are known
-        self.rolls = False  # whether its blocks are rings, see `torchpaged.hf.rolling_attention`
+        self.rolls = False  # whether its blocks are rings, see `torchpaged.hf.several_calls`
         self.step: int | None = None  # tokens of a row that such a ring takes at once; None: any number
         # Keys and values of a forward of more tokens than a ring takes at once, until attention takes them.
         self._waiting: tuple[Tensor, Tensor] | None = None

@@ -34,7 +34,7 @@ from torchpaged.hf.packed_memory import (
     probe,
 )
 from torchpaged.hf.packed_scales import PackedScales, run_once
-from torchpaged.hf.rolling_attention import choose_rolling
+from torchpaged.hf.several_calls import choose_rolling
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.hf.step_rings import StepRings
 from torchpaged.hf.support import (

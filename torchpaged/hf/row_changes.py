@@ -15,7 +15,7 @@ from torchpaged.hf.layer import PagedLayer
 from torchpaged.hf.owner import PagedOwner
 from torchpaged.hf.state_layer import StateLayer
 from torchpaged.metadata.host import to_device
-from torchpaged.prefixes.rows import RowPrefixes
+from torchpaged.prefixes.automatic import RowPrefixes
 
 Pairs = list[tuple[int, int]]  # blocks: source, destination
 

@@ -12,8 +12,7 @@ from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.custom_ops.errors import ArgumentError, BlockPoolExhaustedError, UnsupportedModelError
 from torchpaged.custom_ops.words import counted
 from torchpaged.metadata.fields import BatchSizes, make_batch_tensors
-from torchpaged.metadata.host import host_block_table
-from torchpaged.metadata.slots import slots_at
+from torchpaged.metadata.host import host_block_table, slots_at
 
 #: What to do about a prompt that does not go on behind the cached tokens.
 ANOTHER_PROMPT = (

@@ -17,9 +17,7 @@
 that can't do what a layer needs is refused where the layer is made.
 """
 
-from torchpaged.layers.attention_type import AttentionType
-from torchpaged.layers.cross import CrossAttention
-from torchpaged.layers.encoder import EncoderAttention, EncoderOnlyAttention
+from torchpaged.layers.encoders import AttentionType, CrossAttention, EncoderAttention, EncoderOnlyAttention
 from torchpaged.layers.mla import MLAAttention
 from torchpaged.layers.of_type import ChunkedLocalAttention, attention_layer
 from torchpaged.metadata import encoder_metadata

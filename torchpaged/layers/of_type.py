@@ -5,9 +5,7 @@ from typing import Any
 from torchpaged.attention import PagedAttention
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.layers.attention_type import AttentionType
-from torchpaged.layers.cross import CrossAttention
-from torchpaged.layers.encoder import EncoderAttention, EncoderOnlyAttention
+from torchpaged.layers.encoders import AttentionType, CrossAttention, EncoderAttention, EncoderOnlyAttention
 
 
 class ChunkedLocalAttention(PagedAttention):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from torchpaged.backends import Backend
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.testing.attempt import Attempt, device_of, spec_of_call
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
+from torchpaged.testing.conformance import Attempt, device_of, spec_of_call
 from torchpaged.testing.oracle import assert_attention_close
 
 #: ``(query tokens, keys)`` of the requests that are watched.

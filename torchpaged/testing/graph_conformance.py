@@ -20,8 +20,8 @@ from torchpaged.backends import Backend, GraphSupport
 from torchpaged.custom_ops.errors import BackendUnavailableError, PlanError
 from torchpaged.graphs import CaptureBackend
 from torchpaged.graphs.capture import Captured
-from torchpaged.testing.attempt import Attempt, spec_of_call
 from torchpaged.testing.batches import Batch, BatchSpec, make_batch
+from torchpaged.testing.conformance import Attempt, spec_of_call
 from torchpaged.testing.oracle import assert_attention_close
 
 

@@ -16,7 +16,7 @@ import torch
 from torchpaged.backends import AttentionSpec, Backend, GraphSupport, Planning
 from torchpaged.custom_ops.errors import BackendUnavailableError
 from torchpaged.graphs import CaptureBackend
-from torchpaged.testing.attempt import capture_of, device_of
+from torchpaged.testing.conformance import capture_of, device_of
 from torchpaged.testing.graph_conformance import (
     Case,
     check_eager,

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import repr_of_fields
-from torchpaged.metadata.host import to_device
-from torchpaged.metadata.slots import slot_of
+from torchpaged.metadata.host import slot_of, to_device
 
 #: Token ids that can end a row on the device; the caller looks after further ones.
 MAX_STOP_TOKEN_IDS = 16

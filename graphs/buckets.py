@@ -104,7 +104,6 @@ def buckets_by_cost(
     *,
     seen: Mapping[int, float] | None = None,
     bucket_ms: float = 100.0,
-    max_buckets: int | None = None,
 ) -> list[int]:
     """The buckets for which padded steps and captures together cost least; an exact dynamic program over
     batch sizes.
@@ -117,17 +116,14 @@ def buckets_by_cost(
             (`DecodeGraphRunner.histogram` of a trial, scaled up); default: every size 1000 times.
         bucket_ms: what one more bucket costs, in milliseconds of decoding one would give for it: its capture,
             and its memory.
-        max_buckets: at most this many.
 
     Returns:
         Batch sizes, ascending.
 
     Raises:
-        ArgumentError: no size, a bucket number below 1, or counts for sizes that can't occur.
+        ArgumentError: no size, or counts for sizes that can't occur.
     """
     _check_rows(max_batch_size)
-    if max_buckets is not None and max_buckets < 1:
-        raise ArgumentError("max_buckets", "at least 1", str(max_buckets))
     counts = dict.fromkeys(range(1, max_batch_size + 1), 1000.0) if seen is None else dict(seen)
     _check_counts(counts, max_batch_size)
     sizes = range(1, max_batch_size + 1)
@@ -142,14 +138,7 @@ def buckets_by_cost(
         )
         return cost, (*buckets, n)
 
-    nothing: _Way = 0.0, (0,)
-    if max_buckets is None:
-        best = [nothing]
-        for n in sizes:
-            best.append(cheapest(n, best))
-        return list(best[-1][1][1:])
-    layer, found = [nothing], []  # ways of as many buckets; the cheapest of each number
-    for _ in range(min(max_buckets, max_batch_size)):
-        layer = [cheapest(n, smaller) for n in sizes if (smaller := [x for x in layer if x[1][-1] < n])]
-        found.append(layer[-1])
-    return list(min(found)[1][1:])
+    best: list[_Way] = [(0.0, (0,))]
+    for n in sizes:
+        best.append(cheapest(n, best))
+    return list(best[-1][1][1:])

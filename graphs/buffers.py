@@ -31,7 +31,14 @@ _ALIGN = 64  # bytes that every field starts at a multiple of
 
 
 class DecodeBatch(NamedTuple):
-    """A decode step on the host, as `DecodeGraphRunner.run` takes it."""
+    """A decode step on the host, as `DecodeGraphRunner.run` takes it.
+
+    Attributes:
+        input_ids: the token of each row: host ints, or a device tensor ``[num_rows]`` int64 (no host copy
+            then).
+        seq_lens: KV tokens of each row, this step's included; at least 1.
+        block_tables: each row's blocks.
+    """
 
     input_ids: Sequence[int] | Tensor
     seq_lens: Sequence[int]
@@ -78,13 +85,13 @@ class StepBuffers:
 
     @contextlib.contextmanager
     def padding(self, bucket: int) -> Iterator[None]:
-        """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `load` fills
+        """The bucket holds nothing but padding inside the block, for a warm-up or a capture; `put` fills
         it afterwards."""
         pad_batch_tensors(self._fields(bucket), self._sizes(bucket))
         yield
 
     def reset(self) -> None:
-        """Wait for the device after a step that failed or was interrupted; `load` writes every
+        """Wait for the device after a step that failed or was interrupted; `put` writes every
         tensor anew."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -205,31 +212,9 @@ class DecodeBuffers(StepBuffers):
         )
         return self.input_ids[:num_rows], metadata
 
-    def load(
-        self,
-        input_ids: Sequence[int] | Tensor,
-        seq_lens: Sequence[int],
-        block_tables: Sequence[Sequence[int]],
-        padded_to: int,
-    ) -> None:
-        """Put one decode step into the buffers.
-
-        Args:
-            input_ids: the token of each row: host ints, or a device tensor ``[num_rows]`` int64 (no host
-                copy then).
-            seq_lens: KV tokens of each row, this step's included; at least 1.
-            block_tables: each row's blocks.
-            padded_to: the bucket; rows from ``num_rows`` on become padding.
-
-        Raises:
-            ArgumentError: lengths, rows or ids don't fit; nothing is written then.
-        """
-        batch = DecodeBatch(input_ids, seq_lens, block_tables)
-        self.check(batch, padded_to)
-        self.put(batch, padded_to)
-
     def put(self, batch: DecodeBatch, padded_to: int) -> None:
-        """`load` of a batch that was checked."""
+        """Put one decode step, which was `check`-ed, into the buffers; rows behind its own, up to the bucket
+        ``padded_to``, become padding."""
         input_ids, seq_lens, block_tables = batch
         rows = len(seq_lens)
         last = [length - 1 for length in integers("seq_lens", seq_lens)]

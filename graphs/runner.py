@@ -142,5 +142,7 @@ class DecodeGraphRunner(DecodeGraphs):
         """The same step without graph, padding or compilation."""
         rows = count("seq_lens", seq_lens)
         with self._ranges("run_eager", batch=rows), torch.inference_mode():
-            self.buffers.load(input_ids, seq_lens, block_tables, rows)
+            batch = DecodeBatch(input_ids, seq_lens, block_tables)
+            self.buffers.check(batch, rows)
+            self.buffers.put(batch, rows)
             return self.start_eager(rows, self._step, HostLengths([1] * rows, seq_lens))

@@ -24,7 +24,6 @@ from torchpaged.backends import (
     Backend,
     GraphSupport,
     HostLengths,
-    flashinfer_prefix,
     get_backend,
     list_backends,
     planned_batch,
@@ -496,24 +495,6 @@ def _arguments(batch: Batch) -> tuple[torch.Tensor, ...]:
         batch.query_start_loc,
         torch.empty_like(batch.q),
     )
-
-
-def test_a_shared_prefix_in_flashinfers_cascade(flashinfer: Backend) -> None:
-    whole = make_batch(BatchSpec("shared", (40, 51, 33), (1, 1, 1)), **SHAPE)
-    shared = whole.block_table[0, :2].clone()
-    whole.block_table[:, :2] = shared
-    batch_rest, rest_lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
-    whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
-    out = flashinfer_prefix.shared_prefix_attention(
-        whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens, scale=whole.scale
-    )
-    assert_attention_close(out, None, whole)
-    with pytest.raises(
-        torchpaged.ArgumentError, match="seq_lens: expected at least one key behind the prefix"
-    ):
-        flashinfer_prefix.shared_prefix_attention(
-            whole.q, whole.k_cache, whole.v_cache, shared, batch_rest, rest_lens * 0
-        )
 
 
 # ------------------------------------------------------------------------------- names, absence and refusals

@@ -91,7 +91,6 @@ def test_other_arguments_of_another_kind() -> None:
     spec = KVLayerSpec(1, 8)
     for argument, call in (
         ("layers", lambda: PagedKVCache(spec, num_blocks=4)),
-        ("mark_static", lambda: PagedKVCache([spec], num_blocks=4, mark_static=1)),
         ("num_blocks", lambda: BlockPool(2.5)),
         ("kv_lora_rank", lambda: LatentLayerSpec(1.5, 2)),
         ("qk_rope_head_dim", lambda: LatentLayerSpec(16, 0)),

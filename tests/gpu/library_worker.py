@@ -26,7 +26,7 @@ from library_backends import attend, host_of, limits_of, spec_of
 from library_states import engine_checks, state_checks
 
 from torchpaged import Limits, PlanError
-from torchpaged.backends import Backend, GraphSupport, flashinfer_prefix, get_backend
+from torchpaged.backends import Backend, GraphSupport, get_backend
 from torchpaged.graphs import CudaCapture, TapeCapture
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
@@ -82,19 +82,6 @@ def caller(session: Any, batch: Any, workspace: dict[str, torch.Tensor]) -> Any:
         return out
 
     return call
-
-
-def cascade() -> None:
-    """FlashInfer's own wrapper of two levels: three requests that begin with the same two blocks."""
-    whole = make_batch(BatchSpec("shared", (40, 51, 33), (1, 1, 1)), **SHAPE)
-    shared = whole.block_table[0, :2].clone()
-    whole.block_table[:, :2] = shared
-    whole.k_cache.nan_to_num_(0.0), whole.v_cache.nan_to_num_(0.0)
-    rest, lens = whole.block_table[:, 2:].contiguous(), whole.seq_lens - 32
-    out = flashinfer_prefix.shared_prefix_attention(
-        whole.q, whole.k_cache, whole.v_cache, shared, rest, lens, scale=whole.scale
-    )
-    assert_attention_close(out, None, whole)
 
 
 def refused(backend: Backend, name: str) -> None:
@@ -269,7 +256,6 @@ def checks(backend: Backend, part: str) -> Iterator[tuple[str, Callable[[], Any]
         yield "eager mixed_padded heads first", lambda: close(backend, "mixed_padded", {}, heads_first=True)
         for name in LEFT:
             yield f"refused {name}", lambda name=name: refused(backend, name)
-        yield "cascade of two levels", cascade
 
 
 def prove(name: str, part: str, only: str = "") -> None:

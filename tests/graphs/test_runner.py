@@ -12,7 +12,7 @@ import torchpaged
 from torchpaged import ArgumentError, AttentionMetadata, CaptureError, PagedAttention, PagedKVCache, Session
 from torchpaged.graphs import DecodeGraphRunner, TapeCapture
 from torchpaged.graphs.buckets import bucket_for, default_buckets, default_prefix_buckets
-from torchpaged.graphs.buffers import DecodeBuffers
+from torchpaged.graphs.buffers import DecodeBatch, DecodeBuffers
 from torchpaged.graphs.capture import Captured, EagerCapture
 
 HEADS, DIM, BLOCK, BLOCKS, VOCAB = 4, 8, 4, 60, 50
@@ -347,7 +347,7 @@ def test_integers_of_numpy_and_tensors_are_taken() -> None:
 
 def test_buffers_by_hand() -> None:
     buffers = DecodeBuffers(4, 3, BLOCK, "cpu", BLOCKS)
-    buffers.load([7, 8], [5, 1], [[2, 9], [3]], padded_to=4)
+    buffers.put(DecodeBatch([7, 8], [5, 1], [[2, 9], [3]]), padded_to=4)
     ids, m = buffers.view(4)
     assert ids.tolist() == [7, 8, 0, 0]
     assert m.positions.tolist() == [4, 0, 0, 0]
@@ -356,7 +356,7 @@ def test_buffers_by_hand() -> None:
     assert m.query_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert m.max_query_len == 1
     assert m.block_table.tolist() == [[2, 9, 0], [3, 0, 0], [0, 0, 0], [0, 0, 0]]
-    buffers.load(torch.tensor([1]), [1], [[4]], padded_to=2)
+    buffers.put(DecodeBatch(torch.tensor([1]), [1], [[4]]), padded_to=2)
     assert buffers.view(2)[0].tolist() == [1, 0]
     assert buffers.view(2)[1].query_start_loc.tolist() == [0, 1, 1]
 

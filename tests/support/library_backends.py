@@ -17,7 +17,6 @@ from torchpaged.backends import (
     HostLengths,
     Session,
     flashinfer,
-    flashinfer_prefix,
     flashinfer_xqa,
     get_backend,
 )
@@ -42,7 +41,7 @@ def stand_in(name: str) -> Iterator[Backend]:
     modules = [key for key in sys.modules if key.split(".")[0] in LIBRARIES[name]]
     kept = {key: sys.modules.pop(key) for key in modules}
     sys.path.insert(0, str(PEERS))
-    sized: tuple[Any, ...] = (flashinfer, flashinfer_prefix, flashinfer_xqa)
+    sized: tuple[Any, ...] = (flashinfer, flashinfer_xqa)
     room = [module.WORKSPACE_BYTES for module in sized]
     for module in sized:
         module.WORKSPACE_BYTES = 1 << 10

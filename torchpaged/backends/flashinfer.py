@@ -3,7 +3,6 @@
     decode steps      BatchDecodeWithPagedKVCacheWrapper on tensor cores (fa2), one for each number of
                       requests, which is fixed in what a graph captures
     prompts, mixed    BatchPrefillWithPagedKVCacheWrapper, eagerly: fa3 on Hopper where it has the width
-    shared prefixes   MultiLevelCascadeAttentionWrapper: flashinfer_prefix.py
 
 Its plan runs on the host and needs lengths there: a caller that knows them passes them to ``session.plan``,
 else they are read from the device, which waits. The page table as FlashInfer wants it, one request's pages
@@ -27,7 +26,7 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning, unable
 from torchpaged.backends.features import COMMON_FEATURES
-from torchpaged.backends.flashinfer_prefix import WORKSPACE_BYTES, Pages, cumulated, host_pages
+from torchpaged.backends.flashinfer_pages import Pages, cumulated, host_pages
 from torchpaged.backends.library_op import Held, attention_op
 from torchpaged.backends.package import DECODE, FLASHINFER, INSTALL
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing, not_planned
@@ -38,6 +37,8 @@ from torchpaged.custom_ops.errors import PlanError
 from torchpaged.metadata import HostLengths
 
 _EAGER_WRAPPERS = 8  # decode wrappers that no graph captured and that are kept; each has 8 MiB of its own
+#: Of partial results, one for all wrappers of a session: their calls follow one another.
+WORKSPACE_BYTES = 256 << 20
 _FLOATS = (torch.bfloat16, torch.float16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

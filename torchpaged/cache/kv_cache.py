@@ -22,7 +22,7 @@ from torchpaged.cache.kinds import BlockOps, LayerSpec, kind_of, memory_of
 from torchpaged.cache.kv import KVLayerSpec
 from torchpaged.cache.requests import CacheRequests
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, device_here, is_int, switch
+from torchpaged.custom_ops.checks import check_is_dtype, check_sizes, device_here, is_int
 from torchpaged.custom_ops.errors import ArgumentError
 from torchpaged.custom_ops.words import counted, of_bytes, one_line
 from torchpaged.metadata.host import to_device
@@ -47,7 +47,6 @@ class PagedKVCache:
         blocks_of: blocks of layers that have a number of their own, by layer; ids of their blocks are theirs
             alone (`RollingBlocks`).
         max_num_reqs: requests at once, for layers whose specs are `per_request <LayerSpec>`.
-        mark_static: tell torch.compile that the addresses never move, so that its CUDA graphs need no copies.
 
     Raises:
         ArgumentError: neither or both sizes given, the budget holds fewer than 2 blocks, pools that do not
@@ -65,14 +64,12 @@ class PagedKVCache:
         device: torch.device | str = "cpu",
         blocks_of: Mapping[int, int] | None = None,
         max_num_reqs: int | None = None,
-        mark_static: bool = True,
     ) -> None:
         if not isinstance(layers, Sequence) or not layers:
             raise ArgumentError("layers", "a list of specs, at least one", repr(layers))
         for spec in layers:
             kind_of(spec)
         check_sizes(block_size=block_size)
-        switch("mark_static", mark_static)
         check_is_dtype(dtype=dtype)
         if not dtype.is_floating_point:
             raise ArgumentError("dtype", "a floating point dtype", str(dtype))
@@ -99,7 +96,7 @@ class PagedKVCache:
             assert memory_budget is not None
             num_blocks = self._blocks_within(memory_budget)
         check_num_blocks(num_blocks)
-        self.num_blocks, self._marked = num_blocks, mark_static
+        self.num_blocks = num_blocks
         memory = memory_of(self.device)
         if memory is not None and self.num_bytes > memory:
             raise self._too_large(f"the {memory / 2**30:,.1f} GiB of {self.device}")
@@ -133,10 +130,10 @@ class PagedKVCache:
         return num_blocks
 
     def _mark_static(self) -> None:
-        if self._marked:
-            for tensor in self.tensors().values():
-                # guard=False: a new cache object must not recompile the model
-                torch._dynamo.mark_static_address(tensor, guard=False)
+        """Tell torch.compile that the addresses never move, so that its CUDA graphs need no copies."""
+        for tensor in self.tensors().values():
+            # guard=False: a new cache object must not recompile the model
+            torch._dynamo.mark_static_address(tensor, guard=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles, with all that is stored: pools as bytes, since pickle knows no fp8."""

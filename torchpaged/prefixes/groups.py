@@ -34,7 +34,6 @@ def find_prefix_groups(
     seq_lens: Sequence[int],
     *,
     block_size: int,
-    min_saved_blocks: int = 1,
 ) -> list[PrefixGroup]:
     """The groups of one level that save the most reads.
 
@@ -47,8 +46,6 @@ def find_prefix_groups(
         query_lens: new tokens of each.
         seq_lens: KV tokens of each, the new ones included.
         block_size: tokens per block.
-        min_saved_blocks: groups that save fewer blocks are left out: below some number the second pass costs
-            more than it saves, which is a matter of the GPU and the model.
 
     Raises:
         ArgumentError: not as many of each as there are requests.
@@ -63,7 +60,7 @@ def find_prefix_groups(
         for group in _best(rows, 0, block_tables, shareable)
         for part in _with_room(group, query_lens, block_size)
     ]
-    return sorted(group for group in groups if group.saved_blocks >= max(min_saved_blocks, 1))
+    return sorted(group for group in groups if group.saved_blocks)
 
 
 def _best(

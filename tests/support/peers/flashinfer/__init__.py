@@ -3,4 +3,3 @@
 from .decode import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
 from .gated_delta import chunk_gated_delta_rule as chunk_gated_delta_rule
 from .prefill import BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper
-from .prefill import MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper

@@ -11,9 +11,8 @@ load batches from the host, the engine keeps its requests on the device.
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from torchpaged.graphs.step import (
     NoSession,
     Progress,
     Ranges,
+    StaticInputs,
     StepSession,
     Watch,
     capture_backend_for,
@@ -38,25 +38,6 @@ from torchpaged.graphs.step import (
 from torchpaged.metadata import HostLengths
 
 BucketStep = Callable[..., Tensor]
-
-
-class StaticInputs(Protocol):
-    """Tensors that never move, of up to as many rows as the largest bucket."""
-
-    def tensors(self) -> Mapping[str, Tensor]:
-        """All of them by name."""
-
-    def view(self, bucket: int, /) -> tuple[Any, ...]:
-        """The arguments of a step over ``bucket`` rows: slices, no copies. The second one is the batch, which
-        a session plans."""
-
-    def padding(self, bucket: int, /) -> AbstractContextManager[None]:
-        """The first ``bucket`` rows are padding inside the block: a step over them writes nothing into
-        a cache."""
-
-    def reset(self) -> None:
-        """Wait for the device, and make host and device agree, after a capture or replay that failed or
-        was interrupted."""
 
 
 class BucketedGraphs(NotCopied):

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.errors import ArgumentError
-from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep, StaticInputs
+from torchpaged.graphs.bucketed import BucketedGraphs, BucketStep
 from torchpaged.graphs.buckets import bucket_for, check_buckets, default_buckets, default_prefix_buckets
 from torchpaged.graphs.capture import CaptureBackend, Captured
-from torchpaged.graphs.step import Step, decode_steps
+from torchpaged.graphs.step import StaticInputs, Step, decode_steps
 from torchpaged.metadata import AttentionMetadata
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ logits = steps(4)(input_ids, metadata)"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor
@@ -184,3 +184,22 @@ def check_capture(capture: str | CaptureBackend) -> None:
 def check_progress(progress: Progress | None) -> None:
     """Refuse what can't be called."""
     check_callable("progress", progress, "progress(done, total, text)")
+
+
+class StaticInputs(Protocol):
+    """Tensors that never move, of up to as many rows as the largest bucket."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All of them by name."""
+
+    def view(self, bucket: int, /) -> tuple[Any, ...]:
+        """The arguments of a step over ``bucket`` rows: slices, no copies. The second one is the batch, which
+        a session plans."""
+
+    def padding(self, bucket: int, /) -> AbstractContextManager[None]:
+        """The first ``bucket`` rows are padding inside the block: a step over them writes nothing into
+        a cache."""
+
+    def reset(self) -> None:
+        """Wait for the device, and make host and device agree, after a capture or replay that failed or
+        was interrupted."""

@@ -17,8 +17,7 @@ takes them as host numbers.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,45 +25,29 @@ from torch import Tensor
 from torchpaged.backends.base import Backend
 from torchpaged.backends.capabilities import Capabilities, Planning, unable
 from torchpaged.backends.features import COMMON_FEATURES
-from torchpaged.backends.flashinfer_pages import Pages, cumulated, host_pages
+from torchpaged.backends.flashinfer_plans import (
+    Decoder,
+    Kind,
+    Pages,
+    baked_integers,
+    cumulated,
+    host_pages,
+    prefill_kernels,
+)
 from torchpaged.backends.library_op import Held, attention_op
-from torchpaged.backends.package import DECODE, FLASHINFER, INSTALL
+from torchpaged.backends.package import DECODE, FLASHINFER
 from torchpaged.backends.planned_batch import PlannedBatchBuffers, is_capturing, not_planned
 from torchpaged.backends.session import PlannedBatch, Session
 from torchpaged.backends.spec import AttentionSpec, GraphSupport
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.errors import PlanError
+from torchpaged.custom_ops.pools import FP8
 from torchpaged.metadata import HostLengths
 
 _EAGER_WRAPPERS = 8  # decode wrappers that no graph captured and that are kept; each has 8 MiB of its own
 #: Of partial results, one for all wrappers of a session: their calls follow one another.
 WORKSPACE_BYTES = 256 << 20
 _FLOATS = (torch.bfloat16, torch.float16)
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class _Kind(NamedTuple):
-    """What a plan depends on besides the batch: layers of one kind share it."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    causal: bool
-    window_left: int
-    soft_cap: float
-    scale: float
-
-
-@dataclass
-class _Decoder:
-    """A decode wrapper of one number of requests, and what a graph knows of it."""
-
-    wrapper: Any
-    planned: bool = False
-    copied: torch.cuda.Event | None = None
-    captured: tuple[int, ...] | None = None  # the plan's integers at its capture
 
 
 # ----------------------------------------------------------------------------------------------- the session
@@ -81,14 +64,14 @@ class FlashInferSession(Session):
             self._indptr, self._last = torch.zeros(rows + 1, **ints), torch.zeros(rows, **ints)
             self._indices = torch.zeros(rows * width + 1, **ints)  # the last one: where unused columns go
         self._handle = _SESSIONS.add(self)
-        self._kinds: list[_Kind] = []
-        self._decoders: dict[tuple[_Kind, int], _Decoder] = {}
-        self._prefills: dict[_Kind, Any] = {}
+        self._kinds: list[Kind] = []
+        self._decoders: dict[tuple[Kind, int], Decoder] = {}
+        self._prefills: dict[Kind, Any] = {}
         self._planned_rows = 0
 
     def _make_workspace(self, spec: AttentionSpec) -> dict[str, Tensor]:
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
-        kind = _Kind(
+        kind = Kind(
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_dim,
@@ -131,7 +114,7 @@ class FlashInferSession(Session):
             at = torch.where(column < count[:, None], self._indptr[:rows, None] + column, unused)
             self._indices.scatter_(0, at.flatten().long(), table.flatten())
 
-    def _plan_decode(self, kind: _Kind, rows: int, pages: Pages, query_lens: list[int]) -> None:
+    def _plan_decode(self, kind: Kind, rows: int, pages: Pages, query_lens: list[int]) -> None:
         queries = sum(query_lens)
         if query_lens != [1] * queries + [0] * (rows - queries):
             raise PlanError(
@@ -157,14 +140,14 @@ class FlashInferSession(Session):
         if self.device.type == "cuda":
             decoder.copied = torch.cuda.Event()
             decoder.copied.record()
-        if decoder.captured is not None and decoder.captured != _integers(decoder.wrapper):
+        if decoder.captured is not None and decoder.captured != baked_integers(decoder.wrapper):
             raise PlanError(
                 f"plan: expected the integers that the graph of {rows} requests was captured with, "
-                f"{decoder.captured}, got {_integers(decoder.wrapper)}; capture it again"
+                f"{decoder.captured}, got {baked_integers(decoder.wrapper)}; capture it again"
             )
 
     def _plan_prefill(
-        self, kind: _Kind, rows: int, pages: Pages, lens: list[int], query_lens: list[int]
+        self, kind: Kind, rows: int, pages: Pages, lens: list[int], query_lens: list[int]
     ) -> None:
         if any(query > max(length, 0) for query, length in zip(query_lens, lens, strict=True)):
             raise PlanError(
@@ -187,7 +170,7 @@ class FlashInferSession(Session):
         self._prefills[kind].plan(**arguments)
         self._planned_rows = sum(query_lens)
 
-    def _arguments(self, kind: _Kind) -> dict[str, Any]:
+    def _arguments(self, kind: Kind) -> dict[str, Any]:
         """What every plan takes."""
         return {
             "num_qo_heads": kind.num_heads,
@@ -202,7 +185,7 @@ class FlashInferSession(Session):
             "non_blocking": True,
         }
 
-    def _decoder(self, kind: _Kind, rows: int) -> _Decoder:
+    def _decoder(self, kind: Kind, rows: int) -> Decoder:
         """The wrapper of so many requests; of those that no graph knows, the ones that were planned last are
         kept."""
         decoder = self._decoders.pop((kind, rows), None)
@@ -210,7 +193,7 @@ class FlashInferSession(Session):
             eager = [key for key, known in self._decoders.items() if known.captured is None]
             for key in eager[: max(len(eager) - _EAGER_WRAPPERS * len(self._kinds) + 1, 0)]:
                 del self._decoders[key]
-            decoder = _Decoder(
+            decoder = Decoder(
                 self._decode.BatchDecodeWithPagedKVCacheWrapper(
                     self._workspace,
                     "NHD",
@@ -239,7 +222,7 @@ class FlashInferSession(Session):
     def attend(self, call: AttentionCall) -> None:
         """The planned batch's attention; ``call.q`` may have padding behind the batch's tokens."""
         q, k_cache, v_cache, rows = call.q, call.k_cache, call.v_cache, call.block_table.shape[0]
-        kind = _Kind(
+        kind = Kind(
             q.shape[1],
             k_cache.shape[2],
             q.shape[2],
@@ -256,7 +239,7 @@ class FlashInferSession(Session):
             if decoder is None:
                 raise not_planned(self.name, call)
             if capturing:
-                decoder.captured = _integers(decoder.wrapper)
+                decoder.captured = baked_integers(decoder.wrapper)
             wrapper, tokens = decoder.wrapper, rows
         else:
             if capturing:
@@ -293,20 +276,6 @@ def _scaled(x: Tensor, scale: Tensor | None, num_kv_heads: int) -> Tensor:
     return (x.float() * of_head[:, None]).to(x.dtype)
 
 
-def _integers(wrapper: Any) -> tuple[int, ...]:
-    """The numbers of a wrapper's plan that a captured launch keeps. FlashInfer has no public name for them.
-
-    Raises:
-        PlanError: this version keeps them elsewhere, so that replays can't be checked.
-    """
-    plan = getattr(wrapper, "_plan_info", None)
-    if plan is None:
-        raise PlanError(
-            f"flashinfer: expected a wrapper with a plan to compare replays with, got none; {INSTALL}"
-        )
-    return tuple(int(number) for number in plan)
-
-
 _SESSIONS: Held[FlashInferSession] = Held("session")
 
 
@@ -314,12 +283,6 @@ def _attend(call: AttentionCall, handle: Tensor | None) -> None:
     if not call.causal and call.window_right >= 0:
         raise unable("flashinfer", "a window to the right is not supported")
     _SESSIONS.of(handle).attend(call)
-
-
-def prefill_kernels(head_dim: int, kv_dtype: torch.dtype, device: torch.device) -> str:
-    """Which of its prefill kernels serve prompts: "fa3" on Hopper where they have the width, else "fa2"."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    return "fa3" if hopper and head_dim in (64, 128, 256) and kv_dtype not in _FP8 else "fa2"
 
 
 def _further(spec: AttentionSpec) -> list[str]:
@@ -338,7 +301,7 @@ def _further(spec: AttentionSpec) -> list[str]:
 CAPABILITIES = Capabilities(
     device_types=("cuda",),
     dtypes=_FLOATS,
-    kv_dtypes=(*_FLOATS, *_FP8),
+    kv_dtypes=(*_FLOATS, *FP8),
     graph_support=GraphSupport.SINGLE_TOKEN_DECODE,
     min_compute_capability=(8, 0),
     head_dims=(64, 128, 256),

@@ -160,29 +160,11 @@ class PagedKVCache:
 
     @classmethod
     def uniform(
-        cls,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        head_dim_v: int | None = None,
-        *,
-        block_size: int = 16,
-        num_blocks: int | None = None,
-        memory_budget: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cpu",
+        cls, num_layers: int, num_kv_heads: int, head_dim: int, head_dim_v: int | None = None, **options: Any
     ) -> "PagedKVCache":
-        """A cache whose layers are all alike."""
+        """A cache whose layers are all alike; ``options``: those of the class, behind ``layers``."""
         check_sizes(num_layers=num_layers)
-        spec = KVLayerSpec(num_kv_heads, head_dim, head_dim_v)
-        return cls(
-            [spec] * num_layers,
-            block_size=block_size,
-            num_blocks=num_blocks,
-            memory_budget=memory_budget,
-            dtype=dtype,
-            device=device,
-        )
+        return cls([KVLayerSpec(num_kv_heads, head_dim, head_dim_v)] * num_layers, **options)
 
     def _make_layers(self) -> list[Any] | None:
         """None: the device has no room; an error of the caller's then holds none of those that were made."""

@@ -38,6 +38,7 @@ from torchpaged.hf.several_calls import choose_rolling
 from torchpaged.hf.step_cache import StepCache
 from torchpaged.hf.step_rings import StepRings
 from torchpaged.hf.support import (
+    eos_token_ids,
     fusion_of,
     require_causal_lm,
     require_implementation,
@@ -188,7 +189,7 @@ class PagedModel(NotCopied):
         self.vocab_size: int = config.vocab_size
         self.max_position_embeddings: int | None = getattr(config, "max_position_embeddings", None)
         self._longest, self._rotation = rotated_alike(model)
-        self.eos_token_ids = _eos_token_ids(model)
+        self.eos_token_ids = eos_token_ids(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def _make_cache(self, probed: StepCache, said: Limits, kv_dtype: torch.dtype | None) -> StepCache:
@@ -338,11 +339,3 @@ class PagedModel(NotCopied):
                 f"{got} {longest}",
                 "use generate() with torchpaged.hf.PagedCache for longer texts",
             )
-
-
-def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
-    if not all(is_int(token) and -(2**31) <= token < 2**31 for token in ends):
-        raise ArgumentError("eos_token_id", "token ids, of generation_config", repr(eos))
-    return ends

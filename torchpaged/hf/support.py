@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
+from torchpaged.custom_ops.checks import is_int
 from torchpaged.custom_ops.errors import ArgumentError, UnsupportedModelError
 from torchpaged.hf.attached import was_given_functions
 from torchpaged.hf.families import family_of
@@ -251,3 +250,16 @@ def fusion_of(model: PreTrainedModel) -> Any:
     """The `FusionReport` of the `fuse` that ``model`` is under; None if it is not fused."""
     fusion: Any = getattr(model.get_decoder(), "_torchpaged_fusion", None)
     return None if fusion is None else fusion.report
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The tokens that end a text, by the model's generation config.
+
+    Raises:
+        ArgumentError: they are none.
+    """
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    ends = () if eos is None else tuple(eos) if isinstance(eos, (list, tuple)) else (eos,)
+    if not all(is_int(token) and -(2**31) <= token < 2**31 for token in ends):
+        raise ArgumentError("eos_token_id", "token ids, of generation_config", repr(eos))
+    return ends

@@ -76,67 +76,56 @@ class EngineMetrics:
 
     def prometheus(self) -> str:
         """The same in Prometheus' text format, version 0.0.4; names begin with ``torchpaged_``."""
-        return "\n".join([*self._lines(), ""])
-
-    def _lines(self) -> Iterator[str]:
-        yield from _metric("requests_running", "gauge", "Requests that run.", self.running)
-        yield from _metric("requests_waiting", "gauge", "Requests that wait.", self.waiting)
-        yield from _by_reason("requests_finished_total", "Requests that ended", self.finished)
-        yield from _metric("preemptions_total", "counter", "Requests put back to wait.", self.preemptions)
-        yield from _metric("swapped_total", "counter", "Of these, to the host.", self.swapped)
-        yield from _metric("blocks", "gauge", "Blocks of the pool.", self.num_blocks)
-        yield from _metric("blocks_used", "gauge", "Blocks in use.", self.blocks_used)
-        yield from _metric("useful_tokens", "gauge", "Tokens in blocks in use.", self.useful_tokens)
-        yield from _metric(
-            "utilisation_ratio", "gauge", "Share of places in blocks in use with a token.", self.utilisation
-        )
-        yield from _metric("prompt_tokens_total", "counter", "Tokens of prompts.", self.prompt_tokens)
-        yield from _metric("new_tokens_total", "counter", "Tokens of outputs.", self.new_tokens)
-        yield from _metric(
-            "prefix_hit_ratio", "gauge", "Share of tokens looked up that were found.", self.prefix_hit_rate
-        )
-        yield from _by_reason("missed_tokens_total", "Tokens looked up and not found", self.missed_tokens)
-        yield from _metric(
-            "evicted_blocks_total", "counter", "Blocks given up for other tokens.", self.evicted_blocks
-        )
-        yield from _metric("host_tokens_total", "counter", "Tokens back from the host.", self.host_tokens)
-        yield from _metric("disk_tokens_total", "counter", "Of these, from a disk.", self.disk_tokens)
-        yield from _metric("disk_blocks", "gauge", "Blocks on the disk.", self.disk_blocks)
-        yield from _by_reason("disk_errors_total", "Blocks not written or not read back", self.disk_errors)
-        yield from _metric(
-            "late_compiles_total", "counter", "Kernels compiled while steps ran.", self.late_compiles
-        )
-        yield from _histogram("queue_seconds", "Seconds until a request first ran.", self.queue)
-        yield from _histogram("first_token_seconds", "Seconds to the first token.", self.first_token)
-        yield from _histogram("between_tokens_seconds", "Seconds between tokens.", self.between_tokens)
-        yield from _histogram("end_to_end_seconds", "Seconds to a request's last token.", self.end_to_end)
+        lines: list[str] = []
+        for field, (name, kind, words) in _METRICS.items():
+            lines += [f"# HELP torchpaged_{name} {words}", f"# TYPE torchpaged_{name} {kind}"]
+            lines += _samples(f"torchpaged_{name}", getattr(self, field))
+        return "\n".join([*lines, ""])
 
 
-def _head(name: str, kind: str, words: str) -> Iterator[str]:
-    yield f"# HELP torchpaged_{name} {words}"
-    yield f"# TYPE torchpaged_{name} {kind}"
+#: Name, kind and words of each metric, by the field that has it.
+_METRICS = {
+    "running": ("requests_running", "gauge", "Requests that run."),
+    "waiting": ("requests_waiting", "gauge", "Requests that wait."),
+    "finished": ("requests_finished_total", "counter", "Requests that ended, by reason."),
+    "preemptions": ("preemptions_total", "counter", "Requests put back to wait."),
+    "swapped": ("swapped_total", "counter", "Of these, to the host."),
+    "num_blocks": ("blocks", "gauge", "Blocks of the pool."),
+    "blocks_used": ("blocks_used", "gauge", "Blocks in use."),
+    "useful_tokens": ("useful_tokens", "gauge", "Tokens in blocks in use."),
+    "utilisation": ("utilisation_ratio", "gauge", "Share of places in blocks in use with a token."),
+    "prompt_tokens": ("prompt_tokens_total", "counter", "Tokens of prompts."),
+    "new_tokens": ("new_tokens_total", "counter", "Tokens of outputs."),
+    "prefix_hit_rate": ("prefix_hit_ratio", "gauge", "Share of tokens looked up that were found."),
+    "missed_tokens": ("missed_tokens_total", "counter", "Tokens looked up and not found, by reason."),
+    "evicted_blocks": ("evicted_blocks_total", "counter", "Blocks given up for other tokens."),
+    "host_tokens": ("host_tokens_total", "counter", "Tokens back from the host."),
+    "disk_tokens": ("disk_tokens_total", "counter", "Of these, from a disk."),
+    "disk_blocks": ("disk_blocks", "gauge", "Blocks on the disk."),
+    "disk_errors": ("disk_errors_total", "counter", "Blocks not written or not read back, by reason."),
+    "late_compiles": ("late_compiles_total", "counter", "Kernels compiled while steps ran."),
+    "queue": ("queue_seconds", "histogram", "Seconds until a request first ran."),
+    "first_token": ("first_token_seconds", "histogram", "Seconds to the first token."),
+    "between_tokens": ("between_tokens_seconds", "histogram", "Seconds between tokens."),
+    "end_to_end": ("end_to_end_seconds", "histogram", "Seconds to a request's last token."),
+}
 
 
-def _metric(name: str, kind: str, words: str, value: Any) -> Iterator[str]:
-    yield from _head(name, kind, words)
-    yield f"torchpaged_{name} {value}"
-
-
-def _by_reason(name: str, words: str, counts: dict[str, int]) -> Iterator[str]:
-    yield from _head(name, "counter", f"{words}, by reason.")
-    for reason, count in sorted(counts.items()):
-        escaped = reason.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-        yield f'torchpaged_{name}{{reason="{escaped}"}} {count}'
-
-
-def _histogram(name: str, words: str, histogram: LatencyHistogram) -> Iterator[str]:
-    yield from _head(name, "histogram", words)
-    below = 0
-    for bound, count in zip((*BOUNDS, "+Inf"), histogram.counts, strict=True):
-        below += count
-        yield f'torchpaged_{name}_bucket{{le="{bound}"}} {below}'
-    yield f"torchpaged_{name}_sum {histogram.total}"
-    yield f"torchpaged_{name}_count {histogram.count}"
+def _samples(name: str, value: Any) -> Iterator[str]:
+    """The lines of one metric: a number, counts by reason, or a histogram."""
+    if isinstance(value, dict):
+        for reason, count in sorted(value.items()):
+            escaped = reason.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+            yield f'{name}{{reason="{escaped}"}} {count}'
+    elif isinstance(value, LatencyHistogram):
+        below = 0
+        for bound, count in zip((*BOUNDS, "+Inf"), value.counts, strict=True):
+            below += count
+            yield f'{name}_bucket{{le="{bound}"}} {below}'
+        yield f"{name}_sum {value.total}"
+        yield f"{name}_count {value.count}"
+    else:
+        yield f"{name} {value}"
 
 
 def measured(scheduler: Scheduler, stats: GeneratorStats) -> EngineMetrics:

@@ -147,6 +147,17 @@ def test_backends_explains() -> None:
     assert "reference" in text
 
 
+def test_a_stdout_that_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    monkeypatch.setattr(sys, "argv", ["torchpaged", "backends"])
+    from torchpaged.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+
+
 def test_env_report() -> None:
     report = json.loads(run("env", "--json").stdout)
     assert report["packages"]["torch"]

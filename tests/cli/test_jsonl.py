@@ -173,9 +173,17 @@ def test_stdin_that_is_no_text(folder: str) -> None:
     assert "stdin: expected text in UTF-8, got bytes such as b'\\xff'" in done.stderr
 
 
+def test_stdin_that_is_closed(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    for arguments in (["-"], ["--input", "-", "--output", str(tmp_path / "out.jsonl")]):
+        done = run("generate", *arguments, "--model", folder)
+        assert done.returncode == 2
+        assert "expected an open one, got a closed one" in done.stderr
+
+
 def test_an_output_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
-    """Said before a model is loaded."""
-    for output in (tmp_path / "none" / "out.jsonl", tmp_path):
+    """Said before a model is loaded. A pipe, such as /dev/stdout may be, would be read without an end."""
+    for output in (tmp_path / "none" / "out.jsonl", tmp_path, os.devnull):
         done = generate(folder, "--input", "-", "--output", str(output), stdin='{"prompt": "hello"}')
         assert done.returncode == 2
         assert "--output: expected a file" in done.stderr

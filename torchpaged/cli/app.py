@@ -3,6 +3,7 @@
 typer and rich belong to the ``demo`` extra; only the command modules import them.
 """
 
+import io
 import json
 import os
 import sys
@@ -88,6 +89,8 @@ def environment(as_json: Annotated[bool, typer.Option("--json", help="print JSON
 def main() -> Any:
     """Entry point: errors are one line and exit code 2; TORCHPAGED_DEBUG=1 shows tracebacks."""
     debug = False
+    # None where a caller has closed it: then nobody reads what is printed.
+    sys.stdout, sys.stderr = (stream or io.StringIO() for stream in (sys.stdout, sys.stderr))
     try:
         debug = variables.get("TORCHPAGED_DEBUG")
         for variable in variables.VARIABLES:

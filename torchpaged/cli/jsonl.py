@@ -29,6 +29,8 @@ _ROW = b'{"id": '
 def _lines(path: str, name: str) -> Iterator[str]:
     """Of a file, an argument of that name; "-": of stdin."""
     try:
+        if path == "-" and sys.stdin is None:
+            raise ArgumentError(name, "an open one", "a closed one", "redirect a file of prompts to it")
         if path == "-":
             yield from sys.stdin
         else:
@@ -97,6 +99,10 @@ def sole_writer(path: str) -> Iterator[None]:
         ArgumentError: another run does, or the file can't be written.
     """
     check_writable(path, "--output")
+    if Path(path).exists() and not Path(path).is_file():
+        raise ArgumentError(
+            "--output", "a file, which is read for the ids that it has", f"{path!r}, a pipe or a device"
+        )
     with contextlib.ExitStack() as stack:
         while True:
             is_new = not Path(path).exists()

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from torchpaged.cache.requests import CHUNK, CacheRequests
+from torchpaged.cache import requests
+from torchpaged.cache.requests import CacheRequests
 
 
 def row_holders(groups: Iterable[CacheRequests]) -> Counter[int]:
@@ -13,7 +14,7 @@ def row_holders(groups: Iterable[CacheRequests]) -> Counter[int]:
     for rows in groups:
         assert len(rows._holds) == len(rows.block_tables)
         for table, length, holds in zip(rows.block_tables, rows.seq_lens, rows._holds, strict=True):
-            size = CHUNK
+            size = requests.CHUNK
             for place, chunk in enumerate(holds._chunks):
                 blocks = table[place * size : (place + 1) * size]
                 assert (place + 1) * size <= length // rows.block_size, "a block that is written into"

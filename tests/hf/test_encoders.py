@@ -32,7 +32,7 @@ from transformers import (
 )
 from transformers.masking_utils import create_bidirectional_mask, create_causal_mask
 
-from torchpaged.hf import pinned_batch
+from torchpaged.hf import row_table
 from torchpaged.hf.call import LayerCall
 from torchpaged.hf.call_mask import CallMask, held_by
 from torchpaged.hf.families import family_of
@@ -365,7 +365,7 @@ def test_who_was_made_for_sdpa() -> None:
 def test_a_pinned_batch_is_followed_by_a_kernel() -> None:
     tensors = torch.ones(2, 3).int(), torch.tensor([3, 4]).int(), torch.arange(3).int()
     with Kernels() as kernels:
-        pinned = pinned_batch._pin(*tensors)
+        pinned = row_table._pin(*tensors)
     assert all(torch.equal(a, b) and a is not b for a, b in zip(pinned, tensors, strict=True))
     assert kernels.names == ["aten::clone"] * 3 + ["aten::add.Tensor"]
     torch.library.opcheck(torch.ops.torchpaged._pin_batch.default, tensors)

@@ -14,10 +14,10 @@ from torchpaged.backends import Limits
 from torchpaged.cache import BlockPool, RollingBlocks
 from torchpaged.cache.row_blocks import RowBlocks
 from torchpaged.custom_ops.attention.limits import MAX_DECODE_QUERY_LEN
-from torchpaged.hf.pinned_batch import fill_query_starts
 from torchpaged.hf.row_table import (
     RingTable,
     RowTable,
+    fill_query_starts,
     incomplete,
     other_rows,
     several_devices,

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend_tables import capability_tables
 from library_backends import attend, host_of, limits_of, spec_of, stand_in
 
 import torchpaged
@@ -680,14 +681,12 @@ def test_no_automatic_choice_on_a_cpu_is_one_of_these() -> None:
 
 # ---------------------------------------------------------------------------------------- what they declare
 def test_the_page_has_the_tables_that_the_data_makes() -> None:
-    from torchpaged.backends.table import capability_tables
-
     if "cpu" in get_backend("triton").capabilities.device_types:
         pytest.skip("TRITON_INTERPRET=1 changes what triton declares")
     page = (Path(__file__).parents[2] / "docs" / "backends.md").read_text()
-    before, _, rest = page.partition("<!-- made: torchpaged backends --table -->\n")
+    before, _, rest = page.partition("<!-- made: backends -->\n")
     made, _, after = rest.partition("<!-- end -->")
-    assert made == capability_tables(), "put what `torchpaged backends --table` prints there"
+    assert made == capability_tables(), "python benchmarks/backend_tables.py"
     for name in list_backends():
         assert f"| `{name}` |" in made
         assert f"`{name}`" in before + after
@@ -696,7 +695,7 @@ def test_the_page_has_the_tables_that_the_data_makes() -> None:
 def test_what_is_declared_is_plain_data() -> None:
     import json
 
-    from torchpaged.backends.table import declared
+    from torchpaged.cli.backends import declared
 
     rows = json.loads(json.dumps({name: declared(name) for name in list_backends()}))
     assert rows["flashinfer"]["head_dims"] == [64, 128, 256]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend_tables import platform_table
 
 from torchpaged import BackendUnavailableError, Limits, PagedAttention, open_session
 from torchpaged.backends import (
@@ -21,7 +22,7 @@ from torchpaged.backends import (
 )
 from torchpaged.backends.choose import names as names_module
 from torchpaged.backends.choose import select as select_module
-from torchpaged.backends.choose.select import PLATFORMS, UNVERIFIED, order_of, platform_of, platform_table
+from torchpaged.backends.choose.select import PLATFORMS, UNVERIFIED, order_of, platform_of
 
 ROOT, CPU = Path(__file__).parents[2], torch.device("cpu")
 SPEC = AttentionSpec(device=CPU, dtype=torch.float32, head_dim=16, num_heads=4, num_kv_heads=2)
@@ -99,8 +100,8 @@ def test_rocm_and_unknown_devices(gpu: Any) -> None:
 
 def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs/backends.md").read_text()
-    made = page.partition("<!-- made: torchpaged backends --platforms -->\n")[2].partition("<!-- end -->")[0]
-    assert made == platform_table(), "put what `torchpaged backends --platforms` prints there"
+    made = page.partition("<!-- made: platforms -->\n")[2].partition("<!-- end -->")[0]
+    assert made == platform_table(), "python benchmarks/backend_tables.py"
 
 
 # ---------------------------------------------------------------------------------------- what a request asks

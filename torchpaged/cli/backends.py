@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -16,14 +17,23 @@ from torchpaged.backends import (
     list_backends,
     select_backend,
 )
-from torchpaged.backends.choose.names import requested
-from torchpaged.backends.choose.select import order_of, platform_of, platform_table
-from torchpaged.backends.features import GIVEN
-from torchpaged.backends.table import capability_tables, declared
+from torchpaged.backends.choose.names import ALIASES, requested
+from torchpaged.backends.choose.select import order_of, platform_of
+from torchpaged.backends.features import FEATURES, GIVEN
 from torchpaged.cli.commands import show
 from torchpaged.cli.settings import dtype_named
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.names import device_named, option
+
+#: Short names of dtypes.
+_SHORT = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
 
 
 @dataclass(frozen=True)
@@ -43,8 +53,6 @@ class Asked:
     plans: bool = option("the caller plans each batch, as open_session asks", False)
     backend: str = option("a name, or a route such as decode=cuda,prefill=flash_attn", "auto")
     device: str = option("auto, cpu, cuda", "auto")
-    platforms: bool = option("print the order on each kind of device, in Markdown", False, "--platforms")
-    table: bool = option("print what they declare, in Markdown", False, "--table")
     as_json: bool = option("print JSON", False, "--json")
     window: bool = option("sliding window", False)
     soft_cap: bool = option("logits soft cap", False)
@@ -101,12 +109,31 @@ _FEATURES: dict[str, tuple[str, Any]] = {
 }
 
 
+def declared(name: str) -> dict[str, Any]:
+    """What a backend declares, in plain values; None means any."""
+    can = get_backend(name).capabilities
+    row: dict[str, Any] = {
+        "devices": list(can.device_types),
+        "min_compute_capability": can.min_compute_capability and list(can.min_compute_capability),
+        "dtypes": [_SHORT[dtype] for dtype in can.dtypes],
+        "kv_dtypes": [_SHORT[dtype] for dtype in can.kv_dtypes],
+        "head_dims": can.head_dims and list(can.head_dims),
+        "max_head_dim": can.max_head_dim,
+        "block_sizes": can.block_sizes and list(can.block_sizes),
+        "graph_support": can.graph_support.name,
+        "planning": can.planning.name,
+        "finite_pools": can.finite_pools,
+        "mods": can.mods,
+        "batch_invariant": can.batch_invariant,
+        "other_names": [alias for alias, own in ALIASES.items() if own == name],
+    }
+    has = {feature: feature in can.features for feature in FEATURES}
+    return row | has | {"different_head_dim_v": can.different_head_dim_v}
+
+
 def backends(asked: Asked) -> None:
     """What can run an attention here, and why the others can't."""
     spec = asked.spec()
-    if asked.table or asked.platforms:
-        print(capability_tables() if asked.table else platform_table(), end="")
-        return
     reasons = {name: get_backend(name).reject(spec) for name in list_backends()}
     route = None
     try:

@@ -91,16 +91,6 @@ def order_of(device: torch.device) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*first, *platform_of(device).order, *names.AUTOMATIC)))
 
 
-def platform_table() -> str:
-    """The table in Markdown, as docs/backends.md has it (`torchpaged backends --platforms`)."""
-    lines = ["| platform | compute capability | tried first | evidence |", "|---|---|---|---|"]
-    for row in PLATFORMS:
-        ends = ["–"] if row.capabilities is None else [f"{a}.{b}" for a, b in dict.fromkeys(row.capabilities)]
-        order = ", ".join(f"`{name}`" for name in row.order)
-        lines.append(f"| {row.name} | {' to '.join(ends)} | {order} | {row.evidence} |")
-    return "\n".join([*lines, ""])
-
-
 _LOG = logging.getLogger("torchpaged.backends")
 
 

@@ -1,24 +1,27 @@
 """Decode steps of hybrids and latent models through the engine, next to the bytes that a step can't avoid.
 
     PYTHONPATH=. python benchmarks/bench_families.py [--shapes lfm2-1b qwen3.5-1b deepseek-v2-lite]
-        [--batches 1 8 64] [--context 512] [--new 128] [--seconds 300] [--output FILE] [--trace FOLDER]
+        [--batches 1 8 64] [--context 512] [--new 128] [--seconds 300] [--output FILE] [--trace]
 
 Models have the sizes below and random weights, bf16 on a GPU; the engine runs with its defaults and `fuse`.
 ``step_ms`` is what one more token of every request takes: the difference of two runs with ``--new`` and half
 as many new tokens, halved likewise. ``prompts_ms``: all prompts and one token each. ``floor_ms`` is of the
 bytes alone, at ``--bandwidth`` (TB/s): every weight once, of routed experts as many as different tokens are
 expected to choose, a state read and written, keys or latents read. ``share`` is floor by step. ``--trace``:
-the kernels of decode, by name. The last line is one JSON document.
+what each launch of a replayed step takes, and ``share`` by their sum. The last line is one JSON document.
 """
 
 import argparse
+import collections
 import contextlib
 import gc
-import itertools
 import json
+import math
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -210,24 +213,42 @@ def seconds_of(generator: Generator, batch: int, context: int, new: int, seed: i
     return time.perf_counter() - begun
 
 
-def kernels_of(call: Any, folder: Path, name: str) -> None:
-    """Of each kernel in the last third of a call, which is decode: microseconds by which it ended later than
-    the one that ended before it, microseconds that it ran, launches; as JSON, largest first. The first are
-    all of the time; kernels that were launched early run while they wait."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+def launches_of(call: Callable[[], Any]) -> dict[str, Any]:
+    """Of the steps that a call replays: ``span_us``, by how much later a step ended than the one ahead of it,
+    and ``launches``: ``[name, grid, threads, bytes of shared memory, launches of a step, us, early]``, us by
+    which one ended later than the one that ended before it, since kernels that were launched early run while
+    they wait, and us by which it had begun before that end. Medians over steps, means over launches of a
+    kernel and shape, the most of a step first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()
-    events = [event for event in profile.events() if event.device_type != torch.autograd.DeviceType.CPU]
-    ranges = sorted((event.time_range.end, event.time_range.start, event.name[:140]) for event in events)
-    begin = ranges[0][0] + (ranges[-1][0] - ranges[0][0]) * 2 / 3
-    kernels: dict[str, list[float]] = {}
-    for (before, _, _), (end, start, key) in itertools.pairwise(ranges):
-        if before >= begin:
-            row = kernels.setdefault(key, [0.0, 0.0, 0])
-            row[0], row[1], row[2] = row[0] + end - before, row[1] + end - start, row[2] + 1
-    rows = sorted(((*map(round, row), key) for key, row in kernels.items()), reverse=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(rows[:60], indent=0))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    steps: list[list[tuple[Any, float, float]]] = [[]]
+    before = 0.0
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    for event in sorted(kernels, key=lambda event: event["ts"] + event["dur"]):
+        what, end = event["args"], event["ts"] + event["dur"]
+        threads = math.prod(what.get("block", [0]))
+        key = (event["name"][:60], tuple(what.get("grid", ())), threads, what.get("shared memory", 0))
+        steps[-1].append((key, end - before, before - event["ts"]))
+        before = end
+        if event["name"].startswith("finish_step"):
+            steps.append([])
+    length = statistics.mode(len(step) for step in steps)  # not a prompt's
+    same = [step for step in steps if len(step) == length]
+    same = same[: len(same) // 3 + 1]  # later ones have fewer requests, since they began one by one
+    launches: dict[Any, list[list[float]]] = {}
+    for turns in zip(*same, strict=True):
+        key = collections.Counter(key for key, *_ in turns).most_common(1)[0][0]
+        launches.setdefault(key, []).append([statistics.median(turn[n] for turn in turns) for n in (1, 2)])
+    rows = [
+        [*key, len(all_us), *(round(statistics.fmean(us), 2) for us in zip(*all_us, strict=True))]
+        for key, all_us in launches.items()
+    ]
+    span = statistics.median(sum(us for _, us, _ in step) for step in same[1:])
+    return {"span_us": round(span, 1), "launches": sorted(rows, key=lambda row: -row[4] * row[5])}
 
 
 def measure(name: str, args: argparse.Namespace, device: torch.device, end: float) -> list[dict[str, Any]]:
@@ -260,8 +281,8 @@ def measure(name: str, args: argparse.Namespace, device: torch.device, end: floa
             row["backend"] = generator.choice.name
             print(json.dumps(row), file=sys.stderr, flush=True)
             if args.trace:
-                call = lambda n=batch: seconds_of(generator, n, args.context, args.new, 99)  # noqa: E731
-                kernels_of(call, args.trace, f"{name}_{batch}")
+                row |= launches_of(lambda n=batch: seconds_of(generator, n, args.context, args.new, 99))
+                row["share"] = round(1e3 * row["floor_ms"] / row["span_us"], 3)
         print(f"{name}: {time.perf_counter() - begun:.1f} s, {generator.start_report}", file=sys.stderr)
     return rows
 
@@ -275,7 +296,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=300, help="after which no row is begun")
     parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s that copies reach")
-    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--trace", action="store_true", help="times of a step's launches")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

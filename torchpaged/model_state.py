@@ -52,15 +52,33 @@ def _adapters(module: nn.Module) -> dict[str, str]:
     return {name: repr(getattr(module, name, None)) for name in _ADAPTERS}
 
 
+def _numbers(module: nn.Module) -> dict[str, int | float]:
+    """Those that `_NUMBERS` says."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name.endswith(_NUMBERS) and isinstance(value, int | float)
+    }
+
+
+def _name_of(function: Any) -> str:
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 def fingerprint(model: nn.Module) -> str:
     """A hash of a model's parameters, buffers, active adapters and config: names, shapes, dtypes, and sums by
-    which a change of any number shows, made where the numbers are."""
+    which a change of any number shows, made where the numbers are. And of its modules' classes, hooks and
+    numbers such as a norm's epsilon; what a hook or a forward computes can't be told."""
     digest = hashlib.sha256()
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         digest.update(f"{name} {list(tensor.shape)} {tensor.dtype} {_sum_of(tensor)};".encode())
     for name, module in model.named_modules():
-        if adapters := _adapters(module):
-            digest.update(f"{name} {adapters};".encode())
+        hooks = [_name_of(hook) for hook in hooks_of(module)]
+        theirs = [hook for hook in hooks if not hook.startswith("torchpaged.")]
+        kind = f"{type(module).__module__}.{type(module).__qualname__}"
+        numbers = sorted(_numbers(module).items())
+        digest.update(f"{name} {kind} {theirs} {numbers} {_adapters(module)};".encode())
     config: Any = getattr(model, "config", None)
     if hasattr(config, "to_diff_dict"):
         kept = {key: value for key, value in config.to_diff_dict().items() if key not in _NO_NUMBERS}
@@ -127,12 +145,7 @@ class ModelState:
             self._hooks += [module._forward_pre_hooks, module._forward_hooks]
         self._loose = [module._parameters for path, module in self._code.items() if path not in self._weights]
         self._adapted = {path: found for path, module in self._code.items() if (found := _adapters(module))}
-        self._numbered = [
-            (path, name)
-            for path, module in self._code.items()
-            for name, value in vars(module).items()
-            if name.endswith(_NUMBERS) and isinstance(value, int | float)
-        ]
+        self._numbered = [(path, name) for path, module in self._code.items() for name in _numbers(module)]
         self._holders = [self._code[path] for path, _ in self._numbered]
         self._keys = [name for _, name in self._numbered]
         self._numbers = self._numbers_now()

@@ -315,7 +315,12 @@ def test_models_that_differ_in_one_number(make_llama: Any, tmp_path: Path) -> No
     changed, other_norms = made(), made(rms_norm_eps=0.1)
     with torch.no_grad():
         changed.model.layers[1].mlp.down_proj.weight[40, 60] += 1e-6
-    for other in (changed, other_norms):
+    others = [made() for _ in range(4)]
+    others[0].model.layers[0].self_attn.scaling *= 2
+    others[1].model.rotary_emb.attention_scaling *= 2
+    others[2].model.layers[0].mlp.act_fn = torch.nn.ReLU()
+    others[3].model.layers[0].mlp.register_forward_hook(lambda *args: 2 * args[2])
+    for other in (changed, other_norms, *others):
         with pytest.raises(ArgumentError, match="whose weights are"):
             Generator(other, **SIZES).restore(tmp_path / "a")
     assert Generator(made(), **SIZES).restore(tmp_path / "a") == 32

@@ -26,6 +26,7 @@ from torchpaged.engine.outputs import TextStream
 from torchpaged.engine.sampling import SamplingParams
 from torchpaged.engine.sequence import Sequence as Request
 from torchpaged.graphs import DecodeGraphRunner
+from torchpaged.graphs.buffers import DecodeBatch
 from torchpaged.metadata import AttentionMetadata
 
 _NAME = re.compile(r"(logits|k[1-9][0-9]*)(\+fuse)?(\+compile|\+layers)?")
@@ -156,7 +157,9 @@ class OwnStep:
             return
         bucket = next(n for n in self.runner.buckets if n >= len(seq_lens))
         with torch.inference_mode():
-            self._host_runner.buffers.load(input_ids, seq_lens, self.tables[: len(seq_lens)], bucket)
+            self._host_runner.buffers.put(
+                DecodeBatch(input_ids, seq_lens, self.tables[: len(seq_lens)]), bucket
+            )
 
     def replay(self, batch: int) -> Tensor:
         """Start one launch of ``batch`` rows."""

@@ -1,4 +1,5 @@
-"""The native CPU kernels against the float64 oracle, over every batch spec, dtype, mask and layout."""
+"""Attention kernels and the native CPU kernels against the float64 oracle, over every batch spec, dtype, mask
+and layout."""
 
 import re
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from as_oracle import assert_as_oracle
+from kernels import Kernels, Values, over
 from op_inputs.opcheck import assert_as_reference, opcheck_cases
 
 import torchpaged
@@ -22,31 +24,63 @@ from torchpaged.testing import (
     run_paged_attention,
 )
 
-pytestmark = pytest.mark.usefixtures("native")
 CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GPU = ("triton", "cuda")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-@pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_attention_matches_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> None:
-    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, num_heads=6, num_kv_heads=2)
-    assert_as_oracle(CPU, batch, **ATTENTION_VARIANTS[variant])
+#: In the interpreter every mask over one batch of each kind; of the others the plain mask and one more, in
+#: turn. The fuzz mixes them all.
+VARIANTS = list(ATTENTION_VARIANTS)
+ALL = [(spec, variant) for spec in BATCH_SPECS for variant in VARIANTS]
+CASES = [
+    (spec, variant)
+    for i, spec in enumerate(BATCH_SPECS)
+    for variant in VARIANTS
+    if spec in ("decode_edges", "mixed_padded", "prefill_small")
+    or variant in (VARIANTS[0], VARIANTS[1 + i % (len(VARIANTS) - 1)])
+]
+HEADS: dict[str, dict[str, Any]] = {
+    "cpu": {"num_heads": 6, "num_kv_heads": 2},
+    "triton": {"head_dim": 32},
+    "cuda": {"device": "cuda"},
+}
+
+
+@pytest.mark.slow_cases(
+    *(f"triton-cpu-('{spec}',*" for spec in ("prefill_long", "chunked", "prefill_small", "decode_skewed")),
+    but=tuple(f"triton-cpu-('{spec}', 'causal')-*" for spec in ("chunked", "prefill_small", "decode_skewed")),
+)
+@over(
+    "cpu",
+    "triton",
+    gpu=("triton", "cuda"),
+    case=Values(ALL, CASES, ALL),
+    dtype=Values(DTYPES, DTYPES[:1], DTYPES),
+)
+def test_attention_matches_the_oracle(on: Kernels, case: tuple[str, str], dtype: torch.dtype) -> None:
+    (spec, variant), shape = case, HEADS[on.backend if on.device == "cpu" else "cuda"]
+    if on.backend != "cpu":
+        shape = {**shape, "sinks": variant == "window", "alibi": variant == "soft_cap"}
+    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, **shape)
+    assert_as_oracle(on.ops, batch, **ATTENTION_VARIANTS[variant])
 
 
 SHAPES: dict[str, dict[str, Any]] = {
     "block_1": {"block_size": 1},
+    "block_8": {"block_size": 8},
     "block_64": {"block_size": 64},
     "block_17": {"block_size": 17},
     "heads_first": {"heads_first": True},
     "mha": {"num_heads": 3, "num_kv_heads": 3},
     "mqa_7": {"num_heads": 7, "num_kv_heads": 1},
+    "group_16": {"num_heads": 16, "num_kv_heads": 1},
     "group_64": {"num_heads": 64, "num_kv_heads": 1, "head_dim": 32},
     "group_65": {"num_heads": 65, "num_kv_heads": 1, "head_dim": 16, "alibi": True},
     "groups_of_150": {"num_heads": 300, "num_kv_heads": 2, "head_dim": 16, "sinks": True},
     "dim_80": {"head_dim": 80},
     "dim_36": {"head_dim": 36},
+    "dim_12": {"head_dim": 12},
     "dim_5": {"head_dim": 5},
     "dim_256": {"head_dim": 256},
     "value_wider": {"head_dim": 24, "head_dim_v": 72},
@@ -55,22 +89,33 @@ SHAPES: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True},
     "sinks_alibi": {"sinks": True, "alibi": True, "num_heads": 8},
 }
+FEW = ("block_1", "block_8", "block_64", "heads_first", "mqa_7", "mha", "group_16", "dim_80", "dim_12")
+SHAPE = Values(SHAPES, (*FEW, "value_wider", "sinks_alibi"), ())
+SPEC = Values(
+    ("decode_edges", "mixed_padded", "left_padded", "chunked"), ("decode_edges", "mixed_padded"), ()
+)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("spec", ["decode_edges", "mixed_padded", "left_padded", "chunked"])
-def test_attention_shapes_and_layouts(spec: str, shape: str, dtype: torch.dtype) -> None:
-    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, **SHAPES[shape])
-    assert_as_oracle(CPU, batch)
+OFTEN = [f"mixed_padded-{shape}-torch.float32" for shape in SHAPES if shape not in ("block_8", "group_16")]
 
 
+@pytest.mark.slow_cases(
+    "triton-cpu-*", but=("triton-cpu-mixed_padded-dim_80-*", *(f"triton-cpu-{case}" for case in OFTEN))
+)
+@over("cpu", "triton", gpu=(), spec=SPEC, shape=SHAPE, dtype=DTYPES)
+def test_attention_shapes_and_layouts(on: Kernels, spec: str, shape: str, dtype: torch.dtype) -> None:
+    narrow = {"head_dim": 32} if on.backend == "triton" else {}
+    assert_as_oracle(on.ops, make_batch(BATCH_SPECS[spec], dtype=dtype, **{**narrow, **SHAPES[shape]}))
+
+
+@pytest.mark.usefixtures("native")
 def test_every_option_at_once() -> None:
     options = {"window_left": 20, "logits_soft_cap": 4.0, "chunk_size": 30}
     batch = make_batch(BATCH_SPECS["mixed_padded"], sinks=True, alibi=True)
     assert_as_oracle(CPU, batch, **options)
 
 
+@pytest.mark.usefixtures("native")
 def test_a_dominant_sink_takes_the_weight() -> None:
     batch = make_batch(BATCH_SPECS["decode_edges"])
     batch.extras["sinks"] = torch.full((4,), 300.0)
@@ -79,6 +124,7 @@ def test_a_dominant_sink_takes_the_weight() -> None:
     assert torch.allclose(lse, torch.tensor(300.0))
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"window_left": 300, "logits_soft_cap": 4.0}], ids=str)
 def test_many_rows_over_many_keys(options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -89,6 +135,7 @@ def test_many_rows_over_many_keys(options: dict[str, Any], dtype: torch.dtype) -
     assert_as_oracle(CPU, make_batch(spec, dtype=dtype, sinks=True, alibi=True, **heads), **options)
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
     "spec",
     [BatchSpec("long_decode", (3000, 5), (1, 1)), BatchSpec("long_prefill", (700,), (700,))],
@@ -111,6 +158,7 @@ def test_threads_do_not_change_the_answer(spec: BatchSpec) -> None:
     assert_attention_close(out, lse, batch)
 
 
+@pytest.mark.usefixtures("native")
 def test_strided_queries_and_outputs() -> None:
     """Slices of a fused qkv projection go in as they are."""
     batch = make_batch(BATCH_SPECS["mixed_small"])
@@ -124,25 +172,31 @@ def test_strided_queries_and_outputs() -> None:
 SEVERAL = {op for family in FAMILIES for op in (*family.native, *family.on_native)}
 
 
-@pytest.mark.parametrize(
-    ("case", "overload"),
-    [
-        (case, overload)
-        for case, (op, _, _) in opcheck_cases().items()
-        for overload in ("default", *(("cpu", "reference") if op in SEVERAL else ()))
-    ],
+@pytest.mark.slow_cases(
+    *(f"triton-cpu-attention_{name}" for name in ("lse", "tree", "block_sparse", "semaphore")),
+    *(f"triton-cpu-{name}" for name in ("selective_scan", "rg_lru", "delta_step")),
 )
-def test_opcheck(case: str, overload: str) -> None:
-    op, args, kwargs = opcheck_cases()[case]
-    torch.library.opcheck(getattr(BACKEND_OPS[overload], op), args, kwargs)
+@over("default", "cpu", "reference", "triton", gpu=("triton", "cuda", "default"), case=opcheck_cases())
+def test_opcheck(on: Kernels, case: str) -> None:
+    """In the interpreter: what the kernels write is what the schema says and has the shapes of the fakes; how
+    a trace carries the op does not depend on its kernel."""
+    op, args, kwargs = opcheck_cases(device=on.device)[case]
+    if on.backend in ("cpu", "reference") and op not in SEVERAL:
+        pytest.skip("is the default")
+    utils = {"test_utils": ("test_schema", "test_faketensor")} if on[:2] == ("triton", "cpu") else {}
+    torch.library.opcheck(getattr(on.ops, op), args, kwargs, **utils)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ["write", "merge", "copy", "advance"])
-def test_other_ops_match_the_reference(case: str, dtype: torch.dtype) -> None:
-    assert_as_reference(CPU, case, dtype=dtype)
+@pytest.mark.parametrize("case", ["write", "merge", "copy", "advance", "rope", "rope_norm"])
+@over("cpu", "triton", gpu=GPU)
+def test_other_ops_match_the_reference(on: Kernels, case: str, dtype: torch.dtype) -> None:
+    if case.startswith("rope") and on.device == "cuda":
+        pytest.skip("to within more: test_rope_write_kv.py")
+    assert_as_reference(on.ops, case, device=on.device, dtype=dtype)
 
 
+@pytest.mark.usefixtures("native")
 def test_a_pool_of_strides_is_written_in_place() -> None:
     """Pools that are views of one larger tensor (heads first, keys beside values)."""
     big = torch.full((2, 9, 2, 16, 8), float("nan"))
@@ -166,6 +220,7 @@ BAD: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_writes_are_refused_before_anything_is_written(name: str) -> None:
     _, args, _ = opcheck_cases()["write"]
@@ -178,6 +233,7 @@ def test_bad_writes_are_refused_before_anything_is_written(name: str) -> None:
     assert torch.equal(named["v_cache"], before[1])
 
 
+@pytest.mark.usefixtures("native")
 @pytest.mark.parametrize(
     ("argument", "change"),
     [
@@ -208,6 +264,7 @@ def test_numbers_per_head_must_be_contiguous(name: str, kind: str) -> None:
         torchpaged.paged_attention(*batch.tensors, max_query_len=1, **{name: values})
 
 
+@pytest.mark.usefixtures("native")
 def test_no_path_of_the_machine_that_built_it() -> None:
     """Errors name the source file that raised them, and not where it lay."""
     paths = re.findall(rb"(?<![\w./-])/[\w./+-]+\.(?:cpp|cc|h|hpp)\b", Path(native_status()[1]).read_bytes())

@@ -51,7 +51,7 @@ DEFAULTS |= {"scale": 1.0}
 
 
 @pytest.mark.parametrize("case", ROUTE_CASES)
-@over("triton", dtypes=DTYPES)
+@over("triton", dtype=DTYPES)
 def test_routes_are_the_references(on: Kernels, dtype: torch.dtype, case: str) -> None:
     assert_route_close(on.ops, make_route_inputs(**ROUTE_CASES[case], dtype=dtype, device=on.device))
 
@@ -79,7 +79,7 @@ def test_a_group_of_nan_and_minus_infinity_is_chosen_first(on: Kernels) -> None:
 
 @pytest.mark.slow_cases("triton-cpu-*", but=("*-torch.float16-*", "*-one_token"))
 @pytest.mark.parametrize("case", EXPERTS_CASES)
-@over("default", "triton", dtypes=DTYPES)
+@over("default", "triton", dtype=DTYPES)
 def test_experts_within_the_error_budget(on: Kernels, dtype: torch.dtype, case: str) -> None:
     if case == "one_token_of_long_rows" and dtype == torch.float32 and on.device == "cuda":
         pytest.skip("sums 2,100 products one after the other: beyond the budget of a product in pieces")

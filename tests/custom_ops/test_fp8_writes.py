@@ -2,18 +2,16 @@
 and in Triton where it is interpreted."""
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
+from kernels import INTERPRETED, Kernels, over
 from torch import Tensor
 
 from torchpaged import AttentionMetadata, PagedAttention, PagedKVCache, use_backend, write_kv
 from torchpaged.custom_ops import BACKEND_OPS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ("triton",) if INTERPRETED else ("reference", "cpu")
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -62,9 +60,9 @@ def assert_saturated(stored: Tensor, x: Tensor, scale: float) -> None:
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
 @pytest.mark.parametrize("op", ["write_kv", "rope_write_kv"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@over("reference", "cpu", "triton", gpu=())
 def test_writes_saturate(
-    backend: str, op: str, dtype: torch.dtype, source: torch.dtype, scale: float | None, native: None
+    on: Kernels, op: str, dtype: torch.dtype, source: torch.dtype, scale: float | None
 ) -> None:
     x = edges(dtype, source)[:, None]  # [T, 1, 8]
     if INTERPRETED and (dtype, source) != (torch.float8_e5m2, torch.float32):
@@ -77,11 +75,11 @@ def test_writes_saturate(
         {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale])}
     )
     if op == "write_kv":
-        BACKEND_OPS[backend].write_kv(x, x.clone(), *caches, slots, **scales)
+        on.ops.write_kv(x, x.clone(), *caches, slots, **scales)
     else:  # the last six columns are not rotated; the first two are turned by nothing
         table = torch.tensor([[1.0, 0.0]]).expand(tokens, 2).contiguous()
         q = torch.zeros(tokens, 1, 8, dtype=source)
-        BACKEND_OPS[backend].rope_write_kv(
+        on.ops.rope_write_kv(
             q, x, x.clone(), torch.arange(tokens), table, slots, torch.empty_like(q), *caches, **scales
         )
     for name, cache in zip("kv", caches, strict=True):
@@ -101,9 +99,9 @@ def same_numbers(stored: Tensor, want: Tensor) -> bool:
 @pytest.mark.parametrize("scale", [None, 3.0])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", FP8, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@over("reference", "cpu", "triton", gpu=())
 def test_every_number_is_rounded_to_the_nearest(
-    backend: str, dtype: torch.dtype, source: torch.dtype, scale: float | None, native: None
+    on: Kernels, dtype: torch.dtype, source: torch.dtype, scale: float | None
 ) -> None:
     """All bit patterns of a 16-bit dtype, and for float32 those with a few low bits, which decide
     about ties."""
@@ -118,7 +116,7 @@ def test_every_number_is_rounded_to_the_nearest(
     scales: dict[str, Any] = (
         {} if scale is None else {"k_scale": torch.tensor([scale]), "v_scale": torch.tensor([scale])}
     )
-    BACKEND_OPS[backend].write_kv(x, x.clone(), *caches, torch.arange(x.shape[0]) + 16, **scales)
+    on.ops.write_kv(x, x.clone(), *caches, torch.arange(x.shape[0]) + 16, **scales)
     largest = torch.finfo(dtype).max
     want = (x.float() / (scale or 1.0)).clamp(-largest, largest).to(dtype)  # a clamp keeps NaN
     for cache in caches:

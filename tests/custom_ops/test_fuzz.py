@@ -5,21 +5,18 @@ The share that always runs takes seconds; ``-m slow`` runs 10,000 batches with t
 its seed: `run_one` repeats it.
 """
 
-import os
 import random
 from typing import Any
 
 import pytest
 import torch
+from kernels import INTERPRETED, Kernels, over
 from nonfinite import INF, NAN, assert_as_expected, random_batch
 from torch import Tensor
 
 from torchpaged import ArgumentError
-from torchpaged.custom_ops import BACKEND_OPS, native_status
 from torchpaged.testing import Batch, run_paged_attention
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ("triton",) if INTERPRETED else ("reference", "cpu")
 SHARE = 500
 #: Batches per backend in the share that always runs.
 ALWAYS = 12 if INTERPRETED else 150
@@ -154,40 +151,37 @@ def merge_any(ops: Any, r: random.Random, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def run_one(backend: str, seed: int) -> None:
+def run_one(on: Kernels, seed: int) -> None:
     """One batch: attention, refusals, a cache write and a merge."""
-    r, ops = random.Random(seed), BACKEND_OPS[backend]
+    r, ops = random.Random(seed), on.ops
     torch.manual_seed(seed)
     batch, options = random_batch(r, dtypes=(torch.float32, torch.bfloat16, torch.float16), small=INTERPRETED)
     try:
         assert_as_expected(
-            run_paged_attention(ops, batch, **options), batch, exact=backend != "triton", **options
+            run_paged_attention(ops, batch, **options), batch, exact=on.backend != "triton", **options
         )
         refuse_attention(ops, batch, r)
         write_and_refuse(ops, batch, r)
         merge_any(ops, r, batch.q.dtype)
     except Exception as error:
         raise AssertionError(
-            f"backend {backend!r}, seed {seed}: {batch.spec}, {options}, {batch.q.dtype}: {error}"
+            f"{on}, seed {seed}: {batch.spec}, {options}, {batch.q.dtype}: {error}"
         ) from error
 
 
-def run_share(backend: str, share: int, count: int) -> None:
-    if backend == "cpu" and not native_status()[0]:
-        pytest.skip(native_status()[1])
+def run_share(on: Kernels, share: int, count: int) -> None:
     for seed in range(share * SHARE, share * SHARE + count):
-        run_one(backend, seed)
+        run_one(on, seed)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_random_batches(backend: str) -> None:
-    run_share(backend, 0, ALWAYS)
+@over("reference", "cpu", "triton", gpu=())
+def test_random_batches(on: Kernels) -> None:
+    run_share(on, 0, ALWAYS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # the reference's 2,000: its checks are those of all backends
-    ("backend", "share"),
-    [(backend, share) for backend in BACKENDS for share in range(4 if backend == "reference" else 20)],
-)
-def test_ten_thousand_random_batches(backend: str, share: int) -> None:
-    run_share(backend, share, SHARE)
+@over("reference", "cpu", gpu=(), share=range(20))
+def test_ten_thousand_random_batches(on: Kernels, share: int) -> None:
+    if on.backend == "reference" and share >= 4:
+        pytest.skip("its checks are those of all backends")
+    run_share(on, share, SHARE)

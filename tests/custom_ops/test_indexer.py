@@ -1,11 +1,13 @@
-"""The indexer's ops on a CPU: keys as they are stored, logits against float64, the selection, and what is
+"""The indexer's ops: keys as they are stored, logits against float64, the selection, and what is
 refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from kernels import INTERPRETED, Kernels, Values, over
 from op_inputs.indexer import exact_logits, is_top_k, make_index_batch, run_index_logits, weights_of
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -19,12 +21,71 @@ E4M3 = torch.float8_e4m3fn
 INF = float("inf")
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_logits_match_the_oracle(spec: str, causal: bool) -> None:
+@pytest.mark.slow_cases(
+    "triton-cpu-*",
+    but=("triton-cpu-mixed_*-True", "triton-cpu-decode_*-True", "triton-cpu-left_padded-False"),
+)
+@over("default", "triton", gpu=(), spec=BATCH_SPECS, causal=(True, False))
+def test_logits_match_the_oracle(on: Kernels, spec: str, causal: bool) -> None:
     batch = make_index_batch(BATCH_SPECS[spec])
-    got = run_index_logits(OPS, batch, causal=causal)
+    got = run_index_logits(on.ops, batch, causal=causal)
     torch.testing.assert_close(got.double(), exact_logits(batch, causal), rtol=1e-5, atol=1e-5)
+
+
+SIZES: dict[str, dict[str, Any]] = {
+    "deepseek": {"width": 128, "num_heads": 64, "block_size": 16, "dtype": torch.bfloat16},
+    "odd": {"width": 20, "num_heads": 17, "block_size": 1, "dtype": torch.float16},
+    "wide": {"width": 200, "num_heads": 1, "block_size": 64, "dtype": torch.float32},
+}
+
+
+@over("triton", gpu=(), sizes=SIZES)
+def test_shapes_and_dtypes(on: Kernels, sizes: str) -> None:
+    batch = make_index_batch(BATCH_SPECS["mixed_padded"], **SIZES[sizes])
+    exact = exact_logits(batch)
+    torch.testing.assert_close(run_index_logits(on.ops, batch).double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@over("triton", spec=Values((), ("mixed_padded",), BATCH_SPECS))
+def test_what_is_stored_is_the_references(on: Kernels, spec: str) -> None:
+    """And logits over it, and their positions. In the interpreter of numbers that e4m3 holds: it rounds
+    others otherwise."""
+    deepseek = {"width": 128, "num_heads": 64, "block_size": 64, "dtype": torch.bfloat16}
+    batch = make_index_batch(BATCH_SPECS[spec], device=on.device, **({} if INTERPRETED else deepseek))
+    keys = batch.k_cache.nan_to_num(0.0).flatten(0, 2)
+    if INTERPRETED:
+        keys = torch.randint(-8, 8, keys.shape) / 8.0
+        keys[:, 0] = 448 / 256  # the scale is a power of two
+    else:
+        got = run_index_logits(on.ops, batch)
+        torch.testing.assert_close(got.cpu().double(), exact_logits(batch), rtol=2e-3, atol=2e-3)
+        indices = torch.empty(len(got), 20, dtype=torch.int32, device="cuda")
+        on.ops.top_k_indices(got, indices)
+        assert is_top_k(indices, got)
+    keys[7] = 0.0
+    slots = torch.arange(len(keys), device=on.device)
+    slots[5] = -1
+    made: list[Any] = []
+    for ops in (on.ops, BACKEND_OPS["reference"]):
+        pool = torch.zeros(batch.k_cache.shape, device=on.device).to(E4M3)
+        plain, scales = torch.zeros_like(batch.k_cache), torch.full(pool.shape[:2], 3.0, device=on.device)
+        ops.write_index_keys(keys, pool, slots, scales)
+        ops.write_index_keys(keys, plain, slots)
+        made.append((pool.view(torch.uint8), scales, plain))
+    assert all(map(torch.equal, *made))
+    stored, scales = replace(batch, k_cache=made[0][0].view(E4M3)), made[0][1]
+    got, want = run_index_logits(on.ops, stored, k_scale=scales), exact_logits(stored, True, scales)
+    close = 1e-5 if INTERPRETED else 2e-3
+    torch.testing.assert_close(got.cpu().double(), want, rtol=close, atol=close)
+
+
+@over("triton", gpu=())
+def test_a_nan_key_shows(on: Kernels) -> None:
+    batch = make_index_batch(BATCH_SPECS["decode_one"])
+    batch.k_cache[batch.block_table[0, 0].long(), 0] = float("nan")
+    assert run_index_logits(on.ops, batch)[0, 0].isnan()
+    with pytest.raises(ArgumentError, match="^q: expected at most 128 heads"):
+        run_index_logits(on.ops, make_index_batch(BATCH_SPECS["decode_one"], num_heads=129))
 
 
 def test_a_key_and_its_scale() -> None:
@@ -52,9 +113,8 @@ def test_logits_over_fp8_keys(spec: str) -> None:
     torch.testing.assert_close(got.double(), exact_logits(batch, True, scales), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("top_k", [1, 7, 40])
-@pytest.mark.parametrize("backend", ["reference", "default"])
-def test_selection(backend: str, top_k: int) -> None:
+@over("reference", "default", "triton", gpu=(), top_k=(1, 7, 40))
+def test_selection(on: Kernels, top_k: int) -> None:
     """Of many, of fewer than are asked for, of equal ones, of none; more columns than ``top_k`` and fewer."""
     logits = torch.randn(6, 31)
     logits[1, 5:] = -INF
@@ -63,10 +123,10 @@ def test_selection(backend: str, top_k: int) -> None:
     logits[4, 3], logits[4, 9] = INF, -1e38
     logits[5] = 0.0
     indices = torch.full((6, top_k), 99, dtype=torch.int32)
-    BACKEND_OPS[backend].top_k_indices(logits, indices)
+    on.ops.top_k_indices(logits, indices)
     assert is_top_k(indices, logits)
     logits[0, 30] = float("nan")
-    BACKEND_OPS[backend].top_k_indices(logits, indices)
+    on.ops.top_k_indices(logits, indices)
     assert 30 in indices[0]
 
 

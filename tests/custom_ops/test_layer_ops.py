@@ -38,7 +38,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("width", [1, 40, 1500, 16384])
-@over("default", "triton", dtypes=DTYPES)
+@over("default", "triton", dtype=DTYPES)
 def test_embedding_is_torchs(on: Kernels, dtype: torch.dtype, width: int, scaled: bool) -> None:
     """Bit for bit, Gemma's scale included: rounded to the weights' dtype, then the product."""
     inputs = make_embedding_inputs(width=width, scaled=scaled, dtype=dtype, device=on.device)
@@ -47,7 +47,7 @@ def test_embedding_is_torchs(on: Kernels, dtype: torch.dtype, width: int, scaled
     assert torch.equal(inputs["out"], want * inputs["scale"].to(dtype) if scaled else want)
 
 
-@over(dtypes=DTYPES)
+@over(dtype=DTYPES)
 def test_ids_outside_of_the_table_give_nan(on: Kernels, dtype: torch.dtype) -> None:
     """Where their values are not read; no other row does."""
     inputs = make_embedding_inputs(tokens=7, width=960, scaled=True, dtype=dtype, device=on.device)
@@ -103,7 +103,7 @@ def test_gate_heads_by_hand(of_head: bool) -> None:
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES)
-@over("default", "triton", dtypes=DTYPES)
+@over("default", "triton", dtype=DTYPES)
 def test_linear_within_the_error_budget(on: Kernels, dtype: torch.dtype, case: str) -> None:
     assert_layer_close(
         on.ops, "linear", make_linear_inputs(**LINEAR_CASES[case], dtype=dtype, device=on.device)
@@ -111,7 +111,7 @@ def test_linear_within_the_error_budget(on: Kernels, dtype: torch.dtype, case: s
 
 
 @pytest.mark.parametrize("case", NORM_CASES)
-@over("default", "triton", dtypes=DTYPES)
+@over("default", "triton", dtype=DTYPES)
 def test_rms_norm_within_the_error_budget(on: Kernels, dtype: torch.dtype, case: str) -> None:
     assert_layer_close(
         on.ops, "rms_norm", make_norm_inputs(**NORM_CASES[case], dtype=dtype, device=on.device)
@@ -120,7 +120,7 @@ def test_rms_norm_within_the_error_budget(on: Kernels, dtype: torch.dtype, case:
 
 @pytest.mark.parametrize("width", [1, 40, 1500, 14336])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@over("default", "triton", dtypes=DTYPES)
+@over("default", "triton", dtype=DTYPES)
 def test_act_and_mul_within_the_error_budget(
     on: Kernels, dtype: torch.dtype, activation: str, width: int
 ) -> None:
@@ -130,7 +130,7 @@ def test_act_and_mul_within_the_error_budget(
 
 @pytest.mark.parametrize("of_head", [False, True])
 @pytest.mark.parametrize("sizes", [(3, 40), (1, 7), (9, 256), (16, 256)], ids=str)
-@over("default", "triton", dtypes=DTYPES)
+@over("default", "triton", dtype=DTYPES)
 def test_gate_heads_within_the_error_budget(
     on: Kernels, dtype: torch.dtype, sizes: tuple[int, int], of_head: bool
 ) -> None:

@@ -1,10 +1,11 @@
-"""Latent attention's ops on a CPU: the oracle, the rows that are written, what is refused, and the trace."""
+"""Latent attention's ops: the oracle, the rows that are written, what is refused, and the trace."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from kernels import Kernels, Values, over
 from op_inputs.latent import assert_latent_close, make_latent_batch, run_mla_attention
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -17,13 +18,20 @@ from torchpaged.testing import BATCH_SPECS
 CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference", "default"])
-@pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_matches_the_oracle(spec: str, backend: str) -> None:
-    for causal in (True, False):
-        batch = make_latent_batch(BATCH_SPECS[spec], rank=24, rope=8, block_size=4)
-        out, lse = run_mla_attention(BACKEND_OPS[backend], batch, causal=causal)
-        assert_latent_close(out, lse, batch, causal=causal)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPE = Values(FLOATS[:1], FLOATS[:1], FLOATS)
+
+
+@pytest.mark.slow_cases("triton-cpu-*", but=("triton-cpu-mixed_*-True-*", "triton-cpu-decode_*-True-*"))
+@over("cpu", "reference", "default", "triton", spec=BATCH_SPECS, causal=(True, False), dtype=DTYPE)
+def test_matches_the_oracle(on: Kernels, spec: str, causal: bool, dtype: torch.dtype) -> None:
+    sizes: dict[str, Any] = {"rank": 24, "rope": 8, "block_size": 4}
+    if on.backend == "triton":
+        sizes = {"num_heads": 3, "rank": 16, "rope": 8, "block_size": 4}
+    if on.device == "cuda":
+        sizes = {"num_heads": 5, "rank": 64, "rope": 16}
+    batch = make_latent_batch(BATCH_SPECS[spec], dtype=dtype, device=on.device, **sizes)
+    assert_latent_close(*run_mla_attention(on.ops, batch, causal=causal), batch, causal=causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -38,11 +46,12 @@ def test_more_heads_than_the_native_kernel_takes_at_once() -> None:
         assert_latent_close(*run_mla_attention(CPU, batch), batch)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_a_row_is_a_latent_and_its_key(backend: str) -> None:
-    pool = torch.full((4, 4, 1, 24), 7.0)
-    kv_c, k_pe = torch.randn(3, 16), torch.randn(3, 8)
-    BACKEND_OPS[backend].write_latent(kv_c, k_pe, pool, torch.tensor([14, -1, 5]))
+@over("cpu", "reference", "triton")
+def test_a_row_is_a_latent_and_its_key(on: Kernels) -> None:
+    rank, rope = (512, 64) if on.device == "cuda" else (16, 8)
+    pool = torch.full((4, 4, 1, rank + rope), 7.0, device=on.device)
+    kv_c, k_pe = (torch.randn(3, width, device=on.device) for width in (rank, rope))
+    on.ops.write_latent(kv_c, k_pe, pool, torch.tensor([14, -1, 5], device=on.device))
     assert torch.equal(pool[3, 2, 0], torch.cat((kv_c[0], k_pe[0])))
     assert torch.equal(pool[1, 1, 0], torch.cat((kv_c[2], k_pe[2])))
     assert int((pool != 7.0).any(-1).sum()) == 2

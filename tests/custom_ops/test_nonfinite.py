@@ -1,97 +1,155 @@
 """NaN and inf by one rule in every backend (docs/ops.md): a query that sees one gives NaN, no other does."""
 
-import os
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from nonfinite import INF, NAN, assert_as_expected, poke
+from kernels import INTERPRETED, Kernels, Values, over
+from nonfinite import INF, NAN, assert_as_expected, poke, random_batch
 
 from torchpaged.backends import get_backend
-from torchpaged.custom_ops import BACKEND_OPS, native_status
-from torchpaged.testing import ATTENTION_VARIANTS, BatchSpec, make_batch, run_paged_attention
+from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.testing import ATTENTION_VARIANTS, Batch, BatchSpec, make_batch, run_paged_attention
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ("triton",) if INTERPRETED else ("reference", "cpu")
-EXACT = ("reference", "cpu")
-
-
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
-    if request.param == "cpu" and not native_status()[0]:
-        pytest.skip(native_status()[1])
-    if request.param == "triton":
-        pytest.importorskip("triton", reason="triton is not installed")
-    return str(request.param)
-
-
-#: name -> lengths; the middle request of each is poked at a position that some of its queries see, some
-#: don't, or all do.
+#: name -> lengths; request 1 of each is poked at a position that some of its queries see, some don't, or all.
 SPECS = {
-    "decode": BatchSpec("decode", (40, 37, 3), (1, 1, 1)),
-    "speculative": BatchSpec("speculative", (40, 37, 3), (4, 4, 3)),
-    "prefill": BatchSpec("prefill", (30, 37, 5), (30, 37, 5)),
-    "chunked": BatchSpec("chunked", (30, 37, 5), (12, 20, 1), padded_tokens=2),
+    "cpu": {
+        "decode": BatchSpec("decode", (40, 37, 3), (1, 1, 1)),
+        "speculative": BatchSpec("speculative", (40, 37, 3), (4, 4, 3)),
+        "prefill": BatchSpec("prefill", (30, 37, 5), (30, 37, 5)),
+        "chunked": BatchSpec("chunked", (30, 37, 5), (12, 20, 1), padded_tokens=2),
+    },
+    "cuda": {
+        "decode": BatchSpec("decode", (400, 370, 3, 0), (1, 1, 1, 1)),
+        "long_decode": BatchSpec("long_decode", (5, 9000), (1, 1)),  # parts that are merged
+        "speculative": BatchSpec("speculative", (40, 370, 3), (4, 4, 3)),
+        "prefill": BatchSpec("prefill", (30, 370, 5), (30, 370, 5), padded_tokens=2),
+        # no room for short queries
+        "padded_prefill": BatchSpec(
+            "padded_prefill", (30, 370, 5), (30, 370, 5), padded_tokens=3 * 370 - 405
+        ),
+        "mixed": BatchSpec("mixed", (200, 370, 90), (1, 200, 1)),
+    },
 }
-#: What the interpreter runs of these: one spec per kernel, one variant per kind of mask.
-FEW_SPECS, FEW_VARIANTS, SLOW = (
-    ("decode", "prefill"),
-    ("causal", "window_both", "soft_cap"),
-    "the interpreter is slow",
-)
-POKES = [(what, value) for what in "qkv" for value in (NAN, INF, -INF)]
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 8},
+    "cuda": {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.bfloat16},
+}
+#: What the interpreter, which is slow, runs of these: one spec per kernel.
+SPEC = Values(SPECS["cpu"], ("decode", "prefill"), SPECS["cuda"])
+POKES = [f"{what}={value}" for what in "qkv" for value in (NAN, INF, -INF)]
+CASES = [f"{variant}-{bad}" for variant in ATTENTION_VARIANTS for bad in POKES]
+#: Likewise: one variant per kind of mask.
+FEW = ["causal-q=nan", "causal-k=nan", "causal-k=inf", "causal-v=nan", "window_both-k=nan"]
+FEW += ["window_both-v=nan", "soft_cap-k=nan", "soft_cap-k=inf", "soft_cap-v=nan"]
+all_kernels = {"gpu": ("triton", "cuda")}
 
 
-@pytest.mark.slow_cases("triton-prefill-*", but=("triton-prefill-causal-*",))
-@pytest.mark.parametrize(("what", "value"), POKES, ids=[f"{what}={value}" for what, value in POKES])
-@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-@pytest.mark.parametrize("spec", SPECS)
-def test_one_bad_number(backend: str, spec: str, variant: str, what: str, value: float) -> None:
-    if INTERPRETED and (
-        value == -INF
-        or (what != "k" and value == INF)
-        or spec not in FEW_SPECS
-        or variant not in FEW_VARIANTS
-        or (variant != "causal" and what == "q")
-        or (variant == "window_both" and value == INF)
-    ):
-        pytest.skip(SLOW)
-    options = ATTENTION_VARIANTS[variant]
-    for position in (36, 2) if INTERPRETED else (36, 20, 2):
-        if what == "q" and position < 37 - SPECS[spec].query_lens[1]:
-            continue
-        batch = make_batch(SPECS[spec], head_dim=16, block_size=8, num_heads=4, num_kv_heads=2)
-        poke(batch, what, value, 1, position, 1, 5)
-        assert_as_expected(
-            run_paged_attention(BACKEND_OPS[backend], batch, **options),
-            batch,
-            exact=backend in EXACT,
-            **options,
-        )
+def made(on: Kernels, spec: str, **options: Any) -> Batch:
+    """On the host."""
+    return make_batch(SPECS[on.device][spec], **{**SHAPES[on.device], **options})
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("spec", SPECS)
-def test_scores_that_are_all_infinite(backend: str, spec: str, dtype: torch.dtype) -> None:
+def attend(on: Kernels, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    there = batch.to(on.device)
+    if on.device == "cuda":
+        count = batch.block_table.shape[0] * batch.k_cache.shape[2]
+        there.extras["semaphore"] = torch.zeros(count, dtype=torch.int32, device="cuda")
+    got = run_paged_attention(on.ops, there, **options)
+    assert on.device == "cpu" or not there.extras["semaphore"].any()
+    return got
+
+
+def check(on: Kernels, batch: Batch, **options: Any) -> None:
+    assert_as_expected(
+        attend(on, batch, **options), batch, exact=on.backend in ("reference", "cpu"), **options
+    )
+
+
+@pytest.mark.slow_cases("triton-cpu-prefill-*", but=("triton-cpu-prefill-causal-*",))
+@over("reference", "cpu", "triton", **all_kernels, spec=SPEC, case=Values(CASES, FEW, CASES))
+def test_one_bad_number(on: Kernels, spec: str, case: str) -> None:
+    variant, what, value = case.replace("=", "-", 1).split("-", 2)
+    length, queries = SPECS[on.device][spec].seq_lens[1], SPECS[on.device][spec].query_lens[1]
+    middle = () if INTERPRETED else (length // 2, length - 3)[: 2 if on.device == "cuda" else 1]
+    for position in (length - 1, *middle, 2):
+        if what != "q" or position >= length - queries:
+            more = (
+                {"sinks": variant == "window", "alibi": variant == "soft_cap"} if on.device == "cuda" else {}
+            )
+            batch = made(on, spec, **more)
+            poke(batch, what, float(value), 1, position, 1, 5)
+            check(on, batch, **ATTENTION_VARIANTS[variant])
+
+
+DTYPE = Values(*[(torch.float32, torch.bfloat16, torch.float16)[:n] for n in (3, 2, 3)])
+
+
+@over("reference", "cpu", "triton", **all_kernels, spec=SPEC, dtype=DTYPE)
+def test_scores_that_are_all_infinite(on: Kernels, spec: str, dtype: torch.dtype) -> None:
     """Every key a head sees scores +inf, or -inf: the softmax of neither exists, so NaN, whatever the first
-    tile holds."""
-    if INTERPRETED and (spec not in FEW_SPECS or dtype == torch.float16):
-        pytest.skip(SLOW)
-    for value in (INF, -INF):
-        batch = make_batch(SPECS[spec], head_dim=16, block_size=8, num_heads=4, num_kv_heads=2, dtype=dtype)
-        start, end = batch.query_start_loc.tolist()[1:3]
-        batch.q[start:end, 2] = 1.0
-        for position in range(37):
+    tile holds. And of keys that fill the first tiles alone."""
+    length = SPECS[on.device][spec].seq_lens[1]
+    for value, many in ((INF, 1.0), (-INF, 1.0), (INF, 0.6), (-INF, 0.6))[: 4 if on.device == "cuda" else 2]:
+        batch = made(on, spec, dtype=dtype)
+        batch.q.abs_().clamp_min_(0.01)
+        for position in range(int(length * many)):
             poke(batch, "k", value, 1, position, 1, 3)
-        assert_as_expected(run_paged_attention(BACKEND_OPS[backend], batch), batch, exact=backend in EXACT)
+        check(on, batch)
+
+
+@over(gpu=("cuda",), spec=("padded_prefill", "prefill", "mixed"))
+def test_the_cuda_prefill_kernel_is_among_them(on: Kernels, spec: str) -> None:
+    from torchpaged.custom_ops.attention.call import AttentionCall, Specialisation
+    from torchpaged.custom_ops.attention.cuda.paged_attention import route
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is written for compute capability 9.0")
+    b = made(on, spec).to("cuda")
+    lengths = (b.block_table, b.seq_lens, b.query_start_loc)
+    tensors = (b.q, b.k_cache, b.v_cache, *lengths, torch.empty_like(b.q), None)
+    call = AttentionCall(*tensors, b.max_query_len, b.scale)
+    want = "prefill" if spec == "padded_prefill" else "prefill and decode"
+    assert route(call, Specialisation.of(call)).kernel == want
+
+
+@over(**all_kernels, what="qkv")
+def test_fp8_pools(on: Kernels, what: str) -> None:
+    """Queries are scaled into fp16's range for them: an infinite one must stay infinite, a NaN one NaN."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("fp8 needs compute capability 8.9")
+    for value in (NAN, INF, -INF):
+        for dtype in (torch.float8_e5m2, torch.float8_e4m3fn):
+            if value == value and what != "q" and dtype == torch.float8_e4m3fn:
+                continue  # it has no inf
+            for spec in ("decode", "prefill"):
+                batch = made(on, spec)
+                pools = {name: getattr(batch, name).nan_to_num(0.0) for name in ("k_cache", "v_cache")}
+                wide = replace(batch, **pools)
+                poke(wide, what, value, 1, 369, 1, 5)
+                check(on, replace(wide, k_cache=wide.k_cache.to(dtype), v_cache=wide.v_cache.to(dtype)))
+
+
+@over(**all_kernels, share=range(10))
+def test_random_batches(on: Kernels, share: int) -> None:
+    """test_fuzz.py runs them on a CPU."""
+    for seed in range(share * 20, share * 20 + 20):
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        batch, options = random_batch(random.Random(seed), dtypes=dtypes, small=True)
+        try:
+            check(on, batch, **options)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {batch.spec}, {options}, {batch.q.dtype}: {error}") from error
 
 
 @pytest.mark.skipif(INTERPRETED, reason="not a kernel of Triton's")
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", SPECS["cpu"])
 @pytest.mark.parametrize("what", ["q", "k", "v"])
 def test_a_bad_number_in_torch_sdpa(spec: str, what: str) -> None:
     for value in (NAN, INF):
-        batch = make_batch(SPECS[spec], head_dim=16, block_size=8, num_heads=4, num_kv_heads=2)
+        batch = make_batch(SPECS["cpu"][spec], **SHAPES["cpu"])
         poke(batch, what, value, 1, 36, 1, 5)
         got = run_paged_attention(get_backend("torch_sdpa").ops, batch)
         assert_as_expected(got, batch, exact=False)
@@ -100,8 +158,8 @@ def test_a_bad_number_in_torch_sdpa(spec: str, what: str) -> None:
 @pytest.mark.usefixtures("native")
 @pytest.mark.skipif(INTERPRETED, reason="of the cpu backend alone")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("what", "value"), POKES, ids=[f"{what}={value}" for what, value in POKES])
-def test_one_bad_number_among_many_rows(what: str, value: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bad", POKES)
+def test_one_bad_number_among_many_rows(bad: str, dtype: torch.dtype) -> None:
     """Enough for the CPU's products of matrices, which take numbers apart; others see what is before it."""
     for options in ({}, {"window_left": 5}):
         batch = make_batch(
@@ -111,87 +169,74 @@ def test_one_bad_number_among_many_rows(what: str, value: float, dtype: torch.dt
             num_kv_heads=1,
             dtype=dtype,
         )
-        poke(batch, what, value, 1, 299, 0, 5)
+        poke(batch, bad[0], float(bad[2:]), 1, 299, 0, 5)
         results = run_paged_attention(BACKEND_OPS["cpu"], batch, **options)
         assert_as_expected(results, batch, exact=True, **options)
 
 
 @pytest.mark.parametrize("spec", ["decode", "prefill"])
-def test_a_first_tile_of_minus_inf_is_outweighed(backend: str, spec: str) -> None:
+@over("reference", "cpu", "triton")
+def test_a_first_tile_of_minus_inf_is_outweighed(on: Kernels, spec: str) -> None:
     """Keys that score -inf weigh nothing beside others, though they fill the tiles that come first."""
-    batch = make_batch(
-        BatchSpec("long", (300, 150), (1, 1) if spec == "decode" else (120, 40)),
-        head_dim=16,
-        num_heads=2,
-        num_kv_heads=1,
-    )
+    long = BatchSpec("long", (300, 150), (1, 1) if spec == "decode" else (120, 40))
+    batch = make_batch(long, head_dim=16, num_heads=2, num_kv_heads=1)
     batch.q.abs_()
     for position in range(140):
         poke(batch, "k", -INF, 0, position, 0, 3)
-    assert_as_expected(run_paged_attention(BACKEND_OPS[backend], batch), batch, exact=backend in EXACT)
+    check(on, batch)
 
 
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_bad_sink_belongs_to_its_head(backend: str, value: float) -> None:
-    batch = make_batch(SPECS["chunked"], head_dim=16, sinks=True)
+@over("reference", "cpu", "triton", **all_kernels, value=(NAN, INF, -INF))
+def test_a_bad_sink_belongs_to_its_head(on: Kernels, value: float) -> None:
+    batch = made(on, "chunked" if on.device == "cpu" else "mixed", sinks=True)
     batch.extras["sinks"][2] = value
-    assert_as_expected(run_paged_attention(BACKEND_OPS[backend], batch), batch, exact=backend in EXACT)
+    check(on, batch)
+
+
+HEADS = {"narrow": (4, 2), "wide": (32, 1)}
+BLIND: dict[str, dict[str, Any]] = {
+    "window": {"window_left": 5},
+    "chunks": {"chunk_size": 8},
+    "both ways": {"causal": False, "window_left": 3, "window_right": 2},
+}
 
 
 @pytest.mark.slow_cases(
-    "triton-decode-narrow-*",
-    "triton-prefill-narrow-*",
-    but=("triton-decode-narrow-{'window_left': 5}", "triton-prefill-narrow-{'window_left': 5}"),
+    "triton-cpu-decode-narrow-*", "triton-cpu-prefill-narrow-*", but=("triton-cpu-*-narrow-window",)
 )
-@pytest.mark.parametrize(
-    "options",
-    [{"window_left": 5}, {"chunk_size": 8}, {"causal": False, "window_left": 3, "window_right": 2}],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "shape",
-    [{"num_heads": 4, "num_kv_heads": 2}, {"num_heads": 32, "num_kv_heads": 1}],
-    ids=["narrow", "wide"],
-)
-@pytest.mark.parametrize("spec", SPECS)
-def test_blocks_that_no_query_sees_never_matter(
-    backend: str, spec: str, shape: dict[str, int], options: dict[str, Any]
-) -> None:
+@over("reference", "cpu", "triton", **all_kernels, spec=SPEC, heads=HEADS, hidden=BLIND)
+def test_blocks_that_no_query_sees_never_matter(on: Kernels, spec: str, heads: str, hidden: str) -> None:
     """All NaN in front of every query's interval: the answer is that of the clean pool, bit for bit."""
-    if INTERPRETED and (spec not in FEW_SPECS or (spec == "prefill" and shape["num_heads"] == 32)):
-        pytest.skip(SLOW)
+    if INTERPRETED and spec == "prefill" and heads == "wide":
+        pytest.skip("the interpreter is slow")
+    further = {"window_left": 50, "chunk_size": 64} if on.device == "cuda" else {}
+    options = {name: further.get(name, value) for name, value in BLIND[hidden].items()}
     for dtype in (torch.float32, torch.bfloat16):
-        batch = make_batch(SPECS[spec], head_dim=16, block_size=8, dtype=dtype, **shape)
-        clean = run_paged_attention(BACKEND_OPS[backend], batch, **options)
+        shape = dict(zip(("num_heads", "num_kv_heads"), HEADS[heads], strict=True))
+        batch = made(on, spec, dtype=dtype, **shape)
+        clean, size = attend(on, batch, **options), batch.k_cache.shape[1]
         for request, (length, queries) in enumerate(
             zip(batch.spec.seq_lens, batch.spec.query_lens, strict=True)
         ):
-            first = length - queries
-            low = (
-                first // options["chunk_size"] * options["chunk_size"]
-                if "chunk_size" in options
-                else max(0, first - options["window_left"])
-            )
-            for position in range(low):
-                block = int(batch.block_table[request, position // 8])
-                batch.k_cache[block, position % 8] = batch.v_cache[block, position % 8] = NAN
-        got = run_paged_attention(BACKEND_OPS[backend], batch, **options)
+            first, chunk = length - queries, options.get("chunk_size")
+            for position in range(
+                first // chunk * chunk if chunk else max(0, first - options["window_left"])
+            ):
+                block = int(batch.block_table[request, position // size])
+                batch.k_cache[block, position % size] = batch.v_cache[block, position % size] = NAN
+        got = attend(on, batch, **options)
         assert torch.equal(got[0], clean[0])
         assert torch.equal(got[1], clean[1])
 
 
 @pytest.mark.parametrize("variant", ["causal", "bidirectional", "window_both", "soft_cap"])
-def test_positions_below_zero_see_nothing(backend: str, variant: str) -> None:
+@over("reference", "cpu", "triton")
+def test_positions_below_zero_see_nothing(on: Kernels, variant: str) -> None:
     """Left padding: zeros and -inf, without causality too; the request's other queries see what they would
     see without it."""
-    options = ATTENTION_VARIANTS[variant]
-    batch = make_batch(
-        BatchSpec("padded", (3, 6, -2, 0), (6, 9, 4, 2)),
-        head_dim=16,
-        block_size=8,
-        sinks=variant == "bidirectional",
-    )
-    out, lse = run_paged_attention(BACKEND_OPS[backend], batch, **options)
+    options, spec = ATTENTION_VARIANTS[variant], BatchSpec("padded", (3, 6, -2, 0), (6, 9, 4, 2))
+    batch = make_batch(spec, head_dim=16, block_size=8, sinks=variant == "bidirectional")
+    out, lse = attend(on, batch, **options)
     blind = [*range(3), *range(6, 9), *range(15, 21)]
     assert not bool(out[blind].any())
     assert bool((lse[blind] == -INF).all())
@@ -199,39 +244,35 @@ def test_positions_below_zero_see_nothing(backend: str, variant: str) -> None:
     assert_as_expected((out, lse), batch, exact=True, **options)
 
 
-def merge(
-    backend: str,
-    a: float,
-    b: float,
-    out_a: float = 1.0,
-    out_b: float = 3.0,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[float, float]:
+def merge(on: Kernels, a: float, b: float, out_a: float = 1.0, out_b: float = 3.0) -> tuple[float, float]:
     """Merge two states of one row and one head."""
-    state = [torch.full((1, 1, 8), x, dtype=dtype) for x in (out_a, out_b)]
-    lse = [torch.full((1, 1), x) for x in (a, b)]
-    out, merged = torch.full((1, 1, 8), 9.0, dtype=dtype), torch.full((1, 1), 9.0)
-    BACKEND_OPS[backend].merge_attn_states(state[0], lse[0], state[1], lse[1], out, merged)
+    with torch.device(on.device):
+        state = [torch.full((1, 1, 8), x) for x in (out_a, out_b)]
+        lse = [torch.full((1, 1), x) for x in (a, b)]
+        out, merged = torch.full((1, 1, 8), 9.0), torch.full((1, 1), 9.0)
+    on.ops.merge_attn_states(state[0], lse[0], state[1], lse[1], out, merged)
     assert bool((out == out[0, 0, 0]).all()) or bool(out.isnan().all())
     return float(out[0, 0, 0]), float(merged)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 @pytest.mark.parametrize("other", [0.5, -INF, INF, NAN])
-def test_merging_a_bad_state_gives_nan(backend: str, bad: float, other: float) -> None:
+@over("reference", "cpu", "triton")
+def test_merging_a_bad_state_gives_nan(on: Kernels, bad: float, other: float) -> None:
     for a, b in ((bad, other), (other, bad)):
-        out, lse = merge(backend, a, b)
+        out, lse = merge(on, a, b)
         assert out != out, (a, b, out, lse)
         assert lse != lse, (a, b, out, lse)
 
 
-def test_merging_a_side_that_saw_nothing(backend: str) -> None:
+@over("reference", "cpu", "triton")
+def test_merging_a_side_that_saw_nothing(on: Kernels) -> None:
     """LSE -inf: what the side's out holds is of no account."""
     for rubbish in (NAN, INF, 7.0):
-        assert merge(backend, 0.5, -INF, 1.0, rubbish) == (1.0, 0.5)
-        assert merge(backend, -INF, 0.5, rubbish, 3.0) == (3.0, 0.5)
-        assert merge(backend, -INF, -INF, rubbish, rubbish) == (0.0, -INF)
-    out, lse = merge(backend, 0.0, 0.0, NAN, 3.0)
+        assert merge(on, 0.5, -INF, 1.0, rubbish) == (1.0, 0.5)
+        assert merge(on, -INF, 0.5, rubbish, 3.0) == (3.0, 0.5)
+        assert merge(on, -INF, -INF, rubbish, rubbish) == (0.0, -INF)
+    out, lse = merge(on, 0.0, 0.0, NAN, 3.0)
     assert out != out
     assert lse == pytest.approx(0.6931472)
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from op_inputs.output_scale import E4M3, assert_e4m3, opcheck_e4m3, run_e4m3
+from kernels import INTERPRETED, Kernels, Values, over
+from op_inputs.output_scale import CHUNKS, E4M3, LONG, ONE_PROMPT, assert_e4m3, opcheck_e4m3, run_e4m3
+from op_inputs.trees import TREE_SPECS, make_tree_batch
 from specialisations import specialisation
 from torch import nn
 
@@ -20,7 +22,7 @@ from torchpaged.custom_ops.attention.cascade_call import CascadeCall
 from torchpaged.custom_ops.attention.cuda import cascade_attention as cuda_cascade
 from torchpaged.custom_ops.attention.cuda import prefill_shape, specialise
 from torchpaged.custom_ops.errors import BackendUnavailableError
-from torchpaged.testing import BATCH_SPECS, make_batch
+from torchpaged.testing import BATCH_SPECS, BatchSpec, make_batch
 
 CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,12 +36,56 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("spec", ["decode_edges", "mixed_padded", "left_padded"])
-def test_the_result_over_the_scale(spec: str, options: str, dtype: torch.dtype) -> None:
+@over("cpu", "reference", gpu=())
+def test_the_result_over_the_scale(on: Kernels, spec: str, options: str, dtype: torch.dtype) -> None:
     """Rounded once, saturated where the scale is too small; rows that see nothing are zeros."""
     batch = make_batch(BATCH_SPECS[spec], dtype=dtype, sinks=True, head_dim=24, head_dim_v=20)
-    for ops in (CPU, REFERENCE):
-        for scale in (0.03, 1e-3, 1e-40):
-            assert_e4m3(*run_e4m3(ops, batch, scale, **OPTIONS[options]), batch, scale, **OPTIONS[options])
+    for scale in (0.03, 1e-3, 1e-40):
+        assert_e4m3(*run_e4m3(on.ops, batch, scale, **OPTIONS[options]), batch, scale, **OPTIONS[options])
+
+
+#: Of batches, and of calls.
+COMBINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "window, sinks": ({"sinks": True}, {"window_left": 7}),
+    "cap, alibi, chunks": ({"alibi": True}, {"logits_soft_cap": 5.0, "chunk_size": 12}),
+    "bidirectional": ({}, {"causal": False}),
+    "e4m3 pools": ({"kv_dtype": E4M3, "scales": "per_head"}, {}),
+    "e5m2 pools": ({"kv_dtype": torch.float8_e5m2, "scales": "one"}, {}),
+    "odd widths": ({"head_dim": 20, "head_dim_v": 12, "num_heads": 7, "num_kv_heads": 1}, {}),
+}
+FEW = ("decode_edges", "mixed_padded", "prefill_small", "speculative")
+SPECS = {spec.name: spec for spec in (LONG, CHUNKS, ONE_PROMPT, *BATCH_SPECS.values())}
+SPEC = Values((), FEW, (*FEW, "left_padded", "long", "chunks", "one_prompt"))
+ON_GPU: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "device": "cuda"}
+
+
+@pytest.mark.slow_cases("triton-cpu-*", but_every=4)
+@over("triton", gpu=("triton", "cuda"), spec=SPEC, combined=COMBINED)
+def test_kernels_of_a_gpu(on: Kernels, spec: str, combined: str) -> None:
+    """By the decode kernel, by the prefill kernel, and by both; saturated in one of the calls."""
+    (sizes, options), shape = COMBINED[combined], {"head_dim": 32} if on.device == "cpu" else ON_GPU
+    batch = make_batch(SPECS[spec], **{"dtype": torch.bfloat16, **shape, **sizes})
+    for scale, padding in ((0.02, (0, 0, 0)), (1e-3, (5, 1, 3))):
+        out, lse = run_e4m3(on.ops, batch, scale, padding, **options)
+        assert_e4m3(out, lse, batch, scale, **options)
+    assert float(out.float().abs().max()) == 448
+
+
+@over("triton", gpu=())
+def test_split_kv(on: Kernels) -> None:
+    """Parts meet in float32 before they are rounded."""
+    spec = BatchSpec("split", (1500, 1, 0, 257), (1, 1, 1, 1))
+    batch = make_batch(spec, head_dim=16, num_heads=4, num_kv_heads=1)
+    assert_e4m3(*run_e4m3(on.ops, batch, 1e-3), batch, 1e-3)
+
+
+@over("triton", gpu=("triton", "cuda"))
+def test_trees(on: Kernels) -> None:
+    for spec in ("tree_mixed",) if on.device == "cpu" else ("tree_mixed", "tree_small"):
+        options: dict[str, Any] = {"head_dim": 16} if on.device == "cpu" else {"device": "cuda"}
+        batch = make_tree_batch(TREE_SPECS[spec], dtype=torch.bfloat16, **options)
+        assert_e4m3(*run_e4m3(on.ops, batch, 0.02), batch, 0.02)
 
 
 def test_pools_of_fp8_and_queries_of_it() -> None:
@@ -232,18 +278,26 @@ def call_spec(call: AttentionCall) -> Any:
     return spec
 
 
-def test_merging_two_sets_of_keys() -> None:
-    states = [x for _ in range(2) for x in (torch.randn(5, 3, 7), torch.randn(5, 3))]
-    states[1][0], states[3][0], states[1][1] = -float("inf"), -float("inf"), float("nan")
-    want, want_lse = torchpaged.merge_attn_states(*states)
-    for ops in (None, REFERENCE):
-        out, lse = torchpaged.merge_attn_states(*states, output_scale=torch.tensor([0.01]), ops=ops)
-        torch.testing.assert_close(lse, want_lse, equal_nan=True)
-        exact = (want / 0.01).clamp(-448, 448)
-        assert out.dtype == E4M3
-        torch.testing.assert_close(out.float(), exact, rtol=1 / 15, atol=2**-9, equal_nan=True)
-        assert not out[0].float().any()
-        assert float(out[2:].float().abs().max()) <= 448
+@over("default", "reference", "triton")
+def test_merging_two_sets_of_keys(on: Kernels) -> None:
+    with torch.device(on.device):
+        states = [x for _ in range(2) for x in (torch.randn(5, 3, 7), torch.randn(5, 3))]
+        states[1][0], states[3][0], states[1][1] = -float("inf"), -float("inf"), float("nan")
+        scale = torch.tensor([0.01])
+    want, want_lse = torchpaged.merge_attn_states(*states, ops=on.ops)
+    out, lse = torchpaged.merge_attn_states(*states, output_scale=scale, ops=on.ops)
+    torch.testing.assert_close(lse, want_lse, equal_nan=True)
+    exact = (want / 0.01).clamp(-448, 448)
+    assert out.dtype == E4M3
+    torch.testing.assert_close(
+        out.float(), exact, rtol=1 / 7 if INTERPRETED else 1 / 15, atol=2**-9, equal_nan=True
+    )
+    assert not out[0].float().any()
+    assert out[1].isnan().all()
+    gaps = torch.ones(5, 3, 9, device=on.device).to(E4M3)
+    on.ops.merge_attn_states(*states, gaps[..., 1:8], lse, output_scale=scale / 10)
+    assert float(gaps[2:, :, 1:8].float().abs().max()) == 448
+    assert (gaps[..., ::8].float() == 1).all(), "what lies between rows is left alone"
 
 
 def test_the_cascade_kernels_leave_it_to_two_passes() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import Kernels, over
 from op_inputs.state import (
     FAMILIES,
     STATE_BATCHES,
@@ -27,21 +28,26 @@ BACKENDS = ("cpu", "reference", "default")
 INF = float("inf")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+everywhere = over(*BACKENDS, "triton", gpu=())
+
+
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("batch", STATE_BATCHES)
-def test_convolution_matches_the_oracle(batch: str, width: int, backend: str) -> None:
+@everywhere
+def test_convolution_matches_the_oracle(on: Kernels, batch: str, width: int) -> None:
     bias, activation = (True, "silu") if width == 4 else (False, "none")
     inputs = make_conv_inputs(STATE_BATCHES[batch], width=width, bias=bias, activation=activation)
-    assert_state_close(BACKEND_OPS[backend], REFERENCE, "causal_conv", inputs)
+    assert_state_close(on.ops, REFERENCE, "causal_conv", inputs)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.slow_cases("triton-cpu-long-*", but=("triton-cpu-long-ssd",))
+@pytest.mark.slow_cases("triton-cpu-*", but_every=3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("batch", STATE_BATCHES)
-def test_linear_attention_matches_the_oracle(batch: str, family: str, backend: str) -> None:
+@everywhere
+def test_linear_attention_matches_the_oracle(on: Kernels, batch: str, family: str) -> None:
     inputs = make_linear_inputs(STATE_BATCHES[batch], **FAMILIES[family])
-    assert_state_close(BACKEND_OPS[backend], REFERENCE, "linear_attention", inputs)
+    assert_state_close(on.ops, REFERENCE, "linear_attention", inputs)
 
 
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own", "float32"])

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import Kernels, Values, over
 from op_inputs.channels import CHANNEL_SIZES, assert_channels_close, make_channel_inputs
 from op_inputs.state import STATE_BATCHES, clone
 
@@ -13,14 +14,19 @@ from torchpaged.custom_ops import BACKEND_OPS
 REFERENCE, NATIVE = BACKEND_OPS["reference"], BACKEND_OPS["default"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("batch", [name for name in STATE_BATCHES if name != "long"])
+BATCHES = [name for name in STATE_BATCHES if name != "long"]
+BATCH = Values(BATCHES, ("decode_padded", "no_tokens", "left_padding"), ())
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.slow_cases("triton-cpu-*", but=("triton-cpu-*-odd", "triton-cpu-*-narrow"))
 @pytest.mark.parametrize("size", CHANNEL_SIZES)
-def test_matches_the_oracle(size: str, batch: str, dtype: torch.dtype) -> None:
+@over("default", "triton", gpu=(), batch=BATCH, dtype=Values(DTYPES, DTYPES[:1], ()))
+def test_matches_the_oracle(on: Kernels, size: str, batch: str, dtype: torch.dtype) -> None:
     op, sizes = CHANNEL_SIZES[size]
     weight_dtype = torch.float32 if dtype != torch.float64 and size in ("mamba", "gemma") else None
     given = {"dtype": dtype, "weight_dtype": weight_dtype, **sizes}
-    assert_channels_close(NATIVE, REFERENCE, op, make_channel_inputs(op, STATE_BATCHES[batch], **given))
+    assert_channels_close(on.ops, REFERENCE, op, make_channel_inputs(op, STATE_BATCHES[batch], **given))
 
 
 @pytest.mark.parametrize("size", ["mamba", "narrow"])

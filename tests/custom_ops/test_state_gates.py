@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import Kernels, Values, over
 from op_inputs.state import STATE_BATCHES, assert_state_close, clone, make_conv_inputs
 from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inputs, make_gates_inputs
 
@@ -15,22 +16,28 @@ REFERENCE = BACKEND_OPS["reference"]
 MAKE = {"delta_gates": make_gates_inputs, "gated_rms_norm": make_gated_norm_inputs}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+DTYPE = Values((*FLOATS, torch.float64), FLOATS, ())
+
+
 @pytest.mark.parametrize("op", MAKE)
 @pytest.mark.parametrize("size", SIZES)
-def test_ops_match_the_oracle(size: str, op: str, dtype: torch.dtype) -> None:
-    weight_dtype = torch.float32 if dtype != torch.float64 and size == "qwen3_next" else None
-    inputs = MAKE[op](**SIZES[size], dtype=dtype, weight_dtype=weight_dtype)
-    assert_gates_close(BACKEND_OPS["default"], REFERENCE, op, inputs)
+@over("default", "triton", gpu=(), dtype=DTYPE)
+def test_ops_match_the_oracle(on: Kernels, size: str, op: str, dtype: torch.dtype) -> None:
+    for weight_dtype in (None, torch.float32)[: 1 if dtype == torch.float64 else 2]:
+        inputs = MAKE[op](**SIZES[size], dtype=dtype, weight_dtype=weight_dtype)
+        assert_gates_close(on.ops, REFERENCE, op, inputs)
+    getattr(on.ops, op)(**MAKE[op](**SIZES[size], tokens=0, dtype=dtype))
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.slow_cases("triton-cpu-*", but_every=2)
 @pytest.mark.parametrize("batch", STATE_BATCHES)
-def test_gated_convolution_matches_the_oracle(batch: str, dtype: torch.dtype, backend: str) -> None:
-    sizes = {"width": 3, "channels": 600 if batch.startswith("decode") else 40}  # more than are taken at once
-    inputs = make_conv_inputs(STATE_BATCHES[batch], activation="none", gated=True, dtype=dtype, **sizes)
-    assert_state_close(BACKEND_OPS[backend], REFERENCE, "causal_conv", inputs)
+@over("cpu", "reference", "triton", gpu=(), dtype=Values(DTYPE.cpu, FLOATS[:2], ()))
+def test_gated_convolution_matches_the_oracle(on: Kernels, batch: str, dtype: torch.dtype) -> None:
+    channels = 600 if batch.startswith("decode") else 40  # more than are taken at once
+    channels = 300 if on.backend == "triton" else channels
+    inputs = make_conv_inputs(STATE_BATCHES[batch], gated=True, dtype=dtype, width=3, channels=channels)
+    assert_state_close(on.ops, REFERENCE, "causal_conv", inputs)
 
 
 BAD: dict[str, tuple[str, str, Any]] = {

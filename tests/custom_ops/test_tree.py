@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from as_oracle import assert_as_oracle
+from kernels import Kernels, Values, over
 from op_inputs.trees import TREE_SPECS, branches_of, make_tree_batch, random_parents, tree_spec
 
 import torchpaged
@@ -48,15 +49,37 @@ def test_the_reference_gives_each_token_what_its_branch_alone_gives(spec: str, v
     _assert_like_branches(REFERENCE, batch, 1e-5, **VARIANTS[variant])
 
 
-@pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize(("spec", "variant"), CASES)
-def test_the_cpu_kernel_matches_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> None:
-    for alibi in (False, True):
-        batch = make_tree_batch(
-            TREE_SPECS[spec], dtype=dtype, num_heads=6, alibi=alibi, sinks=alibi, head_dim=40
-        )
-        assert_as_oracle(CPU, batch, **VARIANTS[variant])
+#: Contexts of many tiles, beside those of `TREE_SPECS`.
+LONG = tree_spec(
+    "tree_behind_much",
+    (1500, 3000, 700),
+    ((8, 0, "random"), (40, 1, "random"), (64, 2, "deep")),
+    padded_tokens=3,
+)
+SPECS = {**TREE_SPECS, LONG.name: LONG}
+#: In the interpreter by the decode kernel, in slices and not, by the prefill kernel, and by both.
+FEW = [("tree_chain", "soft_cap"), ("tree_mixed", "plain"), ("tree_small", "window")]
+FEW += [("tree_uneven", "chunked"), ("tree_full", "window")]
+SOME = ("plain", "window", "soft_cap", "chunked")
+CASE = Values(CASES, FEW, [(spec, variant) for spec in SPECS for variant in SOME])
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": {"num_heads": 6, "head_dim": 40},
+    "triton": {"head_dim": 16},
+    "cuda": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "device": "cuda"},
+}
+FLOATS = (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.slow_cases("triton-cpu-*float32", but=("triton-cpu-*soft_cap*",))
+@over("cpu", "triton", gpu=("cuda", "triton"), case=CASE, dtype=Values(FLOATS, FLOATS, FLOATS[1:]))
+def test_kernels_match_the_oracle(on: Kernels, case: tuple[str, str], dtype: torch.dtype) -> None:
+    """Slopes and sinks go with a window and a cap, and on this CPU with each mask once more."""
+    spec, variant = case
+    special = (variant in ("window", "soft_cap"),) if on.backend != "cpu" else (False, True)
+    for alibi in special:
+        shape = SHAPES[on.backend if on.device == "cpu" else "cuda"]
+        batch = make_tree_batch(SPECS[spec], dtype=dtype, alibi=alibi, sinks=alibi, **shape)
+        assert_as_oracle(on.ops, batch, **VARIANTS[variant])
 
 
 @pytest.mark.usefixtures("native")

@@ -1,17 +1,22 @@
-"""up_project_values: the default op against float64, refusals."""
+"""up_project_values: all kernels against float64, refusals."""
 
 import pytest
 import torch
+from kernels import Kernels, Values, over
 from op_inputs.up_projections import UP_PROJECTIONS, assert_up_projection_close, make_up_projections
 
 from torchpaged import ArgumentError
 from torchpaged.custom_ops import BACKEND_OPS
 
+MODELS = {"v2_lite": 16, "v3": 128}
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", UP_PROJECTIONS)
-def test_default_op(case: str, dtype: torch.dtype) -> None:
-    assert_up_projection_close(BACKEND_OPS["default"], **UP_PROJECTIONS[case], dtype=dtype)
+@over("default", "triton", case=Values(UP_PROJECTIONS, UP_PROJECTIONS, (*UP_PROJECTIONS, *MODELS)))
+def test_within_the_error_budget(on: Kernels, case: str, dtype: torch.dtype) -> None:
+    of_model = {"num_tokens": 3, "num_heads": MODELS.get(case), "rank": 512, "width": 128}
+    sizes = UP_PROJECTIONS.get(case, of_model)
+    assert_up_projection_close(on.ops, **sizes, dtype=dtype, device=on.device)
 
 
 BAD = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from captured import captured
 from torch import Tensor
 
 from torchpaged.backends.semaphore import make_semaphore
@@ -99,11 +100,7 @@ class Steps:
 
 
 def replay_often(steps: Steps, launch: Callable[[], None]) -> None:
-    launch()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
+    graph, _ = captured(launch)
     for _ in range(REPLAYS):
         steps.refill()
         graph.replay()

@@ -1,5 +1,5 @@
-"""The Triton and CUDA C++ kernels on a GPU: the oracle, opcheck, capture once and replay with other lengths,
-no synchronisation."""
+"""The Triton and CUDA C++ kernels of attention on a GPU at models' sizes: the oracle, capture once and replay
+with other lengths, no synchronisation. Their masks and opcheck: tests/custom_ops/test_cpu_kernels.py."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from as_oracle import assert_as_oracle
-from op_inputs.opcheck import assert_as_reference, opcheck_cases
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import (
-    ATTENTION_VARIANTS,
     BATCH_SPECS,
     BatchSpec,
     assert_attention_close,
@@ -35,17 +33,6 @@ HEADS = {
     "64/1/128": {"num_heads": 64, "num_kv_heads": 1, "head_dim": 128},
     "32/1/64": {"num_heads": 32, "num_kv_heads": 1, "head_dim": 64},
 }
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("variant", ATTENTION_VARIANTS)
-@pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_attention_matches_the_oracle(backend: str, spec: str, variant: str, dtype: torch.dtype) -> None:
-    batch = make_batch(
-        BATCH_SPECS[spec], dtype=dtype, device="cuda", sinks=variant == "window", alibi=variant == "soft_cap"
-    )
-    assert_as_oracle(BACKEND_OPS[backend], batch, **ATTENTION_VARIANTS[variant])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -82,20 +69,6 @@ def test_many_short_queries_beside_chunks(backend: str, chunk: int) -> None:
         **HEADS["32/8/128"],
     )
     assert_as_oracle(BACKEND_OPS[backend], batch)
-
-
-@pytest.mark.parametrize("case", opcheck_cases())
-@pytest.mark.parametrize("overload", ["triton", "cuda", "default"])
-def test_opcheck(case: str, overload: str) -> None:
-    op, args, kwargs = opcheck_cases(device="cuda")[case]
-    torch.library.opcheck(getattr(BACKEND_OPS[overload], op), args, kwargs)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ["write", "merge", "copy", "advance"])
-def test_other_ops_match_the_reference(backend: str, case: str, dtype: torch.dtype) -> None:
-    assert_as_reference(BACKEND_OPS[backend], case, device="cuda", dtype=dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,11 +1,11 @@
-"""Latent attention on a GPU: the float64 oracle, one capture for other lengths, a model."""
+"""Latent attention on a GPU at models' sizes: the float64 oracle, one capture for other lengths, a model."""
 
 import logging
 from dataclasses import replace
 
 import pytest
 import torch
-from op_inputs.indexer import exact_logits, is_top_k, make_index_batch, run_index_logits
+from captured import captured
 from op_inputs.latent import (
     SELECTIONS,
     assert_latent_close,
@@ -33,14 +33,6 @@ SIZES = {
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_matches_the_oracle(spec: str, dtype: torch.dtype) -> None:
-    batch = make_latent_batch(BATCH_SPECS[spec], num_heads=5, rank=64, rope=16, dtype=dtype, device="cuda")
-    for causal in (True, False):
-        assert_latent_close(*run_mla_attention(TRITON, batch, causal=causal), batch, causal=causal)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_models_sizes(sizes: str, dtype: torch.dtype) -> None:
     """Long contexts in parts, and prompts."""
@@ -60,29 +52,6 @@ def test_selected_keys(spec: str, kind: str) -> None:
     for top_k in (11, 300):
         indices = selected(batch, kind, top_k)
         assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
-
-
-@pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_the_indexer(spec: str) -> None:
-    """Keys of bfloat16 and of e4m3, which are stored as the reference does; the positions of their logits."""
-    sizes = {"width": 128, "num_heads": 64, "block_size": 64, "dtype": torch.bfloat16, "device": "cuda"}
-    batch = make_index_batch(BATCH_SPECS[spec], **sizes)
-    got = run_index_logits(TRITON, batch)
-    torch.testing.assert_close(got.cpu().double(), exact_logits(batch), rtol=2e-3, atol=2e-3)
-    indices = torch.empty(len(got), 20, dtype=torch.int32, device="cuda")
-    TRITON.top_k_indices(got, indices)
-    assert is_top_k(indices, got)
-    keys, made = batch.k_cache.nan_to_num(0.0).flatten(0, 2), []
-    for ops in (TRITON, REFERENCE):
-        pool = torch.zeros(batch.k_cache.shape, device="cuda").to(torch.float8_e4m3fn)
-        scales = torch.ones(pool.shape[:2], device="cuda")
-        ops.write_index_keys(keys, pool, torch.arange(len(keys), device="cuda"), scales)
-        made.append((pool.view(torch.uint8), scales))
-    assert torch.equal(made[0][0], made[1][0])
-    assert torch.equal(made[0][1], made[1][1])
-    stored = replace(batch, k_cache=made[0][0].view(torch.float8_e4m3fn))
-    got, want = run_index_logits(TRITON, stored, k_scale=scales), exact_logits(stored, True, scales)
-    torch.testing.assert_close(got.cpu().double(), want, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("keys", [97, 1024])
@@ -111,24 +80,11 @@ def test_one_capture_serves_other_lengths() -> None:
     longest = BatchSpec("longest", (1500, 1500, 1500), (1, 1, 1))
     batch = make_latent_batch(longest, num_heads=16, rank=512, rope=64, dtype=torch.bfloat16, device="cuda")
     batch.k_cache.nan_to_num_()
-    out, lse = run_mla_attention(TRITON, batch)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = run_mla_attention(TRITON, batch)
+    graph, (out, lse) = captured(lambda: run_mla_attention(TRITON, batch))
     for seq_lens in ((1500, 3, 700), (0, 129, 1), (1, 1, 0)):
         batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         graph.replay()
         assert_latent_close(out, lse, batch)
-
-
-def test_write_latent() -> None:
-    pool, want = (torch.zeros(5, 16, 1, 576, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    kv_c, k_pe = (torch.randn(4, n, dtype=torch.bfloat16, device="cuda") for n in (512, 64))
-    slots = torch.tensor([17, -1, 79, 30], device="cuda")
-    TRITON.write_latent(kv_c, k_pe, pool, slots)
-    REFERENCE.write_latent(kv_c, k_pe, want, slots)
-    assert torch.equal(pool, want)
-    assert pool.any()
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "auto_compiled"])

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from op_inputs.output_scale import E4M3, assert_e4m3, opcheck_e4m3, run_e4m3
-from op_inputs.trees import TREE_SPECS, make_tree_batch
+from captured import captured
+from op_inputs.output_scale import CHUNKS, E4M3, LONG, ONE_PROMPT, assert_e4m3, opcheck_e4m3, run_e4m3
 
 import torchpaged
 from torchpaged.custom_ops import BACKEND_OPS
@@ -19,9 +19,6 @@ if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("fp8 needs compute capability 8.9", allow_module_level=True)
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 BACKENDS = ("triton", "cuda")
-LONG = BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1)
-CHUNKS = BatchSpec("chunks", (600, 90, 3, 41, 0), (200, 1, 3, 40, 0), padded_tokens=2)
-ONE_PROMPT = BatchSpec("one_prompt", (3000,), (64,))
 SPECS = {spec.name: spec for spec in (LONG, CHUNKS, ONE_PROMPT, *BATCH_SPECS.values())}
 HEADS: dict[str, dict[str, Any]] = {
     "32/8/128": {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128},
@@ -31,14 +28,6 @@ HEADS: dict[str, dict[str, Any]] = {
     "12/4/96": {"num_heads": 12, "num_kv_heads": 4, "head_dim": 96},
     "16/4/192-128": {"num_heads": 16, "num_kv_heads": 4, "head_dim": 192, "head_dim_v": 128},
     "7/1/20": {"num_heads": 7, "num_kv_heads": 1, "head_dim": 20, "head_dim_v": 12},
-}
-#: Of batches, and of calls.
-COMBINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "window, sinks": ({"sinks": True}, {"window_left": 7}),
-    "cap, alibi, chunks": ({"alibi": True}, {"logits_soft_cap": 5.0, "chunk_size": 12}),
-    "bidirectional": ({}, {"causal": False}),
-    "e4m3 pools": ({"kv_dtype": E4M3, "scales": "per_head"}, {}),
-    "e5m2 pools": ({"kv_dtype": torch.float8_e5m2, "scales": "one"}, {}),
 }
 
 
@@ -60,15 +49,6 @@ def test_matches_the_oracle(spec: str, heads: str, backend: str) -> None:
         out, lse = run_e4m3(BACKEND_OPS[backend], batch, scale)
         assert_e4m3(out, lse, batch, scale)
     assert float(out.float().abs().max()) == 448
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("combined", COMBINED)
-@pytest.mark.parametrize("spec", ["long", "chunks", "one_prompt", "decode_edges", "left_padded"])
-def test_with_other_options(spec: str, combined: str, backend: str) -> None:
-    sizes, options = COMBINED[combined]
-    batch = make_batch(SPECS[spec], dtype=torch.bfloat16, device="cuda", **{**HEADS["32/8/128"], **sizes})
-    assert_e4m3(*run_e4m3(BACKEND_OPS[backend], batch, 0.01, **options), batch, 0.01, **options)
 
 
 def test_float32_by_triton() -> None:
@@ -121,13 +101,6 @@ def test_numbers_that_are_not_finite(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_trees(backend: str) -> None:
-    for spec in ("tree_mixed", "tree_small"):
-        batch = make_tree_batch(TREE_SPECS[spec], dtype=torch.bfloat16, device="cuda")
-        assert_e4m3(*run_e4m3(BACKEND_OPS[backend], batch, 0.01), batch, 0.01)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_one_capture_serves_other_lengths_and_scales(backend: str) -> None:
     longest = BatchSpec("longest", (1500, 1500, 1500), (1, 1, 1))
     batch = make_batch(longest, dtype=torch.bfloat16, device="cuda", **HEADS["32/8/128"])
@@ -138,10 +111,7 @@ def test_one_capture_serves_other_lengths_and_scales(backend: str) -> None:
     def attend() -> None:
         BACKEND_OPS[backend].paged_attention(*tensors, **named, output_scale=scale)
 
-    attend()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        attend()
+    graph, _ = captured(attend)
     for seq_lens, number in (((1500, 3, 700), 0.01), ((0, 129, 1), 0.1), ((1, 1, 0), 1e-3)):
         batch.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         scale.fill_(number)

@@ -3,6 +3,8 @@ this CPU; on a GPU (marked ``gpu``); and of Triton's in its interpreter (marked 
 custom_ops/triton/test_run_interpreter.py runs the file again."""
 
 import os
+from collections.abc import Iterable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,11 +14,12 @@ from torchpaged.backends import get_backend
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps, native_status
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+if INTERPRETED:
+    pytest.importorskip("triton", reason="triton is not installed")
 
 
 class Kernels(NamedTuple):
-    """One backend's, and where it runs."""
+    """One backend's, and where they run."""
 
     backend: str
     device: str
@@ -31,23 +34,31 @@ class Kernels(NamedTuple):
         return BACKEND_OPS[self.backend]
 
 
-def over(*cpu: str, gpu: tuple[str, ...] = ("triton",), dtypes: tuple[torch.dtype, ...] = ()) -> Any:
-    """Parametrises ``on``, `Kernels`; and, of ``dtypes``, ``dtype``: in the interpreter not bfloat16, to
-    which it truncates where GPUs round.
+class Values(NamedTuple):
+    """Of a parameter, that differ by where the kernels run."""
+
+    cpu: Iterable[Any]
+    interpreted: Iterable[Any]
+    cuda: Iterable[Any]
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+#: The interpreter truncates to bfloat16 where GPUs round.
+DTYPES = Values(_FLOATS, (torch.float32, torch.float16), _FLOATS)
+
+
+def over(*cpu: str, gpu: tuple[str, ...] = ("triton",), **values: Iterable[Any]) -> Any:
+    """Parametrises ``on``, `Kernels`, and with it each name of ``values``.
 
     Args:
         cpu: backends that run on this CPU; "triton": in the interpreter.
         gpu: backends that run on a GPU.
     """
-    if INTERPRETED:
-        pytest.importorskip("triton", reason="triton is not installed")
-    names = [(name, "cpu") for name in cpu if (name == "triton") == INTERPRETED]
     cases = []
-    for on in map(Kernels._make, names + [(name, "cuda") for name in gpu]):
-        marks = [pytest.mark.gpu] if on.device == "cuda" else [pytest.mark.interpreted] if INTERPRETED else []
-        if not dtypes:
-            cases.append(pytest.param(on, marks=marks, id=f"{on.backend}-{on.device}"))
-        for dtype in dtypes:
-            if dtype != torch.bfloat16 or on.backend != "triton" or on.device != "cpu":
-                cases.append(pytest.param(on, dtype, marks=marks, id=f"{on.backend}-{on.device}-{dtype}"))
-    return pytest.mark.parametrize(("on", "dtype") if dtypes else "on", cases)
+    places = [(name, "cpu") for name in cpu if (name == "triton") == INTERPRETED]
+    for on in map(Kernels._make, places + [(name, "cuda") for name in gpu]):
+        place, mark = ("interpreted",) * 2 if INTERPRETED and on.device == "cpu" else (on.device, "gpu")
+        marks = [] if place == "cpu" else [getattr(pytest.mark, mark)]
+        for each in product(*(getattr(x, place) if isinstance(x, Values) else x for x in values.values())):
+            cases.append(pytest.param(on, *each, marks=marks, id="-".join(map(str, (*on, *each)))))
+    return pytest.mark.parametrize(["on", *values], cases)

@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 from as_oracle import assert_as_oracle
-from op_inputs.opcheck import assert_as_reference, opcheck_cases
-from op_inputs.rope import ROPE_CASES, assert_rope_close, make_rope_inputs
-from op_inputs.trees import TREE_SPECS, make_tree_batch
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.testing import (
@@ -23,91 +20,6 @@ from torchpaged.testing import (
 
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-#: Every mask over one batch of each kind; of the others the plain mask and one more, in turn. The fuzz mixes
-#: them all.
-VARIANTS = list(ATTENTION_VARIANTS)
-CASES = [
-    (spec, variant)
-    for i, spec in enumerate(BATCH_SPECS)
-    for variant in VARIANTS
-    if spec in ("decode_edges", "mixed_padded", "prefill_small")
-    or variant in (VARIANTS[0], VARIANTS[1 + i % (len(VARIANTS) - 1)])
-]
-
-
-@pytest.mark.slow_cases(
-    "prefill_long-*",
-    "chunked-*",
-    "prefill_small-*",
-    "decode_skewed-*",
-    but=("chunked-causal", "prefill_small-causal", "decode_skewed-causal"),
-)
-@pytest.mark.parametrize(("spec", "variant"), CASES)
-def test_attention_matches_the_oracle(spec: str, variant: str) -> None:
-    batch = make_batch(BATCH_SPECS[spec], head_dim=32, sinks=variant == "window", alibi=variant == "soft_cap")
-    assert_as_oracle(TRITON, batch, **ATTENTION_VARIANTS[variant])
-
-
-@pytest.mark.slow_cases(
-    "tree_full-window-torch.float32",
-    "tree_mixed-causal-torch.float32",
-    "tree_small-window-torch.bfloat16",
-    "tree_uneven-chunked_local-torch.float32",
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("spec", "variant"),
-    [
-        ("tree_small", "window"),
-        ("tree_mixed", "causal"),
-        ("tree_uneven", "chunked_local"),
-        ("tree_chain", "soft_cap"),
-        ("tree_full", "window"),
-    ],
-)
-def test_trees_match_the_oracle(spec: str, variant: str, dtype: torch.dtype) -> None:
-    """By the decode kernel, in slices and not, by the prefill kernel, and by both."""
-    alibi = variant in ("window", "soft_cap")
-    batch = make_tree_batch(TREE_SPECS[spec], head_dim=16, sinks=alibi, alibi=alibi, dtype=dtype)
-    assert_as_oracle(TRITON, batch, **ATTENTION_VARIANTS[variant])
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "block_1": {"block_size": 1},
-    "block_8": {"block_size": 8},
-    "block_64": {"block_size": 64},
-    "heads_first": {"heads_first": True},
-    "group_7": {"num_heads": 7, "num_kv_heads": 1},
-    "group_1": {"num_heads": 3, "num_kv_heads": 3},
-    "group_16": {"num_heads": 16, "num_kv_heads": 1},
-    "dim_80": {"head_dim": 80},
-    "dim_12": {"head_dim": 12},
-    "value_wider": {"head_dim": 24, "head_dim_v": 40},
-    "sinks_alibi": {"sinks": True, "alibi": True},
-}
-
-
-@pytest.mark.slow_cases(
-    but=(
-        "mixed_padded-dim_80-*",
-        "mixed_padded-block_1-torch.float32",
-        "mixed_padded-block_64-torch.float32",
-        "mixed_padded-heads_first-torch.float32",
-        "mixed_padded-group_7-torch.float32",
-        "mixed_padded-group_1-torch.float32",
-        "mixed_padded-dim_12-torch.float32",
-        "mixed_padded-value_wider-torch.float32",
-        "mixed_padded-sinks_alibi-torch.float32",
-    )
-)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("spec", ["decode_edges", "mixed_padded"])
-def test_attention_shapes_and_dtypes(spec: str, shape: str, dtype: torch.dtype) -> None:
-    batch = make_batch(BATCH_SPECS[spec], dtype=dtype, **{"head_dim": 32, **SHAPES[shape]})
-    assert_as_oracle(TRITON, batch)
 
 
 @pytest.mark.parametrize("options", [{}, {"window_left": 300}, {"logits_soft_cap": 3.0}], ids=str)
@@ -278,21 +190,6 @@ def test_prefill_ignores_forgotten_keys(options: dict[str, Any], monkeypatch: py
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow_cases("attention_lse", "attention_tree", "attention_block_sparse", "attention_semaphore")
-@pytest.mark.parametrize("case", opcheck_cases())
-def test_opcheck(case: str) -> None:
-    """What the kernels write is what the schema says and has the shapes of the fakes; how a trace carries the
-    op does not depend on its kernel, and tests/custom_ops shows it."""
-    op, args, kwargs = opcheck_cases()[case]
-    utils = ("test_schema", "test_faketensor")
-    torch.library.opcheck(getattr(TRITON, op), args, kwargs, test_utils=utils)
-
-
-@pytest.mark.parametrize("case", ["write", "rope", "rope_norm", "merge", "copy", "advance"])
-def test_other_ops_match_the_reference(case: str) -> None:
-    assert_as_reference(TRITON, case, rtol=1e-6)
-
-
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_fp8_caches(dtype: torch.dtype, heads: int) -> None:
@@ -307,14 +204,6 @@ def test_fp8_caches(dtype: torch.dtype, heads: int) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_fp8_writes_saturate() -> None:
-    k = torch.tensor([[[1000.0, -1000.0, 0.5, 3.0]]])
-    for ops in (TRITON, REFERENCE):
-        cache = torch.zeros(2, 4, 1, 4, dtype=torch.float8_e4m3fn)
-        ops.write_kv(k, k, cache, cache.clone(), torch.tensor([5]), torch.full((1,), 2.0), torch.ones(1))
-        assert cache[1, 1, 0].float().tolist() == [448.0, -448.0, 0.25, 1.5]
-
-
 def test_fp8_writes_round_as_torch_does() -> None:
     """Up into the next power of two, below the smallest normal number, ties to even; NaN stays NaN."""
     numbers = torch.cat([torch.tensor([31.1, -31.9, 7.8, 2**-7, 3e-4, float("nan")]), torch.randn(506) * 20])
@@ -322,57 +211,6 @@ def test_fp8_writes_round_as_torch_does() -> None:
     k = numbers.view(1, 1, 512)
     TRITON.write_kv(k, k, *caches, torch.tensor([1]), torch.ones(1), torch.ones(1))
     assert torch.equal(caches[0][1].view(torch.uint8), k.to(torch.float8_e4m3fn)[0].view(torch.uint8)[None])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", ROPE_CASES)
-def test_rope_write_kv(case: str, dtype: torch.dtype) -> None:
-    inputs = make_rope_inputs(**ROPE_CASES[case], dtype=dtype)
-    assert_rope_close(TRITON, inputs)
-    kept = inputs["slot_mapping"] >= 0
-    block_size = inputs["v_cache"].shape[1]
-    where = inputs["slot_mapping"][kept] // block_size, inputs["slot_mapping"][kept] % block_size
-    assert torch.equal(inputs["v_cache"][where], inputs["v"][kept]), "values are copied as they are"
-
-
-@pytest.mark.slow_cases("1-1")
-@pytest.mark.parametrize(("heads", "num_warps"), [(1, 1), (2, 1), (16, 4)])
-def test_rope_write_kv_with_other_tiles(heads: int, num_warps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of heads per program depends on the batch size; every choice gives the same."""
-    from torchpaged.custom_ops.cache_write.triton import rope_write_kv
-
-    monkeypatch.setattr(rope_write_kv, "head_tiles", lambda *_: (heads, num_warps))
-    for case in ("smollm2", "glm4", "heads_first"):
-        assert_rope_close(TRITON, make_rope_inputs(**ROPE_CASES[case], dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("scales", [None, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_rope_write_kv_into_fp8_pools(dtype: torch.dtype, scales: int | None) -> None:
-    """The bytes of the reference, saturated and scaled, where Triton's interpreter can tell.
-
-    It loses the carry where a number is rounded up to a power of two (1.99 becomes 1) and truncates
-    subnormals; GPUs do not.
-    """
-    results = []
-    for ops in (TRITON, REFERENCE):
-        inputs = make_rope_inputs(cache_dtype=dtype, norms=("k_norm",))
-        inputs["v"].mul_(1e5)
-        if scales:
-            inputs |= {
-                "k_scale": torch.linspace(0.5, 2.0, scales),
-                "v_scale": torch.linspace(2.0, 0.25, scales),
-            }
-        ops.rope_write_kv(**inputs)
-        results.append(inputs)
-    mantissa = 7 if dtype == torch.float8_e4m3fn else 3
-    for name in ("k_cache", "v_cache"):
-        got, want = (inputs[name].view(torch.uint8) for inputs in results)
-        # the last: NaN, never written
-        compared = ((want & mantissa) != 0) & ((want & 0x7F) > mantissa) & ((want & 0x7F) != 0x7F)
-        assert int(compared.sum()) > 150, name
-        assert torch.equal(got[compared], want[compared]), name
-    assert float(results[0]["v_cache"].float().nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max
 
 
 @pytest.mark.slow_cases("chunked")

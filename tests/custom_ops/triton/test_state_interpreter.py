@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 import torch
 from library_backends import stand_in
-from op_inputs.channels import CHANNEL_SIZES, assert_channels_close, make_channel_inputs
 from op_inputs.delta_step import SIZES as STEP_SIZES
 from op_inputs.delta_step import assert_delta_step_close, make_delta_step_inputs
-from op_inputs.mamba2_step import MAMBA2_SIZES, assert_mamba2_step_close, make_mamba2_step_inputs
 from op_inputs.state import (
     FAMILIES,
     LONG_BATCHES,
@@ -21,7 +19,6 @@ from op_inputs.state import (
     with_nan_in_padding,
     with_odd_strides,
 )
-from op_inputs.state_gates import SIZES, assert_gates_close, make_gated_norm_inputs, make_gates_inputs
 
 from torchpaged import ArgumentError
 from torchpaged.backends import flashinfer_gdn
@@ -32,68 +29,9 @@ from torchpaged.custom_ops.state.triton import chunks, linear_attention
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("batch", STATE_BATCHES)
-def test_convolution_matches_the_oracle(batch: str, width: int) -> None:
-    bias, activation = (True, "silu") if width == 4 else (False, "none")
-    inputs = make_conv_inputs(STATE_BATCHES[batch], width=width, bias=bias, activation=activation)
-    assert_state_close(TRITON, REFERENCE, "causal_conv", inputs)
-
-
 def test_convolution_of_many_channels_and_a_width_of_eight() -> None:
     inputs = make_conv_inputs(STATE_BATCHES["chunks"], width=8, channels=300, dtype=torch.float16)
     assert_state_close(TRITON, REFERENCE, "causal_conv", inputs)
-
-
-@pytest.mark.slow_cases(but_every=2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("batch", STATE_BATCHES)
-def test_gated_convolution_matches_the_oracle(batch: str, dtype: torch.dtype) -> None:
-    inputs = make_conv_inputs(STATE_BATCHES[batch], width=3, channels=300, gated=True, dtype=dtype)
-    assert_state_close(TRITON, REFERENCE, "causal_conv", inputs)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("size", SIZES)
-def test_gates_match_the_oracle(size: str, dtype: torch.dtype) -> None:
-    for weight_dtype in (None, torch.float32):
-        given = SIZES[size] | {"dtype": dtype, "weight_dtype": weight_dtype}
-        assert_gates_close(TRITON, REFERENCE, "delta_gates", make_gates_inputs(**given))
-        assert_gates_close(TRITON, REFERENCE, "gated_rms_norm", make_gated_norm_inputs(**given))
-    for op, make in (("delta_gates", make_gates_inputs), ("gated_rms_norm", make_gated_norm_inputs)):
-        getattr(TRITON, op)(**make(**SIZES[size], tokens=0, dtype=dtype))
-
-
-@pytest.mark.slow_cases(but=("odd",))
-@pytest.mark.parametrize("size", STEP_SIZES)
-def test_delta_step_matches_the_oracle(size: str) -> None:
-    for batch in ("decode_padded", "decode_begins", "no_tokens", "mixed_empty"):
-        given = {"dtype": torch.bfloat16, **STEP_SIZES[size]}
-        assert_delta_step_close(TRITON, REFERENCE, make_delta_step_inputs(STATE_BATCHES[batch], **given))
-
-
-@pytest.mark.slow_cases(but=("odd", "nemotron"))
-@pytest.mark.parametrize("size", MAMBA2_SIZES)
-def test_mamba2_step_matches_the_oracle(size: str) -> None:
-    for batch in ("decode_padded", "decode_begins", "no_tokens"):
-        given = {"dtype": torch.bfloat16, **MAMBA2_SIZES[size]}
-        assert_mamba2_step_close(TRITON, REFERENCE, make_mamba2_step_inputs(STATE_BATCHES[batch], **given))
-
-
-@pytest.mark.slow_cases(but=("odd", "narrow"))
-@pytest.mark.parametrize("size", CHANNEL_SIZES)
-def test_heads_of_one_value_match_the_oracle(size: str) -> None:
-    op, sizes = CHANNEL_SIZES[size]
-    for batch in ("decode_padded", "no_tokens", "left_padding"):
-        assert_channels_close(TRITON, REFERENCE, op, make_channel_inputs(op, STATE_BATCHES[batch], **sizes))
-
-
-@pytest.mark.slow_cases(but_every=3)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("batch", STATE_BATCHES)
-def test_linear_attention_matches_the_oracle(batch: str, family: str) -> None:
-    inputs = make_linear_inputs(STATE_BATCHES[batch], **FAMILIES[family])
-    assert_state_close(TRITON, REFERENCE, "linear_attention", inputs)
 
 
 @pytest.mark.slow_cases(but_every=3)

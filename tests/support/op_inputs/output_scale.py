@@ -8,9 +8,13 @@ from torch import Tensor
 
 from op_inputs.opcheck import opcheck_cases
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import Batch, run_paged_attention
+from torchpaged.testing import Batch, BatchSpec, run_paged_attention
 
 E4M3 = torch.float8_e4m3fn
+#: Batches of a GPU: decodes in several parts, a mixed batch, a prompt's last chunk.
+LONG = BatchSpec("long", (2000, 3, 700, 0), (1, 1, 1, 1), padded_tokens=1)
+CHUNKS = BatchSpec("chunks", (600, 90, 3, 41, 0), (200, 1, 3, 40, 0), padded_tokens=2)
+ONE_PROMPT = BatchSpec("one_prompt", (3000,), (64,))
 
 
 def run_e4m3(

@@ -7,7 +7,6 @@ What it measures and how: benchmarks/README.md.
 """
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -19,17 +18,12 @@ from attention_peers.options import Options
 from attention_peers.plot import plot, require_matplotlib
 from attention_peers.run import cases_of, exit_code, run
 from attention_peers.suites import SUITES
+from documents import parser_of
 from measuring import split
 
 from torchpaged.custom_ops.errors import TorchpagedError
 from torchpaged.names import device_named
 
-#: Fields of `Options` whose type is not what a flag is read as.
-KINDS: dict[Any, dict[str, Any]] = {
-    bool: {"action": "store_true"},
-    list[str] | None: {"action": "append"},
-    float | None: {"type": float},
-}
 HEADS_FIRST = "caches as [num_blocks, num_kv_heads, block_size, head_dim] in memory"
 
 
@@ -56,14 +50,8 @@ def run_with_peers(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line without typer; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description="Paged attention against its peers; the last line of stdout is JSON."
-    )
-    for field in dataclasses.fields(Options):
-        flag = f"--{field.name.replace('_', '-')}"
-        how: dict[str, Any] = {"default": field.default, "help": field.metadata.get("help", HEADS_FIRST)}
-        how |= KINDS.get(field.type, {"type": field.type})
-        parser.add_argument(flag, **how)
+    description = "Paged attention against its peers; the last line of stdout is JSON."
+    parser = parser_of(Options, description, heads_first=HEADS_FIRST)
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="run the peers")
     parser.add_argument("--skip", default="", help="contenders to leave out, separated by commas")
     parser.add_argument("--plot", default="", help="write a plot to this PNG file (needs matplotlib)")

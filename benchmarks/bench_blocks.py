@@ -10,8 +10,6 @@ what is compared runs in turns of a request or of 25 steps, so that other proces
 The last line is one JSON document.
 """
 
-import argparse
-import json
 import random
 import statistics
 import sys
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import command_line, finish
 from measuring import conditions
 
 from torchpaged.cache import BlockPool, PrefixCache
@@ -212,11 +211,7 @@ def loads(rows: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rows", type=int, default=256, help="requests at once")
-    parser.add_argument("--steps", type=int, default=1500, help="of each load")
-    parser.add_argument("--output", type=Path, help="where the JSON goes, too")
-    args = parser.parse_args()
+    args = command_line(__doc__, rows=(256, "requests at once"), steps=(1500, "of each load"), output=Path)
     runs = [prefix_cache_us() for _ in range(5)]
     document = {
         "conditions": conditions.collect(torch.device("cpu")),
@@ -227,10 +222,7 @@ def main() -> None:
     }
     for name, value in document.items():
         print(f"{name}: {value}", file=sys.stderr)
-    text = json.dumps(document)
-    if args.output:
-        args.output.write_text(text)
-    print(text)
+    finish(document, args.output)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,17 @@ the engine's graph of a bucket of that size; where both agree a graph wins nothi
 from a prompt's submission to its first token, both ways. The last line is one JSON document.
 """
 
-import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from decode_step.cases import build_model, select_shapes
 from decode_step.options import BLOCK_SIZE, DTYPES
+from documents import command_line, finish
 from measuring import conditions
 
 from torchpaged.engine import Generator, SamplingParams
@@ -179,20 +177,17 @@ def measure_first_token(model: PagedModel, tokens: int, repeats: int = 10) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = command_line(
+        __doc__,
+        shape="llama-8b",
+        dtype=("bf16", ", ".join(DTYPES)),
+        buckets=24,
+        steps=([1], "steps per launch"),
+        prefill=([16, 64, 256, 512, 1024, 2048], "prompt tokens of a step"),
+        requests=([1, 4], "requests that share them"),
+        first_token=([64, 512], "tokens of a prompt"),
+        output="",
     )
-    parser.add_argument("--shape", default="llama-8b")
-    parser.add_argument("--dtype", default="bf16", help=", ".join(DTYPES))
-    parser.add_argument("--buckets", type=int, default=24)
-    parser.add_argument("--steps", type=numbers, default=[1], help="steps per launch")
-    parser.add_argument(
-        "--prefill", type=numbers, default=[16, 64, 256, 512, 1024, 2048], help="prompt tokens of a step"
-    )
-    parser.add_argument("--requests", type=numbers, default=[1, 4], help="requests that share them")
-    parser.add_argument("--first-token", type=numbers, default=[64, 512], help="tokens of a prompt")
-    parser.add_argument("--output", default="")
-    args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(select_shapes([args.shape])[0], device, DTYPES[args.dtype])
     fuse(model, count=False)
@@ -212,9 +207,7 @@ def main() -> None:
         measure_prefill(paged, tokens, requests) for requests in args.requests for tokens in args.prefill
     ]
     result["first_token"] = [measure_first_token(paged, tokens) for tokens in args.first_token]
-    if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.output)
 
 
 if __name__ == "__main__":

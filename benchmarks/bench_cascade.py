@@ -7,16 +7,15 @@ the host's share: groups and plans are made once. Microseconds per call. The rul
 fitted to the rows. Needs a GPU.
 """
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
+from documents import command_line, keep
 from measuring import conditions
 from measuring.timing import CudaSampler, interleave
 from torch import Tensor
@@ -155,14 +154,15 @@ def measure(calls: dict[str, Calls], repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", default="")
-    parser.add_argument("--seconds", type=float, default=600.0, help="begin no case after so long")
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--flashinfer", action="store_true", help="against FlashInfer's cascade, fewer cases")
-    parser.add_argument("--variants", action="store_true", help="measure what is not in use, too")
-    parser.add_argument("--first", type=int, help="only so many cases of each shape")
-    given = parser.parse_args()
+    given = command_line(
+        __doc__,
+        output="",
+        seconds=(600.0, "begin no case after so long"),
+        repeats=8,
+        flashinfer=(False, "against FlashInfer's cascade, fewer cases"),
+        variants=(False, "measure what is not in use, too"),
+        first=(int, "only so many cases of each shape"),
+    )
     end = time.monotonic() + given.seconds
     document: dict[str, Any] = {
         "benchmark": "cascade",
@@ -186,8 +186,7 @@ def main() -> None:
             document["rows"].append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
             torch.cuda.empty_cache()
-            if given.output:
-                Path(given.output).write_text(json.dumps(document) + "\n")
+            keep(document, given.output)
     print(json.dumps(document))
 
 

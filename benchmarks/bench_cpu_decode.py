@@ -10,8 +10,6 @@ than 1,024 keys by the contenders alone; contenders take turns. Figures are mini
 p80, of one thread its own time, so that waiting for a core doesn't count; the last line is one JSON document.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from documents import command_line, finish
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from measuring import conditions
@@ -181,13 +180,14 @@ def dispatch(seconds: float) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--latents", action="store_true", help="no other rows")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each contender of a case")
-    parser.add_argument("--output", type=Path, help="the JSON document goes there, too")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        threads=1,
+        context=4096,
+        latents=(False, "no other rows"),
+        seconds=(1.0, "for each contender of a case"),
+        output=Path,
+    )
     torch.set_num_threads(args.threads)
     loaded, reason = native_status()
     if not loaded:
@@ -209,9 +209,7 @@ def main() -> None:
     document["dispatch"] = {} if args.latents else dispatch(args.seconds)
     for op, figures in document["dispatch"].items():
         print(f"{op:>20} {figures['median_us']:>8.1f} us", file=sys.stderr)
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    finish(document, args.output)
 
 
 if __name__ == "__main__":

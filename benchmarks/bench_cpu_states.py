@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from documents import write_rows
+from documents import command_line, write_rows
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -173,15 +173,16 @@ def measure(family: str, batch: int, args: argparse.Namespace, clock: Callable[[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=FAMILIES)
-    parser.add_argument("--new", type=int, default=24)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--output")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        threads=1,
+        batches=[1, 8],
+        families={"nargs": "+", "default": list(FAMILIES), "choices": FAMILIES},
+        new=24,
+        repeats=3,
+        dtype={"default": "float32", "choices": ("float32", "bfloat16")},
+        output=str,
+    )
     torch.set_num_threads(args.threads)
     loaded, reason = native_status()
     if not loaded:

@@ -8,14 +8,13 @@ together than the L2 cache. ``us`` is of one call; ``gb_per_s`` counts each stat
 last line is one JSON document.
 """
 
-import argparse
 import json
 import sys
 from functools import partial
 from typing import Any
 
 import torch
-from documents import write_rows
+from documents import command_line, write_rows
 from measuring.timing import CudaSampler, interleave
 from torch import Tensor
 
@@ -127,11 +126,7 @@ def measure(shape: str, rows: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=[*SHAPES, *MAMBA2])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 128])
-    parser.add_argument("--output")
-    args = parser.parse_args()
+    args = command_line(__doc__, shapes=[*SHAPES, *MAMBA2], batches=[1, 8, 64, 128], output=str)
     write_rows([measure(shape, rows) for shape in args.shapes for rows in args.batches], args.output)
 
 

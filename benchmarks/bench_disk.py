@@ -12,8 +12,6 @@ model computes a prompt faster than it comes back, from bytes and products per t
 one JSON document.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 from decode_step.cases import build_model, select_shapes
+from documents import command_line, finish
 from measuring import conditions
 
 from torchpaged.cache.disk_blocks import DiskBlocks
@@ -151,13 +150,14 @@ def break_even() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--folder", help="on the disk; default: a temporary one")
-    parser.add_argument("--mib", type=int, default=1024, help="written and read for each rate")
-    parser.add_argument("--output", type=Path, help="where the JSON goes, too")
-    parser.add_argument("--shape", help="of the model on a GPU; default: a small one on a CPU")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt of the hits")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        folder=(str, "on the disk; default: a temporary one"),
+        mib=(1024, "written and read for each rate"),
+        output=Path,
+        shape=(str, "of the model on a GPU; default: a small one on a CPU"),
+        prompt=(1024, "tokens of a prompt of the hits"),
+    )
     device = torch.device("cuda" if args.shape else "cpu")
     document: dict[str, Any] = {"prompt": args.prompt, "conditions": conditions.collect(device)}
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -165,10 +165,7 @@ def main() -> None:
         document["first_token_s"] = hits(folder, args.shape, args.prompt)
     document["break_even"] = break_even()
     print(document["first_token_s"], document["break_even"], file=sys.stderr)
-    text = json.dumps(document)
-    if args.output:
-        args.output.write_text(text)
-    print(text)
+    finish(document, args.output)
 
 
 if __name__ == "__main__":

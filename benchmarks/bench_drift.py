@@ -9,14 +9,13 @@ dtype. ``errors`` are of the last 250 tokens before so many: ``|out - exact| / |
 JSON document.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from documents import write_rows
+from documents import command_line, write_rows
 from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -183,14 +182,15 @@ def measure(name: str, family: Family, count: int, device: str, reference: bool)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--small", action="store_true", help="keys and values of 16 at most")
-    parser.add_argument("--reference", action="store_true", help="on a CPU the reference's decodes")
-    parser.add_argument("--output")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        device="cpu",
+        tokens=100_000,
+        families=",".join(FAMILIES),
+        small=(False, "keys and values of 16 at most"),
+        reference=(False, "on a CPU the reference's decodes"),
+        output=str,
+    )
     rows = []
     with torch.inference_mode():
         for name in args.families.split(","):

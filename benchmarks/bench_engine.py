@@ -8,7 +8,6 @@ Tokens are compared first (greedy, float32 only: in bf16 near-ties may fall eith
 the last line is one JSON document.
 """
 
-import argparse
 import json
 import platform
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchpaged.cli.demo import ensure_smollm2
@@ -49,14 +49,15 @@ def seconds(functions: dict[str, Callable[[], Any]], device: torch.device, repea
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compile", action="store_true")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        model=Path,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        dtype={"choices": ("fp32", "bf16"), "default": "fp32"},
+        new_tokens=64,
+        repeats=3,
+        compile=False,
+    )
     device, new = torch.device(args.device), args.new_tokens
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     folder = args.model or ensure_smollm2()

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from documents import time_layers, write_rows
+from documents import command_line, time_layers, write_rows
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.integrations.moe import grouped_mm_experts_forward
@@ -112,13 +112,14 @@ def measure(shape: str, tokens: int, args: argparse.Namespace) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s that copies reach")
-    parser.add_argument("--output")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        shapes={"nargs": "+", "default": list(SHAPES), "choices": list(SHAPES)},
+        tokens=[1, 2, 4, 8, 16, 32, 64],
+        repeats=8,
+        bandwidth=(4.35, "TB/s that copies reach"),
+        output=str,
+    )
     write_rows([measure(shape, n, args) for shape in args.shapes for n in args.tokens], args.output)
 
 

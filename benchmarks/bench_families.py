@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from decode_step.cases import SHAPES as DENSE
 from decode_step.cases import build_model
+from documents import command_line, keep
 from measuring import conditions
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -288,17 +289,18 @@ def measure(name: str, args: argparse.Namespace, device: torch.device, end: floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["lfm2-1b", "qwen3.5-1b", "deepseek-v2-lite"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=300, help="after which no row is begun")
-    parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s that copies reach")
-    parser.add_argument("--trace", action="store_true", help="times of a step's launches")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        shapes=["lfm2-1b", "qwen3.5-1b", "deepseek-v2-lite"],
+        batches=[1, 8, 64],
+        context=512,
+        new=128,
+        repeats=3,
+        seconds=(300.0, "after which no row is begun"),
+        bandwidth=(4.35, "TB/s that copies reach"),
+        trace=(False, "times of a step's launches"),
+        output=Path,
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     end = time.monotonic() + args.seconds
     document: dict[str, Any] = {"benchmark": "families", "conditions": conditions.collect(device), "rows": []}
@@ -311,8 +313,7 @@ def main() -> None:
         gc.collect()
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()
-        if args.output:
-            args.output.write_text(json.dumps(document, indent=1) + "\n")
+        keep(document, args.output)
     print(json.dumps(document))
 
 

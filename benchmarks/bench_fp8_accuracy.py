@@ -10,14 +10,13 @@ stays, and the largest difference over the spread (standard deviation) of the lo
 JSON document.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from decode_step.options import DTYPES
+from documents import command_line, finish
 from measuring import conditions
 from torch import Tensor
 
@@ -45,16 +44,13 @@ def figures(logits: Tensor, exact: Tensor, ids: Tensor) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = command_line(
+        __doc__,
+        model={"required": True, "help": "folder of a causal LM of transformers and its tokenizer"},
+        dtype=("fp32", ", ".join(DTYPES)),
+        tokens=1024,
+        output="",
     )
-    parser.add_argument(
-        "--model", required=True, help="folder of a causal LM of transformers and its tokenizer"
-    )
-    parser.add_argument("--dtype", default="fp32", help=", ".join(DTYPES))
-    parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--output", default="")
-    args = parser.parse_args()
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,9 +74,7 @@ def main() -> None:
         "tokens": ids.shape[1],
         "rows": rows,
     }
-    if args.output:
-        Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+    finish(result, args.output)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ that it is the kernel's own, ``all`` against float64 on the numbers before they 
 one JSON document.
 """
 
-import argparse
 import importlib
 import json
 import sys
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import command_line, keep
 from measuring import conditions
 from measuring.timing import CudaSampler, interleave
 from torch import Tensor
@@ -189,12 +189,7 @@ def measure(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=8)
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
+    args = command_line(__doc__, repeats=8, output=Path)
     result: dict[str, Any] = {
         "benchmark": "fp8 queries",
         "conditions": conditions.collect(torch.device("cuda")),
@@ -203,8 +198,7 @@ def main() -> None:
     for case in CASES:
         result["results"].append(measure(case, args.repeats))
         print(json.dumps(result["results"][-1]), file=sys.stderr, flush=True)
-        if args.output:
-            args.output.write_text(json.dumps(result, indent=1) + "\n")
+        keep(result, args.output)
     print(json.dumps(result))
 
 

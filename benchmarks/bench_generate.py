@@ -15,17 +15,16 @@ tokens of every way must be those of the first one; in bfloat16 their share is i
 is one JSON document.
 """
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from decode_step.cases import build_model, select_shapes
 from decode_step.options import DTYPES
+from documents import command_line, keep
 from measuring import conditions
 from torch import Tensor
 
@@ -122,21 +121,18 @@ def ways(model: Any, most: int, batches: list[int], beams: int) -> list[tuple[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = command_line(
+        __doc__,
+        shape="llama-1b",
+        dtype=("bf16", ", ".join(DTYPES)),
+        batches=[1, 8],
+        prompt=1024,
+        new=128,
+        beams=1,
+        repeats=3,
+        only={"type": lambda text: text.split(";"), "default": None, "help": "names, by semicolons"},
+        output="",
     )
-    parser.add_argument("--shape", default="llama-1b")
-    parser.add_argument("--dtype", default="bf16", help=", ".join(DTYPES))
-    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--beams", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--only", type=lambda text: text.split(";"), default=None, help="names, by semicolons"
-    )
-    parser.add_argument("--output", default="")
-    args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(select_shapes([args.shape])[0], device, DTYPES[args.dtype])
     rows: list[dict[str, Any]] = []
@@ -174,8 +170,7 @@ def main() -> None:
                 raise SystemExit(f"{name}, batch {batch}: other tokens than {rows[0]['way']}")
             rows.append(row)
             print(f"{name}, batch {batch}: {row['ms']:.3f} ms per token", file=sys.stderr, flush=True)
-            if args.output:
-                Path(args.output).write_text(json.dumps(result, indent=1) + "\n")
+            keep(result, args.output)
     print(json.dumps(result))
 
 

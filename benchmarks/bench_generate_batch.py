@@ -10,17 +10,16 @@ and its double buffering on by itself for names with "flash" in them alone; for 
 FlashAttention-3 is found by its distribution's name, ``flash-attn-3``. The last line is one JSON document.
 """
 
-import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from decode_step.cases import build_model, select_shapes
 from decode_step.options import DTYPES
 from decode_step.peers import generate_batch
+from documents import command_line, keep
 from measuring import conditions
 
 import torchpaged.hf  # noqa: F401  # registers its attention
@@ -46,16 +45,17 @@ WAYS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", default="llama-8b")
-    parser.add_argument("--dtype", default="bf16", help=", ".join(DTYPES))
-    parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64])
-    parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--only", type=lambda text: text.split(";"), help="names of ways, by semicolons")
-    parser.add_argument("--seconds", type=float, default=600.0, help="begin no way after so long")
-    parser.add_argument("--output", default="")
-    given = parser.parse_args()
+    given = command_line(
+        __doc__,
+        shape="llama-8b",
+        dtype=("bf16", ", ".join(DTYPES)),
+        batches=[1, 64],
+        context=2048,
+        new=64,
+        only={"type": lambda text: text.split(";"), "help": "names of ways, by semicolons"},
+        seconds=(600.0, "begin no way after so long"),
+        output="",
+    )
     end = time.monotonic() + given.seconds
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(select_shapes([given.shape])[0], device, DTYPES[given.dtype])
@@ -87,8 +87,7 @@ def main() -> None:
                     row["failed"] = f"{type(error).__name__}: {error}"[:300]
             document["rows"].append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
-            if given.output:
-                Path(given.output).write_text(json.dumps(document, indent=1) + "\n")
+            keep(document, given.output)
     print(json.dumps(document))
 
 

@@ -11,13 +11,13 @@ float32 first. Figures are microseconds per call (per layer in a chain), and per
 the weights once takes at ``--bandwidth`` TB/s. The last line is one JSON document.
 """
 
-import argparse
 import json
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
+from documents import command_line
 from measuring import conditions
 from measuring.timing import CudaSampler, interleave
 from torch import Tensor
@@ -141,13 +141,12 @@ def bench_chain(model: str, tokens: int, bandwidth: float) -> dict[str, Any]:
 
 def main() -> None:
     """Print a table and the document."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    options = command_line(
+        __doc__,
+        models=("8b,1b", "of " + ", ".join(MODELS)),
+        tokens=("1,8,16,32,64", "numbers of tokens"),
+        bandwidth=(4.35, "TB/s that count as 100 percent"),
     )
-    parser.add_argument("--models", default="8b,1b", help="of " + ", ".join(MODELS))
-    parser.add_argument("--tokens", default="1,8,16,32,64", help="numbers of tokens")
-    parser.add_argument("--bandwidth", type=float, default=4.35, help="TB/s that count as 100 percent")
-    options = parser.parse_args()
     torch.manual_seed(0)
     models, tokens = options.models.split(","), [int(t) for t in options.tokens.split(",")]
     document: dict[str, Any] = {

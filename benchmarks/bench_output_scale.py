@@ -7,13 +7,12 @@ Llama 3 8B's heads, bfloat16; rounds go over several layers' caches, from one CU
 pass behind is torch's own operators, as a model without a fused one has them.
 """
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from documents import time_layers, write_results
+from documents import command_line, time_layers, write_results
 
 from torchpaged.custom_ops import BACKEND_OPS
 
@@ -56,13 +55,7 @@ def round_of(backend: str, batch: int, tokens: int, length: int, layers: int) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backends", nargs="+", default=["cuda", "triton"])
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--json", type=Path, default=None)
-    arguments = parser.parse_args()
+    arguments = command_line(__doc__, backends=["cuda", "triton"], repeats=40, json=Path)
     rows = []
     for backend in arguments.backends:
         for name, (batch, tokens, length) in SHAPES.items():

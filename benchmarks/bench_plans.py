@@ -9,7 +9,6 @@ median of ``--repeats``, the device idle before each; the kernels that a plan la
 ``replay`` is one decode call of a captured graph of ``--layers`` layers, for comparison, in device time.
 """
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from documents import command_line, keep
 from measuring import conditions
 
 from torchpaged import Limits
@@ -123,13 +123,14 @@ def row_of(backend: Backend, sizes: tuple[int, int, int], repeats: int, layers: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--backends", default="flash_attn,flashinfer")
-    parser.add_argument("--repeats", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=32, help="of the captured step")
-    parser.add_argument("--prompts", action="store_true", help="plans of prompts, too")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = command_line(
+        __doc__,
+        backends="flash_attn,flashinfer",
+        repeats=32,
+        layers=(32, "of the captured step"),
+        prompts=(False, "plans of prompts, too"),
+        output=Path,
+    )
     rows = []
     for name in arguments.backends.split(","):
         for sizes in [*DECODES, *(PROMPTS if arguments.prompts else [])]:
@@ -149,8 +150,7 @@ def main() -> None:
         "layers": arguments.layers,
         "rows": rows,
     }
-    if arguments.output:
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    keep(document, arguments.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ fused. A step's roofline is its products alone, at the rate that a large product
 are medians.
 """
 
-import argparse
 import gc
 import json
 import re
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from decode_step.cases import SHAPES, ModelShape, build_model
+from documents import command_line, keep
 from measuring import conditions
 
 from torchpaged.engine import Generator, SamplingParams
@@ -152,16 +152,15 @@ def engine(model: Any, shape: ModelShape, chunk: int, fused: bool, prompt_len: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = command_line(
+        __doc__,
+        shape={"choices": SHAPES, "default": "llama-8b"},
+        tokens=[512, 1024, 2048, 4096, 8192],
+        plain=(False, "the model as HuggingFace has it"),
+        chunks=[int],
+        repeats=9,
+        json=Path,
     )
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--plain", action="store_true", help="the model as HuggingFace has it")
-    parser.add_argument("--chunks", type=int, nargs="*", default=[])
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
     device, shape = torch.device("cuda"), SHAPES[arguments.shape]
     model = build_model(shape, device, torch.bfloat16)
     if not arguments.plain:
@@ -180,20 +179,14 @@ def main() -> None:
         row = measure(paged, shape, tokens, rate, arguments.repeats)
         document["rows"].append(row)
         print(json.dumps(row), flush=True)
-        write(arguments.json, document)
+        keep(document, arguments.json)
     del paged
     for chunk in arguments.chunks:
         row = engine(model, shape, chunk, not arguments.plain)
         document["rows"].append(row)
         print(json.dumps(row), flush=True)
-        write(arguments.json, document)
+        keep(document, arguments.json)
         gc.collect()
-
-
-def write(path: Path | None, document: dict[str, Any]) -> None:
-    """After every row: a run that is cut short keeps what it has."""
-    if path is not None:
-        path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

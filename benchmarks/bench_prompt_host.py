@@ -8,7 +8,6 @@ torch's. Parts may hold others: ``step`` has all but ``submit``. Of several runs
 last line is one JSON document.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from documents import command_line
 from measuring import conditions
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -71,11 +71,9 @@ def parts_of(generator: Generator) -> dict[str, tuple[Any, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--requests", type=int, default=64, help="at once")
-    parser.add_argument("--tokens", type=int, default=2048, help="of each prompt")
-    parser.add_argument("--chunk", type=int, default=2048, help="prefill_chunk_size")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__, requests=(64, "at once"), tokens=(2048, "of each prompt"), chunk=(2048, "prefill_chunk_size")
+    )
     torch.set_num_threads(1)
     generator, taken = made(args.requests, args.tokens, args.chunk), dict[str, float]()
 

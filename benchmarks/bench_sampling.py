@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import command_line
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -107,17 +108,14 @@ def measure_accept(rows: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = command_line(
+        __doc__,
+        rows=[1, 8, 64],
+        vocab=128256,
+        dtype={"choices": DTYPES, "default": "bf16"},
+        cases=(list(CASES), ", ".join(CASES)),
+        repeats=40,
     )
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64])
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument(
-        "--cases", type=lambda text: text.split(","), default=list(CASES), help=", ".join(CASES)
-    )
-    parser.add_argument("--repeats", type=int, default=40)
-    args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
     result: dict[str, Any] = {

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_step.cases import ModelShape, select_shapes
+from documents import command_line, keep
 from measuring import conditions
 from serving.engines import OwnEngine, serve
 from serving.loads import LONGEST, load_of, prompts_of
@@ -55,40 +56,23 @@ def measure(
 
 
 def write(engine: OwnEngine, args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    if args.output:
-        document = {
-            "benchmark": "serving",
-            "shape": args.shape,
-            "rows": args.rows,
-            **engine.start,
-            "runs": rows,
-        }
-        document["conditions"] = conditions.collect(engine.generator.device)
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def numbers(kind: Any) -> Any:
-    return lambda text: [kind(part) for part in text.split(",") if part]
+    document = {"benchmark": "serving", "shape": args.shape, "rows": args.rows, **engine.start, "runs": rows}
+    keep(document | {"conditions": conditions.collect(engine.generator.device)}, args.output)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = command_line(
+        __doc__,
+        shape="llama-1b",
+        lengths=(["uniform"], "uniform, sharegpt, prompts"),
+        requests=([256], "one count for each of --lengths"),
+        runs=2,
+        rows=(256, "requests that run at once"),
+        shares=[float],
+        span=(12.0, "seconds of arrivals at each of --shares"),
+        options={"type": json.loads, "default": {}, "help": "of the Generator, as JSON"},
+        output=Path,
     )
-    parser.add_argument("--shape", default="llama-1b")
-    parser.add_argument(
-        "--lengths", type=numbers(str), default=["uniform"], help="uniform, sharegpt, prompts"
-    )
-    parser.add_argument(
-        "--requests", type=numbers(int), default=[256], help="one count for each of --lengths"
-    )
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=256, help="requests that run at once")
-    parser.add_argument("--shares", type=numbers(float), default=[])
-    parser.add_argument("--span", type=float, default=12, help="seconds of arrivals at each of --shares")
-    parser.add_argument("--options", type=json.loads, default={}, help="of the Generator, as JSON")
-    parser.add_argument("--output", type=Path)
-    args = parser.parse_args()
     shape = select_shapes([args.shape])[0]
     engine = OwnEngine(shape, args.rows, PROMPT + 128, args.options)
     print(json.dumps(engine.start), flush=True)

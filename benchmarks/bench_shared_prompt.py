@@ -11,8 +11,6 @@ float32. ``same_tokens``: of how many hits the token is that of an engine withou
 line is one JSON document.
 """
 
-import argparse
-import json
 import random
 import statistics
 import sys
@@ -22,6 +20,7 @@ from typing import Any
 
 import torch
 from decode_step.cases import build_model, select_shapes
+from documents import command_line, finish
 from measuring import conditions
 
 from torchpaged.engine import Generator, SamplingParams
@@ -49,13 +48,14 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--shape", default="llama-1b")
-    parser.add_argument("--shared", type=int, default=4096, help="tokens that hits have in common")
-    parser.add_argument("--own", type=int, default=16, help="tokens of each prompt behind them")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--output", type=Path, help="where the JSON goes, too")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        shape="llama-1b",
+        shared=(4096, "tokens that hits have in common"),
+        own=(16, "tokens of each prompt behind them"),
+        repeats=20,
+        output=Path,
+    )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(
         select_shapes([args.shape])[0], device, torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -107,9 +107,7 @@ def main() -> None:
     }
     ratio = document["ms"]["cold"]["median"] / document["ms"]["hit"]["median"]
     print(f"{ratio:.1f} times", document["ms"], file=sys.stderr, flush=True)
-    if args.output:
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    finish(document, args.output)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ request of so many tokens, blocks of the first layer that hold tokens at its end
 the last 64 decode steps (the host's clock) and of the prompt. Fused layers. The last line is the document.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from documents import command_line
 
 import torchpaged.hf
 from torchpaged.engine import Generator, SamplingParams
@@ -126,14 +126,13 @@ def generate(model: Any, length: int, rolling: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Parse, measure, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        shape={"choices": SHAPES, "default": "tiny"},
+        lengths=[512, 10240],
+        dtype={"choices": DTYPES, "default": "bf16"},
+        output=Path,
     )
-    parser.add_argument("--shape", choices=SHAPES, default="tiny")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 10240])
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     document = {"shape": given.shape, "dtype": given.dtype, "device": where, "torch": torch.__version__}

@@ -9,7 +9,6 @@ of calls over several sets of inputs; backends are replayed in turns. Figures ar
 last line is one JSON document.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from measuring import conditions
+from documents import command_line, write_rows
 from measuring.timing import CudaSampler, interleave
 from torch import Tensor
 
@@ -164,22 +163,14 @@ def measure(run: Run, make: Callable[[int], Inputs], repeats: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which no further case begins")
-    parser.add_argument("--output")
-    options = parser.parse_args()
+    options = command_line(__doc__, repeats=12, seconds=(1e9, "no case begins later"), output=str)
     begin, rows = time.monotonic(), []
     for name, run, make in cases():
         if time.monotonic() - begin < options.seconds:
             rows.append({"case": name, **measure(run, make, options.repeats)})
             torch.cuda.empty_cache()
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    document = json.dumps({"rows": rows, "conditions": conditions.collect(torch.device("cuda"))})
-    if options.output:
-        with open(options.output, "w") as file:
-            file.write(document)
-    print(document)
+    write_rows(rows, options.output)
 
 
 if __name__ == "__main__":

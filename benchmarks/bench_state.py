@@ -7,13 +7,12 @@ pools that are larger together than the L2 cache; ``gb_per_s`` counts each state
 last line is one JSON document.
 """
 
-import argparse
 import json
 import sys
 from typing import Any
 
 import torch
-from documents import write_rows
+from documents import command_line, write_rows
 from measuring.timing import CudaSampler, interleave
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -85,10 +84,7 @@ def measure(op: str, sets: list[dict[str, Any]], state_bytes: int, **names: Any)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", default="1,32,128,1024")
-    parser.add_argument("--output")
-    args = parser.parse_args()
+    args = command_line(__doc__, batches="1,32,128,1024", output=str)
     rows = []
     for shape, (_, heads, key_dim, value_dim, _) in SHAPES.items():
         for dtype in (torch.float32, torch.bfloat16):

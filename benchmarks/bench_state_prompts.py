@@ -9,7 +9,6 @@ states between the two. ``--own``: own kernels alone, over Kimi delta attention,
 JSON document.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from documents import write_rows
+from documents import command_line, write_rows
 from torch import Tensor
 
 from torchpaged.backends import get_backend
@@ -110,12 +109,13 @@ def run(name: str, ops: BackendOps, given: dict[str, Any]) -> tuple[dict[str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="cases whose names have this")
-    parser.add_argument("--seconds", type=float, default=60.0, help="no new case after that")
-    parser.add_argument("--own", action="store_true", help="own kernels alone, over KDA, too")
-    parser.add_argument("--output")
-    args = parser.parse_args()
+    args = command_line(
+        __doc__,
+        only=("", "cases whose names have this"),
+        seconds=(60.0, "no new case after that"),
+        own=(False, "own kernels alone, over KDA, too"),
+        output=str,
+    )
     rows: list[dict[str, Any]] = []
     end = time.time() + args.seconds
     backend = "flashinfer_gdn"

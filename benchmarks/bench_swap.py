@@ -7,9 +7,7 @@ Checks that what comes back is what left, then times. The link is `copy_` of 256
 slots; ``scattered``: drawn. The last line is one JSON document.
 """
 
-import argparse
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from documents import command_line, finish
 from measuring import conditions
 
 from torchpaged import PagedKVCache
@@ -142,9 +141,7 @@ def step_during_copies(host: HostBlocks, turns: int = 7) -> dict[str, dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--output", type=Path, help="where the JSON goes, too")
-    args = parser.parse_args()
+    args = command_line(__doc__, output=Path)
     document: dict[str, Any] = {"conditions": conditions.collect(torch.device("cuda")), "link": link()}
     print(document["link"], file=sys.stderr)
     for shape in SHAPES:
@@ -157,10 +154,7 @@ def main() -> None:
             document["step"] = step_during_copies(host)
             print(document["step"], file=sys.stderr)
         del cache, host
-    text = json.dumps(document)
-    if args.output:
-        args.output.write_text(text)
-    print(text)
+    finish(document, args.output)
 
 
 if __name__ == "__main__":

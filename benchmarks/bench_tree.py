@@ -6,14 +6,13 @@ Llama 3 8B's heads, bfloat16, behind a context of 4,096 tokens; rounds go over s
 one CUDA graph each, in turns.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from documents import time_layers, write_results
+from documents import command_line, time_layers, write_results
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from op_inputs.trees import random_parents
@@ -64,16 +63,15 @@ def round_of(backend: str, batch: int, context: int, tokens: int, layers: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    arguments = command_line(
+        __doc__,
+        backends=["cuda"],
+        context=4096,
+        batches=[1, 8, 32],
+        tokens=[8, 16, 32, 64],
+        repeats=40,
+        json=Path,
     )
-    parser.add_argument("--backends", nargs="+", default=["cuda"])
-    parser.add_argument("--context", type=int, default=4096)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8, 16, 32, 64])
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--json", type=Path, default=None)
-    arguments = parser.parse_args()
     rows = []
     for backend in arguments.backends:
         for batch in arguments.batches:

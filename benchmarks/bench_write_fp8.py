@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from documents import command_line
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from measuring import conditions
@@ -123,17 +124,7 @@ def measure(tokens: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument(
-        "--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1, 64, 512, 4096]
-    )
-    parser.add_argument("--repeats", type=int, default=60)
-    args = parser.parse_args()
+    args = command_line(__doc__, heads=32, kv_heads=8, head_dim=128, tokens=[1, 64, 512, 4096], repeats=60)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
     result: dict[str, Any] = {

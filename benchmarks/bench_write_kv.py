@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import triton
+from documents import command_line
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
@@ -148,24 +149,21 @@ def _tiles(text: str) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    args = command_line(
+        __doc__,
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        tokens=[1, 8, 64, 256],
+        norm=(False, "with RMSNorm of q and k"),
+        tiles={
+            "type": _tiles,
+            "default": [],
+            "help": "further (heads per program)x(warps), e.g. 4x1,8x2,16x4",
+        },
+        repeats=60,
+        bandwidth=(4.35, "of the memory, in TB/s; the default is an H200's"),
     )
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument(
-        "--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 64, 256]
-    )
-    parser.add_argument("--norm", action="store_true", help="with RMSNorm of q and k")
-    parser.add_argument(
-        "--tiles", type=_tiles, default=[], help="further (heads per program)x(warps), e.g. 4x1,8x2,16x4"
-    )
-    parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument(
-        "--bandwidth", type=float, default=4.35, help="of the memory, in TB/s; the default is an H200's"
-    )
-    args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU")
     result: dict[str, Any] = {

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from decode_step.cases import SHAPES
+from torchpaged.names import option
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VARIANTS = ("k1", "k1+fuse", "k4+fuse")
 BLOCK_SIZE = 16
@@ -12,49 +15,31 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Options:
-    """What to run.
+    """What to run."""
 
-    Attributes:
-        shapes: names in ``step_cases.SHAPES``.
-        batches: batch sizes.
-        context: KV tokens per request.
-        only: own contenders (see `decode_step.own.Variant`); empty: none, for a run of peers.
-        skip: contenders to leave out, own ones or peers.
-        peers: names in ``step_peers.PEERS``.
-        device: "auto", "cpu", "cuda".
-        dtype: bf16, fp16 or fp32.
-        backend: attention backend of the own contenders.
-        repeats: steps timed at least, in bursts of 16.
-        idle_steps: steps whose kernels are traced for the idle share; 0 = none.
-        idle_batches: batches for which that is done; empty: the smallest and the largest.
-        idle_only: contenders for which that is done; empty: the last of ``only``.
-        trace: count kernels and measure idle shares by torch.profiler. From the first trace on, launches cost
-            the host more: host figures of later rows are marked ``host_after_trace``.
-        time_wrong: measure a contender that fails the gate all the same; its row stays "wrong".
-        new_tokens: tokens a peer generates per request.
-        bandwidth: memory ceiling in TB/s; None = measured.
-        time_limit: seconds after which no further case is begun (its row says so); None = none.
-        output: write the document here, after every row.
-        json_only: print nothing but the JSON line.
-    """
-
-    shapes: Sequence[str] = ("llama-1b", "llama-8b")
-    batches: Sequence[int] = (1, 8, 32, 64)
-    context: int = 2048
-    only: Sequence[str] = VARIANTS
-    skip: Sequence[str] = ()
-    peers: Sequence[str] = ()
-    device: str = "auto"
-    dtype: str = "bf16"
-    backend: str = "auto"
-    repeats: int = 64
-    idle_steps: int = 1000
-    idle_batches: Sequence[int] = ()
-    idle_only: Sequence[str] = ()
-    trace: bool = True
-    time_wrong: bool = False
-    new_tokens: int = 64
-    bandwidth: float | None = None
-    time_limit: float | None = None
-    output: str = ""
-    json_only: bool = False
+    shapes: Sequence[str] = option(f"some of {', '.join(SHAPES)}, by commas", ("llama-1b", "llama-8b"))
+    batches: Sequence[int] = option("batch sizes, separated by commas", (1, 8, 32, 64))
+    context: int = option("KV tokens per request", 2048)
+    only: Sequence[str] = option(
+        "own contenders: logits or k1, k4 ..., with +fuse, +compile or +layers (`decode_step.own.Variant`); "
+        f"'' for none; default: {','.join(VARIANTS)}",
+        VARIANTS,
+    )
+    skip: Sequence[str] = option("contenders to leave out", ())
+    peers: Sequence[str] = option("names in `decode_step.peers.PEERS`; minutes for the larger shapes", ())
+    device: str = option("auto, cpu, cuda", "auto")
+    dtype: str = option(", ".join(DTYPES), "bf16")
+    backend: str = option("attention backend of the own contenders", "auto")
+    repeats: int = option("steps timed at least, in bursts of 16", 64)
+    idle_steps: int = option("steps traced for the idle share; 0: none", 1000)
+    idle_batches: Sequence[int] = option("for these batches; default: the smallest and the largest", ())
+    idle_only: Sequence[str] = option("for these contenders; default: the last one", ())
+    #: From the first trace on, launches cost the host more: host figures of later rows are marked
+    #: ``host_after_trace``.
+    trace: bool = option("no torch.profiler: no kernels, no idle share; host times as without one", True)
+    time_wrong: bool = option("measure what fails the gate all the same; its row stays 'wrong'", False)
+    new_tokens: int = option("tokens a peer generates per request", 64)
+    bandwidth: float | None = option("memory ceiling in TB/s; default: measured", None)
+    time_limit: float | None = option("seconds after which no further case is begun", None)
+    output: str = option("write the document to this JSON file, after every row", "")
+    json_only: bool = option("print nothing but the JSON line", False)

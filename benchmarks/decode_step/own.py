@@ -157,9 +157,8 @@ class OwnStep:
             return
         bucket = next(n for n in self.runner.buckets if n >= len(seq_lens))
         with torch.inference_mode():
-            self._host_runner.buffers.put(
-                DecodeBatch(input_ids, seq_lens, self.tables[: len(seq_lens)]), bucket
-            )
+            batch = DecodeBatch(input_ids, seq_lens, self.tables[: len(seq_lens)])
+            self._host_runner.buffers.put(batch, bucket)
 
     def replay(self, batch: int) -> Tensor:
         """Start one launch of ``batch`` rows."""

@@ -9,25 +9,24 @@ Per shape a random-weight model is made on the device; every own contender passe
 becomes a row that says why. Needs transformers.
 """
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import conditions, split
+from documents import keep, parser_of
+from measuring import conditions
 from measuring.timing import measure_bandwidth
 
-from decode_step.cases import SHAPES, select_shapes
-from decode_step.options import DTYPES, VARIANTS, Options
+from decode_step.cases import select_shapes
+from decode_step.options import DTYPES, Options
 from decode_step.own import Variant
 from decode_step.peers import PEERS
 from decode_step.screen import StepScreen
-from decode_step.shape import measure_shape
+from decode_step.shape import Shape
 from torchpaged.custom_ops.errors import ArgumentError, TorchpagedError
 
 
@@ -60,15 +59,15 @@ def run(options: Options) -> dict[str, Any]:
     )
     with StepScreen(total, enabled=not options.json_only) as screen:
         for shape in shapes:
-            for row in measure_shape(shape, options, variants, device, bandwidth, screen, started):
+            for row in Shape(shape, options, variants, device, bandwidth, screen, started).rows():
                 document["rows"].append(row)
                 screen.row(row)
-                _write(document, options.output)
+                keep(document, options.output)
     document["seconds"] = time.perf_counter() - started
     if device.type == "cuda":
         document["conditions"]["gpu_state_after"] = conditions.gpu_state(device)
     screen.finish(document)
-    _write(document, options.output)
+    keep(document, options.output)
     return document
 
 
@@ -89,11 +88,6 @@ def _check(options: Options) -> None:
             raise ArgumentError(name, f"at least {least}", str(value))
 
 
-def _write(document: dict[str, Any], output: str) -> None:
-    if output:  # after every row: an interrupted run keeps what it has
-        Path(output).write_text(json.dumps(document, indent=1) + "\n")
-
-
 def exit_code(document: dict[str, Any]) -> int:
     """1 if an own contender was wrong or failed, or nothing was timed; else 0."""
     rows = document["rows"]
@@ -101,71 +95,10 @@ def exit_code(document: dict[str, Any]) -> int:
     return 1 if own_fault or not any(row["status"] == "timed" for row in rows) else 0
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in split(text))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code. The last line of stdout is the document."""
-    default = Options()
-    parser = argparse.ArgumentParser(
-        description="Time of a whole decode step; the last line of stdout is JSON, all else goes to stderr."
-    )
-    parser.add_argument(
-        "--shapes",
-        type=split,
-        default=default.shapes,
-        help=f"some of {', '.join(SHAPES)}, separated by commas",
-    )
-    parser.add_argument(
-        "--batches", type=_numbers, default=default.batches, help="batch sizes, separated by commas"
-    )
-    parser.add_argument("--context", type=int, default=default.context, help="KV tokens per request")
-    parser.add_argument(
-        "--only",
-        type=split,
-        default=default.only,
-        help="own contenders: logits or k1, k4 ..., with +fuse, +compile or +layers; "
-        f"'' for none; default: {','.join(VARIANTS)}",
-    )
-    parser.add_argument("--skip", type=split, default=(), help="contenders to leave out")
-    parser.add_argument(
-        "--peers", type=split, default=(), help=f"some of {', '.join(PEERS)}; minutes for the larger shapes"
-    )
-    parser.add_argument("--device", default=default.device, help="auto, cpu, cuda")
-    parser.add_argument("--dtype", default=default.dtype, help=", ".join(DTYPES))
-    parser.add_argument("--backend", default=default.backend, help="attention backend of the own contenders")
-    parser.add_argument("--repeats", type=int, default=default.repeats, help="steps timed at least")
-    parser.add_argument(
-        "--idle-steps", type=int, default=default.idle_steps, help="steps traced for the idle share; 0: none"
-    )
-    parser.add_argument(
-        "--idle-batches",
-        type=_numbers,
-        default=(),
-        help="for these batches; default: the smallest and the largest",
-    )
-    parser.add_argument(
-        "--idle-only", type=split, default=(), help="for these contenders; default: the last one"
-    )
-    parser.add_argument(
-        "--no-trace",
-        dest="trace",
-        action="store_false",
-        help="no torch.profiler: no kernels, no idle share; host times as they are without one",
-    )
-    parser.add_argument(
-        "--time-wrong",
-        action="store_true",
-        help="measure what fails the gate all the same; its row stays 'wrong'",
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, default=default.new_tokens, help="tokens a peer generates per request"
-    )
-    parser.add_argument("--bandwidth", type=float, help="memory ceiling in TB/s; default: measured")
-    parser.add_argument("--time-limit", type=float, help="seconds after which no further case is begun")
-    parser.add_argument("--output", default="", help="write the document to this JSON file, after every row")
-    parser.add_argument("--json-only", action="store_true", help="print nothing but the JSON line")
+    description = "Time of a whole decode step; the last line of stdout is JSON, all else goes to stderr."
+    parser = parser_of(Options, description)
     try:
         document = run(Options(**vars(parser.parse_args(arguments))))
     except TorchpagedError as error:

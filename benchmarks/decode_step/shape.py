@@ -29,21 +29,10 @@ BURST_STEPS = 16  # timed between two resets of the requests' lengths
 HOST_LAUNCHES = 20
 
 
-def measure_shape(
-    shape: ModelShape,
-    options: Options,
-    variants: Sequence[Variant],
-    device: torch.device,
-    bandwidth: float,
-    screen: StepScreen,
-    started: float,
-) -> Iterator[dict[str, Any]]:
-    """Rows of ``shape``, as they are measured. ``bandwidth`` in bytes per second; ``started``: when the run
-    began, for the time limit."""
-    return _Shape(shape, options, variants, device, bandwidth, screen, started).rows()
+class Shape:
+    """A shape's rows, as they are measured. ``bandwidth``: bytes per second; ``started``: when the run began,
+    for the time limit."""
 
-
-class _Shape:
     def __init__(
         self,
         shape: ModelShape,

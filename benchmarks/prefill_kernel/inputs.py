@@ -86,48 +86,23 @@ class Inputs:
         self.seq_lens.copy_(torch.tensor(seq_lens, dtype=torch.int32))
         self.starts.copy_(torch.tensor([0, *query_lens]).cumsum(0).int())
 
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of the op by place and by name."""
+        lengths = (self.table, self.seq_lens, self.starts)
+        named = {"alibi_slopes": self.slopes, "sinks": self.sinks, "logits_soft_cap": self.case.soft_cap}
+        named |= {"causal": self.case.causal, "scale": self.scale, **self.case.masks()}
+        named["max_query_len"] = max(self.case.query_lens)
+        return (self.q, self.k_cache, self.v_cache, *lengths, self.out, self.lse), named
+
     def native(self, clocks: Tensor | None = None, patience: int = 0, beside: bool = True) -> None:
-        call = AttentionCall(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.table,
-            self.seq_lens,
-            self.starts,
-            self.out,
-            self.lse,
-            max_query_len=max(self.case.query_lens),
-            scale=self.scale,
-            causal=self.case.causal,
-            **self.case.masks(),
-            logits_soft_cap=self.case.soft_cap,
-            alibi_slopes=self.slopes,
-            sinks=self.sinks,
-            semaphore=self.tickets,
-        ).for_launch()
+        tensors, named = self.call()
+        call = AttentionCall(*tensors, **named, semaphore=self.tickets).for_launch()
         debug = Debug(clocks=clocks is not None, patience=patience, beside=beside)
         prefill(call, Specialisation.of(call), debug=debug, clocks=clocks)
 
     def triton(self) -> None:
-        BACKEND_OPS["triton"].paged_attention(
-            self.q,
-            self.k_cache,
-            self.v_cache,
-            self.table,
-            self.seq_lens,
-            self.starts,
-            self.out,
-            self.lse,
-            max_query_len=max(self.case.query_lens),
-            scale=self.scale,
-            causal=self.case.causal,
-            window_left=self.case.window_left,
-            window_right=self.case.window_right,
-            chunk_size=self.case.chunk,
-            logits_soft_cap=self.case.soft_cap,
-            alibi_slopes=self.slopes,
-            sinks=self.sinks,
-        )
+        tensors, named = self.call()
+        BACKEND_OPS["triton"].paged_attention(*tensors, **named)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Out and LSE in float64."""

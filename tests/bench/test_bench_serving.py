@@ -1,4 +1,5 @@
-"""The serving benchmark on a CPU: its loads, our engine's rows, and a peer that is not installed."""
+"""The serving benchmark on a CPU: its loads, our engine's rows, and a peer that is not installed; the load
+of bench_blocks.py."""
 
 import json
 from pathlib import Path
@@ -7,7 +8,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import statistics
+
 import bench_serving_peers as peers
+import pytest
+from bench_blocks import LOOKAHEAD, Load, hit_us, prefix_cache_us
 from serving import cases, engines
 from serving.loads import arrivals_of, load_of, prompts_of
 
@@ -71,3 +76,19 @@ def test_the_same_weights_for_a_peer() -> None:
             assert float(weight.std()) == pytest.approx(before[name], rel=0.1)
         else:
             assert (weight == 1).all()
+
+
+@pytest.mark.parametrize("blocks_per_row", [66, 20], ids=["room", "short"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_nearly_all_that_is_reserved_is_useful(cached: bool, blocks_per_row: int) -> None:
+    """By what an engine on a GPU gives ahead of need."""
+    load = Load(64, 64 * blocks_per_row, LOOKAHEAD, cached)
+    load.run(500)
+    assert (load.scheduler.preemptions > 0) == (blocks_per_row == 20)
+    assert load.count > 100
+    assert statistics.mean(load.utilisation[20:]) >= 0.96
+
+
+def test_requests_of_the_prefix_cache_find_nothing_or_all() -> None:
+    assert prefix_cache_us(num_requests=3)["blocks"] == 69
+    assert hit_us(256) > 0

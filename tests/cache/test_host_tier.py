@@ -1,10 +1,15 @@
 """Blocks that a pool gives up come back from the host with what they held: random operations over real pools,
-each block's content known by its text."""
+each block's content known by its text; books after a copy that raises."""
 
 import random
+from typing import Any, cast
 
 import pytest
 from tiered_engine import SIZE, TieredEngine
+
+from torchpaged.cache import BlockPool, PrefixCache
+from torchpaged.cache.host_blocks import HostBlocks
+from torchpaged.cache.host_tier import HostTier
 
 
 @pytest.mark.parametrize("num_slots", [1, 5, 60])
@@ -105,3 +110,38 @@ def test_a_copy_is_found_as_long_as_it_has_its_slot() -> None:
         engine.run([turn % 4 + 100] * 17)
     assert engine.host.saved_blocks < 40
     assert engine.run(first) == 4
+
+
+class Broken:
+    num_slots, bytes_per_block = 8, 1
+
+    def swap_out(self, blocks: Any, slots: Any) -> None: ...
+
+    def swap_in(self, slots: Any, blocks: Any) -> None:
+        raise RuntimeError("out of memory")
+
+
+def test_a_copy_back_that_raises_loses_no_slots() -> None:
+    tier = HostTier(cast(HostBlocks, Broken()))
+    tier.save(1, 1)
+    tier.flush()
+    with pytest.raises(RuntimeError):
+        tier.load([1], [2])
+    tier.clear()
+    assert len(tier._free) == 8
+
+
+def test_what_was_not_to_be_saved_is_forgotten_with_the_rest() -> None:
+    pool = BlockPool(4)
+    cache = PrefixCache(pool, 2, host=HostTier(cast(HostBlocks, Broken())))
+    assert cache.host is not None
+    for start, saved in ((0, 0), (10, 0), (20, 3)):
+        text, blocks = cache.text(range(start, start + 6)), pool.allocate(3)
+        cache.host.flush()
+        text.computed(6, blocks)
+        text.leave()
+        pool.free(blocks)
+        if not start:
+            cache.save_none(blocks)
+            cache.clear("reset")
+        assert cache.host.saved_blocks == saved

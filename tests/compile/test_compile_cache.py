@@ -1,5 +1,5 @@
 """The compile cache: what one process compiled, the next finds; another version's is refused aloud; nothing
-is left half written."""
+is left half written; copies of one code object."""
 
 import importlib.util
 import json
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import torchpaged
 from torchpaged.compile import compile_cache
@@ -21,6 +22,7 @@ from torchpaged.compile.compile_cache import (
     CompileCacheWarning,
     load_compile_cache,
     save_compile_cache,
+    with_own_code,
 )
 from torchpaged.custom_ops.cuda import jit
 
@@ -270,3 +272,21 @@ def test_the_public_door() -> None:
     assert torchpaged.save_compile_cache is save_compile_cache
     assert torchpaged.load_compile_cache is load_compile_cache
     assert compile_cache._versions()["torch"] == torch.__version__
+
+
+@pytest.mark.slow
+def test_more_copies_than_the_recompile_limit() -> None:
+    """fullgraph, and sizes as constants: with one shared code object the compile past the limit
+    is refused."""
+
+    def scaled(x: Tensor) -> Tensor:
+        return x * factor
+
+    factor, limit = 3, torch._dynamo.config.recompile_limit
+    copies = [with_own_code(scaled, f"scaled_{n}") for n in range(limit + 2)]
+    assert len({copy.__code__ for copy in copies}) == len(copies)
+    assert copies[1].__name__ == "scaled_1"
+    torch._dynamo.reset()
+    for n, copy in enumerate(copies, 2):
+        compiled = torch.compile(copy, fullgraph=True, dynamic=False, backend="eager")
+        assert torch.equal(compiled(torch.ones(n)), torch.full((n,), 3.0))

@@ -1,7 +1,9 @@
 """What the ops, the module and the host-side builders refuse, before anything is written: aliasing,
-duplicates, options, types."""
+duplicates, options, types; errors of several parts."""
 
+import copy
 import itertools
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 from op_inputs.rope import make_rope_inputs
 from torch import Tensor
+from torch._dynamo.exc import TorchRuntimeError
 
 import torchpaged
 from torchpaged import (
@@ -27,9 +30,11 @@ from torchpaged.custom_ops import pools as validation
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.cascade_call import MergeCall
 from torchpaged.custom_ops.attention.check import check_merge_attn_states, check_paged_attention
+from torchpaged.custom_ops.cache_write import fake
 from torchpaged.custom_ops.cache_write.call import WriteCall
 from torchpaged.custom_ops.cache_write.check import check_write_kv
-from torchpaged.custom_ops.checks import switch
+from torchpaged.custom_ops.checks import check_dtype, switch
+from torchpaged.custom_ops.errors import BlockPoolExhaustedError, RequestError, TorchpagedError
 from torchpaged.custom_ops.memory import pools_meet
 
 NAN, INF = float("nan"), float("inf")
@@ -697,3 +702,60 @@ def test_a_switch_is_a_bool(value: Any, others: tuple[Any, ...], words: str) -> 
 def test_what_a_switch_may_be() -> None:
     for value in (True, False, None, "auto"):
         switch("name", value, None, "auto")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_halves_of_one_tensor(monkeypatch: pytest.MonkeyPatch, inference: bool) -> None:
+    """Inductor of torch 2.11 read and wrote beyond them; a view made in inference mode names no base."""
+    k, slots = torch.randn(3, 2, 16), torch.tensor([4, 9, 11])
+
+    def step(k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        BACKEND_OPS["reference"].write_kv(k, k + 1, k_cache, v_cache, slots)
+        return k_cache.sum()
+
+    with torch.inference_mode(inference):
+        halves = torch.zeros(2, 5, 4, 2, 16).unbind()
+        monkeypatch.setattr(fake, "_SPLITS_WRONG", True)
+        torch._dynamo.reset()
+        with pytest.raises(TorchRuntimeError, match="k_cache, v_cache: expected memory of their own"):
+            torch.compile(step, backend="aot_eager", fullgraph=True)(*halves)
+        torch._dynamo.reset()
+        torch.compile(step, backend="aot_eager", fullgraph=True)(*(half.clone() for half in halves))
+    assert not any(bool(half.any()) for half in halves)
+
+
+ERRORS = (
+    ArgumentError("query", "3 dimensions", "2", "unflatten it"),
+    ArgumentError("query", "3 dimensions", "2"),
+    BlockPoolExhaustedError(4, 1, 8),
+    BlockPoolExhaustedError(4, 1, 8, "leave rows out"),
+    RequestError(7, "no blocks"),
+)
+
+
+def test_messages_have_all_parts() -> None:
+    assert [str(error) for error in ERRORS] == [
+        "query: expected 3 dimensions, got 2; unflatten it",
+        "query: expected 3 dimensions, got 2",
+        "num_blocks: 4 requested, 1 free of 8 usable; free finished requests, or build the cache with "
+        "num_blocks=12 or more",
+        "num_blocks: 4 requested, 1 free of 8 usable; leave rows out",
+        "request 7: no blocks",
+    ]
+
+
+def test_a_dtype_that_is_expected_twice_is_named_once() -> None:
+    """A weight may have the tokens' dtype or float32, which may be the same."""
+    with pytest.raises(ArgumentError, match=r"expected torch.float32, got torch.int64"):
+        check_dtype("weight", torch.zeros(1, dtype=torch.int64), torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_copies_and_pickles_are_the_same_error(
+    error: TorchpagedError, way: Callable[[TorchpagedError], TorchpagedError]
+) -> None:
+    again = way(error)
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.args == error.args

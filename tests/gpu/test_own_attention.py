@@ -1,5 +1,5 @@
 """Attached models and fp8 caches on a GPU: logits of eager attention, one compiled graph, no skipped CUDA
-graphs."""
+graphs; images whose tokens see each other."""
 
 import logging
 from typing import Any
@@ -7,6 +7,12 @@ from typing import Any
 import pytest
 import torch
 from greedy import greedy
+
+pytest.importorskip("transformers", reason="transformers is not installed; pip install 'torchpaged[hf]'")
+
+from model_coverage.vision_models import batch_of, config_of, model_class_of, tokens_per_picture
+
+from torchpaged.hf import PagedCache, paged
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 pytestmark = pytest.mark.gpu
@@ -87,3 +93,33 @@ def test_fp8_cache(kv_dtype: str, scales: str, caplog: pytest.LogCaptureFixture)
     assert float((compiled[0] - want[0]).abs().max()) <= 0.05 * float(want.abs().max())
     assert first.choice.name in ("cuda", "triton")
     assert first.paged[0].keys.dtype.itemsize == 1
+
+
+ROWS = ("tttitttttit", "tittittttttttt", "tttttt")
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("name", ["gemma3", "paligemma2"])
+def test_prompts_with_images(name: str, backend: str) -> None:
+    """Five prompts through one cache, in bfloat16, against eager attention in float32."""
+    config = config_of(name)
+    config.text_config.head_dim = 64
+    torch.manual_seed(0)
+    made = model_class_of(config)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = made.eval()
+    tokens = tokens_per_picture(model, name)
+    calls = [batch_of(model, name, ROWS, tokens, seed=seed) for seed in range(5)]
+    calls = [{key: x.cuda() for key, x in call.items()} for call in calls]
+    model = model.cuda()
+    with torch.no_grad():
+        wants = [model(**call).logits for call in calls]
+        model = model.to(torch.bfloat16)
+        rounded = [model(**call).logits.float() for call in calls]
+        cache = PagedCache(model.config, 3, 96, backend=backend)
+        with paged(model):
+            for call, want, eager in zip(calls, wants, rounded, strict=True):
+                got, seen = model(**call, past_key_values=cache).logits.float(), call["attention_mask"].bool()
+                scale = float(want.abs().max())
+                rounding = float((eager - want)[seen].abs().max()) / scale
+                assert float((got - want)[seen].abs().max()) / scale <= 2 * rounding + 1e-2
+                cache.reset()

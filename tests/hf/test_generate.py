@@ -1,5 +1,5 @@
 """Unmodified generate() with a PagedCache: tokens equal the eager path's, through every mode
-of generation."""
+of generation; the cache by each name that transformers takes."""
 
 import ast
 import re
@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from model_coverage.architectures import model_of
 from models import MODELS, padded_prompts, tiny
 from sessions import KEPT, semaphore_of
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
 from transformers import CompileConfig, PreTrainedModel
 
 import torchpaged
 from torchpaged.backends.choose import names as names_module
-from torchpaged.hf import PagedCache
+from torchpaged.hf import PagedCache, attach, fuse
+from torchpaged.hf.cache_argument import CACHE, CACHE_LENGTH, CACHE_NAMES, STATES_CACHE, cache_of, take_cache
 
 COUNT: list[Any] = []  # graphs seen by `counting`
 
@@ -265,3 +268,27 @@ def test_golden_tokens_of_a_real_model(smollm2_path: Any, eagerly: int, compiled
             )
             assert out[0, ids.shape[1] :].tolist() == prompt["new_ids"]
     assert len(COUNT) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["llama", "bloom", "mamba2", "trocr", "deepseek_v3"])
+def test_by_each_name(name: str) -> None:
+    model, inputs = attach(model_of(name)), padded_prompts()
+    if name == "llama":
+        assert fuse(model, count=False).replaced
+    found: dict[str, Tensor] = {}
+    for argument in {"past_key_values", CACHE, STATES_CACHE if name == "mamba2" else CACHE}:
+        cache = PagedCache(model.config, 2, 32, block_size=4)
+        with torch.no_grad():
+            found[argument] = model(**inputs, **{argument: cache}).logits
+        assert cache.ready
+    assert all(torch.equal(logits, found[CACHE]) for logits in found.values())
+
+
+def test_what_is_looked_for() -> None:
+    for name in CACHE_NAMES:
+        options = dict.fromkeys(CACHE_NAMES) | {name: 7, "use_cache": True}
+        assert cache_of(options) == take_cache(options) == 7
+        assert options == {"use_cache": True}
+    assert cache_of({}) is None
+    assert CACHE_LENGTH in ("past_key_values_length", "cache_length")

@@ -1,8 +1,9 @@
 """Calls of the CUDA driver as the driver sees them: cuda-bindings is the real one, and what it loads as
 libcuda is a stand-in that notes its arguments. So a name, a type or a number of arguments that cuda-bindings
-does not take is found without a GPU."""
+does not take is found without a GPU; names that launchers use are there."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -146,3 +147,22 @@ def test_the_driver_gets_what_a_launcher_says(tmp_path: Path) -> None:
     subprocess.run([str(GXX), "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     found = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("LD_LIBRARY_PATH"))))
     assert printed("-c", SCRIPT, LD_LIBRARY_PATH=found).strip() == SEEN.strip()
+
+
+ROOT = Path(__file__).parents[3]
+NAME = re.compile(r"\b(driver|nvrtc)\.((?:cu|CU|nvrtc)\w+(?:\.[A-Z]\w+)?)")
+
+
+def test_they_exist() -> None:
+    pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    from cuda.bindings import driver, nvrtc
+
+    modules = {"driver": driver, "nvrtc": nvrtc}
+    sources = [path.read_text() for path in (ROOT / "custom_ops").rglob("*.py")]
+    used = {found for text in sources for found in NAME.findall(text)}
+    assert len(used) >= 20
+    for module, name in used:
+        value = modules[module]
+        for part in name.split("."):
+            assert hasattr(value, part), f"{module}.{name}"
+            value = getattr(value, part)

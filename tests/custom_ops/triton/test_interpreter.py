@@ -1,5 +1,6 @@
 """The Triton kernels in Triton's interpreter against the float64 oracle. Runs with TRITON_INTERPRET=1 only:
-see test_run_interpreter.py."""
+see test_run_interpreter.py; the kernel that packs blocks; shared prefixes; heads further apart than 32
+bits count."""
 
 import random
 from typing import Any
@@ -7,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 from as_oracle import assert_as_oracle
+from op_inputs.rope import make_rope_inputs
+from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
+from torchpaged.custom_ops.block_ops.triton.pack_blocks import pack_blocks
 from torchpaged.testing import (
     ATTENTION_VARIANTS,
     BATCH_SPECS,
@@ -221,3 +225,116 @@ def test_huge_windows_are_open(spec: str) -> None:
     options = {"causal": False, "window_left": 2**31 - 1, "window_right": 2**31 - 1, "chunk_size": 2**31 - 1}
     out, lse = run_paged_attention(TRITON, batch, **options)
     assert_attention_close(out, lse, batch, causal=False)
+
+
+def test_out_and_back() -> None:
+    """Blocks below a tile, of one, and of several; whatever is not asked for stays."""
+    widths = [8, 8 * 1024, 24, 8 * 2500]
+    pools = [torch.randint(0, 256, (9, width), dtype=torch.uint8) for width in widths]
+    want = [pool.clone() for pool in pools]
+    bases = torch.tensor([pool.data_ptr() for pool in pools])
+    places = [sum(widths[:i]) for i in range(len(widths))]
+    sizes = torch.tensor([(w // 8, w // 8, place // 8) for w, place in zip(widths, places, strict=True)])
+    rows = torch.full((5, sum(widths) // 8), -1)
+    out, back = torch.tensor([7, 2, 5]), torch.tensor([1, 8, 2])
+    pack_blocks(bases, sizes, out, rows[1:4])
+    assert (rows[[0, 4]] == -1).all()
+    assert torch.equal(rows[1:4].view(torch.uint8), torch.cat([pool[out] for pool in want], 1))
+    pack_blocks(bases, sizes, back, rows[1:4], unpack=True)
+    for pool, before in zip(pools, want, strict=True):
+        before[back] = before[out]
+        assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_groups_alone_and_padding(dtype: torch.dtype) -> None:
+    """Rows 0 and 2 share two blocks, row 1 is alone, a token row is padding. There is room for more groups
+    than there are requests, whose semaphore has one number each."""
+    torch.manual_seed(0)
+    pools = tuple(torch.randn(8, 16, 1, 16).half() for _ in range(2))
+    q = torch.randn(4, 2, 16).half()
+    order = torch.tensor([0, 2, 1, 3])
+    batch = torch.tensor([[3, 0], [4, 5], [6, 0]]), torch.tensor([7, 20, 16]), torch.arange(4)
+    groups = torch.tensor([[1, 2], *[[0, 0]] * 4]), torch.tensor([32, *[0] * 4]), torch.tensor([0, *[2] * 5])
+    found = []
+    scale = {} if dtype == torch.float16 else {"output_scale": torch.tensor([0.01])}
+    for name in ("reference", "triton"):
+        out, lse = torch.full_like(q, 9.0, dtype=dtype), torch.full((4, 2), 9.0)
+        BACKEND_OPS[name].cascade_attention(
+            q,
+            *pools,
+            *(t.int() for t in (*batch, *groups)),
+            order,
+            order.argsort(),
+            out,
+            lse,
+            max_query_len=1,
+            scale=0.25,
+            semaphore=torch.zeros(3, dtype=torch.int32),
+            **scale,
+        )
+        found.append((out.float(), lse))
+    for got, want in zip(*found[::-1], strict=True):
+        torch.testing.assert_close(got, want, rtol=1 / 7 if scale else 2e-3, atol=2e-3)
+    assert not found[0][0][3].any()
+    assert bool((found[0][1][3] == float("-inf")).all())
+
+
+# the third head begins at 2**31: past a signed number of 32 bits, while the stride itself is one
+HEAD = 2**30
+
+
+def far_apart(x: Tensor) -> Tensor:
+    """``x [T, heads, dim]`` with HEAD numbers between heads; memory that nothing touches is never there."""
+    tokens, heads, dim = x.shape
+    storage = torch.empty((heads - 1) * HEAD + tokens * dim, dtype=x.dtype)
+    view = storage.as_strided((tokens, heads, dim), (dim, HEAD, 1))
+    view.copy_(x)
+    return view
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query_lens", [(1, 1), (12, 9)], ids=["decode", "prefill"])
+def test_attention(query_lens: tuple[int, ...]) -> None:
+    batch = make_batch(
+        BatchSpec("far", (40, 20), query_lens), num_heads=3, num_kv_heads=3, head_dim=16, dtype=torch.float16
+    )
+    arguments = (batch.k_cache, batch.v_cache, batch.block_table, batch.seq_lens, batch.query_start_loc)
+    options = {"max_query_len": batch.max_query_len, "scale": batch.scale}
+    want, got = torch.zeros_like(batch.q), far_apart(torch.zeros_like(batch.q))
+    REFERENCE.paged_attention(batch.q, *arguments, want, **options)
+    TRITON.paged_attention(far_apart(batch.q), *arguments, got, **options)
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_rope_write_kv() -> None:
+    results = []
+    for ops, place in ((REFERENCE, lambda x: x), (TRITON, far_apart)):
+        inputs = make_rope_inputs(num_heads=3, num_kv_heads=3, dtype=torch.float16)
+        inputs |= {name: place(inputs[name]) for name in ("q", "k", "v", "q_out")}
+        ops.rope_write_kv(**inputs)
+        results.append(inputs)
+    for name in ("q_out", "k_cache", "v_cache"):
+        torch.testing.assert_close(results[1][name], results[0][name], rtol=2e-3, atol=2e-3, equal_nan=True)
+
+
+@pytest.mark.slow
+def test_write_kv() -> None:
+    k, v = torch.randn(2, 5, 3, 16).half()
+    slots = torch.tensor([4, 5, -1, 7, 9])
+    want, got = (tuple(torch.zeros(4, 4, 3, 16, dtype=torch.float16) for _ in range(2)) for _ in range(2))
+    REFERENCE.write_kv(k, v, *want, slots)
+    TRITON.write_kv(far_apart(k), far_apart(v), *got, slots)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.slow
+def test_merge_attn_states() -> None:
+    a, b = torch.randn(2, 2, 3, 16).half()
+    lse_a, lse_b = torch.randn(2, 2, 3)
+    want, got = torch.zeros_like(a), far_apart(torch.zeros_like(a))
+    REFERENCE.merge_attn_states(a, lse_a, b, lse_b, want)
+    TRITON.merge_attn_states(far_apart(a), lse_a, far_apart(b), lse_b, got)
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)

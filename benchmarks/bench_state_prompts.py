@@ -1,12 +1,15 @@
 """Prompts of gated delta nets: the device's own kernels against FlashInfer's, on one GPU.
 
-    PYTHONPATH=. python benchmarks/bench_state_prompts.py [--only TEXT] [--own] [--seconds 60] [--output FILE]
+    PYTHONPATH=. python benchmarks/bench_state_prompts.py [--only TEXT] [--own] [--segments] [--seconds 60]
+        [--output FILE]
 
 Inputs are a model's: slices of what its convolution gives, queries and keys to be normalised, requests
 without a past. ``own``, ``library``: ms of a call as a graph, medians of 15 replays; ``..._plain``: called
 without one; ``first_s``: seconds of the library's first call, in which it compiles; ``errors``: of out and
-states between the two. ``--own``: own kernels alone, over Kimi delta attention, too. The last line is one
-JSON document.
+states between the two. ``--own``: own kernels alone, over Kimi delta attention, too; ``kernels``: us of
+each in a call without a graph. ``--segments``: own kernels alone over gated delta nets, long rows as wholes
+and cut into segments of so many tokens; ``chosen``: what the device's kernels take. The last line is one JSON
+document.
 """
 
 import json
@@ -21,6 +24,9 @@ from torch import Tensor
 
 from torchpaged.backends import get_backend
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
+from torchpaged.custom_ops.state.call import LinearAttentionCall
+from torchpaged.custom_ops.state.cuda import delta_pass
+from torchpaged.custom_ops.state.triton import chunks
 
 #: Requests, tokens of each, key heads, heads, and requests of one token behind them: Qwen3.5 397B and 35B,
 #: Qwen3-Next, by tensor-parallel shard.
@@ -44,6 +50,17 @@ GATED_DELTA: dict[str, tuple[int, ...]] = {
     "Next TP1 1x2048 + 64x1": (1, 2048, 16, 32, 64),
     "397B TP8 1x512 + 64x1": (1, 512, 2, 8, 64),
 }
+#: The same where rows may be cut: a row or two of 8 to 64 heads, and more rows of few.
+FEW_HEADS = {
+    f"{rows}x{tokens}, {heads} heads": (rows, tokens, heads // 4, heads)
+    for rows, heads, tokens in (
+        *((1, heads, tokens) for heads in (8, 16, 32) for tokens in (2048, 3072, 4096, 8192)),
+        *((rows, 8, tokens) for rows in (2, 4) for tokens in (2048, 8192)),
+        (1, 8, 32768),
+        (1, 16, 32768),
+    )
+}
+SEGMENTS = (512, 1024, 2048, 4096, 8192)
 #: The same of Kimi delta attention: a decay for each column of the keys, as many key heads as heads.
 KIMI: dict[str, tuple[int, ...]] = {
     "KDA 1x4096": (1, 4096, 16, 16),
@@ -108,30 +125,68 @@ def run(name: str, ops: BackendOps, given: dict[str, Any]) -> tuple[dict[str, fl
     return row, results
 
 
+def kernels(ops: BackendOps, given: dict[str, Any]) -> dict[str, float]:
+    """Medians of each kernel's us, in a call's order; what comes twice in a call has a number behind it."""
+    kind, calls = torch.autograd.DeviceType.CUDA, 7
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(calls):
+            ops.linear_attention(**given)
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type == kind]
+    events.sort(key=lambda event: event.time_range.start)
+    row: dict[str, float] = {}
+    for n in range(len(events) // calls):
+        times = sorted(event.device_time for event in events[n :: len(events) // calls])
+        name = events[n].name
+        row[f"{name} {n}" if name in row else name] = round(times[calls // 2], 1)
+    return row
+
+
+def segments(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Times of long rows as wholes and in segments."""
+    call, tiles = LinearAttentionCall(**given), chunks.tiles
+    row: dict[str, Any] = {"case": name, "chosen": tiles(call, delta_pass.CUT).segment}
+    longest = int(given["max_query_len"])
+    try:
+        for segment in (None, *(n for n in SEGMENTS if n < longest)):
+            chunks.tiles = lambda call, *_, n=segment: tiles(call)._replace(segment=n)
+            times, _ = run("own", BACKEND_OPS["cuda"], given)
+            row["whole" if segment is None else str(segment)] = times["own"]
+    finally:
+        chunks.tiles = tiles
+    return row
+
+
 def main() -> None:
     args = command_line(
         __doc__,
         only=("", "cases whose names have this"),
         seconds=(60.0, "no new case after that"),
         own=(False, "own kernels alone, over KDA, too"),
+        segments=(False, "lengths of own kernels' segments"),
         output=str,
     )
     rows: list[dict[str, Any]] = []
     end = time.time() + args.seconds
     backend = "flashinfer_gdn"
-    for name, sizes in (GATED_DELTA | (KIMI if args.own else {})).items():
-        missing = None if args.own else get_backend(backend).unavailable()
+    cases = FEW_HEADS if args.segments else GATED_DELTA | (KIMI if args.own else {})
+    for name, sizes in cases.items():
+        missing = None if args.own or args.segments else get_backend(backend).unavailable()
         if args.only not in name or missing or time.time() > end:
             print(f"left out: {name} {missing or ''}", file=sys.stderr)
             continue
         given = inputs(*sizes)
+        if args.segments:
+            rows.append(segments(name, given))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            continue
         if name in KIMI:
             given["g"] = -5 * torch.rand(*given["q"].shape, device="cuda") ** 4
         row: dict[str, Any] = {"case": name, "backend": "cuda" if args.own else backend}
         own, want = run("own", BACKEND_OPS["cuda"], given)
         if args.own:
-            print(json.dumps(row | own), file=sys.stderr, flush=True)
-            rows.append(row | own)
+            rows.append(row | own | {"kernels": kernels(BACKEND_OPS["cuda"], given)})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
             continue
         library, got = run("library", get_backend(backend).ops, given)
         pairs = zip(got, want, strict=True)

@@ -13,10 +13,19 @@
       asm volatile("wgmma.mma_async.sync.aligned." shape ".f32.bf16.bf16 " __VA_ARGS__);           \
   } while (0)
 
-// Descriptor of rows of 128 bytes: 16-byte columns swizzled by the row modulo 8, 8 rows = 1024 bytes. `at` is
-// a multiple of 1024 plus the k's offset.
-__device__ __forceinline__ u64 matrix(u32 at) {
-  return (u64)(at >> 4 & 0x3fff) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+// Descriptor of lines of 128 bytes, 16-byte columns swizzled by the line modulo 8. `at`: a multiple of 1024
+// plus the k's offset; `groups`: bytes from 8 lines to the next 8; `columns`: from a square of 64 columns to
+// the next one, where the instruction takes several.
+__device__ __forceinline__ u64 operand(u32 at, int groups = 1024, int columns = 16) {
+  return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)1 << 62;
+}
+
+// A warpgroup takes registers, or gives them to those of its CTA that take.
+template <int N> __device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 
 // d += a @ b.T for 16 k of 64 rows, both from shared memory; d[n] is the fragment of b's rows n * 8 .. n * 8

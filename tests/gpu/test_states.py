@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.state.call import DeltaStepCall, LinearAttentionCall, Mamba2StepCall
-from torchpaged.custom_ops.state.cuda import delta_chunks, delta_step, mamba2_step
+from torchpaged.custom_ops.state.cuda import delta_pass, delta_step, mamba2_step
 from torchpaged.custom_ops.state.cuda.linear_attention import route
 from torchpaged.custom_ops.state.triton import chunks
 from torchpaged.custom_ops.state.triton.chunks import has_long_rows
@@ -45,7 +45,7 @@ DELTA_SHAPES: dict[str, dict[str, Any]] = {
     "four heads a key head": {"key_heads": 1, "heads": 4, "state_dtype": torch.bfloat16},
     "eight": {"key_heads": 1, "heads": 8},
     "three": {"key_heads": 2, "heads": 6, "beta": False},
-    "one": {"key_heads": 2, "heads": 2, "value_dim": 64, "out_dtype": torch.float32},
+    "one": {"key_heads": 2, "heads": 2, "value_dim": 64},
 }
 #: One model of each kind of layer.
 MODELS = ("qwen3_next", "bamba", "lfm2", "nemotron_h", "mamba", "mamba2", "recurrent_gemma")
@@ -114,7 +114,7 @@ def test_segments_of_rows_match_the_oracle(
     sizes = {"dtype": torch.bfloat16, "state_dtype": state_dtype, **FAMILIES[family]}
     inputs = on_gpu(make_linear_inputs((STATE_BATCHES | LONG_BATCHES)[batch], **sizes))
     for segment in (64, 128):
-        monkeypatch.setattr(chunks, "tiles", lambda call, n=segment: chunks.Tiles(64, 64, 2, "tf32", n))
+        monkeypatch.setattr(chunks, "tiles", lambda *_, n=segment: chunks.Tiles(64, 64, 2, "tf32", n))
         assert_state_close(TRITON, REFERENCE, "linear_attention", clone(inputs), torch.bfloat16)
 
 
@@ -134,13 +134,13 @@ def test_a_long_row_of_few_heads_is_cut(family: str) -> None:
 def test_long_rows_of_delta_nets_by_cuda_match_the_oracle(
     batch: str, shape: str, segment: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their first kernel is in CUDA C++."""
+    """Both kernels are in CUDA C++."""
     sizes = {"dtype": torch.bfloat16, **FAMILIES["delta"], **DELTA_SHAPES[shape]}
     inputs = on_gpu(make_linear_inputs((STATE_BATCHES | LONG_BATCHES)[batch], **sizes))
     call = LinearAttentionCall(**inputs)
     if torch.cuda.get_device_capability() == (9, 0):
-        assert has_long_rows(call) and delta_chunks.why_not(call, (9, 0)) is None
-    monkeypatch.setattr(chunks, "tiles", lambda call: chunks.Tiles(64, 64, 2, "tf32", segment))
+        assert has_long_rows(call) and delta_pass.why_not(call, (9, 0)) is None
+    monkeypatch.setattr(chunks, "tiles", lambda *_: chunks.Tiles(64, 64, 2, "tf32", segment))
     assert_state_close(BACKEND_OPS["cuda"], REFERENCE, "linear_attention", inputs, torch.bfloat16)
 
 
@@ -371,7 +371,7 @@ def test_one_capture_for_prompts_of_other_lengths(
     """Of the captured tokens some are behind the last row; rows are longer or shorter than they were."""
     linear_attention = BACKEND_OPS[backend].linear_attention
     sizes: dict[str, Any] = {"dtype": torch.bfloat16, **FAMILIES[family]}
-    monkeypatch.setattr(chunks, "tiles", lambda call: chunks.Tiles(64, 64, 2, "tf32", segment))
+    monkeypatch.setattr(chunks, "tiles", lambda *_: chunks.Tiles(64, 64, 2, "tf32", segment))
     captured = on_gpu(make_linear_inputs(Rows(((0, 90), (4, 70), (3, 1)), 39), **sizes))
     captured["max_query_len"] = 200
     linear_attention(**clone(captured))

@@ -15,8 +15,33 @@ from cuda_sources import write_sources
 
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
+from torchpaged.custom_ops.cuda.loaded_kernel import Map
 
 _HEADERS = Path(__file__).parents[1] / "custom_ops" / "cuda"
+
+
+class HostMap(ctypes.Structure):
+    """``struct Map`` of latent_on_host.h."""
+
+    _fields_ = [
+        ("begin", ctypes.c_void_p),
+        ("sizes", ctypes.c_int * 4),
+        ("strides", ctypes.c_int * 3),
+        ("box", ctypes.c_int * 4),
+        ("_padding", ctypes.c_ubyte * 76),
+    ]
+
+
+def host_map(address: int, sizes: list[int], strides: list[int], box: list[int]) -> ctypes.Array[Any]:
+    """In place of `tensor_map`, of three or four dimensions."""
+    sizes, strides, box = sizes + [1] * (4 - len(sizes)), strides + [0] * (3 - len(strides)), [*box, 1]
+    made = HostMap(
+        address,
+        (ctypes.c_int * 4)(*sizes),
+        (ctypes.c_int * 3)(*strides),
+        (ctypes.c_int * 4)(*box[:4]),
+    )
+    return Map.from_buffer_copy(ctypes.string_at(ctypes.addressof(made), 128))
 
 
 @dataclass

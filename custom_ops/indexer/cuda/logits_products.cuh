@@ -83,13 +83,13 @@ __device__ __forceinline__ void multiply(float (&c)[J][4], const char *memory, u
     }
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 8; ++k) product16(c, a[k], matrix(heads + k / 4 * (HEADS * 128) + k % 4 * 32));
+    for (int k = 0; k < 8; ++k) product16(c, a[k], operand(heads + k / 4 * (HEADS * 128) + k % 4 * 32));
   } else {
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 8; ++k)
-      wgmma<HALF>(c, matrix(shared + stage_at + k / 4 * (TILE * 128) + k % 4 * 32),
-                  matrix(heads + k / 4 * (HEADS * 128) + k % 4 * 32));
+      wgmma<HALF>(c, operand(shared + stage_at + k / 4 * (TILE * 128) + k % 4 * 32),
+                  operand(heads + k / 4 * (HEADS * 128) + k % 4 * 32));
   }
   wgmma_commit();
   wgmma_wait<0>();

@@ -103,7 +103,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      wgmma<HALF>(sums, matrix(at + warp / 4 * 64 * LINE + step * 32), matrix(at + ROWS * LINE + step * 32));
+      wgmma<HALF>(sums, operand(at + warp / 4 * 64 * LINE + step * 32),
+                  operand(at + ROWS * LINE + step * 32));
     wgmma_commit();
     wgmma_wait<1>();  // the last chunk's products are done: its slot is free
     if (i > 0 && lane == 0) mbarrier_arrive(empty + last * 8);

@@ -10,19 +10,6 @@
 #include "../../cuda/wgmma.cuh"
 #include "latent_config.cuh"
 
-template <int N> __device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> __device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// Lines of 128 bytes, swizzled; `groups`: bytes from 8 lines to the next 8; `columns`: from a square of 64
-// columns to the next one, where the instruction takes several.
-__device__ __forceinline__ u64 operand(u32 at, int groups = 1024, int columns = 16) {
-  return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)1 << 62;
-}
-
 // d += a @ b.T for 16 k, both in shared memory; TURNED: `a` lies as its transpose. d[n] is the fragment of
 // b's rows n * 8 .. n * 8 + 7, as mma.m16n8k16 has it; warp w of the four has rows w * 16 ... of a.
 #define D4(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
@@ -41,10 +28,6 @@ template <int TURNED> __device__ __forceinline__ void product16(float (&d)[4][4]
 #undef D4
 
 // Matrices of 8 x 8 numbers from a warp's fragments into shared memory, each on its side.
-__device__ __forceinline__ void stmatrix_x4_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
-               ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
-}
 __device__ __forceinline__ void stmatrix_x2_trans(u32 at, u32 a, u32 b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(at), "r"(a), "r"(b)
                : "memory");

@@ -1,5 +1,5 @@
 // What the tokens of a gated delta net's chunks are to each other, on Hopper: what `chunk_kernel` of
-// custom_ops/state/triton/chunk_products.py gives, which says what the numbers mean.
+// custom_ops/state/triton/chunk_products.py gives, as delta_records.cuh has it.
 //
 // A CTA has a chunk of 64 tokens and a head of keys. Products of queries and keys, and of keys, are the same
 // for all GROUP heads of values: made once, squares of 16 x 16 on the diagonal and below, 10 of 16. Then each
@@ -61,8 +61,7 @@ __device__ __forceinline__ void store_zeros(const Params &p, const Chunk &c, int
     for (int n = threadIdx.x; n < GROUP * VALUE_DIM; n += THREADS) {
       const int head = key_head * GROUP + n / VALUE_DIM;
       const i64 at = (c.begin + (i64)c.at(i)) * p.out_token + head * p.out_head + n % VALUE_DIM;
-      if constexpr (OUT_FLOAT) ((float *)p.out)[at] = 0.f;
-      else ((u16 *)p.out)[at] = 0;
+      ((u16 *)p.out)[at] = 0;
     }
   }
 }
@@ -92,9 +91,9 @@ __device__ __forceinline__ void multiply(char *memory, u32 shared, float scale, 
   barrier<THREADS>(1);  // rows were read: squares take their place
   char *const to = memory + (QUERIES ? SCORES_AT : LOWER_AT) + lane * 16;
 #pragma unroll
-  for (int c = 0; c <= HIGH; ++c) high[c].put(to + square_of(HIGH, c) * SQUARE_BYTES);
+  for (int c = 0; c <= HIGH; ++c) high[c].put(to + products_at(HIGH, c));
 #pragma unroll
-  for (int c = 0; c <= LOW; ++c) low[c].put(to + square_of(LOW, c) * SQUARE_BYTES);
+  for (int c = 0; c <= LOW; ++c) low[c].put(to + products_at(LOW, c));
   if (lane % 4 == lane / 8) {  // has two numbers of a diagonal
     float *norms = (float *)(memory + (QUERIES ? NORM_Q_AT : NORM_K_AT)) + lane / 4;
     const bool odd = lane / 4 % 2;
@@ -107,7 +106,8 @@ __device__ __forceinline__ void multiply(char *memory, u32 shared, float scale, 
   }
 }
 
-// Of a head: sums of decays and beta into this warp's shared memory; what a lane's two tokens have.
+// Of a head: sums of decays, as logarithms to base 2, and beta into this warp's shared memory; what a lane's
+// two tokens have.
 struct Gates {
   float total[2], last;
 };
@@ -122,7 +122,7 @@ __device__ __forceinline__ Gates load_gates(const Params &p, const Chunk &c, cha
     float beta = live ? 1.f : 0.f, x = live ? p.g[token * p.g_token + head] : 0.f;
     if (BETA == 1 && live) beta = to_float<false>(((const u16 *)p.beta)[token * p.beta_token + head]);
     if (BETA == 2 && live) beta = ((const float *)p.beta)[token * p.beta_token + head];
-    x = x < LEAST_DECAY ? LEAST_DECAY : x;  // NaN stays
+    x = (x < LEAST_DECAY ? LEAST_DECAY : x) * LOG2E;  // NaN stays
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float before = __shfl_up_sync(ALL, x, step);
@@ -139,49 +139,12 @@ __device__ __forceinline__ Gates load_gates(const Params &p, const Chunk &c, cha
   return gates;
 }
 
-// `scores` and the tokens' factors.
-__device__ __forceinline__ void score(const Params &p, const Chunk &c, const char *memory, const char *mine,
-                                      const Gates &gates, i64 origin, int lane) {
-  const float *norm_q = (const float *)(memory + NORM_Q_AT), *norm_k = (const float *)(memory + NORM_K_AT);
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const int i = lane + h * 32;
-    if (!c.live(i)) continue;
-    const float since = exp2_(gates.total[h] * LOG2E);
-    p.since[origin + i] = since * norm_q[i];
-    p.seen[origin + i] = since * norm_k[i];
-    p.left[origin + i] = exp2_((gates.last - gates.total[h]) * LOG2E) * norm_k[i];
-    p.decay[origin + i] = exp2_(gates.last * LOG2E);
-  }
-  char *const to = p.scores + origin * ROW_OUT;
-#pragma unroll
-  for (int r = 0; r < STRIPS; ++r) {
-    const bool rows[2] = {c.live(r * 16 + lane / 4), c.live(r * 16 + lane / 4 + 8)};
-#pragma unroll
-    for (int n = 0; n < STRIPS; ++n) {
-      Square s = {};
-      if (n <= r) {
-        s.get(memory + SCORES_AT + square_of(r, n) * SQUARE_BYTES + lane * 16);
-        s.weigh((const float *)(mine + TOTAL_AT), norm_q, nullptr, norm_k, r, n, true, lane);
-      }
-      s.store(to, r, n, rows, lane);
-    }
-  }
-}
-
-// `solved`.
-__device__ __forceinline__ void solve(const Params &p, const Chunk &c, const char *memory, const char *mine,
-                                      i64 origin, int lane) {
-  const float *norm_k = (const float *)(memory + NORM_K_AT), *beta = (const float *)(mine + BETA_AT);
-  const float *total = (const float *)(mine + TOTAL_AT);
-  const char *lower = memory + LOWER_AT + lane * 16;
-  char *const to = p.solved + origin * ROW_OUT;
+// `solved`, of what `weigh` gives of a square of products of keys.
+template <class Weigh>
+__device__ __forceinline__ void solve(const Weigh &weigh, const float *beta, char *record, int lane) {
   Square diagonal[STRIPS];
 #pragma unroll
-  for (int r = 0; r < STRIPS; ++r) {
-    diagonal[r].get(lower + square_of(r, r) * SQUARE_BYTES);
-    diagonal[r].weigh(total, norm_k, beta, norm_k, r, r, false, lane);
-  }
+  for (int r = 0; r < STRIPS; ++r) diagonal[r] = weigh(r, r);
   invert<STRIPS>(diagonal, lane);
   u32 own[STRIPS][4];
 #pragma unroll
@@ -189,36 +152,72 @@ __device__ __forceinline__ void solve(const Params &p, const Chunk &c, const cha
   Turned solved[STRIPS - 1][STRIPS - 1];  // squares of T, to be multiplied from the left
 #pragma unroll
   for (int r = 0; r < STRIPS; ++r) {
-    const bool rows[2] = {c.live(r * 16 + lane / 4), c.live(r * 16 + lane / 4 + 8)};
     if (r < STRIPS - 1) solved[r][r] = Turned::of(own[r]);
     diagonal[r].scale_columns(beta, r, lane);
-    diagonal[r].store(to, r, r, rows, lane);
+    diagonal[r].store(record + SOLVED + square_at(r, r), lane);
     u32 left[STRIPS - 1][4];
 #pragma unroll
-    for (int m = 0; m < r; ++m) {
-      Square l;
-      l.get(lower + square_of(r, m) * SQUARE_BYTES);
-      l.weigh(total, norm_k, beta, norm_k, r, m, false, lane);
-      l.fragment(left[m]);
-    }
+    for (int m = 0; m < r; ++m) weigh(r, m).fragment(left[m]);
 #pragma unroll
-    for (int n = 0; n < STRIPS; ++n) {
-      if (n == r) continue;
-      Square t = {};
-      if (n < r) {
-        Square sum = {};
+    for (int n = 0; n < r; ++n) {
+      Square t = {}, sum = {};
 #pragma unroll
-        for (int m = n; m < r; ++m) sum.add(left[m], solved[m][n]);
-        u32 x[4];
-        sum.fragment(x);
-        t.add(own[r], Turned::of(x));
-        t.negate();
-        t.fragment(x);
-        if (r < STRIPS - 1) solved[r][n] = Turned::of(x);
-        t.scale_columns(beta, n, lane);
-      }
-      t.store(to, r, n, rows, lane);
+      for (int m = n; m < r; ++m) sum.add(left[m], solved[m][n]);
+      u32 x[4];
+      sum.fragment(x);
+      t.add(own[r], Turned::of(x));
+      t.negate();
+      t.fragment(x);
+      if (r < STRIPS - 1) solved[r][n] = Turned::of(x);
+      t.scale_columns(beta, n, lane);
+      t.store(record + SOLVED + square_at(r, n), lane);
     }
+  }
+}
+
+// A head's record, or what of it is made of products of queries, or of keys.
+template <bool OF_QUERIES, bool OF_KEYS>
+__device__ __forceinline__ void relate(const char *memory, const char *mine, const Gates &gates, char *record,
+                                       int lane) {
+  const float *norm_q = (const float *)(memory + NORM_Q_AT), *norm_k = (const float *)(memory + NORM_K_AT);
+  const float *beta = (const float *)(mine + BETA_AT), *total = (const float *)(mine + TOTAL_AT);
+#pragma unroll
+  for (int h = 0; OF_QUERIES && h < 2; ++h) {
+    const int i = lane + h * 32;
+    const float since = exp2_(gates.total[h]);
+    ((float *)(record + SINCE))[i] = since * norm_q[i];
+    ((float *)(record + SEEN))[i] = since * norm_k[i];
+    ((float *)(record + LEFT))[i] = exp2_(gates.last - gates.total[h]) * norm_k[i];
+  }
+  if (OF_QUERIES && lane == 0) *(float *)(record + DECAY) = exp2_(gates.last);
+  const char *const queries = memory + SCORES_AT + lane * 16, *const keys = memory + LOWER_AT + lane * 16;
+  // Weighs both products of a square: stores that of queries, gives that of keys.
+  const auto weigh = [&](int r, int c) {
+    float sums[2], of_q[2], of_k[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int i = r * 16 + lane / 4 + h * 8;
+      sums[h] = total[i], of_q[h] = norm_q[i], of_k[h] = norm_k[i] * beta[i];
+    }
+    Square decays, scores, lower = {};
+    decays.decay(sums, total, norm_k, c, lane);
+    if constexpr (OF_QUERIES) {
+      scores.get(queries + products_at(r, c));
+      scores.weigh(decays, of_q, r == c, true, lane);
+      scores.store(record + SCORES + square_at(r, c), lane);
+    }
+    if constexpr (OF_KEYS) {
+      lower.get(keys + products_at(r, c));
+      lower.weigh(decays, of_k, r == c, false, lane);
+    }
+    return lower;
+  };
+  if constexpr (OF_KEYS) {
+    solve(weigh, beta, record, lane);
+  } else {
+#pragma unroll
+    for (int n = 0; n < STRIPS * STRIPS; ++n)
+      if (n % STRIPS <= n / STRIPS) weigh(n / STRIPS, n % STRIPS);
   }
 }
 
@@ -243,18 +242,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   if (warp == 3) multiply<2, false>(memory, shared, 1.f, p.eps, lane);
   __syncthreads();
   char *const mine = memory + WARPS_AT + warp * WARP_BYTES;
-  const i64 tokens = c.begin + c.part * CHUNK;
-  constexpr int WARPS = THREADS / 32;
+  const i64 number = blockIdx.x / KEY_HEADS;
+  constexpr int WARPS = THREADS / 32, WARPS_A_HEAD = 2 * GROUP <= WARPS ? 2 : 1;
 #pragma unroll 1
-  for (int n = warp; n < GROUP; n += WARPS) {
-    const int head = key_head * GROUP + n;
-    load_gates(p, c, mine, head, lane);
-    solve(p, c, memory, mine, head * (i64)p.num_tokens + tokens, lane);
-  }
-#pragma unroll 1
-  for (int n = (warp + WARPS - GROUP % WARPS) % WARPS; n < GROUP; n += WARPS) {  // the next warps first
-    const int head = key_head * GROUP + n;
+  for (int n = warp; n < GROUP * WARPS_A_HEAD; n += WARPS) {
+    const int head = key_head * GROUP + n % GROUP;
     const Gates gates = load_gates(p, c, mine, head, lane);
-    score(p, c, memory, mine, gates, head * (i64)p.num_tokens + tokens, lane);
+    char *const record = p.records + (number * KEY_HEADS * GROUP + head) * RECORD_BYTES;
+    if (WARPS_A_HEAD == 1) relate<true, true>(memory, mine, gates, record, lane);
+    else if (n < GROUP) relate<false, true>(memory, mine, gates, record, lane);
+    else relate<true, false>(memory, mine, gates, record, lane);
   }
 }

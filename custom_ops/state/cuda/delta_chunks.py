@@ -1,5 +1,5 @@
-"""Launches of ``delta_chunks.cu``, the first kernel of a gated delta net's long rows, in place of Triton's;
-which calls it takes, by shapes and dtypes."""
+"""Launches of ``delta_chunks.cu``, the first kernel of a gated delta net's long rows, in place of Triton's,
+for calls that the second one takes (delta_pass.py)."""
 
 from __future__ import annotations
 
@@ -8,30 +8,29 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
 from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
-from torchpaged.custom_ops.cuda.routes import not_hopper
 from torchpaged.custom_ops.state.call import NORM_EPS, LinearAttentionCall
-from torchpaged.custom_ops.state.triton.records import Chunks
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-#: Tokens of a chunk, and threads of a CTA.
-CHUNK, THREADS = 64, 128
-KEY_DIMS = (64, 128)
+#: Tokens of a chunk, numbers of a key, threads of a CTA.
+CHUNK, KEY_DIM, THREADS = 64, 128, 128
+#: Bytes of a record of delta_records.cuh: two squares of 64 x 64 without what is above their diagonals, and
+#: between them three factors of each token and one of the chunk.
+RECORD_BYTES = 2 * 10 * 512 + 3 * CHUNK * 4 + 128
 
 DELTA_CHUNKS = Table(
     "delta_chunks_config.cuh",
     ("delta_chunks.cu",),
     "a shard of two of Qwen3-Next's",
     (
-        Constant("KEY_DIM", "int", "numbers of a key"),
         Constant("VALUE_DIM", "int", "numbers of a value"),
         Constant("KEY_HEADS", "int", "heads of keys"),
         Constant("GROUP", "int", "heads of values per head of keys"),
         Constant("SHORT", "int", "tokens up to which a row is another kernel's"),
-        Constant("OUT_FLOAT", "bool", "out is float32, else of two bytes"),
         Constant("BETA", "int", "beta: 0 none, 1 bfloat16, 2 float32"),
         Constant("SHARED_BYTES", "int", "of dynamic shared memory"),
         Constant("MIN_CTAS", "int", "CTAs of a multiprocessor that registers must be there for"),
@@ -43,8 +42,8 @@ class ChunkParams(ctypes.Structure):
     """``struct Params`` of delta_chunks_params.cuh."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("q", "k", "beta", "g", "out", "scores", "solved")),
-        *((name, _POINTER) for name in ("since", "left", "decay", "seen", "slots", "lens", "starts")),
+        *((name, _POINTER) for name in ("q", "k", "beta", "g", "out", "records")),
+        *((name, _POINTER) for name in ("slots", "lens", "starts")),
         *((f"{name}_{step}", ctypes.c_int64) for name in "qk" for step in ("token", "head")),
         *((name, ctypes.c_int64) for name in ("g_token", "beta_token", "out_token", "out_head")),
         *((name, ctypes.c_float) for name in ("scale", "eps")),
@@ -55,12 +54,10 @@ class ChunkParams(ctypes.Structure):
 class ChunkSpec(NamedTuple):
     """What a kernel is compiled for; the constants of the same names."""
 
-    key_dim: int
     value_dim: int
     key_heads: int
     group: int
     short: int
-    out_float: bool
     beta: int
     min_ctas: int = 4
 
@@ -69,12 +66,10 @@ class ChunkSpec(NamedTuple):
         """Of a call that `why_not` lets pass."""
         key_heads = call.q.shape[1]
         return cls(
-            key_dim=call.q.shape[2],
             value_dim=call.v.shape[2],
             key_heads=key_heads,
             group=call.v.shape[1] // key_heads,
             short=short,
-            out_float=call.out.dtype == torch.float32,
             beta=0 if call.beta is None else 2 if call.beta.dtype == torch.float32 else 1,
         )
 
@@ -82,33 +77,24 @@ class ChunkSpec(NamedTuple):
     def shared_bytes(self) -> int:
         """Rows of queries and keys, or squares of both products; norms; sums and beta of each warp."""
         squares = 10 * 16 * 16 * 4
-        return 2 * max(CHUNK * self.key_dim * 2, squares) + 2 * CHUNK * 4 + THREADS // 32 * 2 * CHUNK * 4
+        return 2 * max(CHUNK * KEY_DIM * 2, squares) + 2 * CHUNK * 4 + THREADS // 32 * 2 * CHUNK * 4
 
     def config(self) -> Config:
         """The constants."""
         return DELTA_CHUNKS.of(self, SHARED_BYTES=self.shared_bytes)
 
 
-def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:
-    """Why the kernel can't take the chunks of a call, or None."""
-    if reason := not_hopper(capability):
-        return reason
-    if not call.delta_rule or not call.normalize or call.g.dim() != 2:
-        return "no delta rule, keys that are not normalised, or decays by key"
-    if call.v.dtype != torch.bfloat16 or call.q.shape[2] not in KEY_DIMS:
-        return f"{call.v.dtype}, keys of {call.q.shape[2]}"
-    return None
-
-
-def launch(call: LinearAttentionCall, chunks: Chunks, short: int) -> None:
-    """Launch for a call that `why_not` lets pass, whose keys and queries are read 16 bytes at a time."""
+def launch(call: LinearAttentionCall, short: int) -> Tensor:
+    """Launch for a call that `delta_pass.why_not` lets pass, whose keys and queries are read 16 bytes at a
+    time. Records, ``[chunks, heads, RECORD_BYTES]``: a row's from ``starts[row] // CHUNK + row`` on."""
     q, k, g, beta, out = call.q, call.k, call.g, call.beta, call.out
     num_reqs, num_tokens = call.state_slots.shape[0], call.v.shape[0]
+    number, heads = num_tokens // CHUNK + num_reqs, call.v.shape[1]
+    records = out.new_empty(number, heads, RECORD_BYTES, dtype=torch.uint8)
     params = ChunkParams(
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("g", g), ("out", out))},
         beta=address(beta),
-        **{name: address(getattr(chunks, name)) for name in ("scores", "solved", "since", "left")},
-        **{name: address(getattr(chunks, name)) for name in ("decay", "seen")},
+        records=records.data_ptr(),
         slots=call.state_slots.data_ptr(),
         lens=call.seq_lens.data_ptr(),
         starts=call.query_start_loc.data_ptr(),
@@ -127,8 +113,9 @@ def launch(call: LinearAttentionCall, chunks: Chunks, short: int) -> None:
     )
     index = out.device.index or 0
     spec = ChunkSpec.of(call, short)
-    grid = (num_tokens // CHUNK + num_reqs) * spec.key_heads
+    grid = number * spec.key_heads
     _specialised(index, spec).launch(grid, THREADS, params, early=gpu.launches_early(index))
+    return records
 
 
 @functools.cache

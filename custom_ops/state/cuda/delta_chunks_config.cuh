@@ -2,12 +2,10 @@
 // name in the repository is an example, a shard of two of Qwen3-Next's, and no kernel is compiled with it.
 #pragma once
 
-inline constexpr int KEY_DIM = 128;            // numbers of a key
 inline constexpr int VALUE_DIM = 128;          // numbers of a value
 inline constexpr int KEY_HEADS = 8;            // heads of keys
 inline constexpr int GROUP = 2;                // heads of values per head of keys
 inline constexpr int SHORT = 16;               // tokens up to which a row is another kernel's
-inline constexpr bool OUT_FLOAT = false;       // out is float32, else of two bytes
 inline constexpr int BETA = 1;                 // beta: 0 none, 1 bfloat16, 2 float32
 inline constexpr int SHARED_BYTES = 35328;     // of dynamic shared memory
 inline constexpr int MIN_CTAS = 4;             // CTAs of a multiprocessor that registers must be there for

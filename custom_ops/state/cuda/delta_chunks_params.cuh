@@ -7,11 +7,10 @@
 struct Params {  // packed by custom_ops/state/cuda/delta_chunks.py, in this order
   const char *q, *k, *beta;
   const float *g;
-  char *out, *scores, *solved;
-  float *since, *left, *decay, *seen;
+  char *out, *records;
   const int *slots, *lens, *starts;
   i64 q_token, q_head, k_token, k_head, g_token, beta_token, out_token, out_head;  // strides in elements
   float scale, eps;  // eps: added to the squared norm of a key or query
   int num_reqs, num_tokens;
 };
-static_assert(sizeof(Params) == 192, "as custom_ops/state/cuda/delta_chunks.py packs it");
+static_assert(sizeof(Params) == 152, "as custom_ops/state/cuda/delta_chunks.py packs it");

@@ -3,8 +3,9 @@
 #pragma once
 
 #include "delta_chunks_params.cuh"
+#include "delta_records.cuh"
 
-constexpr int CHUNK = 64, THREADS = 128, STRIPS = CHUNK / 16, SQUARES = STRIPS * (STRIPS + 1) / 2;
+constexpr int THREADS = 128;
 constexpr float LEAST_DECAY = -100.f;  // of a token, as custom_ops/state/triton/chunk_products.py says
 // Shared memory: rows of queries and keys, then squares of both products in their place; behind them norms,
 // and sums of decays and beta, a warp's each.
@@ -13,11 +14,10 @@ constexpr int SQUARE_BYTES = 1024, SCORES_AT = 0, LOWER_AT = SQUARES * SQUARE_BY
 constexpr int NORM_Q_AT = 2 * (KEYS_AT > LOWER_AT ? KEYS_AT : LOWER_AT), NORM_K_AT = NORM_Q_AT + CHUNK * 4;
 constexpr int WARPS_AT = NORM_K_AT + CHUNK * 4, TOTAL_AT = 0, BETA_AT = CHUNK * 4, WARP_BYTES = CHUNK * 8;
 static_assert(WARPS_AT + THREADS / 32 * WARP_BYTES == SHARED_BYTES, "as delta_chunks.py asks for it");
-constexpr int ROW_OUT = CHUNK * 2;  // bytes of a token's row of results
 
-// Of a square on the diagonal or below it, among these.
-__device__ __forceinline__ constexpr int square_of(int row, int column) {
-  return row * (row + 1) / 2 + column;
+// Of a square of products.
+__device__ __forceinline__ constexpr int products_at(int row, int column) {
+  return (row * (row + 1) / 2 + column) * SQUARE_BYTES;
 }
 
 // 16 rows and numbers of 16 columns, both for the left and, as numbers of 16 rows to the right are, turned.
@@ -66,34 +66,39 @@ struct Square {
 #pragma unroll
     for (int n = 0; n < 8; ++n) x[n / 4][n % 4] = -x[n / 4][n % 4];
   }
-  // Times decays from column to row, and factors of rows, one or two, and columns. 0 above the diagonal, and
-  // on it but for ``with_own``.
-  __device__ __forceinline__ void weigh(const float *total, const float *row, const float *row_too,
-                                        const float *column, int r, int c, bool with_own, int lane) {
+  // Decays from column to row, times a factor of each column.
+  __device__ __forceinline__ void decay(const float (&of_rows)[2], const float *total, const float *column,
+                                        int c, int lane) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const int i = r * 16 + lane / 4 + n % 4 / 2 * 8, j = c * 16 + n / 4 * 8 + lane % 4 * 2 + n % 2;
-      float y = exp2_((total[i] - total[j]) * LOG2E) * row[i] * column[j];
-      if (row_too != nullptr) y *= row_too[i];
-      y *= x[n / 4][n % 4];
-      x[n / 4][n % 4] = r > c || i > j || (with_own && i == j) ? y : 0.f;
+      const int j = c * 16 + n / 4 * 8 + lane % 4 * 2 + n % 2;
+      x[n / 4][n % 4] = exp2_(of_rows[n % 4 / 2] - total[j]) * column[j];
+    }
+  }
+  // Times these and a factor of each row; where `on_diagonal`, 0 above it, and on it but for ``with_own``.
+  __device__ __forceinline__ void weigh(const Square &decays, const float (&rows)[2], bool on_diagonal,
+                                        bool with_own, int lane) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int i = lane / 4 + n % 4 / 2 * 8, j = n / 4 * 8 + lane % 4 * 2 + n % 2;
+      const float y = decays.x[n / 4][n % 4] * rows[n % 4 / 2] * x[n / 4][n % 4];
+      x[n / 4][n % 4] = !on_diagonal || i > j || (with_own && i == j) ? y : 0.f;
     }
   }
   __device__ __forceinline__ void scale_columns(const float *column, int c, int lane) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) x[n / 4][n % 4] *= column[c * 16 + n / 4 * 8 + lane % 4 * 2 + n % 2];
   }
-  // As bfloat16 to rows of CHUNK, those that are live. Neighbours exchange numbers: four lanes then have 32
-  // bytes of a row.
-  __device__ __forceinline__ void store(char *to, int r, int c, const bool (&rows)[2], int lane) const {
+  // As bfloat16 to a record. Neighbours exchange numbers: a lane then has 8 bytes of a block's row.
+  __device__ __forceinline__ void store(char *to, int lane) const {
     const bool odd = lane % 2;
-    char *const at = to + (r * 16 + lane / 4) * ROW_OUT + (c * 16 + lane % 2 * 8 + lane % 4 / 2 * 4) * 2;
+    char *const at = to + lane % 2 * BLOCK + lane / 4 * 16 + lane % 4 / 2 * 8;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 low = pack<false>(x[0][h * 2], x[0][h * 2 + 1]);
       const u32 high = pack<false>(x[1][h * 2], x[1][h * 2 + 1]);
       const u32 got = __shfl_xor_sync(ALL, odd ? low : high, 1);
-      if (rows[h]) *(uint2 *)(at + h * 8 * ROW_OUT) = odd ? uint2{got, high} : uint2{low, got};
+      *(uint2 *)(at + h * ROW_OF_BLOCKS) = odd ? uint2{got, high} : uint2{low, got};
     }
   }
 };

@@ -8,63 +8,33 @@
 //   x = v' - seen S' k',  u = x solved',  out' = since S' q' + u scores',  S' = decay S' + (left u) k
 // The chain of a chunk is the first, second and last product; those of `out` run beside it.
 //
-// Copies are STAGES deep. Nothing here waits for ever: threads wait for their own copies and for each other.
+// Copies are STAGES deep. Nothing here waits for ever: the producer fills stages in the order in which every
+// consumer warp uses them, and waits for their releases alone; a warpgroup waits for its own threads.
 // Compiled by NVRTC for sm_90a; its constants: delta_pass_config.cuh. Source: as delta_chunks.cu.
 
-#include "delta_pass_shared.cuh"
-
-// A row's tokens, padding among them, the part of it that this CTA has.
-struct Part {
-  int begin, count, first, number, low, high;
-  i64 slot;
-  bool kept;  // the row's first part goes on from its slot's state
-  __device__ __forceinline__ bool live(int at) const { return at >= first && at < count; }
-};
-
-__device__ __forceinline__ Part find_part(const Params &p, int place) {
-  int row = place, segment = p.num_tokens;
-  if constexpr (JOINED) {  // as custom_ops/triton/find_row.py says
-    segment = p.segment;
-    int low = 0, high = p.num_reqs;
-    while (high - low > 1) {
-      const int middle = (low + high) / 2;
-      if (load_l2(p.starts + middle) / segment + middle <= place) low = middle;
-      else high = middle;
-    }
-    row = low;
-  }
-  Part part;
-  part.begin = load_l2(p.starts + row);
-  part.count = load_l2(p.starts + row + 1) - part.begin;
-  part.number = JOINED ? place - part.begin / segment - row : 0;
-  const int length = load_l2(p.lens + row);
-  part.first = min(max(part.count - length, 0), part.count);
-  part.slot = part.first < part.count ? load_l2(p.slots + row) : 0;
-  part.low = part.number * segment;
-  part.high = min(part.low + segment, part.count);
-  part.kept = part.number == 0 && length > part.count;
-  return part;
-}
-
-// Rows of a chunk into a stage, PIECES of 16 bytes each; zeros where there are none. A thread has the same
-// piece of every so many rows, so that its lines are swizzled alike. `from`: of the chunk's begin.
-template <int PIECES>
-__device__ __forceinline__ void load_rows(u32 to, const char *from, i64 row_bytes, const Part &part,
-                                          int base) {
-  constexpr int ROWS = THREADS / PIECES;
-  static_assert(ROWS % 8 == 0 && CHUNK % ROWS == 0, "lines of one swizzle");
-  const int line = threadIdx.x / PIECES, piece = threadIdx.x % PIECES;
-  const char *row = from + line * row_bytes + piece * 16;
-  to += line_at(line, piece);
-#pragma unroll
-  for (int n = 0; n < CHUNK / ROWS; ++n, row += ROWS * row_bytes)
-    cp_async_or_zero(to + n * ROWS * 128, row, part.live(base + line + n * ROWS));
-}
+#include "delta_pass_load.cuh"
 
 // What a thread holds of a matrix on its side: rows warp * 16 + lane / 4 and + 8, two of each 8 columns.
 __device__ __forceinline__ void as_left(u32 (&a)[4], const float *x) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) a[n] = pack<false>(x[n * 2], x[n * 2 + 1]);
+}
+// d (+)= a @ b.T for a square of a record. ADD: 0 starts from zeros.
+template <int ADD>
+__device__ __forceinline__ void multiply_record(float (&d)[CHUNK / 2], const u32 (&a)[CHUNK / 16][4], u32 b) {
+#pragma unroll
+  for (int n = 0; n < CHUNK / 16; ++n) {
+    if (n == 0) multiply<ADD>(d, a[n], blocks(b));
+    else multiply<1>(d, a[n], blocks(b + n * COLUMN_BYTES));
+  }
+}
+// Times a factor of each column.
+__device__ __forceinline__ void scale(float (&x)[CHUNK / 2], const float *factors, int key) {
+#pragma unroll
+  for (int n = 0; n < CHUNK / 8; ++n) {
+    const float2 f = *(const float2 *)(factors + n * 8 + key);
+    x[n * 4] *= f.x, x[n * 4 + 1] *= f.y, x[n * 4 + 2] *= f.x, x[n * 4 + 3] *= f.y;
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid_constant__ Params p) {
@@ -72,14 +42,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();
   const u32 shared = shared_address(memory);
-  const int group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32;
   const int tile = blockIdx.x % TILES, head = blockIdx.x / TILES % NUM_HEADS;
   const int place = blockIdx.x / (TILES * NUM_HEADS);
   const Part part = find_part(p, place);
   const bool of_values = tile * COLUMNS < VALUE_DIM;
   if (part.count <= SHORT || part.slot == 0 || part.low >= part.count) return;
   if (ENDS && (part.high == part.count || (part.number == 0 && !of_values))) return;
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < STAGES; ++n) {
+      mbarrier_init(shared + n * STAGE_BYTES + FULL_AT, 33);  // a warp, and who says how much comes
+      mbarrier_init(shared + n * STAGE_BYTES + EMPTY_AT, GROUPS * 4);
+    }
+    fence_mbarrier_init();
+  }
+  for (int n = threadIdx.x * 16; n < SQUARES_AT_ONCE * SQUARE_BYTES; n += THREADS * 16)
+    for (int stage = 0; stage < STAGES; ++stage)  // above diagonals nothing comes
+      *(uint4 *)(memory + stage * STAGE_BYTES + SOLVED_AT + n) = {};
+  fence_async();
+  __syncthreads();
+  const int of_cta = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  if (of_cta >= GROUPS * 4) {
+    if constexpr (GROUPS == 2) give_registers<24>();
+    if (of_cta == GROUPS * 4) produce(p, part, shared, head, tile * COLUMNS, lane);
+    return;
+  }
+  if constexpr (GROUPS == 2) take_registers<240>();
 
+  const int group = of_cta / 4, warp = of_cta % 4;
   const int column = tile * COLUMNS + group * 64 + warp * 16 + lane / 4, key = lane % 4 * 2;
   const i64 of_state = part.slot * p.state_slot + head * p.state_head;
   float *const joined = p.joined + (JOINED ? (place * (i64)NUM_HEADS + head) * KEY_DIM * WIDTH : 0);
@@ -99,152 +88,142 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
     state[n] = x;
   }
 
-  const i64 here = head * (i64)p.num_tokens + part.begin;
-  const char *const k = p.k + (part.begin * p.k_token + head / GROUP * p.k_head) * 2;
-  const char *const q = p.q + (part.begin * p.q_token + head / GROUP * p.q_head) * 2;
-  const char *const v = p.v + (part.begin * p.v_token + head * p.v_head + tile * COLUMNS) * 2;
-  const auto load_stage = [&](int stage, int base) {
-    if (base < part.high) {
-      const u32 to = shared + stage * STAGE_BYTES;
-      const i64 at = (here + base) * ROW_BYTES;
-      load_rows<16>(to + K_AT, k + base * p.k_token * 2, p.k_token * 2, part, base);
-      if (of_values) load_rows<GROUPS * 8>(to + V_AT, v + base * p.v_token * 2, p.v_token * 2, part, base);
-      load_rows<8>(to + SOLVED_AT, p.solved + at, ROW_BYTES, part, base);
-      if constexpr (!ENDS) {
-        load_rows<16>(to + Q_AT, q + base * p.q_token * 2, p.q_token * 2, part, base);
-        load_rows<8>(to + SCORES_AT, p.scores + at, ROW_BYTES, part, base);
-      }
-    }
-    cp_async_commit();
-  };
-  const auto load_factor = [&](int base) {  // one of a thread
-    const int i = threadIdx.x % CHUNK, which = threadIdx.x / CHUNK;
-    const float *from = which == 0 ? p.seen : which == 1 ? p.left : p.since;
-    return which < FACTORS / CHUNK && base < part.high && part.live(base + i) ? from[here + base + i] : 0.f;
-  };
-  const auto load_second = [&](int base) {  // of a single warpgroup the third ones
-    return GROUPS == 1 && !ENDS && threadIdx.x < CHUNK && base < part.high && part.live(base + threadIdx.x)
-               ? p.since[here + base + threadIdx.x]
-               : 0.f;
-  };
-  const auto load_decay = [&](int base) {
-    return base < part.high ? p.decay[here + max(base, part.first)] : 0.f;
-  };
-
   float y[CHUNK / 2];
+  u32 results[CHUNK / 16][4];
+  int turn = 0;
   const auto store_results = [&](int base) {
-    const u32 to = shared + OUT_AT + group * SQUARE_BYTES;
+    const int at = OUT_AT + (turn * GROUPS + group) * SQUARE_BYTES;
+    turn ^= 1;
 #pragma unroll
-    for (int n = 0; n < CHUNK / 8; n += 2) {
-      u32 a[4];
-      as_left(a, y + n * 4);
-      const int token = n * 8 + lane / 16 * 8 + lane % 8;
-      stmatrix_x4_trans(to + line_at(token, warp * 2 + lane / 8 % 2), a[0], a[1], a[2], a[3]);
+    for (int n = 0; n < CHUNK / 16; ++n) {
+      const int token = n * 16 + lane / 16 * 8 + lane % 8;
+      stmatrix_x4_trans(shared + at + line_at(token, warp * 2 + lane / 8 % 2), results[n][0], results[n][1],
+                        results[n][2], results[n][3]);
     }
-    barrier<128>(1 + group);  // the warpgroup's are there; the barrier of all threads is behind their reads
-    const int line = threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
-    i64 out = (part.begin + (i64)base + line) * p.out_token + head * p.out_head + tile * COLUMNS + group * 64;
-#pragma unroll
-    for (int n = 0; n < CHUNK / 16; ++n, out += 16 * p.out_token) {
-      const int i = line + n * 16;
-      const uint4 row = *(const uint4 *)(memory + OUT_AT + group * SQUARE_BYTES + line_at(i, piece));
-      if (part.live(base + i)) *(uint4 *)(p.out + out * 2 + piece * 16) = row;
+    const int thread = threadIdx.x % 128, token = part.begin + base, to = tile * COLUMNS + group * 64;
+    if (thread == 0) bulk_wait_read();  // of the other square, before it is written again
+    fence_async();  // the copy engine reads what this thread wrote
+    barrier<128>(1 + group);
+    if (part.whole(base)) {
+      if (thread == 0) tma_store_3d(&p.of_out, shared + at, to, head, token);
+      return;
+    }
+#pragma unroll 1
+    for (int n = thread; n < CHUNK * 8; n += 128) {
+      const int i = n / 8, piece = n % 8;
+      char *const row = p.out + ((token + (i64)i) * p.out_token + head * p.out_head + to) * 2 + piece * 16;
+      if (part.live(base + i)) *(uint4 *)row = *(const uint4 *)(memory + at + line_at(i, piece));
     }
   };
+  const auto release = [&](u32 empty) {
+    if (lane == 0) mbarrier_arrive(empty);
+  };
 
-  const int begin = max(part.low, part.first / CHUNK * CHUNK);
-  int base = begin, stage = 0, turn = 0;
-  load_stage(0, base);
-  load_stage(1, base + CHUNK);
-  float factor = load_factor(base), second = load_second(base), decay = load_decay(base);
-  for (; base < part.high; base += CHUNK, stage = stage == STAGES - 1 ? 0 : stage + 1, turn ^= 1) {
-    float *const factors = (float *)(memory + FACTORS_AT) + turn * FACTORS;
-    if (threadIdx.x < FACTORS) factors[threadIdx.x] = factor;
-    if (GROUPS == 1 && !ENDS && threadIdx.x < CHUNK) factors[SINCE + threadIdx.x] = second;
-    const float whole = decay;
-    cp_async_wait<STAGES - 2>();
-    fence_async();  // products read what copies of this thread wrote
-    __syncthreads();  // all threads' copies are there, and products of the chunk before have read theirs
-    const u32 at = shared + stage * STAGE_BYTES;
-    u32 held[KEY_DIM / 16][4];
+  Stage stage;
+  u32 held[KEY_DIM / 16][4], left[CHUNK / 16][4];
+  float x[CHUNK / 2], u[CHUNK / 2];
+  const auto hold = [&] {
 #pragma unroll
     for (int n = 0; n < KEY_DIM / 16; ++n) as_left(held[n], state + n * 8);
-    // of the chunk's keys or queries, which begin at `part` of the stage
-    const auto times_state = [&](float (&to)[CHUNK / 2], int part) {
-#pragma unroll
-      for (int n = 0; n < KEY_DIM / 16; ++n) {
-        const u64 rows = operand(at + part + n / 4 * SQUARE_BYTES + n % 4 * 32);
-        if (n == 0) multiply<0>(to, held[n], rows);
-        else multiply<1>(to, held[n], rows);
-      }
-    };
-    float x[CHUNK / 2];
+  };
+  // Of the chunk's keys or queries, which begin at `part` of the stage.
+  const auto times_state = [&](float (&to)[CHUNK / 2], int part) {
+    const u32 at = shared + stage.rows() + part;
     wgmma_fence();
-    times_state(x, K_AT);
-    wgmma_commit();
-    // while this runs
-    load_stage(stage == 0 ? STAGES - 1 : stage - 1, base + (STAGES - 1) * CHUNK);
-    factor = load_factor(base + CHUNK), second = load_second(base + CHUNK), decay = load_decay(base + CHUNK);
-    if constexpr (!ENDS) {
-      if (base > begin) store_results(base - CHUNK);
-      wgmma_fence();
-      times_state(y, Q_AT);
-      wgmma_commit();
+#pragma unroll
+    for (int n = 0; n < KEY_DIM / 16; ++n) {
+      const u64 rows = operand(at + n / 4 * SQUARE_BYTES + n % 4 * 32);
+      if (n == 0) multiply<0>(to, held[n], rows);
+      else multiply<1>(to, held[n], rows);
     }
+    wgmma_commit();
+  };
+  const auto solve = [&] {  // u of what the keys know, x
+    const u32 at = shared + stage.rows();
+    const char *const factors = memory + stage.rows() + FACTORS_AT;
 #pragma unroll
-    for (int n = 0; n < KEY_DIM / 2; ++n) state[n] *= whole;
-    wgmma_wait<ENDS ? 0 : 1>();
-#pragma unroll
-    for (int n = 0; n < CHUNK / 8; n += 2) {  // of 16 tokens
+    for (int n = 0; n < CHUNK / 16; ++n) {  // of 16 tokens
       u32 values[4] = {};
-      const int token = n * 8 + lane / 16 * 8 + lane % 8;
+      const int token = n * 16 + lane / 16 * 8 + lane % 8;
       if (of_values)
         ldmatrix_x4_trans(values, at + V_AT + group * SQUARE_BYTES + line_at(token, warp * 2 + lane / 8 % 2));
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        const float value = to_float<false>((u16)(values[e / 2] >> e % 2 * 16));
-        const int i = n * 4 + e;
-        x[i] = value - factors[SEEN + i / 4 * 8 + key + i % 2] * x[i];
+      for (int e = 0; e < 8; e += 2) {
+        const int i = n * 8 + e;
+        const float2 seen = *(const float2 *)(factors + SEEN + (i / 4 * 8 + key) * 4);
+        x[i] = to_float<false>((u16)values[e / 2]) - seen.x * x[i];
+        x[i + 1] = to_float<false>((u16)(values[e / 2] >> 16)) - seen.y * x[i + 1];
       }
+      as_left(left[n], x + n * 8);
     }
-    u32 left[CHUNK / 16][4];
-#pragma unroll
-    for (int n = 0; n < CHUNK / 16; ++n) as_left(left[n], x + n * 8);
-    float u[CHUNK / 2];
     wgmma_fence();
-#pragma unroll
-    for (int n = 0; n < CHUNK / 16; ++n) {
-      if (n == 0) multiply<0>(u, left[n], operand(at + SOLVED_AT));
-      else multiply<1>(u, left[n], operand(at + SOLVED_AT + n * 32));
-    }
+    multiply_record<0>(u, left, at + SOLVED_AT);
     wgmma_commit();
     wgmma_wait<0>();
-    u32 update[CHUNK / 16][4];
+  };
+  const auto update = [&] {  // products of the chunk with u
+    const u32 at = shared + stage.rows();
+    const char *const factors = memory + stage.rows() + FACTORS_AT;
+    u32 updates[CHUNK / 16][4];
     if constexpr (!ENDS) {
 #pragma unroll
-      for (int n = 0; n < CHUNK / 16; ++n) as_left(update[n], u + n * 8);
-#pragma unroll
-      for (int i = 0; i < CHUNK / 2; ++i) y[i] *= factors[SINCE + i / 4 * 8 + key + i % 2];
+      for (int n = 0; n < CHUNK / 16; ++n) as_left(updates[n], u + n * 8);
+      scale(y, (const float *)(factors + SINCE), key);
     }
-#pragma unroll
-    for (int i = 0; i < CHUNK / 2; ++i) u[i] *= factors[LEFT + i / 4 * 8 + key + i % 2];
+    scale(u, (const float *)(factors + LEFT), key);
 #pragma unroll
     for (int n = 0; n < CHUNK / 16; ++n) as_left(left[n], u + n * 8);
+    const float decay = *(const float *)(factors + DECAY);
+#pragma unroll
+    for (int n = 0; n < KEY_DIM / 2; ++n) state[n] *= decay;
     wgmma_fence();
 #pragma unroll
     for (int n = 0; n < CHUNK / 16; ++n)
       multiply_lines(state, left[n], operand(at + K_AT + n * 2048, 1024, SQUARE_BYTES));
     wgmma_commit();
     if constexpr (!ENDS) {
-#pragma unroll
-      for (int n = 0; n < CHUNK / 16; ++n) multiply<1>(y, update[n], operand(at + SCORES_AT + n * 32));
+      multiply_record<1>(y, updates, at + SCORES_AT);
       wgmma_commit();
     }
+  };
+
+  int base = part.start();
+  if (base < part.high) {  // else all of a segment is padding
+    hold();
+    // arrive: the producer's lanes, and what they have copied; so below
+    mbarrier_wait(shared + stage.full(), stage.phase);
+    times_state(x, K_AT);
+    if constexpr (!ENDS) times_state(y, Q_AT);
+    wgmma_wait<ENDS ? 0 : 1>();
+    solve();
+    for (; base + CHUNK < part.high; base += CHUNK) {
+      update();
+      wgmma_wait<ENDS ? 0 : 1>();  // the state; products of scores run on beside the next chunk's first
+      hold();
+      const u32 done = shared + stage.empty();
+      if constexpr (ENDS) release(done);
+      stage.advance();
+      mbarrier_wait(shared + stage.full(), stage.phase);
+      times_state(x, K_AT);
+      if constexpr (!ENDS) {
+        wgmma_wait<1>();  // results
+        release(done);
+#pragma unroll
+        for (int n = 0; n < CHUNK / 16; ++n) as_left(results[n], y + n * 8);
+        times_state(y, Q_AT);
+        store_results(base);
+      }
+      wgmma_wait<ENDS ? 0 : 1>();
+      solve();
+    }
+    update();
     wgmma_wait<0>();
-  }
-  if constexpr (!ENDS) {
-    __syncthreads();  // results of the chunk before are read
-    store_results(base - CHUNK);
+    if constexpr (!ENDS) {
+#pragma unroll
+      for (int n = 0; n < CHUNK / 16; ++n) as_left(results[n], y + n * 8);
+      store_results(base);
+      if (threadIdx.x % 128 == 0) bulk_wait_read();
+    }
   }
   if (!ENDS && part.high < part.count) return;
 #pragma unroll

@@ -3,21 +3,24 @@ Triton's kernel; which calls it takes, by shapes, dtypes, strides and addresses.
 
 import ctypes
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.cuda.config import Config, Constant, Table
-from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
-from torchpaged.custom_ops.cuda.routes import unaligned
+from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, Map, address
+from torchpaged.custom_ops.cuda.routes import not_hopper, unaligned
+from torchpaged.custom_ops.cuda.tensor_map import tensor_map
 from torchpaged.custom_ops.state.call import LinearAttentionCall
-from torchpaged.custom_ops.state.cuda import delta_chunks
-from torchpaged.custom_ops.state.triton.records import Chunks
+from torchpaged.custom_ops.state.cuda.delta_chunks import KEY_DIM
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-KEY_DIM, VALUE_DIMS = 128, (64, 128)
+VALUE_DIMS = (64, 128)
+#: Tokens of the longest row from which on few heads are cut into segments, as measured on an H200
+#: (docs/log/state_hopper.md).
+CUT = 4096
 
 DELTA_PASS = Table(
     "delta_pass_config.cuh",
@@ -41,12 +44,14 @@ class PassParams(ctypes.Structure):
     """``struct Params`` of delta_pass_params.cuh."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("q", "k", "v", "scores", "solved", "since", "left", "decay")),
-        *((name, _POINTER) for name in ("seen", "state", "out", "joined", "slots", "lens", "starts")),
+        *((f"of_{name}", Map) for name in ("q", "k", "v", "out")),
+        *((name, _POINTER) for name in ("q", "k", "v", "records", "state", "out", "joined")),
+        *((name, _POINTER) for name in ("slots", "lens", "starts")),
         *((f"{name}_{step}", ctypes.c_int64) for name in "qkv" for step in ("token", "head")),
         *((name, ctypes.c_int64) for name in ("out_token", "out_head")),
         *((f"state_{step}", ctypes.c_int64) for step in ("slot", "head", "row")),
         *((name, _INT) for name in ("num_reqs", "num_tokens", "segment", "unused")),
+        ("padding", ctypes.c_int64),
     ]
 
 
@@ -64,10 +69,9 @@ class PassSpec(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        """Three stages of a chunk's rows, results of each warpgroup, factors of tokens twice."""
-        squares = 3 + self.groups + (0 if self.ends else 3)
-        results, factors = (0, 2) if self.ends else (self.groups, 3)
-        return (3 * squares + results) * 8192 + 2 * factors * delta_chunks.CHUNK * 4
+        """Three stages of rows, a record's squares, its factors and barriers; results, twice."""
+        squares, results = (3 + self.groups, 0) if self.ends else (6 + self.groups, 2 * self.groups)
+        return 3 * (squares * 8192 + 1024) + results * 8192
 
     @property
     def tiles(self) -> int:
@@ -80,19 +84,23 @@ class PassSpec(NamedTuple):
 
 
 def why_not(call: LinearAttentionCall, capability: tuple[int, int]) -> str | None:
-    """Why the kernel can't take a call, or None."""
-    if reason := delta_chunks.why_not(call, capability):
+    """Why the kernels for Hopper can't take the long rows of a call, or None."""
+    if reason := not_hopper(capability):
         return reason
+    if not call.delta_rule or not call.normalize or call.g.dim() != 2:
+        return "no delta rule, keys that are not normalised, or decays by key"
     if call.q.shape[2] != KEY_DIM or call.v.shape[2] not in VALUE_DIMS:
         return f"states of {call.q.shape[2]} x {call.v.shape[2]}"
-    if call.out.dtype != torch.bfloat16 or call.state.dtype not in (torch.bfloat16, torch.float32):
-        return f"out of {call.out.dtype}, states of {call.state.dtype}"
+    if any(x.dtype != torch.bfloat16 for x in (call.v, call.out)):
+        return f"{call.v.dtype}, out of {call.out.dtype}"
+    if call.state.dtype not in (torch.bfloat16, torch.float32):
+        return f"states of {call.state.dtype}"
     return unaligned(("out", call.out, 2))
 
 
 def launch(
     call: LinearAttentionCall,
-    chunks: Chunks,
+    records: Tensor,
     short: int,
     joined: Tensor | None = None,
     segment: int | None = None,
@@ -102,9 +110,11 @@ def launch(
     The last arguments are those of Triton's kernel."""
     q, k, v, state, out = call.q, call.k, call.v, call.state, call.out
     num_tokens, num_heads, value_dim = v.shape
-    places = call.state_slots.shape[0] if joined is None else joined.shape[0]
+    num_reqs = call.state_slots.shape[0]
+    places = num_reqs if joined is None else joined.shape[0]
     index = out.device.index or 0
-    wide = value_dim == 128 and (ends or places * num_heads >= gpu.num_sms(index))
+    parts = places if joined is None or segment is None else max(num_tokens // segment, num_reqs)
+    wide = value_dim == 128 and (ends or 2 * parts * num_heads > gpu.num_sms(index))
     spec = PassSpec(
         value_dim=value_dim,
         num_heads=num_heads,
@@ -117,10 +127,11 @@ def launch(
     )
     if value_dim == 128 and not ends:  # other numbers of rows take the other form: both are compiled at once
         _specialised(index, spec._replace(groups=3 - spec.groups))
+    rows = {"q": q, "k": k, "v": v, "out": out}
     params = PassParams(
+        **{f"of_{name}": _map(x.data_ptr(), tuple(x.shape), x.stride()[:2]) for name, x in rows.items()},
         **{name: x.data_ptr() for name, x in (("q", q), ("k", k), ("v", v), ("state", state), ("out", out))},
-        **{name: address(getattr(chunks, name)) for name in ("scores", "solved", "since", "left")},
-        **{name: address(getattr(chunks, name)) for name in ("decay", "seen")},
+        records=records.data_ptr(),
         joined=address(joined),
         slots=call.state_slots.data_ptr(),
         lens=call.seq_lens.data_ptr(),
@@ -128,12 +139,20 @@ def launch(
         **{f"{name}_token": x.stride(0) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))},
         **{f"{name}_head": x.stride(1) for name, x in (("q", q), ("k", k), ("v", v), ("out", out))},
         **{f"state_{name}": state.stride(n) for n, name in enumerate(("slot", "head", "row"))},
-        num_reqs=call.state_slots.shape[0],
+        num_reqs=num_reqs,
         num_tokens=num_tokens,
         segment=segment or num_tokens,
     )
     grid = places * num_heads * spec.tiles
-    _specialised(index, spec).launch(grid, 128 * spec.groups, params, early=gpu.launches_early(index))
+    _specialised(index, spec).launch(grid, 128 * spec.groups + 128, params, early=gpu.launches_early(index))
+
+
+@functools.lru_cache(maxsize=1024)
+def _map(address: int, shape: tuple[int, int, int], strides: tuple[int, int]) -> ctypes.Array[Any]:
+    """The tensor map of ``[tokens, heads, columns]``: boxes of 64 tokens and columns."""
+    tokens, heads, columns = shape
+    sizes, steps = [columns, heads, tokens], [strides[1], strides[0]]
+    return tensor_map(address, torch.bfloat16, sizes, steps, [64, 1, 64], swizzle=128)
 
 
 @functools.cache

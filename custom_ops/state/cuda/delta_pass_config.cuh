@@ -11,4 +11,4 @@ inline constexpr bool STATE_FLOAT = true;      // states are float32, else bfloa
 inline constexpr bool JOINED = false;          // rows are cut into segments
 // what segments make of zeros and of the identity, without results
 inline constexpr bool ENDS = false;
-inline constexpr int SHARED_BYTES = 214528;    // of dynamic shared memory
+inline constexpr int SHARED_BYTES = 232448;    // of dynamic shared memory

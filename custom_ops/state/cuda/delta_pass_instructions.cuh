@@ -4,15 +4,15 @@
 
 #include "../../cuda/wgmma.cuh"
 
-// Lines of 128 bytes, swizzled; `groups`: bytes from 8 lines to the next 8; `columns`: from a square of 64
-// columns to the next one, where the instruction takes several.
-__device__ __forceinline__ u64 operand(u32 at, int groups = 1024, int columns = 16) {
-  return (u64)(at >> 4 & 0x3fff) | (u64)(columns >> 4) << 16 | (u64)(groups >> 4) << 32 | (u64)1 << 62;
+// Blocks of 8 x 8 numbers, 128 bytes each: of 16 columns, one beside the other, lines one below the other.
+__device__ __forceinline__ u64 blocks(u32 at) {
+  return (u64)(at >> 4 & 0x3fff) | (u64)(128 >> 4) << 16 | (u64)(256 >> 4) << 32;
 }
-// Matrices of 8 x 8 numbers from a warp's fragments into shared memory, each on its side.
-__device__ __forceinline__ void stmatrix_x4_trans(u32 at, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
-               ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+// A box of shared memory, swizzled, to `map`.
+__device__ __forceinline__ void tma_store_3d(const void *map, u32 from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];"
+               "cp.async.bulk.commit_group;" ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
 }
 
 #define F4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])

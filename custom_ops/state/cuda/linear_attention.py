@@ -29,15 +29,13 @@ def linear_attention(call: LinearAttentionCall) -> None:
     linear_attention.linear_attention(call, kernels_of)
 
 
-def kernels_of(call: LinearAttentionCall) -> Kernels:
+def kernels_of(call: LinearAttentionCall) -> Kernels | None:
     """What takes the place of Triton's kernels for long rows, of a checked call."""
     from torchpaged.custom_ops.state.triton.chunks import Kernels
 
-    capability = gpu.capability(call.v.device.index or 0)
-    return Kernels(
-        None if delta_chunks.why_not(call, capability) else delta_chunks.launch,
-        None if delta_pass.why_not(call, capability) else delta_pass.launch,
-    )
+    if delta_pass.why_not(call, gpu.capability(call.v.device.index or 0)):
+        return None
+    return Kernels(delta_chunks.launch, delta_pass.launch, delta_pass.CUT)
 
 
 def route(call: LinearAttentionCall) -> str | None:

@@ -141,7 +141,6 @@ def join_kernel(
     segment,
     batch,
     state,
-    chunks,
     joined_ptr,
     NUM_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -149,10 +148,12 @@ def join_kernel(
     VALUE_DIM: tl.constexpr,
     TILE: tl.constexpr,
     SHORT: tl.constexpr,
+    HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Between two passes over segments: of what a segment leaves of zeros, its state at its begin, in its
-    place. Grid: (rows * NUM_HEADS * tiles of values,)."""
+    place. Grid: (rows * NUM_HEADS * tiles of values,). HALF: products are of bfloat16."""
+    DTYPE: tl.constexpr = tl.bfloat16 if HALF else tl.float32
     WIDTH: tl.constexpr = VALUE_DIM + KEY_DIM
     TILES: tl.constexpr = (VALUE_DIM + TILE - 1) // TILE
     pid = tl.program_id(0)
@@ -175,5 +176,5 @@ def join_kernel(
             tl.store(here + d[None, :], matrix, mask=inside)
             if (part > 0) & (part < last):
                 over = tl.load(here + VALUE_DIM + n[None, :], mask=of_keys, other=0.0)
-                end += exact_product(over, matrix, chunks.scores.dtype.element_ty, PRECISION)
+                end += exact_product(over, matrix, DTYPE, PRECISION)
             matrix = end

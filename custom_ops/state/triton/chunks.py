@@ -31,17 +31,19 @@ KEY_TILE = 32
 
 
 class Kernels(NamedTuple):
-    """Launches in place of Triton's; None: Triton's.
+    """Launches in place of Triton's two.
 
     Attributes:
-        relate_tokens: the first kernel's, of a call whose rows are even, into its `Chunks`; of rows of more
-            tokens than the last argument.
-        pass_chunks: the second's, where tiles have 64 columns: narrower ones, of few heads, are Triton's.
-            Further arguments: what segments are joined by, their tokens, whether it is the first pass.
+        relate_tokens: the first kernel's, of a call whose rows are even, for rows of more tokens than the
+            last argument; what it leaves to the second.
+        pass_chunks: the second's, over that. Further arguments: what segments are joined by, their tokens,
+            whether it is the first pass.
+        cut: tokens of the longest row from which on it is cut into segments.
     """
 
-    relate_tokens: Callable[[LinearAttentionCall, Chunks, int], None] | None = None
-    pass_chunks: Callable[[LinearAttentionCall, Chunks, int, Tensor | None, int, bool], None] | None = None
+    relate_tokens: Callable[[LinearAttentionCall, int], Tensor]
+    pass_chunks: Callable[[LinearAttentionCall, Tensor, int, Tensor | None, int, bool], None]
+    cut: int
 
 
 class Tiles(NamedTuple):
@@ -57,10 +59,10 @@ class Tiles(NamedTuple):
     segment: int | None = None
 
 
-def tiles(call: LinearAttentionCall) -> Tiles:
+def tiles(call: LinearAttentionCall, cut: int = CUT) -> Tiles:
     """By shapes alone; as measured on an H200 (docs/log/state_prompts.md). Few heads go in narrower tiles, up
-    to a program per multiprocessor, and the longest rows of still fewer in segments; a third stage takes the
-    place of programs, which short rows want more."""
+    to a program per multiprocessor, and rows of ``cut`` tokens of still fewer in segments; a third stage
+    takes the place of programs, which short rows want more."""
     num_tokens, num_heads, value_dim = call.v.shape
     if value_dim % 64:
         return Tiles(64, 16 if value_dim == 16 else 32, 2, "tf32")
@@ -68,7 +70,7 @@ def tiles(call: LinearAttentionCall) -> Tiles:
     columns, sms = num_heads * value_dim // 64, launching.num_sms(call.v.device)
     longest = min(call.max_query_len, num_tokens)
     fits = SEGMENTS[by_key] * columns * num_tokens <= sms * longest and num_reqs <= MOST_ROWS
-    if call.delta_rule and longest >= CUT and fits:
+    if call.delta_rule and longest >= cut and fits:
         segment = max(triton.cdiv(num_tokens, sms // columns), LEAST)
         return Tiles(64, 64, 2 if by_key else 3, "tf32", triton.cdiv(segment, 64) * 64)
     value, programs = 64, num_reqs * columns
@@ -123,12 +125,12 @@ def _workspace(call: LinearAttentionCall, chunk: int) -> Chunks:
     return chunks._replace(solved=new(chunk), seen=new(dtype=wide)) if call.delta_rule else chunks
 
 
-def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels) -> None:
-    """Rows of more than ``SHORT`` tokens, and zeros behind the last row."""
+def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels | None) -> None:
+    """Rows of more than ``SHORT`` tokens, and zeros behind the last row. ``kernels``: in place of Triton's
+    two."""
     num_tokens, num_heads, value_dim = call.v.shape
     num_reqs, key_dim = call.state_slots.shape[0], call.q.shape[2]
-    tile = tiles(call)
-    chunks = _workspace(call, tile.chunk)
+    tile = tiles(call) if kernels is None else tiles(call, kernels.cut)
     call = call._replace(q=even(call.q), k=even(call.k), v=even(call.v))
     q, k, v = (Tokens.of(x) for x in (call.q, call.k, call.v))
     out, by_key = Tokens.of(call.out), call.g.dim() == 3
@@ -143,9 +145,10 @@ def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels) -> None:
         "DELTA": call.delta_rule,
         "PRECISION": tile.precision,
     }
-    if kernels.relate_tokens is not None:
-        kernels.relate_tokens(call, chunks, SHORT)
+    if kernels is not None:
+        records = kernels.relate_tokens(call, SHORT)
     else:
+        chunks = _workspace(call, tile.chunk)
         launch_kernel(
             key_chunk_kernel if by_key else chunk_kernel,
             ((num_tokens // tile.chunk + num_reqs) * num_heads,),
@@ -170,8 +173,8 @@ def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels) -> None:
     state, segment, joined, places = State.of(call.state), tile.segment or num_tokens, None, num_reqs
 
     def run_pass(columns: int, ends: bool) -> None:
-        if kernels.pass_chunks is not None and tile.value == 64:
-            kernels.pass_chunks(call, chunks, SHORT, joined, segment, ends)
+        if kernels is not None:
+            kernels.pass_chunks(call, records, SHORT, joined, segment, ends)
             return
         launch_kernel(
             pass_kernel,
@@ -204,12 +207,12 @@ def attend_in_chunks(call: LinearAttentionCall, kernels: Kernels) -> None:
             segment,
             batch,
             state,
-            chunks,
             joined,
             NUM_HEADS=num_heads,
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             SHORT=SHORT,
+            HALF=call.v.dtype == torch.bfloat16,
             PRECISION=tile.precision,
             **of_pass | {"TILE": 16, "num_warps": 8},
         )

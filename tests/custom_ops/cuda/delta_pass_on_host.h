@@ -15,6 +15,19 @@ inline Product kept(float *d, const u32 (&a)[4], u64 b, int columns, bool turned
   }
   return made;
 }
+inline void bulk_wait_read() {}
+inline void tma_load_3d(u32 to, const Map *map, int x, int y, int z, u32 barrier) {
+  tma_load_4d(to, map, x, y, z, 0, barrier);
+}
+inline void tma_store_3d(const Map *map, u32 from, int x, int y, int z) {
+  for (int c = 0, place = (int)from; c < map->box[2]; ++c)
+    for (int b = 0; b < map->box[1]; ++b)
+      for (int a = 0; a < map->box[0]; ++a, place += 2) {
+        const i64 at = x + a + (i64)(y + b) * map->strides[0] + (i64)(z + c) * map->strides[1];
+        if (x + a < map->sizes[0] && y + b < map->sizes[1] && z + c < map->sizes[2])
+          memcpy((char *)map->from + at * 2, memories + (place ^ (place >> 7 & 7) << 4), 2);
+      }
+}
 template <int ADD> void multiply(float (&d)[32], const u32 (&a)[4], u64 b) {
   products[current].open.push_back(kept(d, a, b, 8, false, ADD == 1));
 }

@@ -65,6 +65,7 @@ inline void tma_load_4d(u32 to, const Map *map, int x, int y, int z, int w, u32 
   completes(barriers.at(barrier));
 }
 inline u64 read_once() { return 0; }
+inline u64 read_again() { return 0; }
 inline void tma_load_4d(u32 to, const Map *map, int x, int y, int z, int w, u32 barrier, u64) {
   tma_load_4d(to, map, x, y, z, w, barrier);
 }
@@ -99,7 +100,10 @@ inline void stmatrix_x2_trans(u32 at, u32 a, u32 b) { stmatrix_trans(at, {a, b})
 inline u64 operand(u32 at, int groups = 1024, int columns = 0) {
   return (u64)at | (u64)(groups >> 4) << 32 | (u64)(columns >> 4) << 48;
 }
+inline u64 blocks(u32 at) { return (u64)at | (u64)0xffff << 48; }  // of 8 x 8, without swizzle
 inline float element(u64 of, bool turned, int row, int k) {
+  if (of >> 48 == 0xffff)
+    return number<HALF>(half_at((u32)of + row / 8 * 256 + k / 8 * 128 + row % 8 * 16 + k % 8 * 2));
   const u32 groups = (u32)(of >> 32 & 0xffff) << 4, columns = (u32)(of >> 48) << 4,
             begin = (u32)of + (turned ? row / 64 * columns + k / 8 * groups + k % 8 * 128 + row % 64 * 2
                                       : row / 8 * groups + row % 8 * 128 + k * 2);

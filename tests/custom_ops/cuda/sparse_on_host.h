@@ -12,7 +12,7 @@ inline u64 read_once() { return 0; }
 inline void cp_async_once_or_zero(u32 to, const char *from, bool real, u64) { cp_async_or_zero(to, from, real); }
 inline float clipped(float x) { return x < 0.f ? 0.f : x; }
 // ----------------------------------------------------------------------------------------------- matrices
-inline u64 matrix(u32 at) { return at; }  // lines of 128 bytes, swizzled, 8 of them 1024 bytes
+inline u64 operand(u32 at) { return at; }  // lines of 128 bytes, swizzled, 8 of them 1024 bytes
 template <bool FP16> float element(u64 of, int row, int k) {
   const u32 at = (u32)of + row * 128 + k * 2;
   return number<FP16>(half_at(at ^ (at >> 7 & 7) << 4));

@@ -61,7 +61,7 @@ def examples() -> dict[str, Config]:
         "state_decode_config.cuh": StateSpec(
             128, 128, 16, 2, False, False, False, 1, False, True, True
         ).config(),
-        "delta_chunks_config.cuh": ChunkSpec(128, 128, 8, 2, 16, False, 1).config(),
+        "delta_chunks_config.cuh": ChunkSpec(128, 8, 2, 16, 1).config(),
         "delta_pass_config.cuh": PassSpec(128, 16, 2, 2, 16, True).config(),
         "delta_step_config.cuh": StepSpec(
             128, 128, 16, 2, 2, False, False, False, 4, False, True, False, False, False

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 from cuda_sources import check_no_spills, compiled, needs_gxx, needs_nvcc
-from kernels_on_host import launched_on_host
-from op_inputs.state import LONG_BATCHES, clone, exact_linear, make_linear_inputs
+from kernels_on_host import host_map, launched_on_host
+from op_inputs.state import LONG_BATCHES, Rows, clone, exact_linear, make_linear_inputs
 from torch import Tensor
 
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.state.call import LinearAttentionCall
 from torchpaged.custom_ops.state.cuda import delta_chunks, delta_pass
 from torchpaged.custom_ops.state.cuda.delta_pass import PassSpec
-from torchpaged.custom_ops.state.triton import chunks
 
 BF16 = torch.bfloat16
 SHORT = 16
@@ -31,7 +30,9 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
     folder.mkdir()
     first = "delta_chunks.cu", "delta_chunks", "state_on_host.h", ()
     launched_on_host(monkeypatch, delta_chunks, folder / "first", first)
-    replaced = ("wgmma.cuh", "delta_pass_instructions.cuh")
+    monkeypatch.setattr(delta_pass, "_map", delta_pass._map.__wrapped__)
+    monkeypatch.setattr(delta_pass, "tensor_map", lambda at, _, *sizes, swizzle: host_map(at, *sizes))
+    replaced = ("bulk.cuh", "wgmma.cuh", "delta_pass_instructions.cuh")
     second = "delta_pass.cu", "delta_pass", "delta_pass_on_host.h", replaced
     launched_on_host(monkeypatch, delta_pass, folder / "second", second)
 
@@ -85,8 +86,7 @@ def test_matches_the_oracle(
         monkeypatch.setattr(gpu, "num_sms", lambda _, n=1000 * (name == "void_row"): n)
         call = LinearAttentionCall(**clone(given))
         assert delta_pass.why_not(call, (9, 0)) is None
-        made = chunks._workspace(call, delta_chunks.CHUNK)
-        delta_chunks.launch(call, made, SHORT)
+        made = delta_chunks.launch(call, SHORT)
         if segment is None:
             delta_pass.launch(call, made, SHORT)
         else:
@@ -97,6 +97,24 @@ def test_matches_the_oracle(
             join(call, joined, segment)
             delta_pass.launch(call, made, SHORT, joined, segment)
         check_long_rows(call, given)
+
+
+def test_which_calls_are_taken() -> None:
+    given = make_linear_inputs(Rows(((0, 100),)), dtype=BF16, key_dim=128, value_dim=64)
+    call = LinearAttentionCall(**given | {"normalize": True})
+    assert delta_pass.why_not(call, (9, 0)) is None
+    for other in (
+        call._replace(normalize=False),
+        call._replace(delta_rule=False),
+        call._replace(v=call.v.float()),
+        call._replace(g=call.g[..., None].expand(*call.g.shape, 128)),
+        call._replace(q=call.q[..., :64]),
+        call._replace(v=call.v[..., :48]),
+        call._replace(out=call.out.float()),
+        call._replace(state=call.state.half()),
+    ):
+        assert delta_pass.why_not(other, (9, 0))
+    assert delta_pass.why_not(call, (8, 0))
 
 
 SPECS = {

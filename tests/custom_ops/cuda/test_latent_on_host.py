@@ -9,12 +9,11 @@ import kernels_on_host
 import pytest
 import torch
 from cuda_sources import needs_gxx
-from kernels_on_host import HostKernel
+from kernels_on_host import HostKernel, host_map
 from op_inputs.latent import as_fp8, assert_latent_close, latent_tensors, make_latent_batch
 
 from torchpaged.custom_ops.cuda import gpu
 from torchpaged.custom_ops.cuda.config import Config
-from torchpaged.custom_ops.cuda.loaded_kernel import Map
 from torchpaged.custom_ops.mla.call import LatentCall
 from torchpaged.custom_ops.mla.cuda import latent, shape
 from torchpaged.custom_ops.mla.cuda.pool_map import pool_box
@@ -24,18 +23,6 @@ from torchpaged.testing import Batch, BatchSpec
 pytestmark = needs_gxx
 CTAS = 6  # of the device: few, so that requests are cut and CTAs go from one to the next
 CLUSTERED_CTAS = 64  # so that few short requests are shared by clusters
-
-
-class HostMap(ctypes.Structure):
-    """``struct Map`` of latent_on_host.h."""
-
-    _fields_ = [
-        ("begin", ctypes.c_void_p),
-        ("sizes", ctypes.c_int * 4),
-        ("strides", ctypes.c_int * 3),
-        ("box", ctypes.c_int * 4),
-        ("_padding", ctypes.c_ubyte * 76),
-    ]
 
 
 def compiled(folder: Path, file: str, name: str, config: Config) -> ctypes.CDLL:
@@ -48,13 +35,7 @@ def pool_map(
 ) -> Any:
     box = pool_box(sizes, strides, squares)
     assert box is not None
-    made = HostMap(
-        address,
-        (ctypes.c_int * 4)(*box.sizes),
-        (ctypes.c_int * 3)(*box.strides),
-        (ctypes.c_int * 4)(*box.box),
-    )
-    return Map.from_buffer_copy(ctypes.string_at(ctypes.addressof(made), 128)), box.block_group
+    return host_map(address, list(box.sizes), list(box.strides), list(box.box)), box.block_group
 
 
 CASES: dict[str, tuple[dict[str, Any], BatchSpec]] = {

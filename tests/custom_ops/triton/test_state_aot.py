@@ -105,6 +105,7 @@ def test_few_heads_of_long_rows_are_cut(
     call = make_linear_inputs(Rows(((0, tokens),) * reqs), dtype=BF16, **sizes)
     with launched.recorded():
         assert chunks.tiles(LinearAttentionCall(**call)).segment == segment
+        assert chunks.tiles(LinearAttentionCall(**call), tokens + 1).segment is None
 
 
 def test_many_rows_are_not_cut() -> None:

@@ -19,6 +19,7 @@ import ttgir
 from triton.compiler import ASTSource
 from triton.runtime import JITFunction
 
+from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.attention.call import AttentionCall
 from torchpaged.custom_ops.attention.triton import config
 from torchpaged.custom_ops.attention.triton.paged_attention import paged_attention
@@ -185,3 +186,15 @@ def attention_launches(
     with recorded(target) as launches:
         paged_attention(call)
     return launches
+
+
+def check(op: str, inputs: dict[str, Any], target: str, once: int = 0) -> None:
+    """Each launch of an op compiles for a target, fits its shared memory, and spills no more than ``once``
+    bytes outside of loops."""
+    with recorded(target) as launches:
+        getattr(BACKEND_OPS["triton"], op)(**inputs)
+    assert launches
+    for launch in launches:
+        compiled = compile_launch(launch, target)
+        assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT[target], launch.name
+        aot.check_spills(compiled, once)

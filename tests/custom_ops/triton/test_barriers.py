@@ -14,15 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
-
 import aot
 import launched
 import ptx
+import pytest
 import torch
 import triton
 from hanging_batches import CASES, SEEN, Case, make_hanging_batch

@@ -12,14 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import launched
 import pytest
 import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
-
-import launched
 import triton
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature

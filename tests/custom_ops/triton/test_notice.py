@@ -2,23 +2,17 @@
 no others."""
 
 import io
-import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from command import printed
-
-pytest.importorskip("triton", reason="triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
-
 import launched
+import pytest
 import torch
 import triton
 import triton.language as tl
+from command import printed
 from op_inputs.sampling import make_accept_inputs
 from triton import knobs
 

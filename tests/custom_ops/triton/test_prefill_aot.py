@@ -13,14 +13,9 @@ import subprocess
 import sys
 from typing import Any
 
-import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
-
 import aot
 import launched
+import pytest
 import sass
 
 from torchpaged import BlockSparse

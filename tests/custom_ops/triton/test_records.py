@@ -2,18 +2,11 @@
 most: results differ when two of them change places, as the tests in the interpreter would see."""
 
 import itertools
-import os
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("triton", reason="triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
-
 from op_inputs.sampling import make_accept_inputs, make_sampling_inputs
+from torch import Tensor
 
 from torchpaged.custom_ops.state.triton.records import State, Window
 from torchpaged.custom_ops.step_end.call import AcceptCall, SampleCall

@@ -2,9 +2,6 @@
 around them are not."""
 
 import pytest
-
-pytest.importorskip("triton", reason="triton is not installed")
-
 import sass
 import torch
 

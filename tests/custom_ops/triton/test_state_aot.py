@@ -1,18 +1,12 @@
 """The state ops' Triton kernels compile at models' sizes for GPUs that are not here."""
 
-import os
 import re
 from typing import Any
 
-import pytest
-import torch
-
-pytest.importorskip("triton", reason="triton is not installed")
-if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
-
 import aot
 import launched
+import pytest
+import torch
 from op_inputs.state import STATE_BATCHES, Rows, make_conv_inputs, make_linear_inputs, with_odd_strides
 from op_inputs.state_gates import SIZES, make_gated_norm_inputs, make_gates_inputs
 
@@ -40,16 +34,6 @@ LINEAR: dict[str, dict[str, Any]] = {
 }
 
 
-def check(op: str, inputs: dict[str, Any], target: str, once: int = 0) -> None:
-    with launched.recorded(target) as launches:
-        getattr(BACKEND_OPS["triton"], op)(**inputs)
-    assert launches
-    for launch in launches:
-        compiled = launched.compile_launch(launch, target)
-        assert aot.resources(compiled)["shared"] <= aot.SHARED_LIMIT[target], launch.name
-        aot.check_spills(compiled, once)
-
-
 @pytest.mark.slow_cases(but=("sm_90-*-decode",))
 @pytest.mark.parametrize("batch", ["decode", "chunks"])
 @pytest.mark.parametrize("case", LINEAR)
@@ -59,7 +43,7 @@ def test_linear_attention_compiles(target: str, case: str, batch: str) -> None:
     # of the kernel's statements sm_90 spills it, or takes more registers
     # and what the first kernel of chunks has ahead of its loop for what follows it
     once = {"sm_100": 8, "sm_90": 192}.get(target, 0) if (case, batch) == ("kimi", "chunks") else 0
-    check(
+    launched.check(
         "linear_attention", make_linear_inputs(STATE_BATCHES[batch], dtype=BF16, **LINEAR[case]), target, once
     )
 
@@ -120,7 +104,9 @@ def test_many_rows_are_not_cut() -> None:
 def test_segments_compile() -> None:
     for case in ("qwen3_next", "kimi"):
         sizes = LINEAR[case] | {"heads": 4, "key_heads": 4}
-        check("linear_attention", make_linear_inputs(Rows(((0, 2048),)), dtype=BF16, **sizes), "sm_90", 192)
+        launched.check(
+            "linear_attention", make_linear_inputs(Rows(((0, 2048),)), dtype=BF16, **sizes), "sm_90", 192
+        )
 
 
 def test_kernels_of_chunks_are_given_even_strides() -> None:
@@ -140,7 +126,7 @@ def test_kernels_of_chunks_are_given_even_strides() -> None:
 @pytest.mark.parametrize("batch", ["decode", "chunks"])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_causal_conv_compiles(target: str, batch: str) -> None:
-    check("causal_conv", make_conv_inputs(STATE_BATCHES[batch], channels=4096, dtype=BF16), target)
+    launched.check("causal_conv", make_conv_inputs(STATE_BATCHES[batch], channels=4096, dtype=BF16), target)
 
 
 @pytest.mark.slow_cases(but=("sm_90-decode",))
@@ -149,15 +135,15 @@ def test_causal_conv_compiles(target: str, batch: str) -> None:
 def test_gated_causal_conv_compiles(target: str, batch: str) -> None:
     """As LFM2's."""
     sizes = {"channels": 2048, "width": 3, "bias": False, "activation": "none", "gated": True}
-    check("causal_conv", make_conv_inputs(STATE_BATCHES[batch], **sizes, dtype=BF16), target)
+    launched.check("causal_conv", make_conv_inputs(STATE_BATCHES[batch], **sizes, dtype=BF16), target)
 
 
 @pytest.mark.slow_cases(but=("sm_90-qwen3_next",))
 @pytest.mark.parametrize("size", ["qwen3_5", "qwen3_next", "granite", "kimi", "bailing"])
 @pytest.mark.parametrize("target", aot.TARGETS)
 def test_gates_compile(target: str, size: str) -> None:
-    check("delta_gates", make_gates_inputs(**SIZES[size], dtype=BF16), target)
-    check("gated_rms_norm", make_gated_norm_inputs(**SIZES[size], dtype=BF16), target)
+    launched.check("delta_gates", make_gates_inputs(**SIZES[size], dtype=BF16), target)
+    launched.check("gated_rms_norm", make_gated_norm_inputs(**SIZES[size], dtype=BF16), target)
 
 
 def test_gates_of_nan_are_nan() -> None:

@@ -97,7 +97,14 @@ FAMILIES = (
         },
         native=("advance_step", "sample_tokens", "accept_tokens", "finish_step"),
     ),
-    Family("layers", LAYERS, LAYERS_FAKES, {"rms_norm": NormCall, "linear": LinearCall}, cuda=("linear",)),
+    Family(
+        "layers",
+        LAYERS,
+        LAYERS_FAKES,
+        {"rms_norm": NormCall, "linear": LinearCall},
+        cuda=("linear",),
+        native=("linear",),
+    ),
     Family(
         "experts",
         EXPERTS,

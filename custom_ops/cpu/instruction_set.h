@@ -21,3 +21,13 @@ inline int instruction_level() {
 }
 
 }  // namespace torchpaged
+
+// Of a function that has a copy for each instruction set: the best one that this processor runs.
+#if defined(__x86_64__)
+#define TORCHPAGED_BEST(function)                           \
+  (instruction_level() == 2   ? function##_avx512           \
+   : instruction_level() == 1 ? function##_avx2             \
+                              : function##_generic)
+#else
+#define TORCHPAGED_BEST(function) function##_generic
+#endif

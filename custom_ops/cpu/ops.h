@@ -35,6 +35,9 @@ void delta_gates(Tensor a, std::optional<Tensor> b, Tensor a_log, Tensor dt_bias
                  std::optional<double> bound);
 void gated_rms_norm(Tensor x, Tensor gate, Tensor weight, Tensor out, double eps, bool gate_first,
                     std::optional<Tensor> skip, std::optional<Tensor> skip_weight, std::string activation);
+void linear(Tensor x, Tensor weight, Tensor out, std::optional<Tensor> bias, std::optional<Tensor> scale,
+            std::optional<Tensor> residual, std::optional<Tensor> norm_weight, double norm_eps,
+            double norm_offset, std::string activation);
 void copy_blocks(Tensor k_cache, Tensor v_cache, Tensor block_mapping);
 void advance_step(Tensor sampled_token_ids, Tensor block_table, Tensor input_ids, Tensor positions,
                   Tensor seq_lens, Tensor slot_mapping, int64_t block_size);

@@ -44,4 +44,11 @@ __attribute__((always_inline)) inline void split_exp(A x, A* keep, A* change) {
   *change = x < E::least ? A(0) : n == 0 ? p : most;
 }
 
+template <typename A>
+__attribute__((always_inline)) inline A sigmoid(A x) {
+  A keep, change;
+  split_exp(-x, &keep, &change);
+  return 1 / (1 + (keep + change));
+}
+
 }  // namespace

@@ -215,6 +215,8 @@ def test_bad_input_is_refused_before_anything_is_written(name: str) -> None:
     with pytest.raises(torchpaged.ArgumentError) as error:
         getattr(REFERENCE, op)(**inputs)
     assert error.value.argument == argument
+    with pytest.raises((RuntimeError, torchpaged.ArgumentError), match=f"{argument}: expected"):
+        getattr(BACKEND_OPS["cpu"], op)(**inputs)
     assert bool(good["out"].isnan().all())
 
 

@@ -56,29 +56,52 @@ void scan(const SelectiveScan& p, const Row* rows, int64_t num_rows, int64_t fir
   }
 }
 
-constexpr int64_t PRODUCT_ROWS = 16;    // of a weight that stay in the first cache
-constexpr int64_t PRODUCT_AHEAD = 4;    // times as many rows ahead memory is asked, a row at a time
+constexpr int64_t PRODUCT_ROWS = 64;    // of a weight that stay in the second cache
 constexpr int64_t PRODUCT_TOKENS = 32;  // that take them
-constexpr int TOKENS_TOGETHER = VEC_WIDTH == 16 ? 4 : 1;  // as many as sums stay in registers
 
-// Adds products with `rows` rows of a weight to TILE columns of sums y, whose tokens lie `pitch` apart, as
-// those of x. `bytes` of each row at `next`, `step` bytes apart, are fetched from memory meanwhile.
-template <typename A, int TOKENS>
-void add_products(const A* w, int64_t stride, int64_t rows, const A* x, int64_t pitch, A* y,
-                  const char* next, int64_t step, int64_t bytes) {
+// Adds products with `rows` rows of a weight to TILE columns of sums y of up to TOKENS tokens, which lie
+// `pitch` apart, as those of x.
+template <typename A, int TOKENS = TOGETHER>
+void add_products(int64_t tokens, const A* w, int64_t stride, int64_t rows, const A* x, int64_t pitch, A* y) {
+  if constexpr (TOKENS > 1)
+    if (tokens < TOKENS) return add_products<A, TOKENS - 1>(tokens, w, stride, rows, x, pitch, y);
   W<A> sums[TOKENS][4];
+#pragma GCC unroll 8  // else sums go through memory
   for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) sums[t][i] = wide(y + t * pitch + i * LANES<A>);
   for (int64_t r = 0; r < rows; ++r) {
     const A* const row = w + r * stride;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + r * step + i, 0, 2);
-#pragma GCC unroll 4  // else sums go through memory
+#pragma GCC unroll 8
     for (int t = 0; t < TOKENS; ++t)
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) sums[t][i] += x[t * pitch + r] * wide(row + i * LANES<A>);
   }
+#pragma GCC unroll 8
   for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) wide(y + t * pitch + i * LANES<A>) = sums[t][i];
+}
+
+// The same of one token and all `width` columns, in the order in which a weight lies in memory: many lines
+// are on their way where little is computed, and the other tokens find the rows in a cache.
+template <typename A>
+void add_first_products(const A* w, int64_t stride, int64_t rows, const A* x, int64_t width, A* y) {
+  fetch_pages(w + rows * stride, rows * stride * sizeof(A));
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    const A *const a = w + r * stride, *const b = a + stride, *const c = b + stride, *const d = c + stride;
+    for (int64_t i = 0; i + LANES<A> <= width; i += LANES<A>) {
+      W<A> sum = wide(y + i);
+      sum += x[r] * wide(a + i);
+      sum += x[r + 1] * wide(b + i);
+      sum += x[r + 2] * wide(c + i);
+      sum += x[r + 3] * wide(d + i);
+      wide(y + i) = sum;
+    }
+  }
+  for (; r < rows; ++r)
+    for (int64_t i = 0; i + LANES<A> <= width; i += LANES<A>) wide(y + i) += x[r] * wide(w + r * stride + i);
 }
 
 // y[t] = bias + x[t] W over one block of `width` columns, for `num` tokens that lie side by side.
@@ -86,7 +109,6 @@ template <typename A>
 void block_product(const Operand& weight, const Operand& bias, int64_t block, int64_t width, const A* x,
                    int64_t num, A* y) {
   const bool own = weight.dtype == (sizeof(A) == 8 ? Number::Double : Number::Float);
-  const int64_t size = weight.dtype == Number::Double ? 8 : weight.dtype == Number::Float ? 4 : 2;
   std::vector<A> converted(own ? 0 : PRODUCT_ROWS * width);
   read(bias, block * bias.token, width, y);
   for (int64_t t = 1; t < num; ++t) std::copy_n(y, width, y + t * width);
@@ -96,20 +118,12 @@ void block_product(const Operand& weight, const Operand& bias, int64_t block, in
     for (int64_t i = 0; !own && i < rows; ++i)
       read(weight, at + i * weight.head, width, converted.data() + i * width);
     const A* const w = own ? static_cast<const A*>(weight.data) + at : converted.data();
-    for (int64_t c = 0; c + TILE<A> <= width; c += TILE<A>) {
-      const char* const next =
-          static_cast<const char*>(weight.data) +
-          (at + PRODUCT_AHEAD * PRODUCT_ROWS * weight.head + c) * size;
-      for (int64_t t = 0; t < num;) {
-        const bool several = num - t >= TOKENS_TOGETHER;
-        const auto add = several ? add_products<A, TOKENS_TOGETHER> : add_products<A, 1>;
-        add(w + c, stride, rows, x + t * width + r, width, y + t * width + c, next, weight.head * size,
-            t ? 0 : TILE<A> * size);
-        t += several ? TOKENS_TOGETHER : 1;
-      }
-    }
+    add_first_products(w, stride, rows, x + r, width, y);
+    for (int64_t t = 1; t < num; t += TOGETHER)
+      for (int64_t c = 0; c + TILE<A> <= width; c += TILE<A>)
+        add_products(num - t, w + c, stride, rows, x + t * width + r, width, y + t * width + c);
     for (int64_t t = 0; t < num; ++t)
-      for (int64_t c = width / TILE<A> * TILE<A>; c < width; ++c)
+      for (int64_t c = width / (t ? TILE<A> : LANES<A>) * (t ? TILE<A> : LANES<A>); c < width; ++c)
         for (int64_t i = 0; i < rows; ++i) y[t * width + c] += x[t * width + r + i] * w[i * stride + c];
   }
 }

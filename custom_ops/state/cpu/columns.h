@@ -4,7 +4,8 @@
 #include <cmath>
 #include <vector>
 
-#include "numbers.h"
+#include "state_kernel.h"
+#include "../../cpu/numbers.h"
 
 namespace {
 

@@ -1,6 +1,7 @@
 // causal_conv, CHANNELS at a time; part of state_kernel_impl.h.
 #pragma once
-#include "numbers.h"
+#include "state_kernel.h"
+#include "../../cpu/numbers.h"
 
 namespace {
 

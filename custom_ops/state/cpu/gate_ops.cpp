@@ -2,7 +2,8 @@
 #include <cmath>
 #include <limits>
 
-#include "operands.h"
+#include "state_kernel.h"
+#include "../../cpu/operands.h"
 #include "../../cpu/parallel.h"
 
 namespace torchpaged {
@@ -61,7 +62,7 @@ void delta_gates(Tensor a, std::optional<Tensor> b, Tensor a_log, Tensor dt_bias
   p.beta_scale = beta_scale; p.min_step = min_step;
   p.max_step = max_step.value_or(std::numeric_limits<double>::infinity());
   p.bounded = bound.has_value(); p.bound = bound.value_or(0);
-  const StateKernels kernels = choose(p.a.dtype == Number::Double);
+  const StateKernels kernels = TORCHPAGED_BEST(state_kernels)(p.a.dtype == Number::Double);
   for_each_range(tokens, 3 * EXP_WORK * p.columns,
                  [&](int64_t begin, int64_t end) { kernels.gates(p, begin, end); });
 }
@@ -100,7 +101,7 @@ void gated_rms_norm(Tensor x, Tensor gate, Tensor weight, Tensor out, double eps
                              {"skip_weight", pointer(skip_weight)}});
   if (!tokens || !numbers) return;
   p.eps = eps; p.gate_first = gate_first;
-  const StateKernels kernels = choose(p.x.dtype == Number::Double);
+  const StateKernels kernels = TORCHPAGED_BEST(state_kernels)(p.x.dtype == Number::Double);
   for_each_range(tokens * p.num_heads, (EXP_WORK + 8) * p.width,
                  [&](int64_t begin, int64_t end) { kernels.norms(p, begin, end); });
 }

@@ -3,16 +3,10 @@
 #include <cmath>
 #include <vector>
 
-#include "numbers.h"
+#include "state_kernel.h"
+#include "../../cpu/numbers.h"
 
 namespace {
-
-template <typename A>
-__attribute__((always_inline)) inline A sigmoid(A x) {
-  A keep, change;
-  split_exp(-x, &keep, &change);
-  return 1 / (1 + (keep + change));
-}
 
 // log(1 + exp(x)); x itself where it is above 20, as in torch.
 template <typename A>

@@ -2,7 +2,8 @@
 #pragma once
 #include <vector>
 
-#include "operands.h"
+#include "state_kernel.h"
+#include "../../cpu/operands.h"
 
 namespace torchpaged {
 

@@ -1,19 +1,10 @@
 // causal_conv and linear_attention over packed rows, token by token, a state's numbers in registers and the
 // first cache; selective_scan and rg_lru; delta_gates and gated_rms_norm. Compiled once per instruction set
-// by kernel_*.cpp, chosen at run time by operands.h.
+// by kernel_*.cpp, chosen at run time by instruction_set.h.
 #pragma once
-#include <cstdint>
+#include "../../cpu/operand.h"
 
 namespace torchpaged {
-
-enum class Number { Float, BFloat16, Half, Double };
-
-// A tensor whose last dimension is contiguous; strides in elements. data may be null: there is none.
-struct Operand {
-  Number dtype;
-  void* data;
-  int64_t token, head;
-};
 
 // A row that writes: its slot, its tokens that are no padding, and whether it begins from zeros.
 struct Row { int64_t slot, begin, end; bool begins; };

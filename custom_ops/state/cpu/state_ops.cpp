@@ -41,7 +41,7 @@ void causal_conv(Tensor x, Tensor weight, Tensor conv_state, Tensor state_slots,
       rows_of(state_slots, seq_lens, query_start_loc, max_query_len, conv_state.size(0), out);
   zero_elsewhere(out, rows);
   if (rows.empty()) return;
-  const StateKernels kernels = choose(p.x.dtype == Number::Double);
+  const StateKernels kernels = TORCHPAGED_BEST(state_kernels)(p.x.dtype == Number::Double);
   const int64_t work = tokens_of(rows) * (p.width + 8) + int64_t(rows.size()) * 2 * p.width;
   for_each_range((channels + PIECE_CHANNELS - 1) / PIECE_CHANNELS, PIECE_CHANNELS * work,
                  [&](int64_t begin, int64_t end) {
@@ -92,7 +92,7 @@ void linear_attention(Tensor q, Tensor k, Tensor v, Tensor g, Tensor state, Tens
       rows_of(state_slots, seq_lens, query_start_loc, max_query_len, state.size(0), out);
   zero_elsewhere(out, rows);
   if (rows.empty()) return;
-  const StateKernels kernels = choose(own == ScalarType::Double);
+  const StateKernels kernels = TORCHPAGED_BEST(state_kernels)(own == ScalarType::Double);
   const int64_t count = int64_t(rows.size()), piece = p.value_dim == 1 ? COLUMNS : 1,
                 pieces = (p.num_heads + piece - 1) / piece,
                 numbers = piece * p.key_dim * p.value_dim;

@@ -13,15 +13,6 @@
 namespace torchpaged {
 namespace {
 
-Sampler sampler() {
-#if defined(__x86_64__)
-  const int level = instruction_level();
-  if (level == 2) return sample_row_avx512;
-  if (level == 1) return sample_row_avx2;
-#endif
-  return sample_row_generic;
-}
-
 // One number for each row.
 template <typename T>
 void check_rows(const char* name, const Tensor& t, int64_t rows) {
@@ -87,7 +78,7 @@ void draw_rows(const Drawing& p, const int32_t* seq_lens, int64_t* out) {
                                                         : LogitDtype::Float;
   bool draws = false;
   for (int64_t i = 0; i < rows; ++i) draws = draws || temperature[i] > 0;
-  const Sampler sample = sampler();
+  const Sampler sample = TORCHPAGED_BEST(sample_row);
   for_each_range(rows, draws ? 4 * size : size, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (seq_lens && seq_lens[i] <= 0) continue;

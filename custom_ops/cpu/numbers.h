@@ -5,9 +5,9 @@
 #include <cstring>
 #include <type_traits>
 
-#include "state_kernel.h"
-#include "../../cpu/split_exp.h"
-#include "../../cpu/vec.h"
+#include "operand.h"
+#include "split_exp.h"
+#include "vec.h"
 
 namespace {
 
@@ -24,6 +24,18 @@ template <> struct Wide<double> {
 template <typename A> using W = typename Wide<A>::type;
 template <typename A> constexpr int64_t LANES = 64 / sizeof(A);
 template <typename A> constexpr int64_t TILE = 4 * LANES<A>;  // value columns whose sums stay in registers
+
+// Tokens that take a part of a weight together: as many as their sums stay in registers.
+constexpr int64_t TOGETHER = VEC_WIDTH == 16 ? 7 : 1;
+
+// Asks for the first line of each page of `bytes` from `at` on: there processors cease to fetch ahead by
+// themselves.
+inline void fetch_pages(const void* at, int64_t bytes) {
+  constexpr uintptr_t PAGE = 4096;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(at);
+  for (uintptr_t page = (begin + PAGE - 1) / PAGE * PAGE; page < begin + bytes; page += PAGE)
+    __builtin_prefetch(reinterpret_cast<const void*>(page), 0, 2);
+}
 
 template <typename A> inline const W<A>& wide(const A* p) { return *reinterpret_cast<const W<A>*>(p); }
 template <typename A> inline W<A>& wide(A* p) { return *reinterpret_cast<W<A>*>(p); }

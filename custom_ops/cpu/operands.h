@@ -1,19 +1,10 @@
-// What the state ops make of tensors, and checks of it. Only for units that are compiled for every processor.
+// What ops make of tensors, and checks of it. Only for units that are compiled for every processor.
 #pragma once
-#include "state_kernel.h"
-#include "../../cpu/instruction_set.h"
-#include "../../cpu/ops.h"
+#include "instruction_set.h"
+#include "operand.h"
+#include "ops.h"
 
 namespace torchpaged {
-
-inline StateKernels choose(bool is_double) {
-#if defined(__x86_64__)
-  const int level = instruction_level();
-  if (level == 2) return state_kernels_avx512(is_double);
-  if (level == 1) return state_kernels_avx2(is_double);
-#endif
-  return state_kernels_generic(is_double);
-}
 
 inline Number number_of(const char* name, const Tensor& t) {
   switch (t.scalar_type()) {

@@ -1,0 +1,112 @@
+"""Products of few tokens on a CPU: what large linear modules of an attached model run."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from model_coverage.architectures import model_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchpaged.engine import Generator, SamplingParams
+from torchpaged.few_tokens import MAX_TOKENS, of_few_tokens, takes_few_tokens
+from torchpaged.hf import PagedCache, attach, detach, fuse, unfuse
+
+pytestmark = pytest.mark.usefixtures("large")
+ROWS, COLUMNS = 24, 40
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of that size are large."""
+    monkeypatch.setattr("torchpaged.few_tokens.MIN_NUMBERS", ROWS * COLUMNS)
+
+
+def given(dtype: torch.dtype = torch.float32, **options: Any) -> nn.Linear:
+    module = nn.Linear(COLUMNS, ROWS, dtype=dtype, **options)
+    made = of_few_tokens(module)
+    assert made is not None
+    module.forward = made[1].__get__(module)  # type: ignore[method-assign]
+    return module
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, COLUMNS, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (3, 1), (2, 5), (0, 1), (MAX_TOKENS, 1)], ids=str)
+def test_is_as_near_as_torchs(shape: tuple[int, ...], dtype: torch.dtype, bias: bool) -> None:
+    module, x = given(dtype, bias=bias), tokens(*shape, dtype=dtype)
+    exact = F.linear(
+        x.double(), module.weight.double(), None if module.bias is None else module.bias.double()
+    )
+    with torch.no_grad():
+        got, torchs = module(x), F.linear(x, module.weight, module.bias)
+    assert (got.shape, got.dtype) == (torchs.shape, dtype)
+    budget = 2 * (torchs - exact).abs().amax() + 1e-6 if x.numel() else 0
+    assert bool(((got - exact).abs() <= budget).all())
+
+
+def test_a_slice_of_a_prompt_goes_in() -> None:
+    module, x = given(), tokens(4, 9)[:, -1:]
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), F.linear(x, module.weight, module.bias))
+
+
+def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many tokens, other dtypes, gradients, autocast, traces."""
+    module = given()
+    monkeypatch.setattr("torchpaged.few_tokens.BACKEND_OPS", {})
+    with torch.no_grad():
+        many = tokens(MAX_TOKENS + 1)
+        assert torch.equal(module(many), F.linear(many, module.weight, module.bias))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert module(tokens(2)).dtype == torch.bfloat16
+        compiled = torch.compile(module, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
+        with pytest.raises(RuntimeError, match="dtype"):
+            module(tokens(2).double())
+    module(tokens(2)).sum().backward()
+    assert module.weight.grad is not None
+    with torch.no_grad():
+        assert module.bfloat16()(tokens(2, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_which_modules() -> None:
+    class Other(nn.Linear):
+        """As adapter libraries have it."""
+
+    assert of_few_tokens(nn.Linear(COLUMNS, ROWS)) is not None
+    assert of_few_tokens(nn.Linear(COLUMNS, ROWS - 1)) is None
+    assert of_few_tokens(nn.Linear(COLUMNS, ROWS, dtype=torch.bfloat16)) is None
+    assert of_few_tokens(nn.Linear(COLUMNS, ROWS, device="meta")) is None
+    assert of_few_tokens(Other(COLUMNS, ROWS)) is None
+    assert of_few_tokens(given()) is None
+
+
+def test_they_come_and_go() -> None:
+    model = model_of("llama").eval()
+    call: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = torch.tensor([[5, 9, 3, 7]])
+    want = model.generate(ids, **call)
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    attach(model)
+    assert all(map(takes_few_tokens, linears))
+    assert torch.equal(model.generate(ids, **call, past_key_values=PagedCache(model.config, 1, 16)), want)
+    twin = copy.deepcopy(model)
+    assert twin.lm_head.forward.__self__ is twin.lm_head
+    fuse(model)
+    assert torch.equal(model.generate(ids, **call, past_key_values=PagedCache(model.config, 1, 16)), want)
+    unfuse(model)
+    detach(model)
+    assert not any("forward" in vars(module) for module in linears)
+    with Generator(model, max_batch_size=1, max_seq_len=16) as engine:
+        params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+        assert all(map(takes_few_tokens, linears))
+        assert engine.generate(ids.tolist(), params)[0].token_ids == want[0, 4:].tolist()
+    assert not any("forward" in vars(module) for module in linears)

@@ -1,0 +1,56 @@
+"""Products of few tokens with large weights on a CPU, by the op ``linear`` in the place of torch's.
+
+A step of decoding reads every weight for a token or some. On processors that its library does not know best,
+torch reads them at half the speed of memory (docs/log/state_cpu.md). Sums are of the weights' dtype or wider
+and of one order, however many tokens there are.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchpaged.custom_ops import BACKEND_OPS, native_status
+
+#: Tokens, at most: prompts go on in torch.
+MAX_TOKENS = 32
+#: Numbers of a weight, at least: below, a call of an op costs more than is saved.
+MIN_NUMBERS = 1 << 18
+#: In bfloat16 torch's products of several tokens are faster, as processors multiply these numbers.
+DTYPES = (torch.float32, torch.float16)
+
+
+def _forward(self: Any, input: Tensor) -> Tensor:
+    """Of an ``nn.Linear``."""
+    weight: Tensor = self.weight
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or type(input) is not Tensor
+        or type(weight) is not nn.Parameter
+        or input.device.type != "cpu"
+        or input.dtype != weight.dtype
+        or weight.dtype not in DTYPES
+        or input.numel() > MAX_TOKENS * weight.shape[1]
+    ):
+        return F.linear(input, weight, self.bias)
+    x = input.reshape(-1, weight.shape[1]).contiguous()
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    BACKEND_OPS["cpu"].linear(x, weight, out, bias=self.bias)
+    return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def of_few_tokens(module: nn.Module) -> tuple[str, Any] | None:
+    """What a module of that class name gets, see `torchpaged.hf.families.Maker`."""
+    if type(module) is not nn.Linear or "forward" in vars(module) or not native_status()[0]:
+        return None
+    weight = module.weight
+    large = weight.dtype in DTYPES and weight.numel() >= MIN_NUMBERS
+    return ("forward", _forward) if large and weight.device.type == "cpu" and weight.is_contiguous() else None
+
+
+def takes_few_tokens(module: nn.Module) -> bool:
+    """Whether a module runs that forward, which is its class's but for the order of sums."""
+    return getattr(vars(module).get("forward"), "__func__", None) is _forward

@@ -1,8 +1,6 @@
 """What every op that takes a pair of pools asks of it: of real tensors, and of the fake ones of a trace."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -40,12 +38,12 @@ class KVScales(NamedTuple):
     v_scale: Tensor | None = None
 
     @classmethod
-    def of(cls, holder: Any) -> KVScales:
+    def of(cls, holder: Any) -> Self:
         """Those of a layer's pools; none where it has none."""
         return cls._make(getattr(holder, name, None) for name in cls._fields)
 
     @classmethod
-    def taken(cls, options: dict[str, Any], *given: Tensor | None) -> KVScales:
+    def taken(cls, options: dict[str, Any], *given: Tensor | None) -> Self:
         """Those of an op's flat arguments: ``given`` by place, the others taken out of ``options``."""
         return cls(*given, **{name: options.pop(name) for name in cls._fields if name in options})
 

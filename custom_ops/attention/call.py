@@ -5,9 +5,7 @@ A new option is a field here and an argument of schema.py; code that uses it rea
 Shapes, dtypes and meanings: schema.py. ``T`` tokens, ``B`` requests, ``G`` groups.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -46,7 +44,7 @@ class AttentionCall(NamedTuple):
     semaphore: Tensor | None = None
 
     @classmethod
-    def of(cls, *tensors: Any, **options: Any) -> AttentionCall:
+    def of(cls, *tensors: Any, **options: Any) -> Self:
         """The call of flat arguments, as torch's dispatcher gives them: it leaves out trailing defaults."""
         if len(tensors) < _POSITIONAL:
             tensors = (*tensors, options.pop("lse", None))
@@ -65,7 +63,7 @@ class AttentionCall(NamedTuple):
         out: Tensor,
         lse: Tensor | None = None,
         **options: Any,
-    ) -> AttentionCall:
+    ) -> Self:
         """The call of one layer: block table, lengths, query starts and tree mask are those of ``batch``,
         such as `torchpaged.AttentionMetadata`; ``options``: as the op has them."""
         options["tree_mask"], longest = batch.tree_mask, batch.max_query_len
@@ -135,7 +133,7 @@ class AttentionCall(NamedTuple):
         """Whether both products are of 8 bits."""
         return self.q.dtype in FP8
 
-    def for_launch(self) -> AttentionCall:
+    def for_launch(self) -> Self:
         """The same call as the GPU kernels take it: masks that reach past the block table are open, since a
         position plus a huge window would overflow 32 bits; both scales or none, since one flag serves both;
         no tree mask where each query token is alone in its request, and sees itself whatever its word says;
@@ -158,7 +156,7 @@ class AttentionCall(NamedTuple):
             changed["block_sparse"] = None
         return self._replace(**changed) if changed else self
 
-    def with_semaphore(self) -> AttentionCall:
+    def with_semaphore(self) -> Self:
         """The same call with zeros of its own where it brings no semaphore."""
         if self.semaphore is not None:
             return self
@@ -213,7 +211,7 @@ class Specialisation(NamedTuple):
     block_sparse: BlockSparse | None = None
 
     @classmethod
-    def of(cls, call: AttentionCall) -> Specialisation:
+    def of(cls, call: AttentionCall) -> Self:
         """That of a call."""
         _, block_size, num_kv_heads, dim = call.k_cache.shape
         return cls(
@@ -241,10 +239,10 @@ class Specialisation(NamedTuple):
             call.block_sparse,
         )
 
-    def without_features(self) -> Specialisation:
+    def without_features(self) -> Self:
         """The same sizes and dtypes with a causal mask alone."""
         sizes: tuple[Any, ...] = self[: self._fields.index("causal")]
-        return Specialisation(*sizes)
+        return type(self)(*sizes)
 
     @property
     def low(self) -> bool:

@@ -2,9 +2,7 @@
 what requests share once, ``merge_attn_states`` puts two parts together. Shapes, dtypes and meanings:
 schema.py."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -54,7 +52,7 @@ class CascadeCall(NamedTuple):
     inverse: Tensor
 
     @classmethod
-    def of(cls, *tensors: Any, **options: Any) -> CascadeCall:
+    def of(cls, *tensors: Any, **options: Any) -> Self:
         """The call of flat arguments, as torch's dispatcher gives them."""
         before, shared, outputs = tensors[:6], tensors[6:11], tensors[11:]
         return cls(AttentionCall.of(*before, *outputs, **options), *shared)

@@ -1,9 +1,7 @@
 """Which keys a query sees: one definition for the reference, for kernels that are written in torch, and for
 code that compares a mask with it."""
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -35,7 +33,7 @@ class BlockSparse(NamedTuple):
     heads_per_step: int = 1
 
     @classmethod
-    def of(cls, numbers: list[int] | None) -> BlockSparse | None:
+    def of(cls, numbers: list[int] | None) -> Self | None:
         """Out of what torch's dispatcher gives; raises `ArgumentError`."""
         if numbers is None or len(numbers) == len(cls._fields):
             return None if numbers is None else cls._make(numbers)

@@ -1,9 +1,7 @@
 """Calls of the cache writes as records: made once where torch's flat arguments end (registry.py).
 Shapes, dtypes and meanings: schema.py."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -22,7 +20,7 @@ class WriteCall(NamedTuple):
     are_query_tokens: bool = False
 
     @classmethod
-    def of(cls, *tensors: Any, **options: Any) -> WriteCall:
+    def of(cls, *tensors: Any, **options: Any) -> Self:
         """The call of flat arguments, as torch's dispatcher gives them."""
         options["scales"] = KVScales.taken(options, *tensors[5:])
         return cls(*tensors[:5], **options)
@@ -49,7 +47,7 @@ class RotatedWriteCall(NamedTuple):
     are_query_tokens: bool = False
 
     @classmethod
-    def of(cls, *tensors: Any, **options: Any) -> RotatedWriteCall:
+    def of(cls, *tensors: Any, **options: Any) -> Self:
         """As `WriteCall.of`."""
         options["scales"] = KVScales.taken(options)
         return cls(*tensors, **options)

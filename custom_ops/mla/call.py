@@ -1,8 +1,6 @@
 """Calls of ``mla_attention`` and ``rope_write_latent`` as records; shapes, dtypes and meanings: schema.py."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -26,7 +24,7 @@ class LatentCall(NamedTuple):
     output_scale: Tensor | None = None
 
     @classmethod
-    def of(cls, *tensors: Any, **options: Any) -> LatentCall:
+    def of(cls, *tensors: Any, **options: Any) -> Self:
         """The call of flat arguments, as torch's dispatcher gives them: it leaves out trailing defaults."""
         if len(tensors) == cls._fields.index("lse"):
             tensors = (*tensors, options.pop("lse", None))

@@ -1,8 +1,6 @@
 """Calls of the state ops as records; shapes, dtypes and meanings: schema.py."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -207,7 +205,7 @@ class Rows(NamedTuple):
     begins: Tensor
 
     @classmethod
-    def of(cls, call: Any) -> Rows:
+    def of(cls, call: Any) -> Self:
         """The rows of a call that has slots, lengths and starts."""
         lens = call.query_start_loc.diff()
         first = torch.minimum((lens - call.seq_lens).clamp_min(0), lens)

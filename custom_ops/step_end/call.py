@@ -1,9 +1,7 @@
 """Calls of the ops that end a step as records: made once where torch's flat arguments end (registry.py).
 Shapes, dtypes and meanings: schema.py."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -67,7 +65,7 @@ class FinishCall(NamedTuple):
     accept: AcceptCall
 
     @classmethod
-    def of(cls, *tensors: Any, **options: Any) -> FinishCall:
+    def of(cls, *tensors: Any, **options: Any) -> Self:
         """The call of flat arguments, as torch's dispatcher gives them."""
         logits, temperature, top_k, top_p, min_p, penalty, seeds, *rows = tensors
         accept = AcceptCall(None, *rows, **options)

@@ -3,9 +3,7 @@ and numbers. A record is one argument of a kernel, so that its fields have their
 import of Triton.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -37,12 +35,12 @@ class Results(NamedTuple):
     scale: Any = None
 
     @classmethod
-    def of(cls, call: Any) -> Results:
+    def of(cls, call: Any) -> Self:
         """Those of a call, the record of an op with ``out``, ``lse`` and ``output_scale``."""
         return cls.of_tensors(call.out, call.lse, call.output_scale)
 
     @classmethod
-    def of_tensors(cls, out: Tensor, lse: Tensor | None, scale: Tensor | None = None) -> Results:
+    def of_tensors(cls, out: Tensor, lse: Tensor | None, scale: Tensor | None = None) -> Self:
         """Those tensors."""
         l_token, l_head = (0, 0) if lse is None else lse.stride()
         return cls(out, lse, out.stride(0), out.stride(1), l_token, l_head, scale)
@@ -56,7 +54,7 @@ class Matrix(NamedTuple):
     row: Any
 
     @classmethod
-    def of(cls, x: Tensor | None) -> Matrix:
+    def of(cls, x: Tensor | None) -> Self:
         """That of a tensor."""
         return cls(None, 0) if x is None else cls(x, x.stride(0))
 
@@ -70,7 +68,7 @@ class Tokens(NamedTuple):
     head: Any
 
     @classmethod
-    def of(cls, x: Tensor | None) -> Tokens:
+    def of(cls, x: Tensor | None) -> Self:
         """Those of a tensor."""
         return cls(None, 0, 0) if x is None else cls(x, *x.stride()[:2])
 
@@ -87,7 +85,7 @@ class Pool(NamedTuple):
     scale_head: Any
 
     @classmethod
-    def of(cls, cache: Tensor, scale: Tensor | None) -> Pool:
+    def of(cls, cache: Tensor, scale: Tensor | None) -> Self:
         """That of a tensor."""
         block, slot, head, _ = cache.stride()
         return cls(cache, block, slot, head, scale, head_stride(scale))
@@ -105,7 +103,7 @@ class KeyPool(NamedTuple):
     scale_slot: Any
 
     @classmethod
-    def of(cls, cache: Tensor, scale: Tensor | None) -> KeyPool:
+    def of(cls, cache: Tensor, scale: Tensor | None) -> Self:
         """That of a tensor."""
         scale_block, scale_slot = (0, 0) if scale is None else scale.stride()
         return cls(cache, cache.stride(0), cache.stride(1), scale, scale_block, scale_slot)

@@ -4,9 +4,7 @@ The fields of an arguments' record are the kernel's parameters in their order, s
 twice as long. Constants are ``SPEC``, the call's `Specialisation`, and ``TILING``.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -53,7 +51,7 @@ class Inputs(NamedTuple):
     v_head: Any = None
 
     @classmethod
-    def of(cls, call: AttentionCall) -> Inputs:
+    def of(cls, call: AttentionCall) -> Self:
         """Those of a call."""
         q, k, v = call[:3]
         slopes, sinks, *_, tree = call.optional

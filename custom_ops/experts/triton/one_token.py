@@ -8,9 +8,7 @@ programs come first in the one kernel, and each program of the other begins with
 ``SIZES``: `TokenSizes`.
 """
 
-from __future__ import annotations
-
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import triton
 import triton.language as tl
@@ -44,7 +42,7 @@ class TokenSizes(NamedTuple):
     out_rows: int
 
     @classmethod
-    def of(cls, call: ExpertsCall) -> TokenSizes | None:
+    def of(cls, call: ExpertsCall) -> Self | None:
         """Of a call of one token; None: rows are too long."""
         _, hidden, inner = call.down.shape
         shared = 0 if call.shared_down is None else call.shared_down.shape[1]

@@ -1,9 +1,7 @@
 """mla_attention: lays tiles and parts out by shapes, and launches. Records of arguments: as those of
 ``attention/triton/paged_attention.py``."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -48,7 +46,7 @@ class Parts(NamedTuple):
     state: Any
 
     @classmethod
-    def of(cls, call: LatentCall, num_parts: int) -> Parts:
+    def of(cls, call: LatentCall, num_parts: int) -> Self:
         """Scratch memory for so many parts of each row; none for one."""
         scratch = call.q.shape[0] * call.q.shape[1] * num_parts if num_parts > 1 else 0
         return cls(

@@ -1,8 +1,6 @@
 """What the launchers of the state ops hand to their kernels. No import of Triton."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
@@ -49,7 +47,7 @@ class State(NamedTuple):
     row: Any
 
     @classmethod
-    def of(cls, x: Tensor) -> State:
+    def of(cls, x: Tensor) -> Self:
         """That of a tensor."""
         return cls(x, *x.stride()[:3])
 
@@ -62,6 +60,6 @@ class Window(NamedTuple):
     row: Any
 
     @classmethod
-    def of(cls, x: Tensor) -> Window:
+    def of(cls, x: Tensor) -> Self:
         """That of a tensor."""
         return cls(x, *x.stride()[:2])

@@ -4,9 +4,7 @@ next one's.
 Dependents are not started early (stream_order.py). `finish_step` has the same functions.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import triton
 import triton.language as tl
@@ -69,7 +67,7 @@ class Rows(NamedTuple):
     seen_row: Any
 
     @classmethod
-    def of(cls, call: AcceptCall) -> Rows:
+    def of(cls, call: AcceptCall) -> Self:
         """Those of a call."""
         stop, seen = call.stop_token_ids, call.seen
         sizes = stop.shape[1], seen.shape[1], call.capacity
@@ -89,7 +87,7 @@ class Ring(NamedTuple):
     num_slots: Any
 
     @classmethod
-    def of(cls, call: AcceptCall) -> Ring:
+    def of(cls, call: AcceptCall) -> Self:
         """That of a call."""
         if call.ring is None:
             return cls(None, None, 0, 0, 0)

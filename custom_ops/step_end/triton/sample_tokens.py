@@ -20,9 +20,7 @@ Which of this a row needs is read from its parameters on the device. Sums run in
 replays agree bit for bit. Semantics and noise: `torchpaged.custom_ops.step_end.reference`.
 """
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import triton
@@ -96,7 +94,7 @@ class LogitRows(NamedTuple):
     seen_row: Any
 
     @classmethod
-    def of(cls, call: SampleCall) -> LogitRows:
+    def of(cls, call: SampleCall) -> Self:
         """Those of a call."""
         logits, seen = call.logits, call.seen
         inputs: tuple[Any, ...] = call[: call._fields.index("out")]

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels import Kernels, over
 from op_inputs.latent import (
     SELECTIONS,
     assert_sparse_close,
@@ -26,16 +27,18 @@ from torchpaged.testing import BATCH_SPECS
 CPU, REFERENCE = BACKEND_OPS["cpu"], BACKEND_OPS["reference"]
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("kind", SELECTIONS)
-@pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_matches_the_oracle(spec: str, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few tokens at a time, too."""
-    for causal, at_once in ((True, 1 << 24), (False, 1 << 9)):
+@over("cpu", "reference", spec=BATCH_SPECS)
+def test_matches_the_oracle(on: Kernels, spec: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few tokens at a time, too; on a GPU few positions, and so many that they are cut into parts."""
+    for causal, at_once, top_k in ((True, 1 << 24, 11), (on.device == "cuda", 1 << 9, 300)):
         monkeypatch.setattr(selection, "_AT_ONCE", at_once)
-        batch = make_latent_batch(BATCH_SPECS[spec], rank=24, rope=8, block_size=4)
-        indices = selected(batch, kind)
-        out, lse = run_mla_attention(BACKEND_OPS[backend], batch, indices=indices, causal=causal)
+        sizes: dict[str, Any] = {"rank": 24, "rope": 8, "block_size": 4}
+        if on.device == "cuda":
+            sizes = {"rank": 64, "rope": 16, "dtype": torch.bfloat16, "device": "cuda"}
+        batch = make_latent_batch(BATCH_SPECS[spec], **sizes)
+        indices = selected(batch, kind, top_k if on.device == "cuda" else 11)
+        out, lse = run_mla_attention(on.ops, batch, indices=indices, causal=causal)
         assert_sparse_close(out, lse, batch, indices, causal)
 
 

@@ -7,16 +7,13 @@ import pytest
 import torch
 from captured import captured
 from op_inputs.latent import (
-    SELECTIONS,
     assert_latent_close,
-    assert_sparse_close,
     make_latent_batch,
     run_mla_attention,
-    selected,
 )
 
 from torchpaged.custom_ops import BACKEND_OPS
-from torchpaged.testing import BATCH_SPECS, BatchSpec
+from torchpaged.testing import BatchSpec
 
 pytestmark = pytest.mark.gpu
 TRITON, REFERENCE = BACKEND_OPS["triton"], BACKEND_OPS["reference"]
@@ -42,16 +39,6 @@ def test_models_sizes(sizes: str, dtype: torch.dtype) -> None:
             spec, num_heads=num_heads, rank=rank, rope=rope, dtype=dtype, device="cuda", block_size=64
         )
         assert_latent_close(*run_mla_attention(BACKEND_OPS["cuda"], batch), batch)
-
-
-@pytest.mark.parametrize("kind", SELECTIONS)
-@pytest.mark.parametrize("spec", BATCH_SPECS)
-def test_selected_keys(spec: str, kind: str) -> None:
-    """Few positions, and so many that they are cut into parts."""
-    batch = make_latent_batch(BATCH_SPECS[spec], rank=64, rope=16, dtype=torch.bfloat16, device="cuda")
-    for top_k in (11, 300):
-        indices = selected(batch, kind, top_k)
-        assert_sparse_close(*run_mla_attention(TRITON, batch, indices=indices), batch, indices)
 
 
 @pytest.mark.parametrize("keys", [97, 1024])

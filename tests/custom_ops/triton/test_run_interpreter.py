@@ -32,6 +32,7 @@ PARTS = {
             "tests/custom_ops/test_experts.py",
             "tests/custom_ops/triton/test_mla_interpreter.py",
             "tests/custom_ops/test_mla.py",
+            "tests/custom_ops/test_mla_fp8.py",
             "tests/custom_ops/test_indexer.py",
             "tests/custom_ops/test_rope_write_latent.py",
             "tests/custom_ops/test_up_project_values.py",

@@ -22,7 +22,7 @@ from torchpaged.few_tokens import takes_few_tokens
 #: What decides of a layer of the peft library which adapters run.
 _ADAPTERS = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 #: How names of plain numbers end that fused layers and captured steps hold.
-_NUMBERS = ("scaling", "eps", "epsilon")
+_NUMBERS = ("scaling", "scale", "eps", "epsilon", "multiplier", "factor", "softcapping")
 #: Rotations that replace their frequencies as texts grow.
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 #: Where hooks are from that change nothing: transformers' (tests/hf/test_fuse_steps.py notices if that
@@ -53,12 +53,12 @@ def _adapters(module: nn.Module) -> dict[str, str]:
     return {name: repr(getattr(module, name, None)) for name in _ADAPTERS}
 
 
-def _numbers(module: nn.Module) -> dict[str, int | float]:
-    """Those that `_NUMBERS` says."""
+def _numbers(module: nn.Module) -> dict[str, int | float | None]:
+    """Those that `_NUMBERS` says; None: off."""
     return {
         name: value
         for name, value in vars(module).items()
-        if name.endswith(_NUMBERS) and isinstance(value, int | float)
+        if name.endswith(_NUMBERS) and isinstance(value, int | float | None)
     }
 
 
@@ -130,9 +130,8 @@ class ModelState:
     """Modules as they are now.
 
     Args:
-        parts: modules by their paths, whose children are looked at.
-        code: those whose class, forward, forward hooks, adapters, scaling and epsilon, and classes of weights
-            are.
+        parts: modules by their paths, whose children and numbers (`_NUMBERS`) are looked at.
+        code: those whose class, forward, forward hooks, adapters, numbers, and classes of weights are.
         weights: those whose parameters and saved buffers are, and where these lie.
     """
 
@@ -146,8 +145,9 @@ class ModelState:
             self._hooks += [module._forward_pre_hooks, module._forward_hooks]
         self._loose = [module._parameters for path, module in self._code.items() if path not in self._weights]
         self._adapted = {path: found for path, module in self._code.items() if (found := _adapters(module))}
-        self._numbered = [(path, name) for path, module in self._code.items() for name in _numbers(module)]
-        self._holders = [self._code[path] for path, _ in self._numbered]
+        holders = self._parts | self._code
+        self._numbered = [(path, name) for path, module in holders.items() for name in _numbers(module)]
+        self._holders = [holders[path] for path, _ in self._numbered]
         self._keys = [name for _, name in self._numbered]
         self._numbers = self._numbers_now()
         self._before, self._said = self._now(), dict(self._described())

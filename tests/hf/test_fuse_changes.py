@@ -142,6 +142,9 @@ def test_replaced_weights_are_refused_not_ignored(name: str, part: str) -> None:
         ("Llama", "norm", "variance_epsilon"),
         ("Gemma3", "layers.0.self_attn.q_norm", "eps"),
         ("Llama", "rotary_emb", "attention_scaling"),
+        ("Gemma2", "layers.0.self_attn", "attn_logit_softcapping"),
+        ("granite_dense", "layers.1", "residual_multiplier"),
+        ("falcon_multiplied", "layers.0.self_attn", "key_multiplier"),
         ("Gemma3", "rotary_emb", "full_attention_attention_scaling"),
     ],
 )

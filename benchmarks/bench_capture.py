@@ -39,11 +39,6 @@ from torchpaged.hf import PagedModel, fuse
 MAX_SEQ_LEN = 2048
 
 
-def numbers(text: str) -> list[int]:
-    """ "1,2,4" as numbers; none of an empty text."""
-    return [int(n) for n in text.split(",") if n]
-
-
 def memory(device: torch.device) -> tuple[int, int]:
     """Bytes that torch has reserved, and bytes of the device in use."""
     if device.type != "cuda":

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from documents import command_line, finish
+from documents import command_line, finish, need_native
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from measuring import conditions
 from op_inputs.latent import assert_latent_close, latent_tensors, make_latent_batch, run_mla_attention
 from op_inputs.opcheck import opcheck_cases
 
-from torchpaged.custom_ops import BACKEND_OPS, native_status
+from torchpaged.custom_ops import BACKEND_OPS
 from torchpaged.custom_ops.registry import NATIVE_OPS
 from torchpaged.testing import BatchSpec, assert_attention_close, make_batch, run_paged_attention
 from torchpaged.testing.batches import Batch
@@ -189,9 +189,7 @@ def main() -> None:
         output=Path,
     )
     torch.set_num_threads(args.threads)
-    loaded, reason = native_status()
-    if not loaded:
-        raise SystemExit(f"the native kernels are needed: {reason}")
+    need_native()
     document: dict[str, Any] = {
         "conditions": conditions.collect(torch.device("cpu")),
         "context": args.context,

@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from documents import command_line, write_rows
+from documents import command_line, need_native, write_rows
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 from model_coverage.architectures import OPTIONS, config_of, with_random_weights
 
-from torchpaged.custom_ops import native_status
 from torchpaged.engine import Generator, SamplingParams
 from torchpaged.hf import PagedCache, attach, detach
 from torchpaged.hf.families import family_of
@@ -192,9 +191,7 @@ def main() -> None:
         output=str,
     )
     torch.set_num_threads(args.threads)
-    loaded, reason = native_status()
-    if not loaded:
-        raise SystemExit(f"the native kernels are needed: {reason}")
+    need_native()
     clock = time.process_time if args.threads == 1 else time.perf_counter
     rows = []
     with torch.inference_mode():

@@ -186,14 +186,14 @@ def main() -> None:
         __doc__,
         device="cpu",
         tokens=100_000,
-        families=",".join(FAMILIES),
+        families=[*FAMILIES],
         small=(False, "keys and values of 16 at most"),
         reference=(False, "on a CPU the reference's decodes"),
         output=str,
     )
     rows = []
     with torch.inference_mode():
-        for name in args.families.split(","):
+        for name in args.families:
             family = small(FAMILIES[name]) if args.small else FAMILIES[name]
             rows += measure(name, family, args.tokens, args.device, args.reference)
     write_rows(rows, args.output, args.device)

@@ -143,12 +143,11 @@ def main() -> None:
     """Print a table and the document."""
     options = command_line(
         __doc__,
-        models=("8b,1b", "of " + ", ".join(MODELS)),
-        tokens=("1,8,16,32,64", "numbers of tokens"),
+        models=([*MODELS], "of " + ", ".join(MODELS)),
+        tokens=[1, 8, 16, 32, 64],
         bandwidth=(4.35, "TB/s that count as 100 percent"),
     )
     torch.manual_seed(0)
-    models, tokens = options.models.split(","), [int(t) for t in options.tokens.split(",")]
     document: dict[str, Any] = {
         "conditions": conditions.collect(torch.device("cuda")),
         "bandwidth": options.bandwidth,
@@ -156,9 +155,9 @@ def main() -> None:
         "chains": [],
     }
     for kind, names in (("layers", ("qkv", "o", "gate_up", "down", "lm_head")), ("chains", ("chain",))):
-        for model in models:
+        for model in options.models:
             for name in names:
-                for count in tokens:
+                for count in options.tokens:
                     row = (
                         bench_chain(model, count, options.bandwidth)
                         if kind == "chains"

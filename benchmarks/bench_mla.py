@@ -10,7 +10,6 @@ sgl-flash-mla: blocks of 64, its schedule made outside of the timing). Figures a
 ``gb_per_s`` counts every cached row once, ``tflop_per_s`` both products. The last line is one JSON document.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from documents import write_rows
+from documents import command_line, write_rows
 from measuring.timing import Call, CudaSampler, interleave
 
 from torchpaged.custom_ops import BACKEND_OPS
@@ -146,20 +145,22 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("heads", "128,16"), ("batches", "8,64"), ("tiles", "")):
-        parser.add_argument(f"--{name}", default=default)
-    for name, number in (("context", 4096), ("block-size", 64), ("repeats", 20)):
-        parser.add_argument(f"--{name}", type=int, default=number)
-    parser.add_argument("--seconds", type=float, default=1e9, help="after which no further case begins")
-    parser.add_argument("--output")
-    options = parser.parse_args()
+    options = command_line(
+        __doc__,
+        heads=[128, 16],
+        batches=[8, 64],
+        tiles=[str],
+        output=str,
+        context=4096,
+        block_size=64,
+        repeats=20,
+        seconds=(1e9, "after which no further case begins"),
+    )
     tiles: dict[str, config.Tiles | None] = {"triton": None}
-    for text in filter(None, options.tiles.split(",")):
-        tiles[text] = config.Tiles(*map(int, text.split("x")))
+    tiles |= {text: config.Tiles(*map(int, text.split("x"))) for text in options.tiles}
     begin, rows = time.monotonic(), []
-    for num_heads in map(int, options.heads.split(",")):
-        for num_reqs in map(int, options.batches.split(",")):
+    for num_heads in options.heads:
+        for num_reqs in options.batches:
             if time.monotonic() - begin < options.seconds:
                 rows.append(measure(num_reqs, num_heads, tiles, options))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)

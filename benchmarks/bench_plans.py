@@ -125,14 +125,14 @@ def row_of(backend: Backend, sizes: tuple[int, int, int], repeats: int, layers: 
 def main() -> None:
     arguments = command_line(
         __doc__,
-        backends="flash_attn,flashinfer",
+        backends=["flash_attn", "flashinfer"],
         repeats=32,
         layers=(32, "of the captured step"),
         prompts=(False, "plans of prompts, too"),
         output=Path,
     )
     rows = []
-    for name in arguments.backends.split(","):
+    for name in arguments.backends:
         for sizes in [*DECODES, *(PROMPTS if arguments.prompts else [])]:
             row: dict[str, Any] = {
                 "backend": name,

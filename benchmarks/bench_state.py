@@ -84,12 +84,12 @@ def measure(op: str, sets: list[dict[str, Any]], state_bytes: int, **names: Any)
 
 
 def main() -> None:
-    args = command_line(__doc__, batches="1,32,128,1024", output=str)
+    args = command_line(__doc__, batches=[1, 32, 128, 1024], output=str)
     rows = []
     for shape, (_, heads, key_dim, value_dim, _) in SHAPES.items():
         for dtype in (torch.float32, torch.bfloat16):
             item = heads * key_dim * value_dim * dtype.itemsize
-            for batch in map(int, args.batches.split(",")):
+            for batch in args.batches:
                 count = max(1, min(8, -(-ROUND_BYTES // (item * batch))))
                 sets = [linear(shape, batch, 1, dtype, seed) for seed in range(count)]
                 names = {"shape": shape, "state": str(dtype)[6:], "batch": batch}
@@ -97,7 +97,7 @@ def main() -> None:
         for name, (batch, tokens) in PROMPTS.items():
             sets = [linear(shape, batch, tokens, torch.float32, 0)]
             rows.append(measure("linear_attention", sets, 0, shape=shape, prompts=name))
-    for batch in map(int, args.batches.split(",")):
+    for batch in args.batches:
         rows.append(
             measure("causal_conv", [conv(batch, 1, s) for s in range(4)], batch * 3 * 4096 * 2, batch=batch)
         )

@@ -12,6 +12,8 @@ import torch
 from measuring import conditions, split
 from measuring.timing import Call, CudaSampler, interleave
 
+from torchpaged.custom_ops import native_status
+
 
 class _Several(argparse.Action):
     """Of ``1,8`` and of ``1 8`` the same list."""
@@ -46,6 +48,12 @@ def command_line(doc: str | None, **named: Any) -> argparse.Namespace:
             how = {"type": type(default), "default": default}
         parser.add_argument("--" + name.replace("_", "-"), **{"help": text, **how})
     return parser.parse_args()
+
+
+def need_native() -> None:
+    loaded, reason = native_status()
+    if not loaded:
+        raise SystemExit(f"the native kernels are needed: {reason}")
 
 
 def numbers(text: str) -> tuple[int, ...]:

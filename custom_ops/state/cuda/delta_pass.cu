@@ -62,11 +62,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) delta_pass(const __grid
   __syncthreads();
   const int of_cta = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (of_cta >= GROUPS * 4) {
-    if constexpr (GROUPS == 2) give_registers<24>();
+    if constexpr (GROUPS == 2) give_registers<40>();
     if (of_cta == GROUPS * 4) produce(p, part, shared, head, tile * COLUMNS, lane);
     return;
   }
-  if constexpr (GROUPS == 2) take_registers<240>();
+  if constexpr (GROUPS == 2) take_registers<232>();
 
   const int group = of_cta / 4, warp = of_cta % 4;
   const int column = tile * COLUMNS + group * 64 + warp * 16 + lane / 4, key = lane % 4 * 2;

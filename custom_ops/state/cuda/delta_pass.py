@@ -20,7 +20,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 VALUE_DIMS = (64, 128)
 #: Tokens of the longest row from which on few heads are cut into segments, as measured on an H200
 #: (docs/log/state_hopper.md).
-CUT = 4096
+CUT = 3072
 
 DELTA_PASS = Table(
     "delta_pass_config.cuh",

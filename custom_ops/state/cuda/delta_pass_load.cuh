@@ -42,14 +42,19 @@ __device__ __forceinline__ Part find_part(const Params &p, int place) {
   return part;
 }
 
-// Rows of a chunk, PIECES of 16 bytes each; `from`: of the chunk's begin.
+// Rows of a chunk, PIECES of 16 bytes each; `from`: of the chunk's begin. A lane has the same piece of every
+// so many rows.
 template <int PIECES>
 __device__ __forceinline__ void copy_rows(u32 to, const char *from, i64 row_bytes, const Part &part, int base,
                                           int lane) {
+  constexpr int LINES = 32 / PIECES;
+  const int line = lane / PIECES, piece = lane % PIECES;
+  from += line * row_bytes + piece * 16;
 #pragma unroll 1
-  for (int n = lane; n < CHUNK * PIECES; n += 32) {
-    const int line = n / PIECES, piece = n % PIECES;
-    cp_async_or_zero(to + line_at(line, piece), from + line * row_bytes + piece * 16, part.live(base + line));
+  for (int eight = 0; eight < CHUNK; eight += 8, to += 8 * 128) {  // lines of one swizzle
+#pragma unroll
+    for (int n = 0; n < 8; n += LINES, from += LINES * row_bytes)
+      cp_async_or_zero(to + line_at(line + n, piece), from, part.live(base + eight + line + n));
   }
 }
 

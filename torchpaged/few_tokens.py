@@ -1,8 +1,8 @@
 """Products of few tokens with large weights on a CPU, by the op ``linear`` in the place of torch's.
 
 A step of decoding reads every weight for a token or some. On processors that its library does not know best,
-torch reads them at half the speed of memory (docs/log/state_cpu.md). Sums are of the weights' dtype or wider
-and of one order, however many tokens there are.
+torch reads them at half the speed of memory (docs/log/products_cpu.md). Sums are of the weights' dtype or
+wider and of one order, however many tokens there are.
 """
 
 from typing import Any

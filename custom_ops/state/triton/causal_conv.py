@@ -10,12 +10,10 @@ from torchpaged.custom_ops.checks import check_dtype
 from torchpaged.custom_ops.state.call import NORM_EPS, ConvCall
 from torchpaged.custom_ops.state.check import check_causal_conv
 from torchpaged.custom_ops.state.triton import conv_token
-from torchpaged.custom_ops.state.triton.records import Batch, Window
 from torchpaged.custom_ops.state.triton.rows import row_of
 from torchpaged.custom_ops.triton.find_row import find_row_of_tile
 from torchpaged.custom_ops.triton.kernel_store import launch_kernel
 from torchpaged.custom_ops.triton.launching import early_launch, next_power_of_2, require_launchable
-from torchpaged.custom_ops.triton.records import Matrix
 
 _TILE_CHANNELS = 256
 _MAX_TILE_TOKENS = 16
@@ -166,16 +164,7 @@ def _launch(call: ConvCall, key_heads: int = 0, key_dim: int = 0) -> None:
     launch_kernel(
         causal_conv_kernel,
         (tiles, triton.cdiv(channels, tile_channels)),
-        num_reqs,
-        num_tokens,
-        Matrix.of(call.x),
-        Matrix.of(call.weight),
-        Window.of(call.conv_state),
-        Batch(call.state_slots, call.seq_lens, call.query_start_loc),
-        Matrix.of(call.out),
-        call.bias,
-        Matrix.of(call.in_gate),
-        Matrix.of(call.out_gate),
+        *conv_token.arguments(call),
         CHANNELS=channels,
         WIDTH=width,
         ROWS=next_power_of_2(width - 1),

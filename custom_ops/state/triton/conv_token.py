@@ -1,6 +1,8 @@
 """causal_conv of single tokens: what it reads of a state is read once, and what a row is and its taps before
 the kernels ahead have ended."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -93,25 +95,30 @@ def conv_token_kernel(
         tl.store(last - 2 * state.row, s2, mask=here & live)
 
 
-def launch(call: ConvCall) -> None:
-    """Launch a checked call of rows of one token at most, with requests; no longer than `MAX_WIDTH`."""
-    channels, num_reqs, width = call.x.shape[1], call.state_slots.shape[0], call.weight.shape[1]
-    tile = min(next_power_of_2(channels), _TILE_CHANNELS)
-    launch_kernel(
-        conv_token_kernel,
-        (num_reqs, triton.cdiv(channels, tile)),
-        num_reqs,
-        call.x.shape[0],
+def arguments(call: ConvCall) -> tuple[Any, ...]:
+    """What both kernels take by place."""
+    batch = Batch(call.state_slots, call.seq_lens, call.query_start_loc)
+    records = (
         Matrix.of(call.x),
         Matrix.of(call.weight),
         Window.of(call.conv_state),
-        Batch(call.state_slots, call.seq_lens, call.query_start_loc),
+        batch,
         Matrix.of(call.out),
-        call.bias,
-        Matrix.of(call.in_gate),
-        Matrix.of(call.out_gate),
+    )
+    gates = Matrix.of(call.in_gate), Matrix.of(call.out_gate)
+    return call.state_slots.shape[0], call.x.shape[0], *records, call.bias, *gates
+
+
+def launch(call: ConvCall) -> None:
+    """Launch a checked call of rows of one token at most, with requests; no longer than `MAX_WIDTH`."""
+    channels = call.x.shape[1]
+    tile = min(next_power_of_2(channels), _TILE_CHANNELS)
+    launch_kernel(
+        conv_token_kernel,
+        (call.state_slots.shape[0], triton.cdiv(channels, tile)),
+        *arguments(call),
         CHANNELS=channels,
-        WIDTH=width,
+        WIDTH=call.weight.shape[1],
         SILU=call.activation == "silu",
         TILE_CHANNELS=tile,
         num_warps=4,

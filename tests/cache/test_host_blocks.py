@@ -2,7 +2,9 @@
 tests/gpu/test_swap.py."""
 
 import copy
+import ctypes
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torchpaged import ArgumentError, NotCopyableError, PagedKVCache
 from torchpaged.cache import KVLayerSpec, LatentLayerSpec, StateLayerSpec, host_blocks
 from torchpaged.cache.host_blocks import HostBlocks
 from torchpaged.cache.latent import IndexedLatentLayerSpec
+from torchpaged.custom_ops.block_ops import many_copies
 
 KV, LATENT, STATE = KVLayerSpec(2, 6, 10), LatentLayerSpec(12, 4), StateLayerSpec(4, 6)
 CACHES: dict[str, dict[str, Any]] = {
@@ -70,6 +73,44 @@ def test_all_layers_of_a_block_lie_together() -> None:
     host.swap_out([5], [3])
     want = torch.cat([pool[5].flatten() for pool in pools.values()])
     assert torch.equal(host._memory.pieces[0][3], want)
+
+
+@pytest.mark.parametrize("out", [True, False])
+def test_all_slots_are_one_call_of_the_driver(out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours are one copy, but where a piece of memory ends; on a CPU, whose driver is this function."""
+    calls = list[tuple[int, int, int]]()
+
+    def driver(*given: Any) -> int:
+        count, how, stream = given[3].value, given[4]._obj, given[7].value
+        columns = [(ctypes.c_uint64 * count).from_address(pointer.value) for pointer in given[:3]]
+        for to, source, size in zip(*columns, strict=True):
+            ctypes.memmove(to, source, size)
+        calls.append((count, how.source_order, stream))
+        return 0
+
+    monkeypatch.setattr(many_copies, "_call", lambda: driver)
+    memory = host_blocks._Memory(40 * 24, 24, False)
+    assert memory._rows == 2  # slots of a piece
+    slots, stream = [3, 4, 17, 0, 6, 7, 8], SimpleNamespace(cuda_stream=77)
+    buffer = torch.randint(0, 256, (9, 24), dtype=torch.uint8)
+    held = torch.randint(0, 256, (memory.num_slots, 24), dtype=torch.uint8)
+    for slot, row in enumerate(held):
+        memory.pieces[slot // 2][slot % 2] = row
+    want_held, want_buffer = held.clone(), buffer.clone()
+    if out:
+        want_held[slots] = buffer[:7]
+    else:
+        want_buffer[:7] = held[slots]
+    memory.copy(buffer, slots, out, stream)  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(memory.pieces)[: len(held)], want_held)
+    assert torch.equal(buffer, want_buffer)
+    assert calls == [(6, 1, 77)]
+
+
+def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_copies, "_call", lambda: lambda *given: 1)
+    with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed: 1"):
+        many_copies.copy_many([(1, 2, 3)], 0)
 
 
 def test_rates_are_measured_and_the_null_block_stays() -> None:

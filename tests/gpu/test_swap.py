@@ -10,6 +10,7 @@ import torch
 from torchpaged import PagedKVCache
 from torchpaged.cache import KVLayerSpec, LatentLayerSpec
 from torchpaged.cache.host_blocks import HostBlocks
+from torchpaged.custom_ops.block_ops import many_copies
 from torchpaged.engine import Generator, SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -21,9 +22,16 @@ CACHES: dict[str, tuple[list[Any], torch.dtype, int]] = {
 }
 
 
+@pytest.mark.parametrize("one_call", [True, False], ids=["one-call", "older-driver"])
 @pytest.mark.parametrize("case", CACHES.values(), ids=CACHES)
-def test_blocks_come_back_beside_replays(case: tuple[list[Any], torch.dtype, int]) -> None:
+def test_blocks_come_back_beside_replays(
+    case: tuple[list[Any], torch.dtype, int], one_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks are overwritten right behind `swap_out`, by a kernel and by a replayed graph."""
+    if not one_call:
+        monkeypatch.setattr(many_copies, "_call", lambda: None)
+    elif not many_copies.can_copy_many():
+        pytest.skip("a driver before CUDA 13")
     specs, dtype, block_size = case
     cache = PagedKVCache(specs, block_size=block_size, num_blocks=300, dtype=dtype, device="cuda")
     host = HostBlocks(cache, 300 * cache.bytes_per_block + 2**20)

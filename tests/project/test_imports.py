@@ -133,6 +133,7 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "cpu": (("call", "check", "check_steps", "fp8_rows", "selection"), ()),
     "packing": (("triton",), ()),  # no op: between steps
+    "many_copies": ((), ()),  # likewise
     "triton": (
         ("call", "cascade_call", "channels", "check", "check_steps", "fp8_rows", "limits", "mask", "triton"),
         ("triton",),

@@ -6,12 +6,13 @@
     arrival.ready() or arrival.wait()        # then steps may read blocks 3 and 4
 
 On the host all layers of a block are contiguous. On a GPU the memory is pinned, and copies run on
-streams of their own: packed by one kernel for all layers, then a copy per run of neighbouring slots. Nothing
-waits on the host. A slot may be read as soon as `swap_out` returned, and filled anew once what `swap_in` read
-of it has arrived. On a CPU they are plain copies.
+streams of their own: packed by one kernel for all layers, then copied, however many slots it is, by one call
+of the driver. Nothing waits on the host. A slot may be read as soon as `swap_out` returned, and filled anew
+once what `swap_in` read of it has arrived. On a CPU they are plain copies.
 """
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from torchpaged.cache.block_pool import NULL_BLOCK
 from torchpaged.cache.kv_cache import PagedKVCache
+from torchpaged.custom_ops.block_ops.many_copies import Copy, can_copy_many, copy_many
 from torchpaged.custom_ops.block_ops.packing import BlockPacking
 from torchpaged.custom_ops.checks import check_sizes
 from torchpaged.custom_ops.errors import ArgumentError, NotCopied
@@ -27,7 +29,7 @@ from torchpaged.custom_ops.words import counted, of_bytes
 from torchpaged.metadata.host import to_device
 
 #: Bytes on the GPU that a part of a copy goes through; there are two of them for each way.
-_STAGING = 32 * 2**20
+_STAGING = 64 * 2**20
 #: Pinned memory comes in powers of two: in pieces of so many bytes no more than asked is taken.
 _PIECE = 256 * 2**20
 
@@ -216,15 +218,44 @@ class _Memory:
                 for _ in range(memory_budget // piece)
             ]
         self.num_slots = len(self.pieces) * self._rows
+        self._row_bytes, self._addresses = row_bytes, [piece.data_ptr() for piece in self.pieces]
 
     def runs(self, slots: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """Of neighbouring slots: where in ``slots`` a run begins, and its memory ``[n, bytes]``."""
+        for start, piece, row, count in self._spans(slots):
+            yield start, self.pieces[piece][row : row + count]
+
+    def _spans(self, slots: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """The same, its memory as a piece, a row of it and how many."""
         start = 0
         for end in range(1, len(slots) + 1):
             if end == len(slots) or slots[end] != slots[end - 1] + 1 or not slots[end] % self._rows:
-                piece, row = divmod(slots[start], self._rows)
-                yield start, self.pieces[piece][row : row + end - start]
+                yield start, *divmod(slots[start], self._rows), end - start
                 start = end
+
+    def copy(self, buffer: Tensor, slots: Sequence[int], out: bool, stream: torch.cuda.Stream) -> None:
+        """Between the rows of ``buffer`` on a GPU and ``slots``."""
+        if not can_copy_many():
+            with torch.cuda.stream(stream):
+                for start, held in self.runs(slots):
+                    rows = buffer[start : start + len(held)]
+                    (held if out else rows).copy_(rows if out else held, non_blocking=True)
+            return
+        copies, base, size = list[Copy](), buffer.data_ptr(), self._row_bytes
+        for start, piece, row, count in self._spans(slots):
+            here, there = base + start * size, self._addresses[piece] + row * size
+            copies.append((there, here, count * size) if out else (here, there, count * size))
+        copy_many(copies, stream.cuda_stream)
+
+
+def _tell_allocator(pieces: list[Tensor], streams: Sequence[torch.cuda.Stream], byte: Tensor) -> None:
+    """That these streams use ``pieces``, which are about to be freed: of copies that are not its own torch's
+    allocator does not know, and would give pinned memory away in the middle of one. ``byte``: on the GPU."""
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            for piece in pieces:
+                byte.copy_(piece[0, :1], non_blocking=True)
+        byte.record_stream(stream)
 
 
 class _GPUCopies:
@@ -242,22 +273,26 @@ class _GPUCopies:
         self._device = device
         self._out, self._in = _Buffers(places[-1], device), _Buffers(places[-1], device)
         self._packing = BlockPacking(pools, places[:-1])
-        for tensor in (*pools, *self._packing.tables):  # freed in the middle of a copy, memory waits for it
-            tensor.record_stream(self._in.stream)
+        self._unpacks = torch.cuda.Stream(device)
+        # Freed in the middle of a copy, memory waits for it.
+        for tensor in (*pools, *self._packing.tables, *self._in.buffers):
+            tensor.record_stream(self._unpacks)
+        streams = self._out.stream, self._in.stream
+        byte = torch.empty(1, dtype=torch.uint8, device=device)
+        weakref.finalize(self, _tell_allocator, memory.pieces, streams, byte).atexit = False
 
     def out(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         """Packed on the current stream, so that blocks are free at once, then copied. A copy of more than
         both buffers hold makes the current stream wait for the link."""
-        current, ids = torch.cuda.current_stream(self._device), self._ids(blocks)
+        current = torch.cuda.current_stream(self._device)
+        ids = to_device(blocks, torch.int64, self._device)
         for first, buffer, free in self._out.parts(len(blocks)):
             current.wait_event(free)
             with torch.cuda.device(self._device):
                 self._packing.run(buffer, ids[first : first + len(buffer)], unpack=False)
             self._out.stream.wait_stream(current)
-            with torch.cuda.stream(self._out.stream):
-                for at, held in self._memory.runs(slots[first : first + len(buffer)]):
-                    held.copy_(buffer[at : at + len(held)], non_blocking=True)
-                free.record()
+            self._memory.copy(buffer, slots[first : first + len(buffer)], True, self._out.stream)
+            free.record(self._out.stream)
 
     def fence(self) -> Callable[[], None]:
         """See `HostBlocks.fence`."""
@@ -276,21 +311,20 @@ class _GPUCopies:
         self._out.stream.wait_stream(self._in.stream)
 
     def into(self, slots: Sequence[int], blocks: Sequence[int]) -> _OnStream:
-        """The way back, all of it on the stream of such copies; when all of them have arrived. What is
-        launched by now may still use the blocks, or fill the slots."""
-        self._in.stream.wait_stream(torch.cuda.current_stream(self._device))
+        """The way back; when all of them have arrived. What is launched by now may still use the blocks, or
+        fill the slots. Unpacked on a stream of its own, beside the copy of the next part."""
+        current = torch.cuda.current_stream(self._device)
         self._in.stream.wait_stream(self._out.stream)
-        with torch.cuda.stream(self._in.stream):
-            ids = self._ids(blocks)
-            for first, buffer, _ in self._in.parts(len(blocks)):
-                for at, held in self._memory.runs(slots[first : first + len(buffer)]):
-                    buffer[at : at + len(held)].copy_(held, non_blocking=True)
+        with torch.cuda.stream(self._unpacks):
+            ids = to_device(blocks, torch.int64, self._device)
+            self._unpacks.wait_stream(current)
+            for first, buffer, free in self._in.parts(len(blocks)):
+                self._in.stream.wait_event(free)
+                self._memory.copy(buffer, slots[first : first + len(buffer)], False, self._in.stream)
+                self._unpacks.wait_stream(self._in.stream)
                 self._packing.run(buffer, ids[first : first + len(buffer)], unpack=True)
-        return _OnStream(self._in.stream.record_event(), self._device)
-
-    def _ids(self, blocks: Sequence[int]) -> Tensor:
-        """On the device in one copy, whatever the parts are: each stands between two steps."""
-        return to_device(blocks, torch.int64, self._device)
+                free.record(self._unpacks)
+        return _OnStream(self._unpacks.record_event(), self._device)
 
 
 class _Buffers:
@@ -299,10 +333,8 @@ class _Buffers:
     def __init__(self, row_bytes: int, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.rows, self._next = max(1, _STAGING // row_bytes), 0
-        self._buffers = [
-            torch.empty(self.rows, row_bytes, dtype=torch.uint8, device=device) for _ in range(2)
-        ]
-        for buffer in self._buffers:
+        self.buffers = [torch.empty(self.rows, row_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        for buffer in self.buffers:
             buffer.record_stream(self.stream)
         self._free = [torch.cuda.Event() for _ in range(2)]
 
@@ -311,4 +343,4 @@ class _Buffers:
         the event of its last use."""
         for first in range(0, count, self.rows):
             turn, self._next = self._next, 1 - self._next
-            yield first, self._buffers[turn][: count - first], self._free[turn]
+            yield first, self.buffers[turn][: count - first], self._free[turn]

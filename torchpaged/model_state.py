@@ -53,7 +53,7 @@ def _adapters(module: nn.Module) -> dict[str, str]:
     return {name: repr(getattr(module, name, None)) for name in _ADAPTERS}
 
 
-def _numbers(module: nn.Module) -> dict[str, int | float | None]:
+def _numbers(module: Any) -> dict[str, int | float | None]:
     """Those that `_NUMBERS` says; None: off."""
     return {
         name: value
@@ -133,9 +133,12 @@ class ModelState:
         parts: modules by their paths, whose children and numbers (`_NUMBERS`) are looked at.
         code: those whose class, forward, forward hooks, adapters, numbers, and classes of weights are.
         weights: those whose parameters and saved buffers are, and where these lie.
+        configs: by their paths, whose numbers are looked at, too: captured forwards have read them.
     """
 
-    def __init__(self, parts: Modules, code: Modules, weights: Modules) -> None:
+    def __init__(
+        self, parts: Modules, code: Modules, weights: Modules, configs: Mapping[str, Any] | None = None
+    ) -> None:
         self._parts, self._code, self._weights = dict(parts), dict(code), dict(weights)
         # What a module holds, in a form that is compared without a call for each: `changed` runs in every
         # eager step of a fused model.
@@ -145,7 +148,7 @@ class ModelState:
             self._hooks += [module._forward_pre_hooks, module._forward_hooks]
         self._loose = [module._parameters for path, module in self._code.items() if path not in self._weights]
         self._adapted = {path: found for path, module in self._code.items() if (found := _adapters(module))}
-        holders = self._parts | self._code
+        holders: dict[str, Any] = {**self._parts, **self._code, **(configs or {})}
         self._numbered = [(path, name) for path, module in holders.items() for name in _numbers(module)]
         self._holders = [holders[path] for path, _ in self._numbered]
         self._keys = [name for _, name in self._numbered]
@@ -157,7 +160,11 @@ class ModelState:
     def of(cls, model: Any) -> "ModelState":
         """Of all that is in a model; what is no module has no state that is known."""
         modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
-        return cls(modules, modules, modules)
+        config: Any = getattr(model, "config", None)
+        known = hasattr(config, "get_text_config")
+        return cls(
+            modules, modules, modules, {"config": config.get_text_config(decoder=True)} if known else None
+        )
 
     def renew(self) -> None:
         """Take the weights as they are now: they were moved, or loaded into."""

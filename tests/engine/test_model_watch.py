@@ -117,16 +117,23 @@ def turn_slower(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(0.1)
 
 
-@pytest.mark.parametrize("change", [scale_scores, turn_slower])
+def cap_logits(model: Any) -> None:
+    model.config.final_logit_softcapping = 0.1
+
+
+@pytest.mark.parametrize("change", [scale_scores, turn_slower, cap_logits])
 @pytest.mark.parametrize("graphs", [False, True])
 def test_numbers_of_modules_are_looked_at(model: Any, graphs: bool, change: Callable[[Any], None]) -> None:
-    """A changed scale of scores or rotation: with graphs it is refused, without them kept blocks are of no
-    use."""
+    """A changed scale of scores or rotation, or number of the config, which some models read in a forward:
+    with graphs it is refused, without them kept blocks are of no use."""
+    model.config.final_logit_softcapping = None
     generator = made(model, graphs=graphs)
     generator.generate(PROMPTS[:2], PARAMS)
     change(model)
     if graphs:
-        with pytest.raises(ArgumentError, match=r"self_attn has scaling|inv_freq was written"):
+        with pytest.raises(
+            ArgumentError, match=r"self_attn has scaling|inv_freq was written|config has final"
+        ):
             generator.generate(PROMPTS[:2], PARAMS)
         return
     found = [out.token_ids for out in generator.generate(PROMPTS[:2], PARAMS)]

@@ -19,7 +19,7 @@ LATENT = Table(
         Constant("STAGES", "int", "tiles of keys on their way or in use"),
         Constant("MIN_TILES", "int", "tiles of keys that a part of the work has at least"),
         Constant("MAX_GROUPS", "int", "parts that the work is cut into at most"),
-        Constant("MERGE_SHARE", "int", "CTAs of the merge for each border of two parts"),
+        Constant("MERGE_SHARE", "int", "CTAs of the merge for each range"),
         Constant("CLUSTER", "macro", "CTAs that share a request; 1: ranges. Chooses an attribute"),
     ),
 )

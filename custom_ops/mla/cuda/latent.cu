@@ -18,7 +18,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 latent_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
-  begin_next_at_once();
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(shared + FULL_AT + i * 8, 1);
@@ -32,7 +31,7 @@ latent_decode(const __grid_constant__ Params p) {
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0);
   if (warp < CONSUMER_WARPS) {
     consume(p, memory, walk, group, threadIdx.x);
-    if constexpr (CLUSTER > 1) put_together<CONSUMER_THREADS>(p, memory, threadIdx.x);
+    if constexpr (CLUSTER > 1) put_together<CONSUMER_THREADS>(p, memory, walk, threadIdx.x);
   } else {
     produce(p, shared, walk, threadIdx.x % 32);
     wait_for_kernels_ahead();

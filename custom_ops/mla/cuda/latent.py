@@ -87,7 +87,7 @@ def attend(call: LatentCall, spec: LatentSpec) -> None:
     )
     kernel.launch(groups * row_tiles, threads_of(config), params, early=early)
     if groups > 1 and merge is not None:
-        merge.launch((groups - 1) * row_tiles * config["MERGE_SHARE"], MERGE_THREADS, params, early=early)
+        merge.launch(groups * row_tiles * config["MERGE_SHARE"], MERGE_THREADS, params, early=early)
 
 
 @functools.cache

@@ -38,56 +38,71 @@ template <int COUNT> __device__ __forceinline__ Walk open_work(const Params &p, 
 }
 
 // Parts: accumulators and softmax states, at the begin of each CTA's memory as in a slot (latent_params.cuh).
-// All are added in the order of the CTAs. A CTA takes every CLUSTER-th unit, by COUNT threads.
-template <int COUNT> __device__ __forceinline__ void put_together(const Params &p, char *memory, int thread) {
-  const int item = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER, request = item / p.row_tiles,
-            first_row = item % p.row_tiles * ROWS, place = thread % 128, lane = thread % 32,
-            start = p.starts[request], query_len = p.starts[request + 1] - start,
-            seq_len = p.seq_lens[request], parts = share_of(tiles_of(query_len, seq_len)).parts;
+// All are added in the order of the CTAs. A CTA takes every CLUSTER-th unit, by COUNT threads; they are of
+// the same rows, so that a thread weighs the parts once.
+template <int COUNT>
+__device__ __forceinline__ void put_together(const Params &p, char *memory, const Walk &walk, int thread) {
+  constexpr int STEP = COUNT / 128 * CLUSTER, AT_ONCE = UNITS > STEP ? 2 : 1;  // units asked for at once
+  static_assert(CLUSTER == 1 || CLUSTER % BLOCKS_8 == 0, "rows of a thread");
+  static_assert(CLUSTER == 1 || UNITS <= STEP || UNITS % (STEP * 2) == 0, "whole rounds");
+  const int rank = blockIdx.x % CLUSTER, first_row = walk.row_tile * ROWS, place = thread % 128,
+            lane = thread % 32, first = rank + thread / 128 * CLUSTER, j = first % BLOCKS_8,
+            row = j * 8 + lane % 4 * 2, parts = share_of(walk.of.tiles()).parts;
+  const auto [start, query_len, seq_len] = walk.of;
   __syncwarp();
   meet_cluster<CLUSTER>();  // every part is there
-  if (parts > 1 && first_row < query_len * NUM_HEADS) {
-    for (int unit = rank + thread / 128 * CLUSTER; unit < UNITS; unit += COUNT / 128 * CLUSTER) {
-      const int j = unit % BLOCKS_8, row = j * 8 + lane % 4 * 2;
-      const u32 at = shared_address(memory) + (unit * 128 + place) * 16,
-                state_at = shared_address(memory) + UNITS * 2048 + row * 8;
-      float4 x[CLUSTER], state[CLUSTER];
+  if (parts > 1 && first_row < query_len * NUM_HEADS && first < UNITS) {
+    const u32 at = shared_address(memory);
+    float4 state[CLUSTER], x[AT_ONCE][CLUSTER];
+    const auto ask = [&](float4 (&x)[CLUSTER], u32 from) {  // no branches; of none the last part again
 #pragma unroll
       for (int part = 0; part < CLUSTER; ++part)
-        if (part < parts) {
-          state[part] = ld_cluster_float4(mapa(state_at, part));
-          x[part] = ld_cluster_float4(mapa(at, part));
-        }
-      float top[2] = {FLOOR, FLOOR}, total[2] = {0.f, 0.f};
+        x[part] = ld_cluster_float4(mapa(from, min(part, parts - 1)));
+    };
+    ask(state, at + UNITS * 2048 + row * 8);
+    float top[2] = {FLOOR, FLOOR}, total[2] = {0.f, 0.f}, by[2];
+    bool sees[2];
 #pragma unroll
-      for (int part = 0; part < CLUSTER; ++part)
-        if (part < parts) {
+    for (int unit = first; unit < UNITS; unit += STEP * AT_ONCE) {
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) ask(x[n], at + ((unit + n * STEP) * 128 + place) * 16);
+      if (unit == first) {
+#pragma unroll
+        for (int part = 0; part < CLUSTER; ++part) {
           top[0] = fmaxf(top[0], state[part].x);
           top[1] = fmaxf(top[1], state[part].z);
         }
-      float4 acc = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int part = 0; part < CLUSTER; ++part)
-        if (part < parts) {
-          const float low = exp2_(state[part].x - top[0]), high = exp2_(state[part].z - top[1]);
-          total[0] += state[part].y * low;
-          total[1] += state[part].w * high;
-          acc.x += x[part].x * low;
-          acc.y += x[part].y * high;
-          acc.z += x[part].z * low;
-          acc.w += x[part].w * high;
+        for (int part = 0; part < CLUSTER; ++part) {
+          state[part].x = part < parts ? exp2_(state[part].x - top[0]) : 0.f;
+          state[part].z = part < parts ? exp2_(state[part].z - top[1]) : 0.f;
+          total[0] += part < parts ? state[part].y * state[part].x : 0.f;
+          total[1] += part < parts ? state[part].w * state[part].z : 0.f;
         }
-      bool sees[2];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const Row r = row_of(first_row + row + e, start, query_len, seq_len);
-        sees[e] = r.end > 0;
-        if (unit < BLOCKS_8 && place < 4) store_lse(p, r, top[e], total[e]);
+        for (int e = 0; e < 2; ++e) {
+          const Row r = row_of(first_row + row + e, start, query_len, seq_len);
+          sees[e] = r.end > 0;
+          by[e] = 1.f / total[e];
+          if (unit < BLOCKS_8 && place < 4) store_lse(p, r, top[e], total[e]);
+        }
       }
-      const float y[4] = {sees[0] ? acc.x / total[0] : 0.f, sees[1] ? acc.y / total[1] : 0.f,
-                          sees[0] ? acc.z / total[0] : 0.f, sees[1] ? acc.w / total[1] : 0.f};
-      store_turned(p, row_of(first_row + j * 8 + lane / 4, start, query_len, seq_len),
-                   unit / BLOCKS_8 * 64 + place / 32 * 16, lane, y);
+#pragma unroll
+      for (int n = 0; n < AT_ONCE; ++n) {
+        float4 acc = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int part = 0; part < CLUSTER; ++part)
+          if (part < parts) {
+            acc.x += x[n][part].x * state[part].x;
+            acc.y += x[n][part].y * state[part].z;
+            acc.z += x[n][part].z * state[part].x;
+            acc.w += x[n][part].w * state[part].z;
+          }
+        const float y[4] = {sees[0] ? acc.x * by[0] : 0.f, sees[1] ? acc.y * by[1] : 0.f,
+                            sees[0] ? acc.z * by[0] : 0.f, sees[1] ? acc.w * by[1] : 0.f};
+        store_turned(p, row_of(first_row + j * 8 + lane / 4, start, query_len, seq_len),
+                     (unit + n * STEP) / BLOCKS_8 * 64 + place / 32 * 16, lane, y);
+      }
     }
   }
   meet_cluster<CLUSTER>();  // none ends while its part is read

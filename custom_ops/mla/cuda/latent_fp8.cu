@@ -15,7 +15,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 2)
 latent_fp8(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
-  begin_next_at_once();
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       mbarrier_init(shared + FULL_AT + i * 8, 1);
@@ -29,7 +28,7 @@ latent_fp8(const __grid_constant__ Params p) {
   if (warp < CONSUMER_WARPS) {
     take_registers<CONSUMER_REGISTERS>();
     RowConsumer{p, memory, shared, warp, lane}.run(walk, group);
-    if constexpr (CLUSTER > 1) put_together<CONSUMER_THREADS>(p, memory, threadIdx.x);
+    if constexpr (CLUSTER > 1) put_together<CONSUMER_THREADS>(p, memory, walk, threadIdx.x);
   } else {
     give_registers<PRODUCER_REGISTERS>();
     if (warp == CONSUMER_WARPS) {

@@ -1,5 +1,5 @@
-// Puts together the partial results of requests that latent.cu cut. A request in n parts has n - 1 borders
-// of ranges in it: the CTAs of these borders take its units (latent_params.cuh) in turns.
+// Puts together the partial results of requests that latent.cu cut. There is a CTA for each range: those
+// whose ranges begin in a request take its units (latent_params.cuh) in turns.
 //
 // Parts are added in one order, so that results are the same bits every time. Launched early, it waits for
 // latent.cu; what that wrote is read from L2.
@@ -21,8 +21,8 @@ __device__ __forceinline__ float2 joined(float2 a, float2 b) {
   return {top, a.y * exp2_(a.x - top) + b.y * exp2_(b.x - top)};
 }
 
-// A request that a border cuts, and this CTA's share of it; from metadata alone, ahead of the wait. The first
-// part may lie in its group's second slot.
+// A cut request, and this CTA's share of it; from metadata alone, ahead of the wait. The first part may lie in
+// its group's second slot.
 struct Cut {
   Lengths of;
   const float *first;            // slot of the first part's group
@@ -31,22 +31,23 @@ struct Cut {
   int parts, share, mine, fine;  // `mine` of `share` CTAs; units are cut into 1 << fine
   bool works;
 
-  __device__ __forceinline__ Cut(const Params &p, const Schedule &schedule, const Place &place, int border,
+  __device__ __forceinline__ Cut(const Params &p, const Schedule &schedule, const Place &place, int group,
                                  int row_tile, int sub) {
-    works = border < schedule.groups && place.tile > 0;
+    works = group < schedule.groups && schedule.tiles > 0;
     if (!works) return;
     of = place.of;
-    const int begin = schedule.begin(border) - place.tile, last = begin + of.tiles() - 1,
+    const int begin = schedule.begin(group) - place.tile, last = begin + of.tiles() - 1,
               first_group = schedule.group_of(begin);
+    // only the first part may begin behind the begin of its group's range
+    const bool behind = schedule.begin(first_group) < begin;
     parts = schedule.group_of(last) - first_group + 1;
-    share = (parts - 1) * MERGE_SHARE;
-    mine = (border - first_group - 1) * MERGE_SHARE + sub;
+    share = (parts - behind) * MERGE_SHARE;
+    mine = (group - first_group - behind) * MERGE_SHARE + sub;
     fine = share >= UNITS << FINE ? FINE : 0;
-    works = row_tile * ROWS < of.query_len * NUM_HEADS && mine < UNITS << fine;
+    works = parts > 1 && row_tile * ROWS < of.query_len * NUM_HEADS && mine < UNITS << fine;
     first = slot_of(p, first_group, 0, row_tile);
     stride = (i64)p.row_tiles * 2 * SLOT_FLOATS;
-    // only the first part may begin behind the begin of its group's range
-    offset = schedule.begin(first_group) < begin ? p.row_tiles * SLOT_FLOATS : 0;
+    offset = behind ? p.row_tiles * SLOT_FLOATS : 0;
   }
   __device__ __forceinline__ const float *part(int n) const { return first + n * stride + (n ? 0 : offset); }
 };
@@ -58,14 +59,13 @@ latent_merge(const __grid_constant__ Params p) {
   __shared__ int scan[SCAN_BYTES / 4];
   __shared__ int seen[ROWS];
   __shared__ float2 levels[ROWS];  // maximum, 1 / total
-  const int sub = blockIdx.x % MERGE_SHARE, item = blockIdx.x / MERGE_SHARE,
-            row_tile = item % p.row_tiles, border = item / p.row_tiles + 1;
-  Place place;
-  const Schedule schedule = open_schedule<MERGE_THREADS>(p, border, scan, place);
-  const Cut cut(p, schedule, place, border, row_tile, sub);
-  // Every CTA waits, with work or without, and lets the next kernel go only then
-  griddepcontrol_wait();
   griddepcontrol_launch_dependents();
+  const int sub = blockIdx.x % MERGE_SHARE, item = blockIdx.x / MERGE_SHARE,
+            row_tile = item % p.row_tiles, group = item / p.row_tiles;
+  Place place;
+  const Schedule schedule = open_schedule<MERGE_THREADS>(p, group, scan, place);
+  const Cut cut(p, schedule, place, group, row_tile, sub);
+  griddepcontrol_wait();  // by every CTA, with work or without
   if (!cut.works) return;
   const auto [start, query_len, seq_len] = cut.of;
   const int parts = cut.parts, share = cut.share, mine = cut.mine, fine = cut.fine, units = UNITS << fine,

@@ -14,7 +14,6 @@
 extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);
-  griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < 2; ++slot) {
       for (int square = 0; square < SQUARES; ++square) mbarrier_init(full_at(shared, slot, square), 1);
@@ -27,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) latent_pairs(const __gr
   }
   int group;
   const Walk walk = open_walk<THREADS>(p, (int *)(memory + SCAN_AT), group);
-  griddepcontrol_wait();
+  wait_for_kernels_ahead();
   const int warp = __shfl_sync(ALL, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   if (warp >= CONSUMER_THREADS / 32) {
     give_registers<PRODUCER_REGISTERS>();

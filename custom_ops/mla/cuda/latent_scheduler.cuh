@@ -171,14 +171,11 @@ template <int COUNT> __device__ __forceinline__ Walk open_walk(const Params &p, 
   return {p, place.request, place.tile, many, (int)blockIdx.x - group * p.row_tiles, 0, place.of};
 }
 
-// When the next kernel may begin: at once, since the merge behind this one holds back those behind itself; or
-// behind the wait, so that to attention behind this one query tokens of this step are context.
-__device__ __forceinline__ void begin_next_at_once() {
-  if constexpr (CLUSTER == 1) griddepcontrol_launch_dependents();
-}
+// The next kernel may begin behind the wait, so that to attention behind this one query tokens of this step
+// are context. A merge between them begins then, and lets that one begin at once.
 __device__ __forceinline__ void wait_for_kernels_ahead() {
   griddepcontrol_wait();
-  if constexpr (CLUSTER > 1) griddepcontrol_launch_dependents();
+  griddepcontrol_launch_dependents();
 }
 // By the producer, in front of each tile: it waits, once, for the first that is not all context.
 __device__ __forceinline__ bool ask_early(const Segment &s, int tile, bool early) {

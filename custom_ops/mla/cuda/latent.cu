@@ -14,7 +14,8 @@
 #include "latent_cluster.cuh"
 #include "latent_mainloop.cuh"
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
+// Up to 16 rows: so few registers that a CTA of the merge fits beside.
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CLUSTER == 1 && ROWS <= 16 ? 3 : 1)
 latent_decode(const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = shared_address(memory);

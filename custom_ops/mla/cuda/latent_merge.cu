@@ -21,8 +21,8 @@ __device__ __forceinline__ float2 joined(float2 a, float2 b) {
   return {top, a.y * exp2_(a.x - top) + b.y * exp2_(b.x - top)};
 }
 
-// A cut request, and this CTA's share of it; from metadata alone, ahead of the wait. The first part may lie in
-// its group's second slot.
+// A cut request, and this CTA's share of it; from metadata alone, ahead of the wait. The first part may lie
+// in its group's second slot.
 struct Cut {
   Lengths of;
   const float *first;            // slot of the first part's group
@@ -52,7 +52,9 @@ struct Cut {
   __device__ __forceinline__ const float *part(int n) const { return first + n * stride + (n ? 0 : offset); }
 };
 
-extern "C" __global__ void __launch_bounds__(MERGE_THREADS, 2)
+// Two more warps than there are: so few registers that a CTA fits beside one of latent.cu, which ends sooner
+// for it, and the attention behind it begins sooner.
+extern "C" __global__ void __launch_bounds__(MERGE_THREADS + 64, 2)
 latent_merge(const __grid_constant__ Params p) {
   __shared__ float weight[MAX_GROUPS * ROWS];
   __shared__ float4 sums[MERGE_THREADS];

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuda_sources import compiled, needs_nvcc
+from cuda_sources import compiled, needs_nvcc, registers
 
 from torchpaged.custom_ops.cuda.config import Config
 from torchpaged.custom_ops.indexer.call import IndexCall
@@ -64,6 +64,17 @@ def test_no_spills_and_no_serialised_products(tmp_path: Path, name: str) -> None
         assert not re.findall(r"C75\d\d|serialized", report), report
         (spilled,) = map(int, re.findall(r"(\d+) bytes spill stores", report))
         assert spilled <= (40 if name == "8 rows of 262,144" else 0), report
+
+
+def test_a_merge_fits_beside(tmp_path: Path) -> None:
+    """Registers of a quarter of a multiprocessor: two warps of a part, one of the merge. Without room its
+    CTAs stand where the next call's should begin."""
+    config = DECODE.config()
+    few, merge = (
+        registers(compiled(tmp_path, file, config)[1])
+        for file in ("selected_few.cu", "selected_few_merge.cu")
+    )
+    assert (-(-few // 8) * 2 + -(-merge // 8)) * 8 * 32 <= 16384
 
 
 def test_how_work_is_cut() -> None:

@@ -22,7 +22,7 @@ PARTS = {
             "tests/custom_ops/test_rope_write_kv.py",
             "tests/custom_ops/triton/test_block_sparse_interpreter.py",
         ],
-        200,
+        190,
         150,
     ),
     "others": (

@@ -26,7 +26,7 @@ ONCE_BYTES = 256 << 20
 #: Constants of every kernel over single tokens' states.
 HEADS = (
     Constant("KEY_DIM", "int", "rows of a state"),
-    Constant("VALUE_DIM", "int", "columns of a state"),
+    Constant("VALUE_DIM", "int", "columns of a state that a CTA has"),
     Constant("NUM_HEADS", "int", "heads of values"),
     Constant("GROUP", "int", "of these, heads per head of keys"),
 )

@@ -1,9 +1,11 @@
 // A gated delta net's single tokens on Hopper, from its projections to what its output projection takes: a
-// CTA per row and head, which asks its state into L2 ahead of its wait and has it in registers. While it
-// comes, the CTA makes query, key and values, by a causal convolution over its channels, and decay and beta.
+// CTA per row and head, or for few rows a SPLIT of one's columns, which asks its state into L2 ahead of its
+// wait and has it in registers. While it comes, the CTA makes query, key and values, by a causal convolution
+// over its channels, and decay and beta.
 //
-// Heads that share a query and key make them each for itself, as a cluster: the last of them moves the window
-// of these channels on when all have read it. The window of its values is each head's own.
+// CTAs that share a query and key make them each for itself, as a cluster: the last of them moves the window
+// of these channels on when all have read it. The window of its values is each one's own. CTAs of a head send
+// each other their squares for its norm.
 //
 // Nothing here waits for ever: a cluster is there as a whole. Compiled by NVRTC for sm_90; its constants:
 // delta_step_config.cuh.
@@ -12,12 +14,12 @@
 #include "state_decode_tile.cuh"
 #include "state_step.cuh"
 
-#define CLUSTERED __cluster_dims__(GROUP, 1, 1)
+#define CLUSTERED __cluster_dims__(GROUP * SPLIT, 1, 1)
 
-constexpr int CHANNELS = 2 * KEY_DIM + VALUE_DIM;  // of a head: its query, key and values, side by side
+constexpr int CHANNELS = 2 * KEY_DIM + VALUE_DIM;  // of a CTA: its query, key and values, side by side
 constexpr int MIXED_AT = SUMS_AT;                  // [CHANNELS + KEY_DIM], read before there are sums
-constexpr int SQUARES_AT = SHARED_BYTES;           // [VALUE_DIM / 32], the last
-static_assert(CHANNELS / 2 <= THREADS && CHANNELS % 64 == 0, "two channels of a thread, whole warps");
+constexpr int SQUARES_AT = SHARED_BYTES;           // [COLUMNS / 32], the last
+static_assert(CHANNELS / 2 <= THREADS && VALUE_DIM % 32 == 0, "two channels of a thread, whole warps");
 static_assert(CHANNELS + KEY_DIM <= PARTS * 2 * VALUE_DIM, "there is room");
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
@@ -25,24 +27,31 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   extern __shared__ __align__(128) char memory[];
   const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
   griddepcontrol_launch_dependents();
-  const int head = blockIdx.x % NUM_HEADS, key_head = head / GROUP;
+  const int item = blockIdx.x / SPLIT, split = blockIdx.x % SPLIT, head = item % NUM_HEADS;
+  const int key_head = head / GROUP, first = split * VALUE_DIM;  // of the head's columns
   const int part = thread * 2, keys = NUM_HEADS / GROUP * KEY_DIM;
   const int channel = part < KEY_DIM       ? key_head * KEY_DIM + part
                       : part < 2 * KEY_DIM ? keys + key_head * KEY_DIM + part - KEY_DIM
-                                           : 2 * keys + head * VALUE_DIM + part - 2 * KEY_DIM;
+                                           : 2 * keys + head * COLUMNS + first + part - 2 * KEY_DIM;
   Taps taps;
   if (part < CHANNELS) taps.load(p, channel);
-  const Row row = find_row(p, blockIdx.x);
-  char *const state = p.state + (row.slot * p.state_slot + head * p.state_head) * NUMBER;
+  const Row row = find_row(p, item);
+  char *const state = p.state + (row.slot * p.state_slot + head * p.state_head + first) * NUMBER;
   if (row.kept) {
-    if (thread == 0) bulk_prefetch(state, STATE_BYTES);
+    Held::prefetch(state, thread);
     if (part < CHANNELS) Window::prefetch(p, row, channel);
   }
+  // of a decay per row of the state: a thread has that of a row
+  const int decays = BY_KEY ? KEY_DIM : 1, mine = BY_KEY ? thread % KEY_DIM : 0;
+  const float dt_bias = load_weight<DT_BIAS_FLOAT>(p.dt_bias, head * decays + mine);
+  const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
+  float weight = 0.f;
+  if (thread < VALUE_DIM) weight = load_weight<NORM_FLOAT>(p.norm_weight, head * p.norm_head + first + thread);
   griddepcontrol_wait();
   Held held(state, row.kept, thread);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
-  const i64 out = head * p.out_head + thread;
+  const i64 out = head * p.out_head + first + thread;
   if (thread < VALUE_DIM) {
     for (int i = 0; i < end; ++i)
       if (i < row.first || i >= row.count) store_out(p.out, (row.begin + (i64)i) * p.out_token + out, 0.f);
@@ -53,24 +62,18 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   Window window;
   if (part < CHANNELS) window.load(p, row, token, channel);
   const int side = head / TOGETHER, place = head % TOGETHER;  // groups of a, b and gate
-  // of a decay per row of the state: a thread has that of a row
-  const int decays = BY_KEY ? KEY_DIM : 1, mine = BY_KEY ? thread % KEY_DIM : 0;
   const float a = load_number(p.a, token * p.a_token + side * p.a_group + place * decays + mine);
   const float b = load_number(p.b, token * p.b_token + side * p.b_group + place);
-  const float step = a + load_weight<DT_BIAS_FLOAT>(p.dt_bias, head * decays + mine);
-  const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
-  float gate = 0.f, weight = 0.f;
-  if (thread < VALUE_DIM) {
-    gate = load_number(p.gate, token * p.gate_token + side * p.gate_group + place * VALUE_DIM + thread);
-    weight = load_weight<NORM_FLOAT>(p.norm_weight, head * p.norm_head + thread);
-  }
+  float gate = 0.f;
+  if (thread < VALUE_DIM)
+    gate = load_number(p.gate, token * p.gate_token + side * p.gate_group + place * COLUMNS + first + thread);
   if (part < CHANNELS) {
     window.mix(taps, (float *)(memory + MIXED_AT) + part);
-    if (GROUP == 1 || part >= 2 * KEY_DIM) window.move_on(p);
+    if (SHARERS == 1 || part >= 2 * KEY_DIM) window.move_on(p);
   }
-  if constexpr (GROUP > 1) cluster_arrive();  // the window of the shared channels is read
-  float log_decay = -rate * softplus(step);
-  if constexpr (BOUNDED) log_decay = p.bound * sigmoid(rate * step);
+  if constexpr (SHARERS > 1) cluster_arrive();  // the window of the shared channels is read
+  float log_decay = -rate * softplus(a + dt_bias);
+  if constexpr (BOUNDED) log_decay = p.bound * sigmoid(rate * (a + dt_bias));
   if (BY_KEY && thread < KEY_DIM) ((float *)(memory + MIXED_AT))[CHANNELS + thread] = log_decay;
   const float decay = BY_KEY ? 1.f : expf(log_decay);
   const float beta = p.beta_scale * sigmoid(b);
@@ -85,9 +88,10 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
         },
         [&](int n) { return made[CHANNELS + n]; });
   float u = thread < VALUE_DIM ? made[2 * KEY_DIM + thread] : 0.f, y = 0.f;
-  if constexpr (GROUP > 1) {
+  const int rank = blockIdx.x % SHARERS;
+  if constexpr (SHARERS > 1) {
     cluster_wait();
-    if (key_head * GROUP + GROUP - 1 == head && part < 2 * KEY_DIM) window.move_on(p);
+    if (rank == SHARERS - 1 && part < 2 * KEY_DIM) window.move_on(p);
   }
   __syncthreads();  // factors are there, and what was made is read
   sum_rows(held, memory, 0, group, chunk, thread);
@@ -106,14 +110,17 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
     float squares = y * y;
 #pragma unroll
     for (int mask = 16; mask; mask /= 2) squares += __shfl_xor_sync(ALL, squares, mask);
-    if (thread % 32 == 0) ((float *)(memory + SQUARES_AT))[thread / 32] = squares;
+    float *const to = (float *)(memory + SQUARES_AT) + (first + thread) / 32;
+    if (SPLIT == 1 && thread % 32 == 0) *to = squares;
+    if (SPLIT > 1 && thread % 32 < SPLIT) st_cluster(mapa(to, rank - split + thread % 32), squares);
   }
-  __syncthreads();
+  if constexpr (SPLIT == 1) __syncthreads();
+  else meet_cluster<SHARERS>();
   if (thread < VALUE_DIM) {
     float squares = 0.f;
 #pragma unroll
-    for (int n = 0; n < VALUE_DIM / 32; ++n) squares += ((const float *)(memory + SQUARES_AT))[n];
-    y *= rsqrtf(squares / VALUE_DIM + p.eps) * weight * (SIGMOID ? sigmoid(gate) : gate * sigmoid(gate));
+    for (int n = 0; n < COLUMNS / 32; ++n) squares += ((const float *)(memory + SQUARES_AT))[n];
+    y *= rsqrtf(squares / COLUMNS + p.eps) * weight * (SIGMOID ? sigmoid(gate) : gate * sigmoid(gate));
     store_out(p.out, token * p.out_token + out, y);
   }
   update_rows(held, memory, decay, 0, group, chunk);

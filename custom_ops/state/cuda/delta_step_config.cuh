@@ -4,9 +4,10 @@
 #pragma once
 
 inline constexpr int KEY_DIM = 128;            // rows of a state
-inline constexpr int VALUE_DIM = 128;          // columns of a state
+inline constexpr int VALUE_DIM = 128;          // columns of a state that a CTA has
 inline constexpr int NUM_HEADS = 16;           // heads of values
 inline constexpr int GROUP = 2;                // of these, heads per head of keys
+inline constexpr int SPLIT = 1;                // CTAs that share a head's columns
 inline constexpr int TOGETHER = 2;             // heads that stand side by side in a, b and gate
 inline constexpr bool BY_KEY = false;          // a decay per row of the state
 inline constexpr bool BOUNDED = false;         // decays have a bound

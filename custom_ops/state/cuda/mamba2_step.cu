@@ -1,11 +1,11 @@
 // Mamba 2's single tokens on Hopper, from the projection to what the output projection, or a norm before it,
-// takes: a CTA per row and head, which asks its state into L2 ahead of its wait and has it in registers.
-// While it comes, the CTA makes its values, and key and query (B and C), by a causal convolution over its
-// channels, and the step.
+// takes: a CTA per row and head, or for few rows a SPLIT of one's columns, which asks its state into L2 ahead
+// of its wait and has it in registers. While it comes, the CTA makes its values, and key and query (B and
+// C), by a causal convolution over its channels, and the step.
 //
-// Heads of a group share key and query, and make them each for itself. There are too many for a cluster: of a
-// group's CTAs the one that comes last to a semaphore, behind its reads, moves the window of these channels
-// on. Every CTA has read it by then. The window of its values is each head's own.
+// CTAs of a group share key and query, and make them each for itself. There are too many for a cluster: the
+// one that comes last to a semaphore, behind its reads, moves the window of these channels on. Every CTA has
+// read it by then. The window of its values is each one's own.
 //
 // Nothing here waits for ever: nobody waits at the semaphore. Compiled by NVRTC for sm_90; its constants:
 // mamba2_step_config.cuh. Source: "Transformers are SSMs" (arXiv:2405.21060), listing 1.
@@ -14,7 +14,7 @@
 #include "state_decode_tile.cuh"
 #include "state_step.cuh"
 
-constexpr int CHANNELS = VALUE_DIM + 2 * KEY_DIM;  // of a head: values, key and query, side by side
+constexpr int CHANNELS = VALUE_DIM + 2 * KEY_DIM;  // of a CTA: values, key and query, side by side
 constexpr int TURNS_OF_PAIRS = (CHANNELS / 2 + THREADS - 1) / THREADS;
 constexpr int NUM_GROUPS = NUM_HEADS / GROUP;
 constexpr int MIXED_AT = SUMS_AT;         // [CHANNELS], read before there are sums
@@ -26,10 +26,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
   extern __shared__ __align__(128) char memory[];
   const int thread = threadIdx.x, chunk = thread % CHUNKS, group = thread / CHUNKS;
   griddepcontrol_launch_dependents();
-  const int head = blockIdx.x % NUM_HEADS, key_head = head / GROUP;
+  const int item = blockIdx.x / SPLIT, head = item % NUM_HEADS, key_head = head / GROUP;
+  const int first = blockIdx.x % SPLIT * VALUE_DIM;  // of the head's columns
   auto channel_of = [&](int part) {  // in x
-    if (part < VALUE_DIM) return head * VALUE_DIM + part;
-    const int key = part - VALUE_DIM, keys = NUM_HEADS * VALUE_DIM + key_head * KEY_DIM;
+    if (part < VALUE_DIM) return head * COLUMNS + first + part;
+    const int key = part - VALUE_DIM, keys = NUM_HEADS * COLUMNS + key_head * KEY_DIM;
     return keys + (key < KEY_DIM ? key : (NUM_GROUPS - 1) * KEY_DIM + key);
   };
   Taps taps[TURNS_OF_PAIRS];
@@ -38,21 +39,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     const int part = (i * THREADS + thread) * 2;
     if (part < CHANNELS) taps[i].load(p, channel_of(part));
   }
-  const Row row = find_row(p, blockIdx.x);
-  char *const state = p.state + (row.slot * p.state_slot + head * p.state_head) * NUMBER;
+  const Row row = find_row(p, item);
+  char *const state = p.state + (row.slot * p.state_slot + head * p.state_head + first) * NUMBER;
   if (row.kept) {
-    if (thread == 0) bulk_prefetch(state, STATE_BYTES);
+    Held::prefetch(state, thread);
 #pragma unroll
     for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
       const int part = (i * THREADS + thread) * 2;
       if (part < CHANNELS) Window::prefetch(p, row, channel_of(part));
     }
   }
+  const float dt_bias = load_weight<DT_BIAS_FLOAT>(p.dt_bias, head);
+  const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
+  const float skip = load_weight<SKIP_FLOAT>(p.skip_weight, head);
   griddepcontrol_wait();
   Held held(state, row.kept, thread);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.
   const int end = row.req == p.num_reqs - 1 ? p.num_tokens - row.begin : row.count;
-  const i64 out = head * p.out_head + thread;
+  const i64 out = head * p.out_head + first + thread;
   if (thread < VALUE_DIM) {
     for (int i = 0; i < end; ++i)
       if (i < row.first || i >= row.count) store_out(p.out, (row.begin + (i64)i) * p.out_token + out, 0.f);
@@ -66,18 +70,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
     const int part = (i * THREADS + thread) * 2;
     if (part < CHANNELS) windows[i].load(p, row, token, channel_of(part));
   }
-  const float dt = load_number(p.dt, token * p.dt_token + head) + load_weight<DT_BIAS_FLOAT>(p.dt_bias, head);
-  const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
-  const float skip = load_weight<SKIP_FLOAT>(p.skip_weight, head);
+  const float dt = load_number(p.dt, token * p.dt_token + head) + dt_bias;
   float gate = 0.f;
   if (GATED && thread < VALUE_DIM)
-    gate = load_number(p.gate, token * p.gate_token + head * p.gate_head + thread);
+    gate = load_number(p.gate, token * p.gate_token + head * p.gate_head + first + thread);
 #pragma unroll
   for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
     const int part = (i * THREADS + thread) * 2;
     if (part >= CHANNELS) continue;
     windows[i].mix(taps[i], (float *)(memory + MIXED_AT) + part);
-    if (GROUP == 1 || part < VALUE_DIM) windows[i].move_on(p);
+    if (SHARERS == 1 || part < VALUE_DIM) windows[i].move_on(p);
   }
   float step = softplus(dt);  // comparisons: NaN stays NaN
   step = step < p.min_step ? p.min_step : step;
@@ -93,16 +95,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS)
           q[0] = made[VALUE_DIM + KEY_DIM + n], q[1] = made[VALUE_DIM + KEY_DIM + n + 1];
         },
         [](int) { return 0.f; });
-  if (GROUP > 1 && thread == THREADS - 1) {
+  if (SHARERS > 1 && thread == THREADS - 1) {
     int *semaphore = p.semaphore + row.req * NUM_GROUPS + key_head;
-    const bool is_last = count_arrival(semaphore) == GROUP - 1;
+    const bool is_last = count_arrival(semaphore) == SHARERS - 1;
     if (is_last) *semaphore = 0;
     *(int *)(memory + IS_LAST_AT) = is_last;
   }
   const float value = thread < VALUE_DIM ? made[thread] : 0.f, u = step * value;
   if (thread < VALUE_DIM) ((float *)(memory + UPDATE_AT))[thread] = u;
   __syncthreads();  // factors are there, and what was made is read
-  if (GROUP > 1 && *(const int *)(memory + IS_LAST_AT)) {
+  if (SHARERS > 1 && *(const int *)(memory + IS_LAST_AT)) {
 #pragma unroll
     for (int i = 0; i < TURNS_OF_PAIRS; ++i) {
       const int part = (i * THREADS + thread) * 2;

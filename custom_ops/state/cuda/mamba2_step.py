@@ -18,7 +18,7 @@ from torchpaged.custom_ops.state.call import Mamba2StepCall
 from torchpaged.custom_ops.state.check_steps import check_mamba2_step
 from torchpaged.custom_ops.state.cuda import decode
 from torchpaged.custom_ops.state.cuda.linear_attention import linear_attention
-from torchpaged.custom_ops.state.cuda.whole_step import no_pairs, params_of
+from torchpaged.custom_ops.state.cuda.whole_step import SPLIT, no_pairs, params_of, split_of
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
 
@@ -28,6 +28,7 @@ MAMBA2_STEP = Table(
     "Granite 4.0 H 1B, states of float32",
     (
         *decode.HEADS,
+        SPLIT,
         Constant("WIDTH", "int", "of the convolution"),
         Constant("HALF", "bool", "numbers are float16, else bfloat16"),
         Constant("STATE_FLOAT", "bool", "states are float32, else of x's dtype"),
@@ -62,6 +63,7 @@ class Mamba2StepSpec(NamedTuple):
     value_dim: int
     num_heads: int
     group: int
+    split: int
     width: int
     half: bool
     state_float: bool
@@ -80,11 +82,13 @@ class Mamba2StepSpec(NamedTuple):
         a_log, dt_bias, skip = (
             x.dtype == torch.float32 for x in (call.a_log, call.dt_bias, call.skip_weight)
         )
+        split = split_of(call)
         return cls(
             key_dim,
-            value_dim,
+            value_dim // split,
             num_heads,
             num_heads // call.num_groups,
+            split,
             call.weight.shape[1],
             call.x.dtype == torch.float16,
             call.state.dtype == torch.float32,
@@ -161,7 +165,7 @@ def launch(call: Mamba2StepCall, spec: Mamba2StepSpec) -> None:
         max_step=inf if call.max_step is None else call.max_step,
         **params_of(call),
     )
-    grid = num_reqs * spec.num_heads
+    grid = num_reqs * spec.num_heads * spec.split
     _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))
 
 

@@ -4,9 +4,10 @@
 #pragma once
 
 inline constexpr int KEY_DIM = 128;            // rows of a state
-inline constexpr int VALUE_DIM = 64;           // columns of a state
+inline constexpr int VALUE_DIM = 64;           // columns of a state that a CTA has
 inline constexpr int NUM_HEADS = 48;           // heads of values
 inline constexpr int GROUP = 48;               // of these, heads per head of keys
+inline constexpr int SPLIT = 1;                // CTAs that share a head's columns
 inline constexpr int WIDTH = 4;                // of the convolution
 inline constexpr bool HALF = false;            // numbers are float16, else bfloat16
 inline constexpr bool STATE_FLOAT = true;      // states are float32, else of x's dtype

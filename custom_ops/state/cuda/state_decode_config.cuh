@@ -4,7 +4,7 @@
 #pragma once
 
 inline constexpr int KEY_DIM = 128;            // rows of a state
-inline constexpr int VALUE_DIM = 128;          // columns of a state
+inline constexpr int VALUE_DIM = 128;          // columns of a state that a CTA has
 inline constexpr int NUM_HEADS = 16;           // heads of values
 inline constexpr int GROUP = 2;                // of these, heads per head of keys
 inline constexpr bool HALF = false;            // q, k and v are float16, else bfloat16

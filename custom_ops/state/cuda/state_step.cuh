@@ -2,6 +2,10 @@
 // Behind `Params` and state_decode_tile.cuh.
 #pragma once
 
+constexpr int COLUMNS = SPLIT * VALUE_DIM;         // of a head, whose SPLIT CTAs have VALUE_DIM each
+constexpr int HEAD_ROW_BYTES = SPLIT * ROW_BYTES;  // of its state
+constexpr int SHARERS = GROUP * SPLIT;             // CTAs that make the same query and key
+
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 __device__ __forceinline__ float rounded(float x) { return to_float<HALF>((u16)pack<HALF>(x, 0.f)); }
 template <bool FLOAT> __device__ __forceinline__ float load_weight(const char *from, i64 at) {
@@ -63,15 +67,23 @@ struct Held {
   char *from;
   uint4 rows[ROWS];
 
-  __device__ __forceinline__ Held(char *state, bool kept, int thread) : from(state + thread * 16) {
+  __device__ __forceinline__ static void prefetch(const char *state, int thread) {
+    if constexpr (SPLIT == 1) {
+      if (thread == 0) bulk_prefetch(state, STATE_BYTES);
+    } else {
+      for (int row = thread; row < KEY_DIM; row += THREADS) prefetch_l2(state + row * HEAD_ROW_BYTES);
+    }
+  }
+  __device__ __forceinline__ Held(char *state, bool kept, int thread)
+      : from(state + thread / CHUNKS * HEAD_ROW_BYTES + thread % CHUNKS * 16) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
-      rows[i] = kept ? load_l2((const uint4 *)(from + i * GROUPS * ROW_BYTES)) : uint4{0, 0, 0, 0};
+      rows[i] = kept ? load_l2((const uint4 *)(from + i * GROUPS * HEAD_ROW_BYTES)) : uint4{0, 0, 0, 0};
   }
   __device__ __forceinline__ void load(int i, float (&x)[VEC]) const { unpack(rows[i], x); }
   __device__ __forceinline__ void store(int i, const float (&x)[VEC]) { rows[i] = packed(x); }
   __device__ __forceinline__ void put_back() const {
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) *(uint4 *)(from + i * GROUPS * ROW_BYTES) = rows[i];
+    for (int i = 0; i < ROWS; ++i) *(uint4 *)(from + i * GROUPS * HEAD_ROW_BYTES) = rows[i];
   }
 };

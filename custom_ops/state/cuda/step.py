@@ -15,11 +15,11 @@ from torchpaged.custom_ops.cuda.loaded_kernel import Kernel, address
 from torchpaged.custom_ops.cuda.routes import not_hopper
 from torchpaged.custom_ops.state.call import NORM_EPS, DeltaStepCall
 from torchpaged.custom_ops.state.cuda import decode
-from torchpaged.custom_ops.state.cuda.whole_step import no_pairs, params_of
+from torchpaged.custom_ops.state.cuda.whole_step import SPLIT, no_pairs, params_of, split_of
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int
-#: Sizes of a head's keys and values, and heads that share a key: of a cluster of CTAs.
-KEY_DIMS, VALUE_DIMS, MAX_GROUP = (64, 128), (64, 128), 8
+#: Sizes of a head's keys and values, and CTAs of a cluster, so heads that share a key.
+KEY_DIMS, VALUE_DIMS, MAX_CLUSTER = (64, 128), (64, 128), 8
 
 DELTA_STEP = Table(
     "delta_step_config.cuh",
@@ -27,6 +27,7 @@ DELTA_STEP = Table(
     "a shard of two of Qwen3-Next's, states of float32",
     (
         *decode.HEADS,
+        SPLIT,
         Constant("TOGETHER", "int", "heads that stand side by side in a, b and gate"),
         Constant("BY_KEY", "bool", "a decay per row of the state"),
         Constant("BOUNDED", "bool", "decays have a bound"),
@@ -65,6 +66,7 @@ class StepSpec(NamedTuple):
     value_dim: int
     num_heads: int
     group: int
+    split: int
     together: int
     by_key: bool
     bounded: bool
@@ -85,11 +87,14 @@ class StepSpec(NamedTuple):
         a_log, dt_bias, norm_weight = (
             x.dtype == torch.float32 for x in (call.a_log, call.dt_bias, call.norm_weight)
         )
+        group = num_heads // call.num_key_heads
+        split = split_of(call, MAX_CLUSTER // group)
         return cls(
             key_dim,
-            value_dim,
+            value_dim // split,
             num_heads,
-            num_heads // call.num_key_heads,
+            group,
+            split,
             call.b.shape[2],
             call.by_key,
             call.bound is not None,
@@ -110,7 +115,7 @@ class StepSpec(NamedTuple):
     def shared_bytes(self) -> int:
         """Dynamic shared memory, as delta_step.cu counts it."""
         sizes = (self.key_dim, self.value_dim, self.threads, self.state_float, self.by_key)
-        return decode.shared_bytes(*sizes, turns=1, held=True) + self.value_dim // 32 * 4
+        return decode.shared_bytes(*sizes, turns=1, held=True) + self.value_dim * self.split // 32 * 4
 
 
 def why_not(call: DeltaStepCall, capability: tuple[int, int]) -> str | None:
@@ -124,7 +129,7 @@ def why_not(call: DeltaStepCall, capability: tuple[int, int]) -> str | None:
         return f"{x.dtype}, not bfloat16 or float16"
     if state.shape[2] not in KEY_DIMS or state.shape[3] not in VALUE_DIMS:
         return f"states of {state.shape[2]} x {state.shape[3]}"
-    if group > MAX_GROUP:
+    if group > MAX_CLUSTER:
         return f"{group} heads that share a key"
     if call.a.shape[1] != call.gate.shape[1]:
         return f"{call.a.shape[1]} groups of a, {call.gate.shape[1]} of gate"
@@ -151,7 +156,7 @@ def launch(call: DeltaStepCall, spec: StepSpec) -> None:
         key_eps=NORM_EPS,
         **params_of(call),
     )
-    grid = call.state_slots.shape[0] * spec.num_heads
+    grid = call.state_slots.shape[0] * spec.num_heads * spec.split
     _specialised(index, spec).launch(grid, spec.threads, params, early=gpu.launches_early(index))
 
 

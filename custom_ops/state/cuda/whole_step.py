@@ -1,7 +1,27 @@
 """What the launches of whole steps, ``delta_step.cu`` and ``mamba2_step.cu``, share: arguments of the batch,
 of the convolution and of the states, and what is asked of their addresses."""
 
+from torchpaged.custom_ops.cuda.config import Constant
 from torchpaged.custom_ops.state.call import DeltaStepCall, Mamba2StepCall
+
+SPLIT = Constant("SPLIT", "int", "CTAs that share a head's columns")
+#: CTAs up to which a head's columns are shared out: two for each multiprocessor.
+MAX_SPLIT_CTAS, MAX_SPLIT, LEAST_COLUMNS = 264, 4, 32
+
+
+def split_of(call: DeltaStepCall | Mamba2StepCall, most: int = MAX_SPLIT) -> int:
+    """CTAs that share a head's columns, ``most`` at most: more than one where few rows would leave
+    multiprocessors idle, since each reads and writes its part of a state at its own rate."""
+    rows, (num_heads, key_dim, columns) = call.state_slots.shape[0], call.state.shape[1:]
+    split = 1
+    while (
+        split * 2 <= min(most, MAX_SPLIT)
+        and rows * num_heads * split * 2 <= MAX_SPLIT_CTAS
+        and columns // split >= 2 * LEAST_COLUMNS
+        and 3 * key_dim * split * 2 <= 15 * columns  # there is room for what is made beside the state
+    ):
+        split *= 2
+    return split
 
 
 def params_of(call: DeltaStepCall | Mamba2StepCall) -> dict[str, int]:

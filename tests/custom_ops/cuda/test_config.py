@@ -64,10 +64,10 @@ def examples() -> dict[str, Config]:
         "delta_chunks_config.cuh": ChunkSpec(128, 8, 2, 16, 1).config(),
         "delta_pass_config.cuh": PassSpec(128, 16, 2, 2, 16, True).config(),
         "delta_step_config.cuh": StepSpec(
-            128, 128, 16, 2, 2, False, False, False, 4, False, True, False, False, False
+            128, 128, 16, 2, 1, 2, False, False, False, 4, False, True, False, False, False
         ).config(),
         "mamba2_step_config.cuh": Mamba2StepSpec(
-            128, 64, 48, 48, 4, False, True, False, False, False, True
+            128, 64, 48, 48, 1, 4, False, True, False, False, False, True
         ).config(),
         "norm_config.cuh": linear_shape.norm_config(torch.bfloat16, torch.bfloat16, 4096, True),
     }

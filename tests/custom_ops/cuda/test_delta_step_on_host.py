@@ -35,7 +35,7 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BackendOps:
         step.launch(call, StepSpec.of(call))
 
     kernel = "delta_step.cu", "delta_step", "state_on_host.h", ("bulk.cuh",)
-    launched_on_host(monkeypatch, step, folder, kernel, cluster=lambda spec: spec.group)
+    launched_on_host(monkeypatch, step, folder, kernel, cluster=lambda spec: spec.group * spec.split)
     return BACKEND_OPS["reference"]._replace(delta_step=run)
 
 
@@ -58,7 +58,7 @@ def test_no_spills_and_shared_memory_is_what_the_sources_say(
 ) -> None:
     inputs = make_delta_step_inputs(STATE_BATCHES["decode"], **{"dtype": BF16, **CASES[name]})
     spec, text = StepSpec.of(DeltaStepCall(**inputs)), jit.sources()["delta_step.cu"]
-    said = f'static_assert(SQUARES_AT + VALUE_DIM / 32 * 4 == {spec.shared_bytes}, "");\n'
+    said = f'static_assert(SQUARES_AT + COLUMNS / 32 * 4 == {spec.shared_bytes}, "");\n'
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(jit.sources(), "delta_step.cu", text + said)
         _, report = compiled(tmp_path, "delta_step.cu", spec.config())

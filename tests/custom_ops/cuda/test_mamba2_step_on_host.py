@@ -60,7 +60,7 @@ def test_a_window_that_moves_before_all_have_read_it_is_noticed(
     ops = on_host(tmp_path / "right", monkeypatch, together=False)
     assert_mamba2_step_close(ops, BACKEND_OPS["reference"], clone(inputs))
     source = jit.sources()["mamba2_step.cu"]
-    early = source.replace("count_arrival(semaphore) == GROUP - 1", "count_arrival(semaphore) == 0")
+    early = source.replace("count_arrival(semaphore) == SHARERS - 1", "count_arrival(semaphore) == 0")
     assert early != source
     monkeypatch.setitem(jit.sources(), "mamba2_step.cu", early)
     ops = on_host(tmp_path / "wrong", monkeypatch, together=False)

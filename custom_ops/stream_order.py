@@ -56,6 +56,7 @@ TRIGGERS = ("start", "wait", "issued", "never")
 
 LENGTHS = ("seq_lens", "query_start_loc")
 ROWS = (*LENGTHS, "state_slots")
+MIXER = ("weight", "bias", "a_log", "dt_bias")
 METADATA = (*LENGTHS, "block_table")
 CONTEXT = "context KV"  # keys and values at positions below seq_len - query_len
 QUERY_TOKENS = "query tokens' KV"
@@ -70,6 +71,7 @@ RESULTS = ("counters", "remaining", "seen", "tokens_out", "ring", "launches")
 GROUPS = {
     "metadata": METADATA,
     "rows": ROWS,
+    "mixer": MIXER,
     "parameters": ROW,
     "inputs": INPUTS,
     "results": RESULTS,
@@ -295,7 +297,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             True,
             ("conv_state", "state", "out"),
             "start",
-            ("weight", "bias", "a_log", "dt_bias", "norm_weight", *ROWS),
+            (*MIXER, "norm_weight", *ROWS),
             case="cuda, on Hopper",
         ),
     ),
@@ -305,7 +307,7 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
             True,
             ("conv_state", "state", "out"),
             "start",
-            ("weight", "bias", "a_log", "dt_bias", "skip_weight", *ROWS),
+            (*MIXER, "skip_weight", *ROWS),
             case="cuda, on Hopper",
         ),
         Launch("mamba2_step.py:skip_and_gate_kernel", True, ("out",), "wait", case="its last part elsewhere"),

@@ -420,13 +420,13 @@ STREAM_ORDER: dict[str, tuple[Launch, ...]] = {
     "act_and_mul": (Launch("act_and_mul.py:act_and_mul_kernel", False, ("out",), waits="launch"),),
     "gate_heads": (Launch("gate_heads.py:gate_heads_kernel", True, ("out",), "start"),),
     "linear": (
-        Launch("linear.cu:linear", True, ("out",), "start", ("weight",), case="1 to 8 tokens"),
+        Launch("linear.cu:linear", True, ("out",), "start", ("weight", "norm_weight"), case="1 to 8 tokens"),
         Launch(
             "linear.cu:linear",
             True,
             ("out",),
             "wait",
-            ("weight",),
+            ("weight", "norm_weight"),
             case="9 to 16 tokens; to 64 where there is no wgmma",
             why="at its start three kernels were in each other's way",
         ),

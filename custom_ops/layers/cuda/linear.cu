@@ -5,8 +5,9 @@
 // k go round the groups of warps, each with a ring of STAGES chunks of its own (cp.async), so that no barrier
 // of the whole CTA stands in the loop. The parts meet once, in (distributed) shared memory, in a fixed order.
 //
-// Weights are constants of a step (stream_order.py): the ring is filled before griddepcontrol.wait; only x
-// and the residual wait for the kernels before. So a chain of these kernels hardly stops reading weights.
+// Weights are constants of a step (stream_order.py): the ring is filled before griddepcontrol.wait, and the
+// norm's weight is there for its first round; only x and the residual wait for the kernels before. So a chain
+// of these kernels hardly stops reading weights.
 //
 // RMSNorm: x is scaled by the norm's weight between shared memory and the tensor cores, whose products of x
 // with itself give the sums of squares (on the diagonal); 1 / rms is one factor per token, applied to the
@@ -100,12 +101,23 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
     // one by one: a flood of them would hold up the x of the kernel that still runs
     if (PDL && s < STAGES - 1) cp_async_wait<0>();
   }
+  if constexpr (NORM) {
+    uint4 early[STAGES];
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s) {
+      early[s] = make_uint4(0, 0, 0, 0);
+      if (s < count && member < 8 && in_k(s))
+        early[s] = load_l2((const uint4 *)(p.norm_weight + ((first + s * K_WARPS) * 64 + member * 8) * 2));
+    }
+#pragma unroll
+    for (int s = 0; s < STAGES; ++s)
+      if (member < 8) *(uint4 *)(x_ring + s * X_STAGE_BYTES + X_ROWS * LINE + member * 16) = early[s];
+  }
   if constexpr (PDL) griddepcontrol_wait();
   if constexpr (PDL && !LAUNCH_FIRST) griddepcontrol_launch_dependents();
   Addends addends;
   {  // not by cp.async: its groups complete in order, and these would wait for all weights on their way
     uint4 early[STAGES][X_COPIES];
-    [[maybe_unused]] uint4 early_norm[STAGES];
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
 #pragma unroll
@@ -114,16 +126,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
         if (s < count && m * STEP + copy_row < p.tokens && in_k(s))
           early[s][m] = load_l2((const uint4 *)(x + s * (K_WARPS * LINE) + (i64)m * STEP * p.x_token * 2));
       }
-    if constexpr (NORM) {
-#pragma unroll
-      for (int s = 0; s < STAGES; ++s) {
-        early_norm[s] = make_uint4(0, 0, 0, 0);
-        if (s < count && member < 8 && in_k(s)) {
-          const char *from = p.norm_weight + ((first + s * K_WARPS) * 64 + member * 8) * 2;
-          early_norm[s] = load_l2((const uint4 *)from);
-        }
-      }
-    }
     if constexpr (ADDENDS_FIRST) addends.load(p, tile, rank, 0);
 #pragma unroll
     for (int s = 0; s < STAGES; ++s)
@@ -131,11 +133,6 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, CTAS_PER_SM)
       for (int m = 0; m < X_COPIES; ++m)
         if (m * STEP + copy_row < X_ROWS)
           *(uint4 *)(x_ring + s * X_STAGE_BYTES + place_of(m)) = early[s][m];
-    if constexpr (NORM) {
-#pragma unroll
-      for (int s = 0; s < STAGES; ++s)
-        if (member < 8) *(uint4 *)(x_ring + s * X_STAGE_BYTES + X_ROWS * LINE + member * 16) = early_norm[s];
-    }
   }
 
   // The warps of a group: all go through the same `count` chunks and meet twice in each, at a barrier of the

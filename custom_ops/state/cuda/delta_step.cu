@@ -46,7 +46,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, MIN_CTAS)
   const float dt_bias = load_weight<DT_BIAS_FLOAT>(p.dt_bias, head * decays + mine);
   const float rate = expf(load_weight<A_LOG_FLOAT>(p.a_log, head));
   float weight = 0.f;
-  if (thread < VALUE_DIM) weight = load_weight<NORM_FLOAT>(p.norm_weight, head * p.norm_head + first + thread);
+  if (thread < VALUE_DIM)
+    weight = load_weight<NORM_FLOAT>(p.norm_weight, head * p.norm_head + first + thread);
   griddepcontrol_wait();
   Held held(state, row.kept, thread);
   // Zeros for tokens without a state, and for those behind the last row, which its CTAs have.

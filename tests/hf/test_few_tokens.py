@@ -105,6 +105,12 @@ def test_they_come_and_go() -> None:
     unfuse(model)
     detach(model)
     assert not any("forward" in vars(module) for module in linears)
+    attach(model)
+    assert fuse(model).replaced["lm_head"] == ["lm_head"]
+    detach(model)
+    assert torch.equal(model.generate(ids, **call), want)
+    unfuse(model)
+    assert not any("forward" in vars(module) for module in linears)
     with Generator(model, max_batch_size=1, max_seq_len=16) as engine:
         params = SamplingParams(max_new_tokens=5, ignore_eos=True)
         assert all(map(takes_few_tokens, linears))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchpaged.custom_ops.checks import refuse_grad
 from torchpaged.custom_ops.errors import TorchpagedError
+from torchpaged.few_tokens import takes_few_tokens
 from torchpaged.fuse.architectures import Architecture
 from torchpaged.fuse.families import ARCHITECTURES
 from torchpaged.fuse.fusible import norm_of
@@ -243,9 +244,8 @@ def _why_no_embedding(base: Any) -> str | None:
 def _why_occupied(what: str, *modules: Any) -> str | None:
     if any(hooks_of(module) for module in modules):
         return f"{what} has forward hooks"
-    return (
-        f"{what} has a forward of its own" if any("forward" in vars(module) for module in modules) else None
-    )
+    own = (module for module in modules if "forward" in vars(module) and not takes_few_tokens(module))
+    return f"{what} has a forward of its own" if any(own) else None
 
 
 def end_forwards(

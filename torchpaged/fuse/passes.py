@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from torchpaged.custom_ops.checks import switch
 from torchpaged.custom_ops.errors import ArgumentError, NotCopyableError, UnsupportedModelError
+from torchpaged.few_tokens import takes_few_tokens
 from torchpaged.fuse.attention_layers import AttentionPlan
 from torchpaged.fuse.ends import Ends, end_forwards
 from torchpaged.fuse.families import ARCHITECTURES, WITHIN
@@ -32,6 +33,7 @@ from torchpaged.fuse.report import FusionReport, count_launches
 from torchpaged.fuse.rope_table import lazy_forward
 from torchpaged.fuse.rotations import Rotations
 from torchpaged.fuse.state_layers import STATE_PLANS
+from torchpaged.hf.attached import drop
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.model_classes import unwrapped
 from torchpaged.hf.packed_mixers import pack_mixer
@@ -70,6 +72,8 @@ class _Fusion:
 
     def give(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of one instance; functions become methods."""
+        if name == "forward" and takes_few_tokens(module):
+            drop(module, name)
         setattr(
             module, name, types.MethodType(value, module) if isinstance(value, types.FunctionType) else value
         )

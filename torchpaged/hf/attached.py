@@ -154,6 +154,15 @@ def forget_before(module: Any, name: str) -> None:
         kept.before = None
 
 
+def drop(module: Any, name: str) -> None:
+    """Take one of ours out for good: what comes in its place stays when the model is detached."""
+    vars(module).pop(name, None)
+    replaced: dict[str, Replaced] = getattr(module, MARK, {})
+    replaced.pop(name, None)
+    if not replaced:
+        vars(module).pop(MARK, None)
+
+
 def take_out(model: PreTrainedModel) -> None:
     """Take the functions out again; what was on the instance before them comes back."""
     _GIVEN.pop(id(model.config.get_text_config(decoder=True)), None)

@@ -1,9 +1,8 @@
 """A batch of requests as tensors: `AttentionMetadata`, the table of its fields, and the slot arithmetic.
 
 fields.py    every tensor of a batch: name, dtype, axes, padding
-slots.py     where the token at a position lies, on the host and on the device
 checks.py    what a batch of host lists must keep to
-host.py      host numbers on their way to the device
+host.py      host numbers on their way to the device; where the token at a position lies
 tree.py      trees of draft tokens as words of bits
 batch.py     `AttentionMetadata`, of all these; `HostLengths`: its lengths where the host knows them
 encoder.py   batches of encoders, and of cross attention

@@ -190,9 +190,7 @@ def attend(call: LatentCall, num_sms: int) -> None:
     early = gpu.launches_early(index)
     if parts:
         few, merge = _specialised_few(index, spec)
-        # one of the merge has room beside each of these: on multiprocessors without one it would be several
-        crowded = num_sms - items * parts < items * MERGE_SHARES
-        few.launch(num_sms if crowded else items * parts, THREADS, params, early=early)
+        few.launch(items * parts, THREADS, params, early=early)
         merge.launch(items * MERGE_SHARES, spec.rank // 4, params, early=early)
     else:
         _specialised(index, spec).launch(items * spec.cluster, THREADS, params, early=early)

@@ -229,10 +229,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) attend_few(const __grid
             part = blockIdx.x % parts, item = blockIdx.x / parts, head_tile = item % p.head_tiles,
             token = item / p.head_tiles, mine = part * PART_KEYS + warp * 16 + lane % 16;
   griddepcontrol_launch_dependents();
-  if (item >= p.num_items) {  // holds a multiprocessor that CTAs of the merge would crowd
-    griddepcontrol_wait();
-    return;
-  }
   const int *const index = p.indices + token * p.indices_row + mine;
   if (lane == 0 && mine < p.top_k) prefetch_l2((const char *)index);
   const Token t = find_token(p, token, lane);

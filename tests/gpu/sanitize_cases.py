@@ -6,8 +6,7 @@ Run with PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an allocation
 it is seen. With ``every-lane`` behind the backend's name all lanes of the CUDA prefill kernel arrive at its
 barriers. As it is launched otherwise, one lane arrives for its warp, behind what all lanes have read (their
 values went through a shuffle) or written (behind ``__syncwarp`` or a barrier of the warpgroup); racecheck
-follows each lane for itself and takes the others' reads and writes for races. Latent attention is launched
-for up to 32 query rows then: what racecheck finds where they are more says docs/log/latent_pairs.md.
+follows each lane for itself and takes the others' reads and writes for races.
 """
 
 import functools
@@ -69,9 +68,9 @@ def main(backend: str) -> None:
     print(f"{backend}: done")
 
 
-def latent(max_rows: int) -> None:
-    """Backend cuda: 8 to ``max_rows`` query rows, over rows of fp8 up to 32, whole requests, cut ones and
-    ones without keys."""
+def latent() -> None:
+    """Backend cuda: 8 to 128 query rows, over rows of fp8 up to 32, whole requests, cut ones and ones without
+    keys."""
     specs = [
         BatchSpec("cut", (900, 65, 0, 1), (1,) * 4, padded_tokens=1, padded_reqs=1),
         BatchSpec("one length", (130,) * 5, (1,) * 5),
@@ -88,7 +87,7 @@ def latent(max_rows: int) -> None:
         ),
         specs,
     ):
-        if num_heads * max(spec.query_lens) <= max_rows:
+        if num_heads * max(spec.query_lens) <= 128:
             options = {"rank": 512, "rope": 64, "dtype": dtype, "device": "cuda", "block_size": 32}
             batch = make_latent_batch(spec, num_heads=num_heads, **options)
             run_mla_attention(BACKEND_OPS["cuda"], batch)
@@ -127,13 +126,9 @@ def sparse() -> None:
 
 
 if __name__ == "__main__":
-    every_lane = "every-lane" in sys.argv[2:]
-    if sys.argv[1] == "latent":
-        latent(32 if every_lane else 128)
+    if sys.argv[1] in ("latent", "sparse"):
+        {"latent": latent, "sparse": sparse}[sys.argv[1]]()
         sys.exit()
-    if sys.argv[1] == "sparse":
-        sparse()
-        sys.exit()
-    if every_lane:
+    if "every-lane" in sys.argv[2:]:
         prefill.prefill = functools.partial(prefill.prefill, debug=Debug(every_lane=True))
     main(sys.argv[1])

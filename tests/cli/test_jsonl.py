@@ -182,12 +182,29 @@ def test_stdin_that_is_closed(folder: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_output_that_cannot_be_written(folder: str, tmp_path: Path) -> None:
-    """Said before a model is loaded. A pipe, such as /dev/stdout may be, would be read without an end."""
-    for output in (tmp_path / "none" / "out.jsonl", tmp_path, os.devnull):
+    """Said before a model is loaded."""
+    for output in (tmp_path / "none" / "out.jsonl", tmp_path):
         done = generate(folder, "--input", "-", "--output", str(output), stdin='{"prompt": "hello"}')
         assert done.returncode == 2
         assert "--output: expected a file" in done.stderr
         assert "model:" not in done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_an_output_that_is_no_file_is_written_to_and_never_read(folder: str, tmp_path: Path) -> None:
+    """Several runs at once may throw theirs away; a pipe has no end as long as this command holds it."""
+    from torchpaged.cli.jsonl import sole_writer
+
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with sole_writer(os.devnull):
+        for output in (os.devnull, str(pipe)):
+            done = generate(folder, "--input", "-", "--output", output, stdin='{"prompt": "hello"}')
+            assert done.returncode == 0, done.stderr
+    written = os.read(reader, 1 << 16)
+    os.close(reader)
+    assert json.loads(written)["prompt"] == "hello"
 
 
 @pytest.mark.parametrize(

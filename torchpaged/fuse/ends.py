@@ -69,9 +69,9 @@ class Ends:
         keep, self._keep = self._keep, None
         return keep
 
-    def run(self, owner: PagedOwner, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
-        """``forward()`` as the paged forward of ``owner``, of which the logits of ``keep`` are wanted; None:
-        all."""
+    def run(self, owner: PagedOwner | None, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
+        """``forward()`` as the paged forward of ``owner``, None: as no paged one; the logits of ``keep`` are
+        wanted, None: all."""
         if torch.compiler.is_compiling():
             return self._run(owner, keep, forward)
         if not self._lock.acquire(blocking=False):
@@ -101,7 +101,7 @@ class Ends:
         finally:
             del _waiting[me]
 
-    def _run(self, owner: PagedOwner, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
+    def _run(self, owner: PagedOwner | None, keep: Tensor | None, forward: Callable[[], Any]) -> Any:
         self._owner, self._keep = owner, keep
         try:
             return forward()
@@ -172,7 +172,11 @@ def _model_forward(model: Any) -> Any:
         plain = args or wants or fusion is None or fusion.ends is not ends
         owner = None if plain else paged_owner(cache_of(kwargs))
         if owner is None:
-            return type(self).forward(self, *args, **kwargs)
+            if ends.owner is None:
+                return type(self).forward(self, *args, **kwargs)
+            return ends.run(
+                None, None, lambda: type(self).forward(self, *args, **kwargs)
+            )  # inside a paged one
         ends.require_unchanged()
         if ends.norm is not None and torch.is_grad_enabled():  # the op of both would drop their gradients
             for name, module in (("the final norm", ends.norm), ("lm_head", self.lm_head)):

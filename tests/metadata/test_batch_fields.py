@@ -68,7 +68,7 @@ def test_padding_is_what_the_table_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "start, end", [(0, 0), (0, 1), (3, 4), (3, 9), (4, 8), (5, 6), (-3, 2), (-2, 0), (0, 12)]
+    "start, end", [(0, 0), (0, 1), (3, 4), (3, 9), (4, 8), (5, 6), (-3, 2), (-2, 0), (0, 12), (-70, 10)]
 )
 def test_slots_are_the_same_on_the_host_and_on_the_device(start: int, end: int) -> None:
     blocks = [6, 2, 9]

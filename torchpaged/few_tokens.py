@@ -21,8 +21,8 @@ MIN_NUMBERS = 1 << 18
 DTYPES = (torch.float32, torch.float16)
 
 
-def _forward(self: Any, input: Tensor) -> Tensor:
-    """Of an ``nn.Linear``."""
+def forward(self: Any, input: Tensor) -> Tensor:
+    """Of an ``nn.Linear``. A pickle of it, by this name, is its class's."""
     weight: Tensor = self.weight
     if (
         torch.compiler.is_compiling()
@@ -33,6 +33,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:
         or input.device.type != "cpu"
         or input.dtype != weight.dtype
         or weight.dtype not in DTYPES
+        or not weight.is_contiguous()
         or input.numel() > MAX_TOKENS * weight.shape[1]
     ):
         return F.linear(input, weight, self.bias)
@@ -48,9 +49,10 @@ def of_few_tokens(module: nn.Module) -> tuple[str, Any] | None:
         return None
     weight = module.weight
     large = weight.dtype in DTYPES and weight.numel() >= MIN_NUMBERS
-    return ("forward", _forward) if large and weight.device.type == "cpu" and weight.is_contiguous() else None
+    return ("forward", forward) if large and weight.device.type == "cpu" and weight.is_contiguous() else None
 
 
 def takes_few_tokens(module: nn.Module) -> bool:
-    """Whether a module runs that forward, which is its class's but for the order of sums."""
-    return getattr(vars(module).get("forward"), "__func__", None) is _forward
+    """Whether a module runs that forward, which is its class's but for the order of sums; or, from a pickle,
+    its class's."""
+    return getattr(vars(module).get("forward"), "__func__", None) in (forward, nn.Linear.forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -71,6 +72,9 @@ def test_what_else_is_torchs_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(compiled(tokens(2)), F.linear(tokens(2), module.weight, module.bias))
         with pytest.raises(RuntimeError, match="dtype"):
             module(tokens(2).double())
+        other = given()
+        other.weight.data = other.weight.data.t().contiguous().t()
+        assert torch.equal(other(tokens(2)), F.linear(tokens(2), other.weight, other.bias))
     module(tokens(2)).sum().backward()
     assert module.weight.grad is not None
     with torch.no_grad():
@@ -112,6 +116,10 @@ def test_they_come_and_go() -> None:
     unfuse(model)
     assert not any("forward" in vars(module) for module in linears)
     with Generator(model, max_batch_size=1, max_seq_len=16) as engine:
+        loaded = pickle.loads(pickle.dumps(model))
+        assert fuse(loaded).replaced["lm_head"] == ["lm_head"]
+        unfuse(loaded)
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
         params = SamplingParams(max_new_tokens=5, ignore_eos=True)
         assert all(map(takes_few_tokens, linears))
         assert engine.generate(ids.tolist(), params)[0].token_ids == want[0, 4:].tolist()

@@ -102,6 +102,10 @@ def test_they_come_and_go() -> None:
     attach(model)
     assert all(map(takes_few_tokens, linears))
     assert torch.equal(model.generate(ids, **call, past_key_values=PagedCache(model.config, 1, 16)), want)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded.generate(ids, **call, past_key_values=PagedCache(loaded.config, 1, 16)), want)
+    detach(loaded)
+    assert not any("forward" in vars(module) for module in loaded.modules())
     twin = copy.deepcopy(model)
     assert twin.lm_head.forward.__self__ is twin.lm_head
     fuse(model)

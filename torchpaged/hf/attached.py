@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from torchpaged import few_tokens
 from torchpaged.custom_ops.errors import NotCopyableError
 from torchpaged.hf.cache_argument import cache_of
 from torchpaged.hf.families import ATTENTION, MODULES, Function, Functions, family_of
@@ -32,20 +33,24 @@ class Replaced:
 
     Args:
         before: what the instance had there; None: its class's.
+        by: the function.
     """
 
-    def __init__(self, before: Any) -> None:
-        self.before = before
+    def __init__(self, before: Any, by: Any) -> None:
+        self.before, self.by = before, by
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Replaced":
-        return Replaced(copy.deepcopy(self.before, memo))
+        return Replaced(copy.deepcopy(self.before, memo), self.by)
 
     def __reduce__(self) -> Any:
-        """Refuse: what is unpickled looks functions up by their names, and would find the class's.
+        """Refuse: what is unpickled looks functions up by their names, and would find the class's, which
+        does for products of few tokens alone.
 
         Raises:
-            NotCopyableError: always.
+            NotCopyableError: of any other.
         """
+        if self.by is few_tokens.forward:
+            return Replaced, (None, self.by)
         raise NotCopyableError(
             "an attached model whose modules have functions of torchpaged's can't be pickled: call "
             "torchpaged.hf.detach(model) before, and attach what is loaded; copy.deepcopy and "
@@ -140,7 +145,7 @@ def put_in(functions: Mapping[Any, Function | Functions | None]) -> None:
         if made is None:
             continue
         by_name = dict(made if isinstance(made[0], tuple) else [made])
-        replaced = {name: Replaced(vars(module).get(name)) for name in by_name}
+        replaced = {name: Replaced(vars(module).get(name), by) for name, by in by_name.items()}
         setattr(module, MARK, getattr(module, MARK, {}) | replaced)
         for name, function in by_name.items():
             if getattr(vars(module).get(name), "__func__", None) is not function:  # engines compare objects

@@ -45,7 +45,8 @@ def forward(self: Any, input: Tensor) -> Tensor:
 
 def of_few_tokens(module: nn.Module) -> tuple[str, Any] | None:
     """What a module of that class name gets, see `torchpaged.hf.families.Maker`."""
-    if type(module) is not nn.Linear or "forward" in vars(module) or not native_status()[0]:
+    own = "forward" in vars(module) and not takes_few_tokens(module)
+    if type(module) is not nn.Linear or own or not native_status()[0]:
         return None
     weight = module.weight
     large = weight.dtype in DTYPES and weight.numel() >= MIN_NUMBERS

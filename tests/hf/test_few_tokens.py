@@ -90,7 +90,10 @@ def test_which_modules() -> None:
     assert of_few_tokens(nn.Linear(COLUMNS, ROWS, dtype=torch.bfloat16)) is None
     assert of_few_tokens(nn.Linear(COLUMNS, ROWS, device="meta")) is None
     assert of_few_tokens(Other(COLUMNS, ROWS)) is None
-    assert of_few_tokens(given()) is None
+    module = given()
+    assert of_few_tokens(module) is not None, "an engine gave it, and attach keeps it"
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    assert of_few_tokens(module) is None
 
 
 def test_they_come_and_go() -> None:
@@ -127,4 +130,17 @@ def test_they_come_and_go() -> None:
         params = SamplingParams(max_new_tokens=5, ignore_eos=True)
         assert all(map(takes_few_tokens, linears))
         assert engine.generate(ids.tolist(), params)[0].token_ids == want[0, 4:].tolist()
+    assert not any("forward" in vars(module) for module in linears)
+
+
+@pytest.mark.parametrize("first", ["engine", "model"])
+def test_an_engine_and_an_attached_model_take_them_away_in_any_order(first: str) -> None:
+    model = model_of("llama").eval()
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    engine = Generator(model, max_batch_size=1, max_seq_len=16)
+    attach(model)
+    ends = [engine.close, lambda: detach(model)]
+    for end in ends if first == "engine" else reversed(ends):
+        assert all(map(takes_few_tokens, linears))
+        end()
     assert not any("forward" in vars(module) for module in linears)

@@ -22,24 +22,26 @@ DTYPES = (torch.float32, torch.float16)
 
 
 def forward(self: Any, input: Tensor) -> Tensor:
-    """Of an ``nn.Linear``. A pickle of it, by this name, is its class's."""
-    weight: Tensor = self.weight
+    """Of an ``nn.Linear``, whose parameters others may have replaced since. A pickle of it, by this name, is
+    its class's."""
+    weight, bias = self.weight, self.bias
     if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
         or type(input) is not Tensor
         or type(weight) is not nn.Parameter
-        or input.device.type != "cpu"
+        or not (input.is_cpu and weight.is_cpu)
         or input.dtype != weight.dtype
         or weight.dtype not in DTYPES
-        or not weight.is_contiguous()
+        or input.shape[-1:] != weight.shape[1:]
         or input.numel() > MAX_TOKENS * weight.shape[1]
+        or not (weight.is_contiguous() and (bias is None or bias.is_contiguous()))
     ):
-        return F.linear(input, weight, self.bias)
+        return F.linear(input, weight, bias)
     x = input.reshape(-1, weight.shape[1]).contiguous()
     out = x.new_empty(x.shape[0], weight.shape[0])
-    BACKEND_OPS["cpu"].linear(x, weight, out, bias=self.bias)
+    BACKEND_OPS["cpu"].linear(x, weight, out, bias=bias)
     return out.view(*input.shape[:-1], weight.shape[0])
 
 

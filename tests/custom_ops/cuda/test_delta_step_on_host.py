@@ -14,7 +14,7 @@ from op_inputs.state import STATE_BATCHES
 from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.state.call import DeltaStepCall
-from torchpaged.custom_ops.state.cuda import delta_step, step
+from torchpaged.custom_ops.state.cuda import delta_step, step, whole_step
 from torchpaged.custom_ops.state.cuda.step import StepSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -43,9 +43,11 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BackendOps:
 @pytest.mark.slow_cases(but=("qwen3_next", "kimi"))
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in slots that no row goes on from, and in shared memory."""
+    """NaN in slots that no row goes on from, and in shared memory; of one batch a CTA has a head's columns
+    alone, as of many rows."""
     ops = on_host(tmp_path / "host", monkeypatch)
     for batch in BATCHES:
+        monkeypatch.setattr(whole_step, "MAX_SPLIT_CTAS", 0 if batch == "decode_padded" else 264)
         inputs = make_delta_step_inputs(STATE_BATCHES[batch], **{"dtype": BF16, **CASES[name]})
         assert_delta_step_close(ops, BACKEND_OPS["reference"], inputs)
 
@@ -57,13 +59,17 @@ def test_no_spills_and_shared_memory_is_what_the_sources_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_delta_step_inputs(STATE_BATCHES["decode"], **{"dtype": BF16, **CASES[name]})
-    spec, text = StepSpec.of(DeltaStepCall(**inputs)), jit.sources()["delta_step.cu"]
-    said = f'static_assert(SQUARES_AT + COLUMNS / 32 * 4 == {spec.shared_bytes}, "");\n'
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(jit.sources(), "delta_step.cu", text + said)
-        _, report = compiled(tmp_path, "delta_step.cu", spec.config())
-    check_no_spills(report)
-    assert registers(report) * spec.threads * spec.min_ctas <= 1 << 16
+    text = jit.sources()["delta_step.cu"]
+    for most in (0, 264):  # a CTA has a head's columns alone; a part of them
+        monkeypatch.setattr(whole_step, "MAX_SPLIT_CTAS", most)
+        spec, folder = StepSpec.of(DeltaStepCall(**inputs)), tmp_path / str(most)
+        folder.mkdir()
+        said = f'static_assert(SQUARES_AT + COLUMNS / 32 * 4 == {spec.shared_bytes}, "");\n'
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(jit.sources(), "delta_step.cu", text + said)
+            _, report = compiled(folder, "delta_step.cu", spec.config())
+        check_no_spills(report)
+        assert registers(report) * spec.threads * spec.min_ctas <= 1 << 16
 
 
 def call_of(**changed: Any) -> DeltaStepCall:

@@ -15,6 +15,7 @@ from torchpaged.custom_ops import BACKEND_OPS, BackendOps
 from torchpaged.custom_ops.cuda import gpu, jit
 from torchpaged.custom_ops.state.call import Mamba2StepCall
 from torchpaged.custom_ops.state.cuda import mamba2_step as step
+from torchpaged.custom_ops.state.cuda import whole_step
 from torchpaged.custom_ops.state.cuda.mamba2_step import Mamba2StepSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -43,9 +44,11 @@ def on_host(folder: Path, monkeypatch: pytest.MonkeyPatch, together: bool = True
 @pytest.mark.slow_cases(but=("granite", "falcon"))
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_oracle(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN in slots that no row goes on from, and in shared memory; with a semaphore and without."""
+    """NaN in slots that no row goes on from, and in shared memory; with a semaphore and without; of one
+    batch a CTA has a head's columns alone, as of many rows."""
     ops = on_host(tmp_path / "host", monkeypatch)
     for batch in BATCHES:
+        monkeypatch.setattr(whole_step, "MAX_SPLIT_CTAS", 0 if batch == "decode_padded" else 264)
         given = {"dtype": BF16, "semaphore": batch != "decode", **CASES[name]}
         inputs = make_mamba2_step_inputs(STATE_BATCHES[batch], **given)
         assert_mamba2_step_close(ops, BACKEND_OPS["reference"], inputs)
@@ -75,13 +78,17 @@ def test_no_spills_and_shared_memory_is_what_the_sources_say(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = make_mamba2_step_inputs(STATE_BATCHES["decode"], **{"dtype": BF16, **CASES[name]})
-    spec, text = Mamba2StepSpec.of(Mamba2StepCall(**inputs)), jit.sources()["mamba2_step.cu"]
-    said = f'static_assert(IS_LAST_AT + 4 == {spec.shared_bytes}, "");\n'
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(jit.sources(), "mamba2_step.cu", text + said)
-        _, report = compiled(tmp_path, "mamba2_step.cu", spec.config())
-    check_no_spills(report)
-    assert registers(report) * spec.threads * spec.min_ctas <= 1 << 16
+    text = jit.sources()["mamba2_step.cu"]
+    for most in (0, 264):  # a CTA has a head's columns alone; a part of them
+        monkeypatch.setattr(whole_step, "MAX_SPLIT_CTAS", most)
+        spec, folder = Mamba2StepSpec.of(Mamba2StepCall(**inputs)), tmp_path / str(most)
+        folder.mkdir()
+        said = f'static_assert(IS_LAST_AT + 4 == {spec.shared_bytes}, "");\n'
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(jit.sources(), "mamba2_step.cu", text + said)
+            _, report = compiled(folder, "mamba2_step.cu", spec.config())
+        check_no_spills(report)
+        assert registers(report) * spec.threads * spec.min_ctas <= 1 << 16
 
 
 def call_of(**changed: Any) -> Mamba2StepCall:

@@ -288,10 +288,10 @@ class _GPUCopies:
         ids = to_device(blocks, torch.int64, self._device)
         for first, buffer, free in self._out.parts(len(blocks)):
             current.wait_event(free)
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self._device):  # the driver's call, too, is of its context
                 self._packing.run(buffer, ids[first : first + len(buffer)], unpack=False)
-            self._out.stream.wait_stream(current)
-            self._memory.copy(buffer, slots[first : first + len(buffer)], True, self._out.stream)
+                self._out.stream.wait_stream(current)
+                self._memory.copy(buffer, slots[first : first + len(buffer)], True, self._out.stream)
             free.record(self._out.stream)
 
     def fence(self) -> Callable[[], None]:

@@ -148,3 +148,13 @@ def test_an_engine_and_an_attached_model_take_them_away_in_any_order(first: str)
         assert all(map(takes_few_tokens, linears))
         end()
     assert not any("forward" in vars(module) for module in linears)
+
+
+def test_latents_are_attended_by_the_weight_of_a_projection_that_runs_it() -> None:
+    model = model_of("deepseek_v3").eval()
+    call: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ids = torch.tensor([[5, 9, 3, 7]])
+    want = model.generate(ids, **call)
+    attach(model)
+    assert takes_few_tokens(model.model.layers[0].self_attn.kv_b_proj)
+    assert torch.equal(model.generate(ids, **call, past_key_values=PagedCache(model.config, 1, 16)), want)
